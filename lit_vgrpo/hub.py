@@ -1,0 +1,94 @@
+"""Whether a checkpoint can be loaded, found out before loading it."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+from lit_vgrpo.paths import SHIPPED_PREFIX, resolve_path
+
+HUB_TIMEOUT_S = 8.0
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+
+
+def local_folder(checkpoint: str) -> Path | None:
+    """The folder that a checkpoint names, or None where it is a hub name such as ``owner/name``.
+
+    A name that is both is the folder, as in diffusers and transformers. A path that does not exist is returned too.
+
+    Raises:
+        ValueError: a ``shipped:`` path that leaves the installed folder.
+    """
+    path = resolve_path(checkpoint)
+    looks_local = checkpoint.startswith((SHIPPED_PREFIX, "/", ".", "~")) or not _HUB_NAME.fullmatch(checkpoint)
+    return path if looks_local or path.exists() else None
+
+
+def explain_unloadable(checkpoint: str, filename: str, what_to_set: str) -> str | None:
+    """Why a checkpoint cannot be loaded, in one line, or None where it can, as far as one file tells.
+
+    Looks for ``filename`` in the local folder, else in the hub's cache, else asks the hub once, for at most about
+    eight seconds and not at all with ``HF_HUB_OFFLINE`` set.
+
+    Args:
+        checkpoint: a local folder, a ``shipped:`` path or a hub name ``owner/name``.
+        filename: a file that every such checkpoint has, such as ``model_index.json``.
+        what_to_set: the recipe's key of the checkpoint, for the message.
+    """
+    try:
+        folder = local_folder(checkpoint)
+    except ValueError as error:
+        return str(error)
+    if folder is not None:
+        if not folder.is_dir():
+            return f"{folder} is not a folder. Set {what_to_set} to a folder that holds {filename}, or to a hub name."
+        if not (folder / filename).is_file():
+            return f"{folder} holds no {filename}. Set {what_to_set} to a folder that holds it, or to a hub name."
+        return None
+    if _is_cached(checkpoint, filename):
+        return None
+    return _ask_hub(checkpoint, filename, what_to_set)
+
+
+def _is_cached(checkpoint: str, filename: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(checkpoint, filename), str)
+
+
+def _ask_hub(checkpoint: str, filename: str, what_to_set: str) -> str | None:
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+
+    remedy = f"Run: hf download {checkpoint}, or set {what_to_set}=/a/local/folder."
+    if constants.HF_HUB_OFFLINE:
+        return f"Cannot load {checkpoint}: not in the local cache and HF_HUB_OFFLINE is set. {remedy}"
+
+    answers: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(hf_hub_url(checkpoint, filename), timeout=HUB_TIMEOUT_S)
+            answers.append(None)
+        except Exception as error:
+            answers.append(error)
+
+    # in a thread because the timeout does not cover a name server that never answers
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_TIMEOUT_S)
+    error = answers[0] if answers else TimeoutError()
+    if error is None:
+        return None
+    if isinstance(error, GatedRepoError):
+        return f"Cannot load {checkpoint}: access must be granted first. Run: hf auth login, then {_lower(remedy)}"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"Cannot load {checkpoint}: no such repository. Set {what_to_set} to another name or a folder."
+    if isinstance(error, EntryNotFoundError):
+        return f"Cannot load {checkpoint}: it holds no {filename}. Set {what_to_set} to another name or a folder."
+    return f"Cannot load {checkpoint}: not in the local cache and the hub cannot be reached. {remedy}"
+
+
+def _lower(sentence: str) -> str:
+    return sentence[0].lower() + sentence[1:]

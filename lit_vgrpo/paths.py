@@ -1,0 +1,29 @@
+"""Paths that a recipe may name."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+SHIPPED_PREFIX = "shipped:"
+
+
+def shipped_root() -> Path:
+    """The folder of the recipes, prompts and tiny pipelines that are installed with the package."""
+    return Path(str(files("lit_vgrpo.recipes")))
+
+
+def resolve_path(text: str | Path) -> Path:
+    """Turn a recipe's path into a real one: ``shipped:prompts/x.txt`` points into the installed recipes.
+
+    Raises:
+        ValueError: a ``shipped:`` path that leaves the installed folder.
+    """
+    text = str(text)
+    if not text.startswith(SHIPPED_PREFIX):
+        return Path(text).expanduser()
+    root = shipped_root()
+    path = (root / text[len(SHIPPED_PREFIX) :]).resolve()
+    if root.resolve() not in (path, *path.parents):
+        raise ValueError(f"{text} leaves the shipped recipes folder {root}. Give a path without '..'.")
+    return path

@@ -1,0 +1,364 @@
+"""What a denoising model must offer to be trained: the policy ``pi(o | c)``."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_vgrpo.hub import explain_unloadable
+from lit_vgrpo.paths import SHIPPED_PREFIX, resolve_path
+from lit_vgrpo.policies.paths import ProbabilityPath
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Conditioning:
+    """A prompt's embeddings; every tensor has one row a prompt."""
+
+    tensors: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def select(self, rows: Tensor) -> Conditioning:
+        """One row for each entry of ``rows (B,)``."""
+        return Conditioning({name: value[rows] for name, value in self.tensors.items()})
+
+    def expand(self, size: int) -> Conditioning:
+        """A single row, repeated as a view."""
+        return Conditioning({name: value.expand(size, *value.shape[1:]) for name, value in self.tensors.items()})
+
+    def joined_with(self, other: Conditioning) -> Conditioning:
+        return Conditioning({name: torch.cat([value, other.tensors[name]]) for name, value in self.tensors.items()})
+
+
+class Policy(nn.Module):
+    """A diffusers pipeline seen as a policy over images.
+
+    Building one is cheap: :meth:`check` finds faults without reading weights, :meth:`load` reads them. Only
+    ``network`` is a submodule. Text encoders, tokenizers and the VAE stay in the pipeline object, outside
+    ``parameters()``, so that neither checkpoints nor DDP buckets nor a strategy's casts touch them.
+
+    Args:
+        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
+        lora_rank: rank of the LoRA adapter; ``None`` trains the full weights.
+        lora_alpha: LoRA scale numerator; ``None`` takes the rank.
+        lora_targets: module name endings the adapter goes to; ``None`` takes the family's attention projections.
+        height: image height in pixels; ``None`` takes the model's own.
+        width: image width in pixels; ``None`` takes the model's own.
+        dtype: autocast type of the network, and storage type of whatever is frozen; trained weights and all
+            arithmetic outside the network stay float32, and so does the VAE.
+        negative_prompt: what guidance moves away from.
+        gradient_checkpointing: trade a second forward pass for activation memory.
+        decode_batch_size: images the VAE decodes at once.
+        init_seed: seed of the adapter's initial weights.
+    """
+
+    pipeline_class: ClassVar[str]
+    network_name: ClassVar[str]
+    solvers: ClassVar[tuple[str, ...]]
+    default_lora_targets: ClassVar[tuple[str, ...]]
+    uses_latent_shift: ClassVar[bool] = True
+    network: nn.Module
+    path: ProbabilityPath
+
+    def __init__(
+        self,
+        checkpoint: str,
+        lora_rank: int | None = None,
+        lora_alpha: int | None = None,
+        lora_targets: list[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        negative_prompt: str = "",
+        gradient_checkpointing: bool = False,
+        decode_batch_size: int = 16,
+        init_seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if lora_rank is not None and lora_rank < 1:
+            raise ValueError(f"lora_rank={lora_rank} is no rank. Use 1 or more, or null to train the full weights.")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not known. Use {', '.join(DTYPES)}.")
+        self.checkpoint = checkpoint
+        self.lora_rank = lora_rank
+        self.lora_alpha = lora_alpha if lora_alpha is not None else lora_rank
+        self.lora_targets = list(lora_targets or self.default_lora_targets)
+        self.height, self.width = height, width
+        self.dtype = DTYPES[dtype]
+        self.negative_prompt = negative_prompt
+        self.gradient_checkpointing = gradient_checkpointing
+        self.decode_batch_size = decode_batch_size
+        self.init_seed = init_seed
+        self.pipeline: Any = None
+        self._negative: Conditioning | None = None
+
+    # --- loading ---------------------------------------------------------------------------------------------------
+
+    @property
+    def loaded(self) -> bool:
+        return self.pipeline is not None
+
+    def check(self) -> list[str]:
+        """Faults that can be found without reading weights, a line each; empty when there are none."""
+        name = type(self).__name__
+        folder = resolve_path(self.checkpoint)
+        if not folder.is_dir():
+            if self.checkpoint.startswith((SHIPPED_PREFIX, ".", "/", "~")):
+                return [f"model.policy.checkpoint={self.checkpoint} is no folder. Give a pipeline folder or a hub name."]
+            fault = explain_unloadable(self.checkpoint, "model_index.json", "model.policy.checkpoint")
+            return [fault] if fault else []
+        index = folder / "model_index.json"
+        if not index.is_file():
+            return [f"model.policy.checkpoint={self.checkpoint} holds no model_index.json: it is no pipeline folder."]
+        try:
+            found = json.loads(index.read_text()).get("_class_name")
+        except (json.JSONDecodeError, AttributeError):
+            return [f"{index} is damaged: not a JSON object. Save or download the pipeline again."]
+        if found != self.pipeline_class:
+            families = {cls.pipeline_class: cls.__name__ for cls in Policy.__subclasses__()}
+            advice = f"Use class_path: {families[found]}." if found in families else f"Give a {self.pipeline_class}."
+            return [f"model.policy.checkpoint={self.checkpoint} is a {found}, {name} needs {self.pipeline_class}. {advice}"]
+        return []
+
+    def load(self) -> Policy:
+        """Read the weights and put the adapter in; does nothing the second time.
+
+        Raises:
+            ValueError: the checkpoint is missing or of another family, or a LoRA target matches nothing.
+        """
+        if self.loaded:
+            return self
+        faults = self.check()
+        if faults:
+            raise ValueError(faults[0])
+        import diffusers
+
+        frozen_dtype = self.dtype if self.lora_rank is not None else torch.float32
+        folder = resolve_path(self.checkpoint)
+        source = str(folder) if folder.is_dir() else self.checkpoint
+        pipeline = getattr(diffusers, self.pipeline_class).from_pretrained(
+            source, dtype=frozen_dtype, **self.null_components(folder)
+        )
+        return self.adopt(pipeline)
+
+    def adopt(self, pipeline: Any) -> Policy:
+        """Train the network of a diffusers pipeline that is already in memory."""
+        pipeline.set_progress_bar_config(disable=True)
+        for component in pipeline.components.values():
+            if isinstance(component, nn.Module):
+                component.requires_grad_(False).eval()
+        cast(pipeline.vae, torch.float32)
+        self.pipeline = pipeline
+        self.network = getattr(pipeline, self.network_name)
+        for helper in self.helpers():
+            if helper is not pipeline.vae:
+                cast(helper, self.dtype)
+        if self.lora_rank is None:
+            cast(self.network, torch.float32)
+            self.network.requires_grad_(True)
+        else:
+            self._add_adapter()
+        if self.gradient_checkpointing:
+            self.network.enable_gradient_checkpointing()
+        self.path = self.build_path()
+        self.latent_shape = self.find_latent_shape()
+        return self
+
+    def _add_adapter(self) -> None:
+        from peft import LoraConfig
+
+        config = LoraConfig(
+            r=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            target_modules=self.lora_targets,
+            init_lora_weights="gaussian",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.init_seed)
+            try:
+                self.network.add_adapter(config)
+            except ValueError as error:
+                raise ValueError(
+                    f"lora_targets={self.lora_targets} match nothing in {type(self.network).__name__}. "
+                    f"Use endings such as {', '.join(self.default_lora_targets[:2])}."
+                ) from error
+        for parameter in self.network.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
+    def null_components(self, folder: Path) -> dict[str, None]:
+        """Components that are null in the folder's index: diffusers refuses the folder unless told of each."""
+        index = folder / "model_index.json"
+        if not index.is_file():
+            return {}
+        entries = json.loads(index.read_text())
+        return {name: None for name, value in entries.items() if isinstance(value, list) and value[0] is None}
+
+    def helpers(self) -> list[nn.Module]:
+        """The frozen parts: text encoders and VAE."""
+        return [c for c in self.pipeline.components.values() if isinstance(c, nn.Module) and c is not self.network]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    def _place_helpers(self) -> None:
+        for helper in self.helpers():
+            if next(helper.parameters()).device != self.device:
+                helper.to(self.device)
+
+    def train(self, mode: bool = True) -> Policy:
+        """Stay in eval mode: dropout would make the ratio differ from 1 before any update."""
+        return super().train(False)
+
+    # --- the model -------------------------------------------------------------------------------------------------
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The one precision of the network, the same in rollout and training, whatever the trainer's own is."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def forward(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
+        """The network's own prediction (velocity or noise), float32.
+
+        Args:
+            z: ``(B, C, h, w)``, float32.
+            t: ``(B,)`` in [0, 1], float32.
+            cond: B rows.
+            guidance: classifier-free guidance scale; 1.0 runs one pass instead of two.
+        """
+        if guidance == 1.0:
+            with self.autocast():
+                return self.predict(z, t, cond).float()
+        negative = self.negative().expand(len(z))
+        with self.autocast():
+            both = self.predict(torch.cat([z, z]), torch.cat([t, t]), negative.joined_with(cond)).float()
+        without, with_prompt = both.chunk(2)
+        return without + guidance * (with_prompt - without)
+
+    def negative(self) -> Conditioning:
+        """The embedding of the negative prompt, one row, computed once."""
+        if self._negative is None or next(iter(self._negative.tensors.values())).device != self.device:
+            self._negative = self.encode([self.negative_prompt])
+        return self._negative
+
+    def prior(self, generators: Sequence[torch.Generator]) -> Tensor:
+        """``z_1``: unit Gaussian noise, one generator an image, ``(B, C, h, w)``, the same on every device."""
+        return torch.stack([torch.randn(self.latent_shape, generator=g) for g in generators]).to(self.device)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        """Prompt embeddings, one row a prompt, float32, on the network's device."""
+        self._place_helpers()
+        tensors = self.encode_prompts(list(prompts))
+        return Conditioning({name: value.detach().float() for name, value in tensors.items()})
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images ``(B, 3, H, W)``, float32 in [0, 1]."""
+        self._place_helpers()
+        scale, shift = self._latent_affine()
+        images = []
+        for part in latents.float().split(self.decode_batch_size):
+            decoded = self.pipeline.vae.decode(part / scale + shift, return_dict=False)[0]
+            images.append((decoded / 2 + 0.5).clamp(0, 1))
+        return torch.cat(images)
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Latents ``(B, C, h, w)`` of images ``(B, 3, H, W)`` in [0, 1]: the mean of the VAE's posterior."""
+        self._place_helpers()
+        scale, shift = self._latent_affine()
+        parts = (images.to(self.device).float() * 2 - 1).split(self.decode_batch_size)
+        latents = torch.cat([self.pipeline.vae.encode(part).latent_dist.mode() for part in parts])
+        return (latents - shift) * scale
+
+    def _latent_affine(self) -> tuple[float, float]:
+        """Scale and shift between the VAE's latents and the network's, as the family's own pipeline applies them."""
+        config = self.pipeline.vae.config
+        return config.scaling_factor, (config.shift_factor or 0.0) if self.uses_latent_shift else 0.0
+
+    def find_latent_shape(self) -> tuple[int, int, int]:
+        """``(C, h, w)`` for the asked image size; ValueError where the VAE or the patches do not divide it."""
+        factor = self.pipeline.vae_scale_factor
+        patch = getattr(self.network.config, "patch_size", None) or 1
+        default = self.network.config.sample_size * factor
+        sizes = []
+        for name, pixels in (("height", self.height or default), ("width", self.width or default)):
+            if pixels % (factor * patch):
+                lower = pixels // (factor * patch) * factor * patch
+                raise ValueError(
+                    f"model.policy.{name}={pixels} is not a multiple of {factor * patch} (VAE factor x patch size). "
+                    f"Use {lower or factor * patch} or {lower + factor * patch}."
+                )
+            sizes.append(pixels // factor)
+        return self.network.config.in_channels, sizes[0], sizes[1]
+
+    def save(self, folder: str | Path) -> Path:
+        """Write what was trained so that diffusers loads it back.
+
+        LoRA: a folder for ``pipe.load_lora_weights``. Full weights: a folder for ``DiffusionPipeline.from_pretrained``.
+        """
+        from diffusers.utils import logging as diffusers_logging
+        from transformers.utils import logging as transformers_logging
+
+        folder = Path(folder)
+        if self.lora_rank is None:
+            # Both libraries draw a bar a component, and diffusers logs every null component as an error.
+            transformers_logging.disable_progress_bar()
+            level = diffusers_logging.get_verbosity()
+            diffusers_logging.set_verbosity(diffusers_logging.CRITICAL)
+            try:
+                self.pipeline.save_pretrained(folder)
+            finally:
+                diffusers_logging.set_verbosity(level)
+                transformers_logging.enable_progress_bar()
+            return folder
+        from peft.utils import get_peft_model_state_dict
+
+        layers = self.lora_names(get_peft_model_state_dict(self.network))
+        metadata = {f"{self.network_name}_lora_adapter_metadata": self.network.peft_config["default"].to_dict()}
+        self.pipeline.save_lora_weights(folder, **{f"{self.network_name}_lora_layers": layers}, **metadata)
+        return folder
+
+    def lora_names(self, layers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The adapter's tensors under the names that the family's pipeline reads."""
+        return layers
+
+    # --- what a family says ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def build_path(self) -> ProbabilityPath:
+        """The probability path of the loaded pipeline."""
+
+    @abstractmethod
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """The family's embeddings by name, one row a prompt."""
+
+    @abstractmethod
+    def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
+        """One network pass, in the network's own units of time."""
+
+    @abstractmethod
+    def scheduler(self, solver: str, steps: int) -> Any:
+        """A fresh diffusers scheduler whose timesteps are set; ValueError for a solver the path does not have."""
+
+    @abstractmethod
+    def scheduler_times(self, scheduler: Any) -> Tensor:
+        """The scheduler's timesteps as times in (0, 1], float32, ``(S,)``."""
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Change a module's floating-point type, where it is another (diffusers warns of every cast that it is told of)."""
+    if any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
+        module.to(dtype)

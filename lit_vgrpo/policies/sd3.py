@@ -1,0 +1,85 @@
+"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lit_vgrpo.policies.base import Conditioning, Policy
+from lit_vgrpo.policies.paths import RectifiedFlow
+from lit_vgrpo.policies.schedulers import FLOW_SOLVERS, flow_scheduler
+
+
+class SD3Policy(Policy):
+    """``StableDiffusion3Pipeline`` (SD3 medium, SD3.5 medium and large) as a policy on a rectified flow.
+
+    Args:
+        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
+        max_sequence_length: length of the T5 block in tokens; without T5 it is a block of zeros of that length.
+        use_t5: ``False`` leaves the T5 encoder out and saves its memory.
+        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
+    """
+
+    pipeline_class: ClassVar[str] = "StableDiffusion3Pipeline"
+    network_name: ClassVar[str] = "transformer"
+    solvers: ClassVar[tuple[str, ...]] = FLOW_SOLVERS
+    default_lora_targets: ClassVar[tuple[str, ...]] = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    )
+
+    def __init__(self, checkpoint: str, max_sequence_length: int = 256, use_t5: bool = True, **options: Any) -> None:
+        super().__init__(checkpoint, **options)
+        self.max_sequence_length = max_sequence_length
+        self.use_t5 = use_t5
+
+    def null_components(self, folder: Path) -> dict[str, None]:
+        nulls = super().null_components(folder)
+        return nulls if self.use_t5 else {**nulls, "text_encoder_3": None, "tokenizer_3": None}
+
+    def build_path(self) -> RectifiedFlow:
+        return RectifiedFlow()
+
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        tokens, _, pooled, _ = self.pipeline.encode_prompt(
+            prompt=prompts,
+            prompt_2=prompts,
+            prompt_3=prompts,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"tokens": tokens, "pooled": pooled}
+
+    def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
+        return self.network(
+            hidden_states=z,
+            timestep=t * self.pipeline.scheduler.config.num_train_timesteps,
+            encoder_hidden_states=cond.tensors["tokens"],
+            pooled_projections=cond.tensors["pooled"],
+            return_dict=False,
+        )[0]
+
+    def scheduler(self, solver: str, steps: int) -> Any:
+        base = self.pipeline.scheduler
+        scheduler = flow_scheduler(solver, base.config.shift, base)
+        options = {}
+        if scheduler.config.get("use_dynamic_shifting"):
+            from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+            _, height, width = self.latent_shape
+            config, patch = base.config, self.network.config.patch_size
+            options["mu"] = calculate_shift(
+                (height // patch) * (width // patch),
+                config.get("base_image_seq_len", 256),
+                config.get("max_image_seq_len", 4096),
+                config.get("base_shift", 0.5),
+                config.get("max_shift", 1.16),
+            )
+        scheduler.set_timesteps(steps, device=self.device, **options)
+        return scheduler
+
+    def scheduler_times(self, scheduler: Any) -> Tensor:
+        return (scheduler.timesteps.double() / scheduler.config.num_train_timesteps).float()

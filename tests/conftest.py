@@ -1,0 +1,57 @@
+"""Small real pipelines for every test; no network, one thread."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+
+from lit_vgrpo.tiny.build import build_clip, build_sd3, build_unet
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def sd3_folder(tmp_path_factory):
+    """``sd3_folder(t5=False)``: a random small StableDiffusion3Pipeline folder."""
+    made = {}
+
+    def make(t5=False):
+        if t5 not in made:
+            made[t5] = build_sd3(tmp_path_factory.mktemp("sd3"), small=True, t5=t5)
+        return made[t5]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def unet_folder(tmp_path_factory):
+    """``unet_folder("epsilon")``: a random small StableDiffusionPipeline folder."""
+    made = {}
+
+    def make(prediction="epsilon"):
+        if prediction not in made:
+            folder = tmp_path_factory.mktemp("unet")
+            made[prediction] = build_unet(folder, small=True, prediction_type=prediction)
+        return made[prediction]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_sd3(sd3_folder):
+    return sd3_folder()
+
+
+@pytest.fixture(scope="session")
+def tiny_unet(unet_folder):
+    return unet_folder()
+
+
+@pytest.fixture(scope="session")
+def tiny_clip(tmp_path_factory):
+    """A random small CLIPModel folder with its processor."""
+    return build_clip(tmp_path_factory.mktemp("clip"))
