@@ -1,0 +1,86 @@
+"""Group-relative advantages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+STD_FLOOR = 1e-4
+NO_SPREAD = 1e-6
+
+
+def group_statistics(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, population std and number of valid images of each image's group.
+
+    Args:
+        rewards: shape ``(B,)``; NaN marks a failed image, which is left out.
+        group_ids: shape ``(B,)``, int64, any values.
+
+    Returns:
+        ``mean (B,)``, ``std (B,)``, ``count (B,)`` of each image's group and the groups' own index ``(B,)``; float64.
+    """
+    _, index = torch.unique(group_ids, return_inverse=True)
+    valid = ~rewards.isnan()
+    values = torch.where(valid, rewards, 0).double()
+    num_groups = int(index.max()) + 1 if len(index) else 0
+    zeros = torch.zeros(num_groups, dtype=torch.float64, device=rewards.device)
+    count = zeros.index_add(0, index, valid.double())
+    mean = zeros.index_add(0, index, values) / count.clamp(min=1)
+    centred = torch.where(valid, values - mean[index], 0)
+    std = (zeros.index_add(0, index, centred.square()) / count.clamp(min=1)).sqrt()
+    return mean[index], std[index], count[index], index
+
+
+def group_advantages(rewards: Tensor, group_ids: Tensor, std: Literal["global", "group"] = "global") -> Tensor:
+    """``A_i = (R_i - mean of its group) / (s + 1e-4)``.
+
+    A group without spread gets 0, not noise divided by the floor. A failed image (NaN) is left out of every
+    statistic and gets 0.
+
+    Args:
+        rewards: total reward of every image of the whole iteration, over all ranks, shape ``(B,)``.
+        group_ids: shape ``(B,)``, int64.
+        std: ``s`` is the population std over the whole iteration (``"global"``) or over the image's group.
+
+    Returns:
+        Shape ``(B,)``, float32, unitless; sums to 0 in each group.
+
+    Source:
+        arXiv 2402.03300 (group-relative advantages); the global std is that of arXiv 2505.05470.
+
+    >>> group_advantages(torch.tensor([0.0, 1.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1]), std="group")
+    tensor([-0.9998,  0.9998,  0.0000,  0.0000])
+    """
+    mean, group_std, _, _ = group_statistics(rewards, group_ids)
+    valid = ~rewards.isnan()
+    if std == "group":
+        scale = group_std
+    elif std == "global":
+        kept = rewards[valid].double()
+        scale = kept.std(correction=0) if len(kept) else torch.tensor(0.0, dtype=torch.float64)
+    else:
+        raise ValueError(f"advantage std={std!r} is not known. Use global or group.")
+    # Spread is judged against the reward's own size: float32 sums of equal rewards differ in their last bits.
+    spread = group_std > NO_SPREAD * mean.abs().clamp(min=1)
+    advantages = (rewards.double() - mean) / (scale + STD_FLOOR)
+    return torch.where(valid & spread, advantages, 0).float()
+
+
+def soft_clip(advantages: Tensor, limit: float | None) -> Tensor:
+    """``eta tanh(A / eta)``: bounds advantages smoothly at ``limit`` (eta); ``None`` leaves them as they are.
+
+    Source:
+        arXiv 2604.23380, soft-clipped advantages, eta 3 to 5.
+    """
+    return advantages if limit is None else limit * torch.tanh(advantages / limit)
+
+
+def no_spread_share(rewards: Tensor, group_ids: Tensor) -> float:
+    """Share of groups, in [0, 1], whose valid rewards are all equal: they give no gradient."""
+    mean, std, _, index = group_statistics(rewards, group_ids)
+    if not len(index):
+        return 0.0
+    flat = std <= NO_SPREAD * mean.abs().clamp(min=1)
+    return float(torch.zeros(int(index.max()) + 1, device=rewards.device).index_fill(0, index[flat], 1.0).mean())

@@ -1,0 +1,48 @@
+"""Counts what a run pays: network passes, in images, by phase, with and without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class PassLedger:
+    """Counts the images that go through a network, by hooking it; classifier-free guidance counts twice.
+
+    A backward pass is not counted, and neither is a recomputation by activation checkpointing.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[str, dict[str, int]] = {}
+        self._phase = "update"
+
+    def attach(self, network: nn.Module) -> None:
+        network.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sample = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim > 1)
+        phase = self.counts.setdefault(self._phase, {"with_grad": 0, "without_grad": 0})
+        phase["with_grad" if torch.is_grad_enabled() else "without_grad"] += len(sample)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Book the passes inside under ``name``: rollout, old, anchor, reference, update or evaluation."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def training_passes(self) -> int:
+        """All passes but those of evaluation and of drawing samples."""
+        return sum(sum(c.values()) for name, c in self.counts.items() if name not in ("evaluation", "samples"))
+
+    def state_dict(self) -> dict[str, dict[str, int]]:
+        return {name: dict(count) for name, count in self.counts.items()}
+
+    def load_state_dict(self, state: dict[str, dict[str, int]]) -> None:
+        self.counts = {name: dict(count) for name, count in state.items()}

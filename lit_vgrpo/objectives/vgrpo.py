@@ -1,0 +1,209 @@
+"""V-GRPO (arXiv 2604.23380): GRPO whose likelihood is the ELBO surrogate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.advantages import soft_clip
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.objectives.pairs import TimeSource, predict_pairs, rollout_pairs
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.paths import Space
+from lit_vgrpo.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.snapshots import Snapshot
+from lit_vgrpo.surrogate import absolute_error, denoising_error, mean_over_pixels, surrogate
+
+
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float | None) -> Tensor:
+    """PPO's surrogate for each image, to be maximised.
+
+    Args:
+        log_ratio: ``L_i(old) - L_i(theta)``, shape ``(B,)``, float32; carries grad.
+        advantages: shape ``(B,)``, unitless, zero-mean in each group.
+        clip: half-width of the trust region around ratio 1; ``None`` switches it off.
+
+    Returns:
+        Shape ``(B,)``.
+
+    Source:
+        arXiv 1707.06347; with the surrogate's ratio arXiv 2604.23380.
+    """
+    ratio = log_ratio.exp()
+    if clip is None:
+        return ratio * advantages
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+
+
+def prediction_distance(prediction: Tensor, stored: Tensor, scale: Tensor) -> Tensor:
+    """The KL to a stored policy on the same pairs: ``m((x_hat_theta - sg(x_hat_old))^2)``; ``(B, N, ...) -> (B, N)``.
+
+    Both estimates start from the same noisy latent, so they differ by ``scale`` times the predictions' difference.
+    """
+    return mean_over_pixels((scale * (prediction - stored)).square(), 2)
+
+
+class VGRPO(Objective):
+    """V-GRPO with its three variance reductions and three controls of the gradient step, each switchable.
+
+    Args:
+        rollout: how images are sampled; any ODE solver of the policy's path.
+        num_mc_samples: pairs (t, eps) an image (N_MC).
+        share_pairs: one set of pairs for all images of a group (variance reduction 1).
+        stratify: one time in each of N_MC equal parts of the schedule (variance reduction 2).
+        space: where the denoising error is measured; x with ``self_normalise`` is the adaptive weighting.
+        self_normalise: divide each squared error by its own detached absolute error (variance reduction 3).
+        scale_cap: bound on ``b/a``, by which an eps-network's error grows in x-space; null for none.
+        times: draw from the sampler's own times, or from the continuous schedule.
+        time_shift: resolution shift of the continuous schedule.
+        clip: half-width of the ratio's trust region; null for none. Has an effect from the second update on.
+        soft_clip: bound eta of the advantages; null for none.
+        kl_weight: weight beta of the distance to the behaviour policy, or to the anchor where there is one.
+        anchor_decay: let the KL's other side be a slowly moving copy, ``copy <- d copy + (1 - d) weights`` after each
+            iteration; null keeps the behaviour policy. Not in the paper.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutSpec | None = None,
+        num_mc_samples: int = 4,
+        share_pairs: bool = True,
+        stratify: bool = True,
+        space: Space = "x",
+        self_normalise: bool = True,
+        scale_cap: float | None = 5.0,
+        times: TimeSource = "sampler",
+        time_shift: float = 1.0,
+        clip: float | None = None,
+        soft_clip: float | None = None,
+        kl_weight: float = 0.0,
+        anchor_decay: float | None = None,
+    ) -> None:
+        _require(num_mc_samples >= 1, "num_mc_samples", num_mc_samples, "Use 1 or more (the paper uses 4)")
+        _require(clip is None or 0 < clip < 1, "clip", clip, "Use a number between 0 and 1 (6e-3 to 3e-2), or null")
+        _require(soft_clip is None or soft_clip > 0, "soft_clip", soft_clip, "Use 3 to 5, or null")
+        _require(scale_cap is None or scale_cap > 0, "scale_cap", scale_cap, "Use 5, or null")
+        _require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more")
+        _require(time_shift > 0, "time_shift", time_shift, "Use 1.0, or the scheduler's shift")
+        _require(
+            anchor_decay is None or 0 <= anchor_decay < 1, "anchor_decay", anchor_decay, "Use 0.3 to 0.5, or null"
+        )
+        self.rollout = rollout or RolloutSpec()
+        self.num_mc_samples = num_mc_samples
+        self.share_pairs = share_pairs
+        self.stratify = stratify
+        self.space = space
+        self.self_normalise = self_normalise
+        self.scale_cap = scale_cap
+        self.times: TimeSource = times
+        self.time_shift = time_shift
+        self.clip = clip
+        self.soft_clip = soft_clip
+        self.kl_weight = kl_weight
+        self.anchor_decay = anchor_decay
+        self.anchor: Snapshot | None = None
+
+    def rollout_spec(self, iteration: int) -> RolloutSpec:
+        return self.rollout
+
+    def check(self, updates_per_iteration: int) -> list[str]:
+        faults = []
+        if self.anchor_decay is not None and self.kl_weight == 0:
+            faults.append("model.objective.anchor_decay needs a KL to act on: kl_weight=0.0. Set kl_weight, e.g. to 1.0.")
+        if self.kl_weight > 0 and self.anchor_decay is None and updates_per_iteration == 1:
+            faults.append(
+                f"model.objective.kl_weight={self.kl_weight} has no effect with updates_per_iteration=1: the policy is "
+                "its own behaviour policy. Set data.updates_per_iteration=2 or more, or model.objective.anchor_decay=0.3."
+            )
+        return faults
+
+    def setup(self, policy: Policy) -> None:
+        if self.anchor_decay is not None:
+            self.anchor = Snapshot(policy)
+
+    def prepare(
+        self,
+        policy: Policy,
+        rollout: Rollout,
+        advantages: Tensor,
+        *,
+        micro_batch_size: int,
+        updates: int,
+        ledger: PassLedger | None = None,
+    ) -> Experience:
+        experience = Experience(
+            latents=rollout.latents,
+            advantages=soft_clip(advantages, self.soft_clip).to(rollout.latents.device),
+            conditioning=rollout.conditioning,
+            rows=rollout.rows,
+            pairs=rollout_pairs(
+                policy,
+                rollout,
+                self.num_mc_samples,
+                shared=self.share_pairs,
+                stratified=self.stratify,
+                times=self.times,
+                shift=self.time_shift,
+            ),
+        )
+        ledger = ledger or PassLedger()
+        # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes of its own.
+        if updates > 1:
+            with ledger.phase("old"):
+                old = self._stored(policy, experience, micro_batch_size)
+            experience.extras["old_surrogate"] = old["surrogate"]
+            if self.kl_weight > 0 and self.anchor is None:
+                experience.extras["kl_prediction"] = old["prediction"]
+        if self.anchor is not None:
+            self.anchor.to(policy.device)
+            with ledger.phase("anchor"), self.anchor.swapped_into(policy):
+                experience.extras["kl_prediction"] = self._stored(policy, experience, micro_batch_size)["prediction"]
+        return experience
+
+    @torch.no_grad()
+    def _stored(self, policy: Policy, experience: Experience, micro_batch_size: int) -> dict[str, Tensor]:
+        stored: dict[str, list[Tensor]] = {"surrogate": [], "prediction": []}
+        for micro in experience.micro_batches(micro_batch_size):
+            prediction, error, _ = predict_pairs(policy, micro, self.space, self.scale_cap)
+            stored["surrogate"].append(surrogate(denoising_error(error, self.self_normalise)))
+            stored["prediction"].append(prediction)
+        return {name: torch.cat(parts) for name, parts in stored.items()}
+
+    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        prediction, error, scale = predict_pairs(policy, micro, self.space, self.scale_cap)
+        elbo = surrogate(denoising_error(error, self.self_normalise))
+        log_ratio = micro.extras.get("old_surrogate", elbo.detach()) - elbo
+        objective = clipped_surrogate(log_ratio, micro.advantages, self.clip)
+        distance = torch.zeros_like(elbo)
+        if "kl_prediction" in micro.extras:
+            per_pair = prediction_distance(prediction, micro.extras["kl_prediction"], scale)
+            # The anchor's distance is measured in the surrogate's own unit, so that one weight fits every time.
+            distance = surrogate(per_pair / absolute_error(error) if self.anchor is not None else per_pair)
+        loss = (self.kl_weight * distance - objective).mean()
+        ratio = log_ratio.detach().exp()
+        outside = torch.zeros_like(ratio) if self.clip is None else ((ratio - 1).abs() > self.clip).float()
+        return loss, {
+            "surrogate": elbo.detach(),
+            "ratio_deviation": (ratio - 1).abs(),
+            "clip_fraction": outside,
+            "kl": distance.detach(),
+        }
+
+    def after_iteration(self, policy: Policy) -> None:
+        if self.anchor is not None and self.anchor_decay is not None:
+            self.anchor.move_towards(policy, self.anchor_decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.anchor is None else {"anchor": self.anchor.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.anchor is not None and "anchor" in state:
+            self.anchor.load_state_dict(state["anchor"])
+
+
+def _require(holds: bool, name: str, value: object, advice: str) -> None:
+    if not holds:
+        raise ValueError(f"model.objective.{name}={value} cannot be used. {advice}.")

@@ -1,0 +1,265 @@
+"""V-GRPO against arithmetic in float64, on a small real pipeline."""
+
+import numpy as np
+import pytest
+import torch
+
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.objectives import VGRPO, clipped_surrogate
+from lit_vgrpo.policies import SD3Policy, UNetPolicy
+from lit_vgrpo.rollout import RolloutSpec
+from lit_vgrpo.snapshots import trainable_parameters
+
+PROMPTS = ["a red circle on the left", "a blue square on the right"]
+GROUP = 3
+ADVANTAGES = torch.tensor([1.0, -0.5, -0.5, 0.0, 2.0, -2.0])
+
+
+@pytest.fixture
+def policy(tiny_sd3):
+    return SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
+
+
+def roll(policy, objective, seed=0):
+    rows = [{"prompt": prompt} for prompt in PROMPTS]
+    return objective.collect(policy, PROMPTS, rows, [0, 1], GROUP, iteration=0, seed=seed)
+
+
+def prepared(policy, objective, updates=1, micro_batch_size=6, ledger=None):
+    objective.setup(policy)
+    rollout = roll(policy, objective)
+    return objective.prepare(
+        policy, rollout, ADVANTAGES, micro_batch_size=micro_batch_size, updates=updates, ledger=ledger
+    )
+
+
+def nudge(policy, size=0.05):
+    with torch.no_grad():
+        for index, parameter in enumerate(trainable_parameters(policy).values()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+            parameter.add_(size * noise)
+
+
+def in_float64(policy, experience, objective):
+    """l_ij from the paper's definition, in float64 but for the network: x_hat - o, squared over absolute."""
+    times, noise = experience.pairs.of_images()
+    errors = np.empty(times.shape)
+    estimates = np.empty((*times.shape, *experience.latents.shape[1:]))
+    for i in range(len(experience)):
+        for j in range(times.shape[1]):
+            o, eps, t = experience.latents[i].double(), noise[i, j].double(), times[i, j].double()
+            z = (1 - t) * o + t * eps
+            cond = experience.conditioning.select(experience.rows[i : i + 1])
+            with torch.no_grad():
+                v = policy(z[None].float(), times[i, j][None], cond)[0].double()
+            x_hat = z - t * v
+            e = (x_hat - o).numpy()
+            errors[i, j] = (e**2).mean() / np.abs(e).mean()
+            estimates[i, j] = x_hat.numpy()
+    return errors, estimates
+
+
+def test_clipped_surrogate_equals_the_formula():
+    log_ratio = torch.tensor([0.0, 0.2, 0.2, -0.2, -0.2])
+    advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0])
+    ratio, a = np.exp(log_ratio.double().numpy()), advantages.double().numpy()
+    expected = np.minimum(ratio * a, np.clip(ratio, 0.9, 1.1) * a)
+    np.testing.assert_allclose(clipped_surrogate(log_ratio, advantages, 0.1).numpy(), expected, rtol=1e-6)
+    np.testing.assert_allclose(clipped_surrogate(log_ratio, advantages, None).numpy(), ratio * a, rtol=1e-6)
+
+
+def test_loss_equals_the_paper_in_float64(policy):
+    objective = VGRPO(RolloutSpec(steps=4), num_mc_samples=3, clip=0.05, kl_weight=0.3)
+    experience = prepared(policy, objective, updates=2)
+    old, old_estimates = in_float64(policy, experience, objective)
+    nudge(policy)
+    new, estimates = in_float64(policy, experience, objective)
+    ratio = np.exp(old.mean(1) - new.mean(1))
+    a = ADVANTAGES.double().numpy()
+    gain = np.minimum(ratio * a, np.clip(ratio, 0.95, 1.05) * a)
+    kl = ((estimates - old_estimates) ** 2).mean((2, 3, 4)).mean(1)
+    expected = -(gain - 0.3 * kl).mean()
+    loss, metrics = objective.loss(policy, experience)
+    assert np.abs(ratio - 1).max() > 0.01
+    assert loss.item() == pytest.approx(expected, rel=2e-4)
+    np.testing.assert_allclose(metrics["surrogate"].numpy(), new.mean(1), rtol=1e-4)
+    np.testing.assert_allclose(metrics["kl"].numpy(), kl, rtol=1e-3)
+    assert metrics["clip_fraction"].tolist() == (np.abs(ratio - 1) > 0.05).astype(float).tolist()
+
+
+def test_ratio_is_one_before_any_update(policy):
+    experience = prepared(policy, VGRPO(RolloutSpec(steps=2)), updates=2, micro_batch_size=2)
+    for micro in experience.micro_batches(2):
+        _, metrics = VGRPO().loss(policy, micro)
+        assert metrics["ratio_deviation"].max() == 0
+
+
+def gradients(policy, objective, experience, micro_batch_size=6):
+    policy.zero_grad()
+    parts = experience.micro_batches(micro_batch_size)
+    for micro in parts:
+        (objective.loss(policy, micro)[0] / len(parts)).backward()
+    return torch.cat([p.grad.flatten() for p in trainable_parameters(policy).values()])
+
+
+def test_the_on_policy_shortcut_has_the_same_gradient_and_no_old_passes(policy):
+    objective, ledger = VGRPO(RolloutSpec(steps=2), num_mc_samples=2), PassLedger()
+    ledger.attach(policy.network)
+    short = prepared(policy, objective, updates=1, ledger=ledger)
+    assert "old" not in ledger.counts
+    full = prepared(policy, objective, updates=2, ledger=ledger)
+    assert ledger.counts["old"] == {"with_grad": 0, "without_grad": 12}
+    torch.testing.assert_close(
+        gradients(policy, objective, short), gradients(policy, objective, full), rtol=1e-5, atol=1e-8
+    )
+
+
+def test_micro_batches_do_not_change_the_gradient(policy):
+    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2)
+    experience = prepared(policy, objective)
+    whole, cut = (gradients(policy, objective, experience, size) for size in (6, 2))
+    torch.testing.assert_close(whole, cut, rtol=1e-4, atol=1e-7)
+
+
+def test_zero_advantages_give_zero_gradient(policy):
+    objective = VGRPO(RolloutSpec(steps=2))
+    experience = prepared(policy, objective)
+    experience.advantages = torch.zeros(6)
+    assert gradients(policy, objective, experience).abs().max() == 0
+
+
+def test_switches(policy):
+    def pairs(**options):
+        return prepared(policy, VGRPO(RolloutSpec(steps=8), num_mc_samples=4, **options)).pairs
+
+    shared, single = pairs(), pairs(share_pairs=False)
+    assert shared.times.shape == (2, 4)
+    assert single.times.shape == (6, 4)
+    assert single.rows.tolist() == list(range(6))
+    schedule = roll(policy, VGRPO(RolloutSpec(steps=8))).schedule
+    strata = [[schedule.tolist().index(t) // 2 for t in row] for row in shared.times.tolist()]
+    assert strata == [[0, 1, 2, 3]] * 2
+    loose = pairs(stratify=False, share_pairs=False).times.tolist()
+    assert any([schedule.tolist().index(t) // 2 for t in row] != [0, 1, 2, 3] for row in loose)
+    assert not set(pairs(times="uniform").times.flatten().tolist()) <= set(schedule.tolist())
+
+
+@pytest.mark.parametrize("space", ["x", "v", "eps"])
+def test_naive_elbo_is_the_plain_error_of_its_space(policy, space):
+    objective = VGRPO(RolloutSpec(steps=4), num_mc_samples=2, space=space, self_normalise=False)
+    experience = prepared(policy, objective)
+    times, noise = experience.pairs.of_images()
+    expected = []
+    for i in range(6):
+        per_pair = []
+        for j in range(2):
+            o, eps, t = experience.latents[i].double(), noise[i, j].double(), times[i, j].double()
+            cond = experience.conditioning.select(experience.rows[i : i + 1])
+            with torch.no_grad():
+                v = policy(((1 - t) * o + t * eps)[None].float(), times[i, j][None], cond)[0].double()
+            error = (v - (eps - o)) * {"x": t, "v": 1.0, "eps": 1 - t}[space]
+            per_pair.append((error**2).mean().item())
+        expected.append(np.mean(per_pair))
+    np.testing.assert_allclose(objective.loss(policy, experience)[1]["surrogate"].numpy(), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_x_error_on_the_variance_preserving_path(unet_folder, prediction, cap):
+    policy = UNetPolicy(str(unet_folder(prediction))).load()
+    objective = VGRPO(RolloutSpec("ddim", steps=4), num_mc_samples=2, scale_cap=cap, self_normalise=False)
+    experience = prepared(policy, objective)
+    abar = policy.pipeline.scheduler.alphas_cumprod.double()
+    times, noise = experience.pairs.of_images()
+    expected = np.empty((6, 2))
+    for i in range(6):
+        for j in range(2):
+            k = round(times[i, j].item() * 1000) - 1
+            a, b = abar[k].sqrt(), (1 - abar[k]).sqrt()
+            o, eps = experience.latents[i].double(), noise[i, j].double()
+            z = a * o + b * eps
+            cond = experience.conditioning.select(experience.rows[i : i + 1])
+            with torch.no_grad():
+                out = policy(z[None].float(), times[i, j][None], cond)[0].double()
+            x_hat = (z - b * out) / a if prediction == "epsilon" else a * z - b * out
+            shrink = 1.0
+            if prediction == "epsilon" and cap is not None:
+                shrink = min(1.0, cap / (b / a).item())
+            expected[i, j] = ((shrink * (x_hat - o)) ** 2).mean().item()
+    found = objective.loss(policy, experience)[1]["surrogate"].numpy()
+    np.testing.assert_allclose(found, expected.mean(1), rtol=2e-3)
+
+
+def test_the_moving_anchor(policy):
+    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3)
+    experience = prepared(policy, objective)
+    loss, metrics = objective.loss(policy, experience)
+    assert metrics["kl"].max() == 0  # the anchor starts as the policy itself
+    start = {name: p.detach().double().clone() for name, p in trainable_parameters(policy).items()}
+    nudge(policy)
+    moved = {name: p.detach().double().clone() for name, p in trainable_parameters(policy).items()}
+    _, metrics = objective.loss(policy, experience)
+    new, estimates = in_float64(policy, experience, objective)
+    times, noise = experience.pairs.of_images()
+    z = (1 - times[..., None, None, None]) * experience.latents[:, None] + times[..., None, None, None] * noise
+    anchor = (z - times[..., None, None, None] * experience.extras["kl_prediction"]).double().numpy()
+    absolute = np.abs(estimates - experience.latents[:, None].double().numpy()).mean((2, 3, 4))
+    expected = (((estimates - anchor) ** 2).mean((2, 3, 4)) / absolute).mean(1)
+    np.testing.assert_allclose(metrics["kl"].numpy(), expected, rtol=1e-3)
+    objective.after_iteration(policy)
+    for name, tensor in objective.anchor.tensors.items():
+        torch.testing.assert_close(tensor.double(), 0.3 * start[name] + 0.7 * moved[name], rtol=1e-5, atol=1e-6)
+
+
+def test_the_anchor_is_put_back_when_its_passes_fail(policy):
+    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3)
+    objective.setup(policy)
+    rollout = roll(policy, objective)
+    nudge(policy)
+    before = {name: p.detach().clone() for name, p in trainable_parameters(policy).items()}
+    rollout.conditioning.tensors["tokens"] = rollout.conditioning.tensors["tokens"][..., :-1]
+    with pytest.raises(RuntimeError):
+        objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1)
+    for name, p in trainable_parameters(policy).items():
+        assert torch.equal(p, before[name])
+
+
+def test_soft_clip_bounds_the_advantages(policy):
+    objective = VGRPO(RolloutSpec(steps=2), soft_clip=0.5)
+    torch.testing.assert_close(prepared(policy, objective).advantages, 0.5 * torch.tanh(ADVANTAGES / 0.5))
+
+
+def test_an_update_makes_good_images_likelier_and_bad_ones_less(policy):
+    objective = VGRPO(RolloutSpec(steps=4), num_mc_samples=4)
+    experience = prepared(policy, objective)
+    before = objective.loss(policy, experience)[1]["surrogate"]
+    optimizer = torch.optim.SGD(trainable_parameters(policy).values(), lr=1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        objective.loss(policy, experience)[0].backward()
+        optimizer.step()
+    after = objective.loss(policy, experience)[1]["surrogate"]
+    assert ((before - after) * ADVANTAGES).sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_mc_samples": 0}, "num_mc_samples=0"),
+        ({"clip": 1.5}, "clip=1.5"),
+        ({"soft_clip": -1}, "soft_clip=-1"),
+        ({"kl_weight": -0.1}, "kl_weight=-0.1"),
+        ({"anchor_decay": 1.0}, "anchor_decay=1.0"),
+        ({"scale_cap": 0}, "scale_cap=0"),
+        ({"time_shift": 0}, "time_shift=0"),
+    ],
+)
+def test_bad_settings_are_named(options, named):
+    with pytest.raises(ValueError, match=named):
+        VGRPO(**options)
+
+
+def test_settings_without_effect_are_faults():
+    assert "kl_weight=0.3 has no effect" in VGRPO(kl_weight=0.3).check(1)[0]
+    assert VGRPO(kl_weight=0.3).check(2) == []
+    assert "anchor_decay needs a KL" in VGRPO(anchor_decay=0.3).check(1)[0]

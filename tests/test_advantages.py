@@ -1,0 +1,73 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lit_vgrpo.advantages import group_advantages, no_spread_share, soft_clip
+
+REWARDS = torch.tensor([0.1, 0.7, 0.4, 2.0, 1.0, 1.5])
+GROUPS = torch.tensor([7, 7, 7, 3, 3, 3])
+
+
+@pytest.mark.parametrize("std", ["global", "group"])
+def test_equals_the_formula_in_float64(std):
+    rewards = REWARDS.double().numpy()
+    expected = np.empty(6)
+    for group in (7, 3):
+        members = (GROUPS == group).numpy()
+        scale = rewards.std() if std == "global" else rewards[members].std()
+        expected[members] = (rewards[members] - rewards[members].mean()) / (scale + 1e-4)
+    np.testing.assert_allclose(group_advantages(REWARDS, GROUPS, std).numpy(), expected, rtol=1e-5)
+
+
+def test_a_constant_added_to_all_rewards_changes_nothing():
+    shifted = group_advantages(REWARDS + 3.0, GROUPS)
+    torch.testing.assert_close(shifted, group_advantages(REWARDS, GROUPS), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("std", ["global", "group"])
+def test_a_group_without_spread_gets_exactly_zero(std):
+    rewards = torch.tensor([0.3, 0.3, 0.3, 0.1, 0.2, 0.9])
+    advantages = group_advantages(rewards, torch.tensor([0, 0, 0, 1, 1, 1]), std)
+    assert advantages[:3].tolist() == [0, 0, 0]
+    assert advantages[3:].abs().min() > 0
+
+
+def test_rounding_noise_is_no_spread():
+    rewards = torch.tensor([1 / 3 + 1 / 3 + 1 / 3, 1.0000001, 1.0, 0.9999999])
+    assert group_advantages(rewards, torch.zeros(4, dtype=torch.int64), "group").tolist() == [0] * 4
+
+
+def test_a_failed_image_is_left_out_and_gets_zero():
+    rewards = torch.tensor([0.1, math.nan, 0.7, 0.4])
+    groups = torch.zeros(4, dtype=torch.int64)
+    advantages = group_advantages(rewards, groups)
+    assert advantages[1] == 0
+    torch.testing.assert_close(advantages[[0, 2, 3]], group_advantages(rewards[[0, 2, 3]], groups[:3]))
+
+
+def test_advantages_of_a_group_sum_to_zero():
+    advantages = group_advantages(REWARDS, GROUPS)
+    assert advantages[:3].sum().abs() < 1e-5
+    assert advantages[3:].sum().abs() < 1e-5
+
+
+def test_all_failed_gives_zeros():
+    assert group_advantages(torch.full((2,), math.nan), torch.zeros(2, dtype=torch.int64)).tolist() == [0, 0]
+
+
+def test_soft_clip():
+    advantages = torch.tensor([-10.0, 0.1, 10.0])
+    torch.testing.assert_close(soft_clip(advantages, 3.0), 3 * torch.tanh(advantages / 3))
+    assert soft_clip(advantages, None) is advantages
+
+
+def test_no_spread_share():
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, math.nan, 5.0])
+    assert no_spread_share(rewards, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])) == 0.75
+
+
+def test_unknown_std_is_refused():
+    with pytest.raises(ValueError, match="Use global or group"):
+        group_advantages(REWARDS, GROUPS, "rank")
