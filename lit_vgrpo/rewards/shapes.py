@@ -1,0 +1,145 @@
+"""A verifiable reward for the shapes task: find the shape, then check its colour, kind and place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_vgrpo.rewards.base import Reward
+from lit_vgrpo.tiny.shapes import CHOICES, COLOURS, IMAGE_SIZE, PALETTE, PLACES, SHAPES, attributes_of, coverage
+
+Check = Literal["mean", "colour", "shape", "place"]
+
+_MIN_CONTRAST = 0.25  # RGB distance of the shape from the background
+_MIN_AREA, _MAX_AREA = 20.0, 300.0  # pixels at 32 x 32; the task's own shapes have 50 to 125
+_MIN_SHARE = 0.7  # of the foreground that is the largest blob: a picture of two shapes is not a picture of one
+_MAX_COLOUR_DISTANCE = 0.35  # RGB; the closest two colours of the palette are .52 apart
+_MIN_OVERLAP = 0.7  # intersection over union with the best template
+
+
+class ShapesReward(Reward):
+    """How much of a prompt such as ``a red circle on the left`` a picture shows.
+
+    Each check is 0 or 1; a picture without exactly one shape fails all of them. The attributes come from the row's
+    fields ``colour``, ``shape`` and ``place``, else from the prompt; a prompt that does not name them scores NaN.
+
+    Args:
+        check: one check, or ``"mean"`` for the mean of the three.
+    """
+
+    def __init__(self, check: Check = "mean") -> None:
+        if check not in get_args(Check):
+            raise ValueError(f"check={check!r} is unknown. Use one of: {', '.join(get_args(Check))}.")
+        self.checked = tuple(CHOICES) if check == "mean" else (check,)
+        self.name = "shapes" if check == "mean" else check
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:
+        seen = recognise(images)
+        wanted = [attributes_of(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        scores = torch.zeros(len(prompts), device=images.device)
+        for name in self.checked:
+            indices = [CHOICES[name].index(w[name]) if name in w else -1 for w in wanted]
+            target = torch.tensor(indices, dtype=torch.long, device=images.device)
+            passed = (seen[name] == target).float()
+            scores += torch.where(target < 0, torch.nan, passed)
+        return scores / len(self.checked)
+
+
+def recognise(images: Tensor) -> dict[str, Tensor]:
+    """Read colour, shape and place off pictures.
+
+    Args:
+        images: shape ``(B, 3, H, W)`` in [0, 1]; resized to 32 x 32 where they are not.
+
+    Returns:
+        ``{"colour", "shape", "place"}``, each of shape ``(B,)``, long: the index in `CHOICES`, or -2 for none.
+    """
+    images = images.detach().float()
+    if images.shape[-2:] != (IMAGE_SIZE, IMAGE_SIZE):
+        images = F.interpolate(images, (IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)
+    background = _border(images).median(dim=-1).values[:, :, None, None]
+    contrast = (images - background).square().sum(1).sqrt()  # (B, 32, 32)
+    peak = contrast.flatten(1).topk(16, dim=1).values.mean(1)
+    alpha = (contrast / peak.clamp_min(1e-6)[:, None, None]).clamp(0, 1)
+    foreground = _majority(alpha > 0.5)
+    blob = _largest_blob(foreground)
+
+    size = blob.flatten(1).sum(1)
+    share = size / foreground.flatten(1).sum(1).clamp_min(1)
+    valid = (peak > _MIN_CONTRAST) & (size >= _MIN_AREA) & (size <= _MAX_AREA) & (share >= _MIN_SHARE)
+
+    # Steeper than the rim itself: the outline lies at half contrast however blurred the picture is.
+    weight = (2 * alpha - 0.5).clamp(0, 1) * _dilate(blob)
+    area = weight.flatten(1).sum(1).clamp_min(1)
+    grid = torch.arange(IMAGE_SIZE, device=images.device) + 0.5
+    x = (weight.sum(1) * grid).sum(1) / area
+    y = (weight.sum(2) * grid).sum(1) / area
+    none = torch.full_like(size, -2, dtype=torch.long)
+    found = {"colour": _colour(images, weight), "shape": _shape(weight, x, y, area), "place": _place(x, y)}
+    return {name: torch.where(valid, index, none) for name, index in found.items()}
+
+
+def _colour(images: Tensor, weight: Tensor) -> Tensor:
+    core = weight * (weight > 0.7)
+    mean = torch.einsum("bchw,bhw->bc", images, core) / core.flatten(1).sum(1, keepdim=True).clamp_min(1e-6)
+    distance, index = torch.cdist(mean, torch.tensor([PALETTE[c] for c in COLOURS], device=images.device)).min(1)
+    return torch.where(distance <= _MAX_COLOUR_DISTANCE, index, -2)
+
+
+def _shape(weight: Tensor, x: Tensor, y: Tensor, area: Tensor) -> Tensor:
+    """The template that overlaps most, each drawn with the blob's own centroid and area."""
+    overlaps = []
+    for shape in SHAPES:
+        template = coverage(shape, x, y, area)
+        shared = torch.minimum(weight, template).flatten(1).sum(1)
+        overlaps.append(shared / (area + template.flatten(1).sum(1) - shared))
+    overlap, index = torch.stack(overlaps, 1).max(1)
+    return torch.where(overlap >= _MIN_OVERLAP, index, -2)
+
+
+def _place(x: Tensor, y: Tensor) -> Tensor:
+    offset = torch.stack([x, y], 1) - IMAGE_SIZE / 2
+    steps = torch.tensor(list(PLACES.values()), dtype=offset.dtype, device=offset.device)
+    along, index = (offset @ steps.T).max(1)
+    # In the middle, or as far across as along, the place is ambiguous.
+    clear = (along >= 2.5) & (along >= math.sqrt(0.5) * offset.norm(dim=1) * 1.1)
+    return torch.where(clear, index, -2)
+
+
+def _border(images: Tensor) -> Tensor:
+    edges = [images[:, :, 0], images[:, :, -1], images[:, :, 1:-1, 0], images[:, :, 1:-1, -1]]
+    return torch.cat(edges, dim=-1)
+
+
+def _majority(mask: Tensor) -> Tensor:
+    """Drop specks and fill holes: a pixel is what at least 5 of its 3 x 3 neighbourhood are."""
+    return F.avg_pool2d(mask.float()[:, None], 3, 1, 1)[:, 0] > 4.5 / 9
+
+
+def _dilate(mask: Tensor) -> Tensor:
+    grown = mask.clone()
+    grown[:, 1:] |= mask[:, :-1]
+    grown[:, :-1] |= mask[:, 1:]
+    rows = grown.clone()
+    grown[:, :, 1:] |= rows[:, :, :-1]
+    grown[:, :, :-1] |= rows[:, :, 1:]
+    return grown
+
+
+def _largest_blob(mask: Tensor) -> Tensor:
+    """The connected region around the place where the mask is densest, grown by up to 24 pixels."""
+    density = F.avg_pool2d(mask.float()[:, None], 7, 1, 3)[:, 0].masked_fill(~mask, -1)
+    blob = torch.zeros_like(mask)
+    blob.flatten(1)[torch.arange(len(mask), device=mask.device), density.flatten(1).argmax(1)] = True
+    blob &= mask
+    for _ in range(12):
+        grown = _dilate(_dilate(blob) & mask) & mask
+        if torch.equal(grown, blob):
+            break
+        blob = grown
+    return blob

@@ -1,0 +1,173 @@
+"""Small diffusers pipelines with fresh random denoisers: real folders, a few megabytes each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from diffusers import (
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import nn
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionConfig
+
+from lit_vgrpo.tiny.text import (
+    clip_tokenizer,
+    t5_encoder,
+    t5_tokenizer,
+    text_config,
+    text_encoder,
+    text_encoder_with_projection,
+)
+from lit_vgrpo.tiny.vae import LATENT_CHANNELS, LATENT_SIZE, new_vae
+
+_TEXT_WIDTH = 32
+
+
+def build_sd3(
+    folder: str | Path,
+    seed: int = 0,
+    vae: AutoencoderKL | None = None,
+    *,
+    small: bool = False,
+    t5: bool = False,
+    shift: float = 1.0,
+) -> Path:
+    """Write a `StableDiffusion3Pipeline` folder: 32 x 32 pictures, 8 x 8 x 8 latents, 16 image tokens.
+
+    Without T5 it loads with ``from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)``, as such folders do.
+
+    Args:
+        folder: where to write; made if absent.
+        seed: of all random weights.
+        vae: a trained autoencoder; ``None`` writes an untrained one whose scale and shift are not trivial, for tests.
+        small: a transformer of about 0.05 M parameters instead of 0.6 M.
+        t5: add a small T5 encoder.
+        shift: of the scheduler's timestep grid.
+    """
+    heads, layers = (2, 2) if small else (4, 4)
+    width = 16 * heads
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = SD3Transformer2DModel(
+            sample_size=LATENT_SIZE,
+            patch_size=2,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            num_layers=layers,
+            attention_head_dim=16,
+            num_attention_heads=heads,
+            joint_attention_dim=2 * _TEXT_WIDTH,
+            caption_projection_dim=width,
+            pooled_projection_dim=2 * _TEXT_WIDTH,
+            pos_embed_max_size=LATENT_SIZE // 2,
+            qk_norm="rms_norm",
+        )
+    tokenizers = clip_tokenizer(), clip_tokenizer(pad_token="!")  # SDXL's and SD3's second one pads with "!" too
+    tokenizer_3 = t5_tokenizer() if t5 else None
+    pipeline = StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=shift),
+        vae=vae if vae is not None else new_vae(seed, scaling_factor=0.8, shift_factor=0.1),
+        text_encoder=text_encoder_with_projection(tokenizers[0], _TEXT_WIDTH, seed + 1),
+        tokenizer=tokenizers[0],
+        text_encoder_2=text_encoder_with_projection(tokenizers[1], _TEXT_WIDTH, seed + 2),
+        tokenizer_2=tokenizers[1],
+        text_encoder_3=t5_encoder(tokenizer_3, 2 * _TEXT_WIDTH, seed + 3) if tokenizer_3 is not None else None,
+        tokenizer_3=tokenizer_3,
+    )
+    return _save(pipeline, folder)
+
+
+def build_unet(
+    folder: str | Path,
+    seed: int = 0,
+    vae: AutoencoderKL | None = None,
+    *,
+    small: bool = False,
+    prediction_type: Literal["epsilon", "v_prediction"] = "epsilon",
+) -> Path:
+    """Write a `StableDiffusionPipeline` folder: 32 x 32 pictures, 8 x 8 x 8 latents.
+
+    Args:
+        folder: where to write; made if absent.
+        seed: of all random weights.
+        vae: a trained autoencoder; ``None`` writes an untrained one, for tests.
+        small: a UNet of about 0.1 M parameters instead of 1 M.
+        prediction_type: what the scheduler takes the network's output for.
+    """
+    channels = (8, 16) if small else (32, 64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        unet = UNet2DConditionModel(
+            sample_size=LATENT_SIZE,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            block_out_channels=channels,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            layers_per_block=1,
+            norm_num_groups=8,
+            cross_attention_dim=2 * _TEXT_WIDTH,
+            attention_head_dim=4,
+        )
+    scheduler = DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+        timestep_spacing="trailing",
+        prediction_type=prediction_type,
+    )
+    tokenizer = clip_tokenizer()
+    pipeline = StableDiffusionPipeline(
+        unet=unet,
+        scheduler=scheduler,
+        vae=vae if vae is not None else new_vae(seed, scaling_factor=0.8),
+        text_encoder=text_encoder(tokenizer, 2 * _TEXT_WIDTH, seed + 1),
+        tokenizer=tokenizer,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    return _save(pipeline, folder)
+
+
+def build_clip(folder: str | Path, seed: int = 0) -> Path:
+    """Write a small random `CLIPModel` with its processor: the format that preference rewards load."""
+    tokenizer = clip_tokenizer(max_length=77)
+    text = text_config(tokenizer, _TEXT_WIDTH, _TEXT_WIDTH)
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        projection_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=32)
+        model = CLIPModel(config)
+    images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    model.eval().save_pretrained(folder)
+    CLIPProcessor(image_processor=images, tokenizer=tokenizer).save_pretrained(folder)
+    return Path(folder)
+
+
+def _save(pipeline: Any, folder: str | Path) -> Path:
+    for module in pipeline.components.values():
+        if isinstance(module, nn.Module):
+            module.eval()
+    pipeline.save_pretrained(folder, safe_serialization=True)
+    return Path(folder)

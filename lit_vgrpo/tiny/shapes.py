@@ -1,0 +1,189 @@
+"""Pictures of one coloured shape, and the prompts that describe them: the project's own verifiable task."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+IMAGE_SIZE = 32
+BACKGROUND = (0.93, 0.92, 0.90)
+PALETTE: dict[str, tuple[float, float, float]] = {
+    "red": (0.86, 0.14, 0.14),
+    "green": (0.14, 0.62, 0.22),
+    "blue": (0.16, 0.28, 0.86),
+    "yellow": (0.95, 0.80, 0.12),
+    "purple": (0.66, 0.18, 0.78),
+    "cyan": (0.16, 0.76, 0.84),
+}
+COLOURS = tuple(PALETTE)
+SHAPES = ("circle", "square", "triangle")
+PLACES: dict[str, tuple[int, int]] = {  # unit step from the centre, x to the right, y down
+    "on the left": (-1, 0),
+    "on the right": (1, 0),
+    "at the top": (0, -1),
+    "at the bottom": (0, 1),
+}
+CHOICES: dict[str, tuple[str, ...]] = {"colour": COLOURS, "shape": SHAPES, "place": tuple(PLACES)}
+
+_OFFSET, _ALONG, _ACROSS = 6.5, 0.7, 2.0  # pixels: distance from the centre, jitter along it and across it
+_RADIUS = (5.0, 6.2)  # pixels
+_AREA_PER_RADIUS_SQUARED = {"circle": math.pi, "square": 3.24, "triangle": 2.03}  # look about equally large, and fit
+
+
+class Attributes(NamedTuple):
+    """What one picture shows, in the words of the prompt."""
+
+    colour: str
+    shape: str
+    place: str
+
+
+def prompt_of(colour: str, shape: str, place: str) -> str:
+    """The prompt of one picture, e.g. ``a red circle on the left``."""
+    return f"a {colour} {shape} {place}"
+
+
+def parse_prompt(prompt: str) -> Attributes | None:
+    """The attributes that `prompt_of` was given, or ``None`` where the prompt is not of that form."""
+    words = prompt.strip().lower().split()
+    if len(words) != 6 or words[0] != "a":
+        return None
+    found = Attributes(words[1], words[2], " ".join(words[3:]))
+    return found if all(value in CHOICES[name] for name, value in found._asdict().items()) else None
+
+
+def attributes_of(prompt: str, row: Mapping[str, Any]) -> dict[str, str]:
+    """The known attributes of a prompt: the row's fields first, the prompt's words where a field is absent."""
+    parsed = parse_prompt(prompt)
+    words = dict(parsed._asdict()) if parsed else {}
+    words.update({name: str(row[name]) for name in CHOICES if row.get(name) is not None})
+    return {name: value for name, value in words.items() if value in CHOICES[name]}
+
+
+def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor, size: int = IMAGE_SIZE) -> Tensor:
+    """Anti-aliased masks of one kind of shape.
+
+    Args:
+        shape: one of `SHAPES`.
+        x: horizontal centroid in pixels, shape ``(B,)``.
+        y: vertical centroid in pixels, downwards, shape ``(B,)``.
+        area: in square pixels, shape ``(B,)``.
+        size: side of the square picture in pixels.
+
+    Returns:
+        Shape ``(B, size, size)``, in [0, 1]: about the covered part of each pixel.
+    """
+    grid = torch.arange(size, dtype=x.dtype, device=x.device) + 0.5
+    dx = (grid - x[:, None])[:, None, :]
+    dy = (grid - y[:, None])[:, :, None]
+    area = area[:, None, None]
+    if shape == "circle":
+        distance = (dx.square() + dy.square()).sqrt() - (area / math.pi).sqrt()
+    elif shape == "square":
+        distance = torch.maximum(dx.abs(), dy.abs()) - area.sqrt() / 2
+    elif shape == "triangle":  # equilateral, pointing up: the largest of the distances to its three sides
+        inradius = (area / (3 * math.sqrt(3))).sqrt()
+        distance = torch.maximum(dx.abs() * (math.sqrt(3) / 2) - dy / 2, dy) - inradius
+    else:
+        raise ValueError(f"shape={shape!r} is unknown. Use one of: {', '.join(SHAPES)}.")
+    return (0.5 - distance).clamp(0, 1)
+
+
+def render(colour: str, shape: str, place: str, generator: torch.Generator | None = None) -> Tensor:
+    """One picture, with a random size and position around its place.
+
+    Returns:
+        Shape ``(3, 32, 32)``, float32 in [0, 1], on the CPU.
+
+    Raises:
+        ValueError: an attribute is not one of `CHOICES`.
+    """
+    for name, value in (("colour", colour), ("shape", shape), ("place", place)):
+        if value not in CHOICES[name]:
+            raise ValueError(f"{name}={value!r} is unknown. Use one of: {', '.join(CHOICES[name])}.")
+    device = "cpu" if generator is None else generator.device
+    u = torch.rand(3, generator=generator, device=device).cpu()
+    radius = _RADIUS[0] + (_RADIUS[1] - _RADIUS[0]) * u[0]
+    along, across = _OFFSET + _ALONG * (2 * u[1] - 1), _ACROSS * (2 * u[2] - 1)
+    step_x, step_y = PLACES[place]
+    x = IMAGE_SIZE / 2 + step_x * along + abs(step_y) * across
+    y = IMAGE_SIZE / 2 + step_y * along + abs(step_x) * across
+    area = _AREA_PER_RADIUS_SQUARED[shape] * radius.square()
+    mask = coverage(shape, x[None], y[None], area[None])
+    background = torch.tensor(BACKGROUND)[:, None, None]
+    return background + mask * (torch.tensor(PALETTE[colour])[:, None, None] - background)
+
+
+class ShapesImages:
+    """Training pictures for the denoising objective, with captions that are often wrong.
+
+    Args:
+        caption_noise: probability, for each of the three attributes by itself, that the caption names another value.
+            A model trained on such pairs follows prompts badly, which leaves the reward something to teach.
+    """
+
+    def __init__(self, caption_noise: float = 0.45) -> None:
+        if not 0 <= caption_noise <= 1:
+            raise ValueError(f"caption_noise={caption_noise} is not a probability. Use a number from 0 to 1.")
+        self.caption_noise = caption_noise
+
+    def __call__(
+        self, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], generators: Sequence[torch.Generator]
+    ) -> tuple[Tensor, list[str]]:
+        """Render each row's picture and caption it.
+
+        Returns:
+            Pictures of shape ``(B, 3, 32, 32)``, float32 in [0, 1], and one caption a picture.
+
+        Raises:
+            ValueError: a prompt, with its row's fields, does not name all three attributes.
+        """
+        images, captions = [], []
+        for prompt, row, generator in zip(prompts, rows, generators, strict=True):
+            known = attributes_of(prompt, row)
+            if len(known) < len(CHOICES):
+                example = prompt_of(*Attributes("red", "circle", "on the left"))
+                raise ValueError(f"prompt {prompt!r} is not one of the shapes task. Write it like {example!r}.")
+            true = Attributes(**known)
+            images.append(render(*true, generator=generator))
+            captions.append(prompt_of(*self._swap(true, generator)))
+        return torch.stack(images), captions
+
+    def _swap(self, true: Attributes, generator: torch.Generator) -> Attributes:
+        said = {}
+        for name, value in true._asdict().items():
+            u, pick = torch.rand(2, generator=generator, device=generator.device).tolist()
+            others = [other for other in CHOICES[name] if other != value]
+            said[name] = others[int(pick * len(others))] if u < self.caption_noise else value
+        return Attributes(**said)
+
+
+def prompt_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """All 72 prompts in a fixed split, 60 to train on and 12 held out; each value is as frequent as its rivals."""
+    train: list[dict[str, str]] = []
+    heldout: list[dict[str, str]] = []
+    for i, colour in enumerate(COLOURS):
+        for j, shape in enumerate(SHAPES):
+            for k, place in enumerate(PLACES):
+                row = {"prompt": prompt_of(colour, shape, place), "colour": colour, "shape": shape, "place": place}
+                (heldout if (len(PLACES) * j + k) % len(COLOURS) == i else train).append(row)
+    return train, heldout
+
+
+def write_prompts(folder: str | Path) -> list[Path]:
+    """Write ``shapes_{train,heldout,all}.jsonl`` into a folder and return their paths; all is for pre-training."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    train, heldout = prompt_rows()
+    paths = []
+    for name, rows in (("train", train), ("heldout", heldout), ("all", train + heldout)):
+        path = folder / f"shapes_{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        paths.append(path)
+    return paths

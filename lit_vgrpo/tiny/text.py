@@ -1,0 +1,139 @@
+"""Small tokenizers and frozen random text encoders, in the formats that transformers loads."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import nn
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PreTrainedModel,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+
+from lit_vgrpo.tiny.shapes import CHOICES
+
+BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+_END = "</w>"
+_Model = TypeVar("_Model", bound=PreTrainedModel)
+
+
+def task_words() -> list[str]:
+    """Every word of the task's prompts, once, in a fixed order."""
+    values = [word for choices in CHOICES.values() for value in choices for word in value.split()]
+    return list(dict.fromkeys(["a", *values]))
+
+
+def byte_symbols() -> list[str]:
+    """The printable character that byte-level BPE writes for each of the 256 bytes, in the order of GPT-2's table."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
+
+
+def learn_merges(words: list[str]) -> list[tuple[str, str]]:
+    """Byte-pair merges, most frequent pair first, until each word is a single symbol."""
+    splits = [[*word[:-1], word[-1] + _END] for word in words]
+    merges = []
+    while any(len(split) > 1 for split in splits):
+        pairs = Counter(pair for split in splits for pair in pairwise(split))
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        for split in splits:
+            i = 0
+            while i < len(split) - 1:
+                if (split[i], split[i + 1]) == best:
+                    split[i : i + 2] = ["".join(best)]
+                i += 1
+    return merges
+
+
+def clip_tokenizer(max_length: int = 12, pad_token: str = EOS) -> CLIPTokenizer:
+    """A byte-level tokenizer in which each word of the task is one token; it takes any other text too."""
+    merges = learn_merges(task_words())
+    symbols = byte_symbols()
+    tokens = [*symbols, *(s + _END for s in symbols), *dict.fromkeys("".join(pair) for pair in merges), BOS, EOS]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    return CLIPTokenizer(
+        vocab=vocabulary,
+        merges=merges,  # type: ignore[arg-type]  # pairs, whatever the annotation says
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=pad_token,
+        model_max_length=max_length,
+    )
+
+
+def text_config(tokenizer: CLIPTokenizer, hidden_size: int, projection_dim: int) -> CLIPTextConfig:
+    """The configuration of a two-layer CLIP text encoder that agrees with its tokenizer on every special id."""
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        projection_dim=projection_dim,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=tokenizer.model_max_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,  # pooling looks for this id
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def text_encoder(tokenizer: CLIPTokenizer, hidden_size: int = 32, seed: int = 0) -> CLIPTextModel:
+    """A frozen random CLIP text encoder, without projection."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _spread(CLIPTextModel(text_config(tokenizer, hidden_size, hidden_size)))
+
+
+def text_encoder_with_projection(
+    tokenizer: CLIPTokenizer, hidden_size: int = 32, seed: int = 0
+) -> CLIPTextModelWithProjection:
+    """A frozen random CLIP text encoder, with projection."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _spread(CLIPTextModelWithProjection(text_config(tokenizer, hidden_size, hidden_size)))
+
+
+def t5_tokenizer(max_length: int = 12) -> T5Tokenizer:
+    """A unigram tokenizer in which each word of the task is one token, and each letter of another word."""
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    words = [("▁" + word, -3.0) for word in task_words()]
+    letters = [(chr(c), -6.0) for c in range(33, 127)]
+    return T5Tokenizer(vocab=[*special, *words, *letters], extra_ids=0, model_max_length=max_length)
+
+
+def t5_encoder(tokenizer: T5Tokenizer, hidden_size: int, seed: int = 0) -> T5EncoderModel:
+    """A frozen random T5 encoder."""
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=hidden_size, d_kv=16, d_ff=64, num_layers=1, num_heads=2, dropout_rate=0.0
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return T5EncoderModel(config).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _spread(model: _Model) -> _Model:
+    """Draw weights of unit gain: with CLIP's own small ones every prompt would get nearly the same embedding."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.weight.normal_(0, 1)
+        elif isinstance(module, nn.Linear):
+            module.weight.normal_(0, 1 / math.sqrt(module.in_features))
+    for name, weight in model.named_parameters():
+        if name.endswith("position_embedding.weight"):
+            weight.mul_(0.5)
+        elif name.endswith(("v_proj.weight", "out_proj.weight")):
+            weight.mul_(1.5)  # a token's own word must not drown the words before it
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,135 @@
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
+from torch import nn
+from transformers import CLIPModel, CLIPProcessor
+
+from lit_vgrpo.tiny.__main__ import main
+from lit_vgrpo.tiny.build import build_clip, build_sd3, build_unet
+from lit_vgrpo.tiny.shapes import prompt_rows
+from lit_vgrpo.tiny.text import clip_tokenizer, t5_tokenizer, task_words, text_encoder_with_projection
+from lit_vgrpo.tiny.vae import new_vae, normalise_latents, random_pictures, train_vae
+
+PROMPTS = ["a red circle on the left", "a blue square at the top"]
+
+
+def megabytes(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def load_sd3(folder: Path) -> StableDiffusion3Pipeline:
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def test_sd3_folder_loads_and_draws(tmp_path: Path) -> None:
+    pipeline = load_sd3(build_sd3(tmp_path))
+    assert megabytes(tmp_path) < 8
+    assert not list(tmp_path.rglob("*.bin"))
+    assert parameters(pipeline.transformer) == pytest.approx(0.6e6, rel=0.1)
+    pictures = pipeline(
+        PROMPTS, num_inference_steps=2, guidance_scale=1.0, max_sequence_length=1, output_type="pt"
+    ).images
+    assert pictures.shape == (2, 3, 32, 32)
+    assert pictures.isfinite().all()
+
+
+def test_sd3_with_t5_loads_by_itself(tmp_path: Path) -> None:
+    build_sd3(tmp_path, small=True, t5=True)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tmp_path)
+    embeddings = pipeline._get_t5_prompt_embeds(PROMPTS, max_sequence_length=8)
+    assert embeddings.shape == (2, 8, pipeline.transformer.config.joint_attention_dim)
+    assert (embeddings[0] - embeddings[1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+def test_unet_folder_loads_and_draws(tmp_path: Path, prediction_type: str) -> None:
+    build_unet(tmp_path, small=prediction_type == "v_prediction", prediction_type=prediction_type)  # type: ignore[arg-type]
+    pipeline = StableDiffusionPipeline.from_pretrained(tmp_path)
+    pipeline.set_progress_bar_config(disable=True)
+    assert megabytes(tmp_path) < 8
+    assert pipeline.scheduler.config.prediction_type == prediction_type
+    if prediction_type == "epsilon":
+        assert parameters(pipeline.unet) == pytest.approx(1e6, rel=0.1)
+    pictures = pipeline(PROMPTS, num_inference_steps=2, guidance_scale=1.0, output_type="pt").images
+    assert pictures.shape == (2, 3, 32, 32)
+
+
+def test_the_seed_alone_decides_the_weights(tmp_path: Path) -> None:
+    weights = []
+    for i, seed in enumerate((0, 0, 1)):
+        torch.rand(i + 1)
+        folder = build_sd3(tmp_path / str(i), seed, small=True)
+        weights.append((folder / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    assert weights[0] != weights[2]
+
+
+def test_each_word_of_the_task_is_one_token_and_special_ids_agree() -> None:
+    for tokenizer, pad in ((clip_tokenizer(), "<|endoftext|>"), (clip_tokenizer(pad_token="!"), "!")):
+        assert all(len(tokenizer.tokenize(word)) == 1 for word in task_words())
+        assert tokenizer.pad_token == pad
+        config = text_encoder_with_projection(tokenizer).config
+        assert config.bos_token_id == tokenizer.bos_token_id
+        assert config.eos_token_id == tokenizer.eos_token_id
+        assert config.pad_token_id == tokenizer.pad_token_id
+        other = tokenizer("Ünknown wörds, 42 of them!", truncation=True, max_length=12).input_ids
+        assert len(other) == 12
+        assert other[-1] == tokenizer.eos_token_id
+    assert all(len(t5_tokenizer().tokenize(word)) == 1 for word in task_words())
+
+
+def test_prompts_differ_in_every_embedding() -> None:
+    tokenizer = clip_tokenizer()
+    prompts = [row["prompt"] for part in prompt_rows() for row in part]
+    ids = tokenizer(prompts, padding="max_length", max_length=12, return_tensors="pt").input_ids
+    out = text_encoder_with_projection(tokenizer)(ids, output_hidden_states=True)
+    for embedding in (out.text_embeds, out.hidden_states[-2].flatten(1)):
+        assert torch.pdist(embedding).min() > 0.1 * embedding.norm(dim=1).mean()
+
+
+def test_normalising_latents_keeps_the_reconstruction() -> None:
+    vae = new_vae(3)
+    pictures = random_pictures(64, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = vae.decode(vae.encode(pictures * 2 - 1).latent_dist.mean).sample
+        normalise_latents(vae, pictures)
+        latents = vae.encode(pictures * 2 - 1).latent_dist.mean
+        after = vae.decode(latents).sample
+    torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-4)
+    scaled = latents * vae.config.scaling_factor
+    torch.testing.assert_close(scaled.mean((0, 2, 3)), torch.zeros(8), rtol=0, atol=1e-3)
+    torch.testing.assert_close(scaled.std((0, 2, 3)), torch.ones(8), rtol=0, atol=1e-2)
+
+
+def test_training_the_autoencoder_repeats_and_learns() -> None:
+    first, again = (train_vae(seed=1, steps=8, batch_size=4) for _ in range(2))
+    for weight, other in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(weight, other)
+    pictures = random_pictures(16, torch.Generator().manual_seed(5)) * 2 - 1
+    with torch.no_grad():
+        errors = [(vae(pictures).sample - pictures).abs().mean() for vae in (new_vae(1), first)]
+    assert errors[1] < errors[0]
+
+
+def test_start_takes_the_autoencoder_of_another_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = build_sd3(tmp_path / "source", seed=7, small=True)
+    assert main(["start", str(tmp_path / "start"), "--kind", "unet", "--vae", str(source)]) == 0
+    written = StableDiffusionPipeline.from_pretrained(tmp_path / "start").vae
+    assert torch.equal(written.quant_conv.weight, load_sd3(source).vae.quant_conv.weight)
+    assert str(tmp_path / "start") in capsys.readouterr().out
+
+
+def test_clip_folder_takes_any_text(tmp_path: Path) -> None:
+    build_clip(tmp_path)
+    processor = CLIPProcessor.from_pretrained(tmp_path)
+    images = [torch.zeros(3, 40, 36, dtype=torch.uint8).numpy()] * 2
+    inputs = processor(text=["Ünknown " * 90, "x"], images=images, return_tensors="pt", padding=True, truncation=True)
+    assert CLIPModel.from_pretrained(tmp_path)(**inputs).logits_per_image.shape == (2, 2)

@@ -1,0 +1,121 @@
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from lit_vgrpo.paths import shipped_root
+from lit_vgrpo.tiny.__main__ import main
+from lit_vgrpo.tiny.shapes import (
+    CHOICES,
+    PLACES,
+    SHAPES,
+    ShapesImages,
+    attributes_of,
+    coverage,
+    parse_prompt,
+    prompt_of,
+    prompt_rows,
+    render,
+)
+
+
+def generators(count: int, offset: int = 0) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(offset + i) for i in range(count)]
+
+
+def test_every_prompt_parses_back_to_its_attributes() -> None:
+    rows = [row for part in prompt_rows() for row in part]
+    assert len({row["prompt"] for row in rows}) == 72
+    for row in rows:
+        found = parse_prompt(row["prompt"])
+        assert found is not None
+        assert prompt_of(*found) == row["prompt"]
+        assert {"prompt": row["prompt"], **found._asdict()} == row
+
+
+@pytest.mark.parametrize("prompt", ["", "a red circle", "a pink circle on the left", "the red circle on the left"])
+def test_other_prompts_do_not_parse(prompt: str) -> None:
+    assert parse_prompt(prompt) is None
+
+
+def test_fields_win_over_words_and_unknown_values_are_dropped() -> None:
+    prompt = "a red circle on the left"
+    assert attributes_of(prompt, {"colour": "blue"}) == {"colour": "blue", "shape": "circle", "place": "on the left"}
+    assert attributes_of("a house", {"shape": "square", "colour": "beige"}) == {"shape": "square"}
+
+
+def test_split_holds_every_value_in_both_parts() -> None:
+    train, heldout = prompt_rows()
+    assert (len(train), len(heldout)) == (60, 12)
+    for name, values in CHOICES.items():
+        for part in (train, heldout):
+            counts = Counter(row[name] for row in part)
+            assert set(counts) == set(values)
+            assert len(set(counts.values())) == 1
+
+
+def test_shipped_prompts_are_the_generated_ones(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prompts", str(tmp_path)]) == 0
+    for name, rows in zip(("train", "heldout"), prompt_rows(), strict=True):
+        written = (tmp_path / f"shapes_{name}.jsonl").read_text(encoding="utf-8")
+        assert written == (shipped_root() / "prompts" / f"shapes_{name}.jsonl").read_text(encoding="utf-8")
+        assert [json.loads(line) for line in written.splitlines()] == rows
+    assert "shapes_train.jsonl" in capsys.readouterr().out
+
+
+def test_rendering_depends_on_the_generator_alone() -> None:
+    pictures = []
+    for seed in (3, 3, 4):
+        torch.rand(seed)  # the global generator must not matter
+        pictures.append(render("red", "circle", "on the left", torch.Generator().manual_seed(seed)))
+    assert pictures[0].shape == (3, 32, 32)
+    assert pictures[0].dtype == torch.float32
+    assert 0 <= pictures[0].min() <= pictures[0].max() <= 1
+    assert torch.equal(pictures[0], pictures[1])
+    assert not torch.equal(pictures[0], pictures[2])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_coverage_has_the_area_and_centroid_asked_for(shape: str) -> None:
+    x, y, area = torch.tensor([16.3, 12.0]), torch.tensor([15.2, 20.5]), torch.tensor([80.0, 110.0])
+    mask = coverage(shape, x, y, area)
+    grid = torch.arange(32) + 0.5
+    total = mask.sum((1, 2))
+    torch.testing.assert_close(total, area, rtol=0.03, atol=0)
+    torch.testing.assert_close((mask.sum(1) * grid).sum(1) / total, x, rtol=0, atol=0.1)
+    torch.testing.assert_close((mask.sum(2) * grid).sum(1) / total, y, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_stay_inside_the_picture(shape: str, place: str) -> None:
+    for generator in generators(60):
+        picture = render("blue", shape, place, generator)
+        edge = torch.cat([picture[:, 0], picture[:, -1], picture[:, :, 0], picture[:, :, -1]], dim=1)
+        assert (edge - edge[:, -1:]).abs().max() < 0.1  # a triangle's tip may shade the outermost row
+
+
+def test_captions_are_swapped_at_the_given_rate_and_pictures_stay_true() -> None:
+    rows = prompt_rows()[0] * 20
+    prompts = [row["prompt"] for row in rows]
+    pictures, captions = ShapesImages(caption_noise=0.45)(prompts, rows, generators(len(rows)))
+    clean, same = ShapesImages(caption_noise=0)(prompts, rows, generators(len(rows)))
+    assert torch.equal(pictures, clean)
+    assert same == prompts
+    for name in CHOICES:
+        swapped = [
+            getattr(parse_prompt(caption), name) != row[name] for caption, row in zip(captions, rows, strict=True)
+        ]
+        assert sum(swapped) / len(swapped) == pytest.approx(0.45, abs=0.05)
+
+
+def test_bad_values_are_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"colour='pink' is unknown\. Use one of: red"):
+        render("pink", "circle", "on the left")
+    with pytest.raises(ValueError, match=r"shape='star' is unknown"):
+        coverage("star", torch.ones(1), torch.ones(1), torch.ones(1))
+    with pytest.raises(ValueError, match=r"caption_noise=2 is not a probability"):
+        ShapesImages(caption_noise=2)
+    with pytest.raises(ValueError, match=r"prompt 'a house' is not one of the shapes task"):
+        ShapesImages()(["a house"], [{}], generators(1))
