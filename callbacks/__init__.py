@@ -1,0 +1,20 @@
+"""Lightning callbacks, one class a file."""
+
+from lit_vgrpo.callbacks.diagnostics import SurrogateDiagnostics
+from lit_vgrpo.callbacks.ema import EMA, averaged_weights
+from lit_vgrpo.callbacks.export import Export
+from lit_vgrpo.callbacks.progress import ProgressBar
+from lit_vgrpo.callbacks.rewards import RewardLogger
+from lit_vgrpo.callbacks.samples import SampleGrid
+from lit_vgrpo.callbacks.summary import RunSummary
+
+__all__ = [
+    "EMA",
+    "Export",
+    "ProgressBar",
+    "RewardLogger",
+    "RunSummary",
+    "SampleGrid",
+    "SurrogateDiagnostics",
+    "averaged_weights",
+]

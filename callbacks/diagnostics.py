@@ -1,0 +1,41 @@
+"""How noisy the surrogate is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+
+from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.surrogate import coefficient_of_variation
+
+
+class SurrogateDiagnostics(L.Callback):
+    """Logs the surrogate's coefficient of variation over all images and within groups.
+
+    The figure of arXiv 2604.23380: what differs within a group beyond the images themselves is noise in the ratio.
+
+    Args:
+        every_n_iterations: how often.
+    """
+
+    def __init__(self, every_n_iterations: int = 1) -> None:
+        if every_n_iterations < 1:
+            raise ValueError(f"every_n_iterations={every_n_iterations} never logs. Use 1 or more.")
+        self.every_n_iterations = every_n_iterations
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not batch.is_last or batch.iteration % self.every_n_iterations:
+            return
+        assert isinstance(pl_module, VGRPOModule) and pl_module.record is not None
+        record = pl_module.record
+        values = record.first_update("surrogate")
+        if values is None:
+            return
+        metrics = {
+            "surrogate/cv": coefficient_of_variation(values),
+            "surrogate/cv_within": coefficient_of_variation(values, record.local_group_ids.to(values.device)),
+        }
+        pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1, sync_dist=trainer.world_size > 1)

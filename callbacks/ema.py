@@ -1,0 +1,115 @@
+"""Exponential moving average of the trainable weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+
+from lit_vgrpo.snapshots import Snapshot
+
+
+class EMA(L.Callback):
+    """Averages the trainable weights, counted in optimizer steps; evaluation and export use the average.
+
+    The average is float32 and part of the checkpoint; training always goes on from the weights themselves.
+
+    Args:
+        decay: share of the old average that one optimizer step keeps.
+        warmup: let the decay grow as ``(1 + n) / (10 + n)`` up to ``decay``, so that the start is soon forgotten.
+
+    Raises:
+        ValueError: a decay outside [0, 1).
+        RuntimeError: a strategy that shards weights.
+    """
+
+    def __init__(self, decay: float = 0.99, warmup: bool = True) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"EMA decay={decay} is outside [0, 1). Use 0.9 for short runs, 0.999 for long ones.")
+        self.decay = decay
+        self.warmup = warmup
+        self.average: Snapshot | None = None
+        self.num_updates = 0
+        self._last_step = 0
+        self._restored: dict[str, Tensor] | None = None
+        self._swap: ExitStack | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+            raise RuntimeError(
+                f"EMA does not work with {type(trainer.strategy).__name__}, which shards weights. "
+                "Use trainer.strategy=ddp, or leave the EMA callback out."
+            )
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.average = Snapshot(pl_module)
+        if self._restored is not None:
+            self.average.load_state_dict(self._restored)
+            self._restored = None
+        self._last_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # A step that a gradient scaler skipped does not move the clock, and so not the average.
+        if trainer.global_step == self._last_step:
+            return
+        self._last_step = trainer.global_step
+        self.num_updates += 1
+        warm = (1 + self.num_updates) / (10 + self.num_updates)
+        assert self.average is not None
+        self.average.move_towards(pl_module, min(self.decay, warm) if self.warmup else self.decay)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._swap = ExitStack()
+        self._swap.enter_context(self.applied(pl_module))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._undo()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._undo()
+
+    def _undo(self) -> None:
+        if self._swap is not None:
+            swap, self._swap = self._swap, None
+            swap.close()
+
+    @contextmanager
+    def applied(self, pl_module: L.LightningModule) -> Iterator[None]:
+        """The averaged weights in place of the trained ones; without any effect before training or when nested."""
+        if self.average is None or self._swapped:
+            yield
+            return
+        self._swapped = True
+        try:
+            with self.average.swapped_into(pl_module):
+                yield
+        finally:
+            self._swapped = False
+
+    _swapped = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.average is None:
+            return {}
+        return {"num_updates": self.num_updates, "average": self.average.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict:
+            self.num_updates = state_dict["num_updates"]
+            self._restored = dict(state_dict["average"])
+
+
+@contextmanager
+def averaged_weights(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[None]:
+    """The weights of the trainer's EMA callback; the trained ones where there is none."""
+    with ExitStack() as stack:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EMA):
+                stack.enter_context(callback.applied(pl_module))
+        yield

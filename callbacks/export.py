@@ -1,0 +1,30 @@
+"""Writes what was trained in the format that diffusers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+
+from lit_vgrpo.callbacks.ema import averaged_weights
+from lit_vgrpo.module import VGRPOModule
+
+
+class Export(L.Callback):
+    """Saves the policy after training, with the EMA's weights where that callback is used.
+
+    LoRA: a folder for ``pipe.load_lora_weights``; full weights: a pipeline folder.
+
+    Args:
+        folder: where to; relative paths are inside the run folder.
+    """
+
+    def __init__(self, folder: str = "export") -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, VGRPOModule)
+        if trainer.is_global_zero:
+            with averaged_weights(trainer, pl_module):
+                pl_module.policy.save(Path(trainer.default_root_dir) / self.folder)
+        trainer.strategy.barrier("export")

@@ -1,0 +1,96 @@
+"""A progress bar that speaks of iterations and reward."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
+from tqdm import tqdm
+
+from lit_vgrpo.module import VGRPOModule
+
+
+class ProgressBar(LightningProgressBar):
+    """One bar over the whole run: iteration, reward, held-out reward, step, time left.
+
+    Where the output is no terminal it prints a line now and then instead.
+
+    Args:
+        lines: how many lines to print over a run without a terminal.
+    """
+
+    def __init__(self, lines: int = 20) -> None:
+        super().__init__()
+        if lines < 1:
+            raise ValueError(f"ProgressBar lines={lines} prints nothing. Use 1 or more.")
+        self.lines = lines
+        self._enabled = True
+        self._bar: tqdm | None = None
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        tqdm.write(" ".join(map(str, args)))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self._enabled or not trainer.is_global_zero:
+            return
+        steps = int(trainer.num_training_batches)
+        total = trainer.max_epochs * steps if trainer.max_epochs and trainer.max_epochs > 0 else None
+        self._bar = tqdm(
+            total=total,
+            initial=trainer.current_epoch * steps,
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
+        )
+        self._describe(trainer, pl_module, 0)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._bar is None:
+            return
+        self._bar.update(1)
+        self._describe(trainer, pl_module, batch_idx + 1)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._bar is None or not self._bar.disable or not trainer.max_epochs:
+            return
+        done, every = trainer.current_epoch + 1, max(1, trainer.max_epochs // self.lines)
+        if done % every == 0 or done == trainer.max_epochs:
+            print(self._text(trainer, pl_module), file=sys.stderr, flush=True)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _describe(self, trainer: L.Trainer, pl_module: L.LightningModule, step: int) -> None:
+        assert self._bar is not None
+        if not self._bar.disable:
+            self._bar.set_description_str(f"{self._text(trainer, pl_module)}, step {step}/{trainer.num_training_batches}")
+
+    def _text(self, trainer: L.Trainer, pl_module: L.LightningModule) -> str:
+        assert isinstance(pl_module, VGRPOModule)
+        text = f"iteration {min(trainer.current_epoch + 1, trainer.max_epochs or 0)}/{trainer.max_epochs}"
+        record = pl_module.record
+        if record is not None and pl_module.objective.needs_reward:
+            text += f", reward {float(record.rewards.nanmean()):.3f}"
+        elif record is not None and record.losses:
+            text += f", loss {float(record.losses[-1]):.4f}"
+        if "heldout/reward" in pl_module.heldout:
+            text += f", held-out {pl_module.heldout['heldout/reward']:.3f}"
+        return text

@@ -1,0 +1,95 @@
+"""Logs what a run is about: the reward, its parts, and whether the updates stay honest."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from lit_vgrpo.advantages import no_spread_share
+from lit_vgrpo.module import VGRPOModule
+
+
+class RewardLogger(L.Callback):
+    """One row of metrics an iteration: ``reward/*``, ``policy/*``, ``cost/*``, ``time/*``.
+
+    Args:
+        warn_without_spread: warn when every group's rewards are equal, so that there is no gradient.
+    """
+
+    def __init__(self, warn_without_spread: bool = True) -> None:
+        self.warn_without_spread = warn_without_spread
+        self._norms: list[torch.Tensor] = []
+        self._started = 0.0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch.is_first:
+            self._started = time.perf_counter()
+            self._norms = []
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
+    ) -> None:
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        if gradients:
+            self._norms.append(torch.nn.utils.get_total_norm(gradients))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not batch.is_last:
+            return
+        assert isinstance(pl_module, VGRPOModule)
+        metrics = self._local(pl_module, time.perf_counter() - self._started)
+        options = {"on_step": False, "on_epoch": True, "batch_size": 1}
+        pl_module.log_dict(metrics, sync_dist=trainer.world_size > 1, **options)
+        pl_module.log_dict(self._global(trainer, pl_module), **options)
+
+    def _local(self, module: VGRPOModule, seconds: float) -> dict[str, float]:
+        """What each rank sees of its own images, to be averaged."""
+        record = module.record
+        assert record is not None
+        metrics = {"policy/loss": float(torch.stack(record.losses).mean())}
+        for name in ("ratio_deviation", "clip_fraction", "kl", "surrogate"):
+            value = record.mean(name)
+            if value is not None:
+                metrics[f"policy/{name}"] = value
+        if self._norms:
+            metrics["policy/grad_norm"] = float(torch.stack(self._norms).mean())
+        metrics["cost/images_per_second"] = record.images / seconds
+        metrics |= {f"time/{name}_s": value for name, value in record.seconds.items()}
+        metrics["time/iteration_s"] = seconds
+        return metrics
+
+    def _global(self, trainer: L.Trainer, module: VGRPOModule) -> dict[str, float]:
+        """What is already the same on every rank."""
+        record = module.record
+        assert record is not None
+        passes = module.ledger.training_passes() * trainer.world_size
+        metrics = {"cost/passes_per_image": passes / module.images_seen}
+        if not module.objective.needs_reward:
+            return metrics
+        scored = record.rewards[~record.rewards.isnan()]
+        flat = no_spread_share(record.rewards, record.group_ids)
+        metrics |= {f"reward/{name}": value for name, value in record.parts.items()}
+        metrics |= {
+            "reward/mean": float(scored.mean()),
+            "reward/std": float(scored.std(correction=0)),
+            "reward/no_spread": flat,
+            "reward/failed": float(record.rewards.isnan().sum()),
+        }
+        if flat == 1.0 and self.warn_without_spread:
+            groups = len(record.group_ids.unique())
+            rank_zero_warn(
+                f"All {groups} groups have no reward spread at iteration {record.iteration}, so there is no gradient. "
+                f"The reward is constant ({float(scored.mean()):.4g}) within each group."
+            )
+        for name, message in record.errors.items():
+            rank_zero_warn(f'Reward "{name}" failed for some images of iteration {record.iteration}: {message}')
+        return metrics

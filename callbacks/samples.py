@@ -1,0 +1,109 @@
+"""Pictures of the same prompts and noise, before, during and after training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from lit_vgrpo.callbacks.ema import averaged_weights
+from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.rewards.base import to_uint8
+
+LABEL_HEIGHT = 18
+GAP = 4
+
+
+class SampleGrid(L.Callback):
+    """Draws held-out prompts with fixed noise into ``RUN/samples/*.png``.
+
+    One row a prompt. The first column is the frozen reference, the second the policy on the same noise, the others
+    the policy on more noise. Drawn with the EMA's weights where that callback is used.
+
+    Args:
+        num_prompts: rows.
+        images_per_prompt: columns after the reference's.
+        every_n_iterations: how often while training.
+        min_pixels: smaller images are enlarged to this width.
+    """
+
+    def __init__(
+        self, num_prompts: int = 6, images_per_prompt: int = 4, every_n_iterations: int = 20, min_pixels: int = 96
+    ) -> None:
+        for name, value in (("num_prompts", num_prompts), ("images_per_prompt", images_per_prompt)):
+            if value < 1:
+                raise ValueError(f"SampleGrid {name}={value} draws nothing. Use 1 or more.")
+        if every_n_iterations < 1:
+            raise ValueError(f"SampleGrid every_n_iterations={every_n_iterations} is too small. Use 1 or more.")
+        self.num_prompts = num_prompts
+        self.images_per_prompt = images_per_prompt
+        self.every_n_iterations = every_n_iterations
+        self.min_pixels = min_pixels
+        self._prompts: list[str] = []
+        self._reference: Tensor | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, VGRPOModule) and pl_module.reference is not None
+        self._prompts = held_out_prompts(trainer, self.num_prompts)
+        if not self._prompts:
+            return
+        with pl_module.ledger.phase("samples"), pl_module.reference.swapped_into(pl_module.policy):
+            ids = [row * self.images_per_prompt for row in range(len(self._prompts))]
+            self._reference = pl_module.generate(self._prompts, ids).cpu()
+        if trainer.current_epoch == 0:
+            self._draw(trainer, pl_module, "before")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        iteration = trainer.current_epoch + 1
+        if self._prompts and iteration % self.every_n_iterations == 0 and iteration != trainer.max_epochs:
+            self._draw(trainer, pl_module, f"iteration_{iteration:05d}")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._prompts:
+            self._draw(trainer, pl_module, "after")
+
+    def _draw(self, trainer: L.Trainer, pl_module: L.LightningModule, name: str) -> None:
+        assert isinstance(pl_module, VGRPOModule) and self._reference is not None
+        columns = self.images_per_prompt
+        with pl_module.ledger.phase("samples"), averaged_weights(trainer, pl_module):
+            prompts = [prompt for prompt in self._prompts for _ in range(columns)]
+            images = pl_module.generate(prompts, list(range(len(prompts)))).cpu()
+        if trainer.is_global_zero:
+            rows = torch.cat([self._reference[:, None], images.unflatten(0, (-1, columns))], dim=1)
+            folder = Path(trainer.default_root_dir) / "samples"
+            folder.mkdir(parents=True, exist_ok=True)
+            labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
+            draw_grid(rows, self._prompts, labels, self.min_pixels).save(folder / f"{name}.png")
+
+
+def held_out_prompts(trainer: L.Trainer, number: int) -> list[str]:
+    """The first different held-out prompts of the trainer's data module, on every rank the same."""
+    return trainer.datamodule.heldout_prompts()[:number]  # type: ignore[attr-defined]
+
+
+def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels: int) -> Image.Image:
+    """A labelled picture of ``images (rows, columns, 3, H, W)`` in [0, 1], a prompt above each row.
+
+    Args:
+        labels: what stands above the first columns.
+        min_pixels: smaller images are enlarged without smoothing.
+    """
+    rows, columns, _, height, width = images.shape
+    zoom = max(1, -(-min_pixels // width))
+    cell_w, cell_h = width * zoom + GAP, height * zoom + GAP + LABEL_HEIGHT
+    sheet = Image.new("RGB", (columns * cell_w + 3 * GAP, rows * cell_h + LABEL_HEIGHT), "white")
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
+    left = [GAP + column * cell_w + (2 * GAP if column else 0) for column in range(columns)]
+    for x, label in zip(left, labels, strict=False):
+        pen.text((x, 2), label, fill="gray", font=font)
+    for row, prompt in enumerate(prompts):
+        top = LABEL_HEIGHT + row * cell_h
+        pen.text((GAP, top + 2), prompt, fill="black", font=font)
+        for column, x in enumerate(left):
+            pixels = to_uint8(images[row, column]).permute(1, 2, 0).numpy()
+            picture = Image.fromarray(pixels).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
+            sheet.paste(picture, (x, top + LABEL_HEIGHT))
+    return sheet

@@ -1,0 +1,120 @@
+"""One file that says how a run went."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from lit_vgrpo.module import VGRPOModule
+
+PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
+
+
+class RunSummary(L.Callback):
+    """Writes ``RUN/summary.json`` at the end of training, also of one that was interrupted or failed.
+
+    Args:
+        filename: name of the file in the run folder.
+    """
+
+    def __init__(self, filename: str = "summary.json") -> None:
+        self.filename = filename
+        self.train_seconds = 0.0
+        self.heldout_start: dict[str, float] = {}
+        self._started = 0.0
+        self._outcome = "finished"
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, VGRPOModule)
+        if not self.heldout_start:
+            self.heldout_start = dict(pl_module.heldout)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.train_seconds += time.perf_counter() - self._started
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._outcome = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+        if trainer.is_global_zero:
+            self._write(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._write(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"train_seconds": self.train_seconds, "heldout_start": self.heldout_start}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.train_seconds = state_dict["train_seconds"]
+        self.heldout_start = state_dict["heldout_start"]
+
+    def _write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, VGRPOModule)
+        end = {name.removeprefix("heldout/"): value for name, value in pl_module.heldout.items()}
+        folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        passes = pl_module.ledger.state_dict()
+        summary = {
+            "outcome": self._outcome,
+            "heldout_reward_start": _plain(self.heldout_start.get("heldout/reward")),
+            "heldout_reward_end": _plain(end.pop("reward", None)),
+            "reward_parts_end": {name: _plain(value) for name, value in end.items()},
+            "iterations": trainer.current_epoch,
+            "optimizer_steps": trainer.global_step,
+            "images": pl_module.images_seen,
+            "train_seconds": round(self.train_seconds, 3),
+            # Ranks do equal work, so rank 0 speaks for all.
+            "network_passes": {
+                phase: {kind: count * trainer.world_size for kind, count in counts.items()}
+                for phase, counts in passes.items()
+            },
+            "peak_memory_bytes": peak_memory_bytes(),
+            "seed": pl_module.seed,
+            "world_size": trainer.world_size,
+            "versions": {"python": platform.python_version(), **versions()},
+        }
+        target = folder / self.filename
+        draft = target.with_suffix(".tmp")
+        draft.write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(draft, target)
+
+
+def peak_memory_bytes() -> int:
+    """Most memory that was in use at once: the GPU's where there is one, else the process's resident memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that decide a run's numbers."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _plain(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else round(value, 6)

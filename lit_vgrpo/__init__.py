@@ -1,0 +1,27 @@
+"""Online reinforcement learning for denoising generative models, as a PyTorch Lightning recipe."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Imported on first use: the command's help and the plain-loop parts must not wait for Lightning.
+_HOMES = {
+    "VGRPOModule": "lit_vgrpo.module",
+    "OptimizerConfig": "lit_vgrpo.module",
+    "PromptDataModule": "lit_vgrpo.data",
+    "VGRPO": "lit_vgrpo.objectives",
+    "Denoising": "lit_vgrpo.objectives",
+    "SD3Policy": "lit_vgrpo.policies",
+    "UNetPolicy": "lit_vgrpo.policies",
+    "RolloutSpec": "lit_vgrpo.rollout",
+}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,321 @@
+"""The LightningModule: the paper's Algorithm 1, one iteration an epoch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lit_vgrpo.advantages import group_advantages
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.record import IterationRecord
+from lit_vgrpo.rewards import Reward, RewardBatch, RewardError, as_weighted
+from lit_vgrpo.rollout import STREAM_HELDOUT, Experience, Rollout, RolloutSpec, image_generators, sample
+from lit_vgrpo.snapshots import Snapshot, trainable_parameters
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW over the trainable weights.
+
+    Args:
+        lr: learning rate after warm-up; constant from there on.
+        betas: decay of the first and second moment.
+        weight_decay: decoupled weight decay.
+        eps: term added to the denominator.
+        warmup_steps: optimizer steps over which the rate rises linearly.
+    """
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 1e-4
+    eps: float = 1e-8
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"model.optimizer.lr={self.lr} does not train. Use a positive number such as 3e-4.")
+        if self.warmup_steps < 0:
+            raise ValueError(f"model.optimizer.warmup_steps={self.warmup_steps} is negative. Use 0 or more.")
+
+
+class VGRPOModule(L.LightningModule):
+    """Holds the policy, its frozen reference and the objective; rolls out and trains inside ``training_step``.
+
+    One epoch is one iteration. Its first step rolls out, scores and prepares; every step takes one micro-batch of that
+    and returns its loss, so that Lightning accumulates, clips and steps as in any other run.
+
+    Args:
+        policy: the denoising model; its weights load in ``configure_model``.
+        objective: the training method.
+        reward: what images are scored by; ``Weighted`` combines several.
+        optimizer: AdamW's settings.
+        advantage_std: divide advantages by the std of the whole iteration, or of the group.
+        evaluation: how held-out images are sampled; null takes the objective's rollout.
+        rollout_batch_size: images a network pass while sampling; null takes all of a rank's at once.
+        evaluate_at_start: score the held-out prompts once before training.
+        seed: fixes all rollout noise, pairs and held-out noise.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        reward: Reward,
+        optimizer: OptimizerConfig | None = None,
+        advantage_std: Literal["global", "group"] = "global",
+        evaluation: RolloutSpec | None = None,
+        rollout_batch_size: int | None = None,
+        evaluate_at_start: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.policy = policy
+        self.objective = objective
+        self.reward = as_weighted(reward)
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self.advantage_std: Literal["global", "group"] = advantage_std
+        self.evaluation = evaluation
+        self.rollout_batch_size = rollout_batch_size
+        self.evaluate_at_start = evaluate_at_start
+        self.seed = seed
+        self.ledger = PassLedger()
+        self.images_seen = 0
+        self.record: IterationRecord | None = None
+        self.heldout: dict[str, float] = {}
+        self.reference: Snapshot | None = None
+        self._steps: list[Experience] = []
+        self._heldout_scores: list[RewardBatch] = []
+        self._resumed = False
+        # Checkpoints hold only what is trained; the frozen rest comes from the policy's own checkpoint.
+        self.strict_loading = False
+
+    # --- set-up ----------------------------------------------------------------------------------------------------
+
+    def check(self, updates_per_iteration: int = 1) -> list[str]:
+        """Faults of the policy, the objective and the reward that can be found without loading weights."""
+        faults = [*self.policy.check(), *self.objective.check(updates_per_iteration), *self.reward.check()]
+        specs = {"objective.rollout": self.objective.rollout_spec(0), "evaluation": self.evaluation}
+        for name, spec in specs.items():
+            if spec is not None and spec.solver not in self.policy.solvers:
+                known = " or ".join(self.policy.solvers)
+                faults.append(
+                    f"model.{name}.solver={spec.solver} is not a solver of {type(self.policy).__name__}. Use {known}."
+                )
+        return faults
+
+    def setup(self, stage: str) -> None:
+        sizes = getattr(getattr(self.trainer, "datamodule", None), "sizes", None)
+        if stage != "fit":
+            return
+        if sizes is None:
+            raise RuntimeError(
+                "VGRPOModule takes its sizes from the data module. Call trainer.fit(module, datamodule=PromptDataModule(...))."
+            )
+        for fault in self.check(sizes.updates_per_iteration):
+            raise ValueError(fault)
+        if self.trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches} is set by the sizes. "
+                "Leave it out; use data.micro_batch_size."
+            )
+        self.trainer.accumulate_grad_batches = sizes.plan(self.trainer.world_size).micro_batches_per_update
+
+    def configure_model(self) -> None:
+        if self.policy.loaded:
+            return
+        self.policy.load()
+        self.ledger.attach(self.policy.network)
+        self.reference = Snapshot(self.policy, device="cpu")
+        self.objective.setup(self.policy)
+
+    def configure_optimizers(self) -> Any:
+        config = self.optimizer_config
+        optimizer = torch.optim.AdamW(
+            list(trainable_parameters(self.policy).values()),
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            eps=config.eps,
+        )
+        if not config.warmup_steps:
+            return optimizer
+        warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / config.warmup_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
+
+    # --- Algorithm 1 -----------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
+        if batch.is_first:
+            experience = self.collect(batch)
+            self._steps = experience.micro_batches(batch.micro_batch_size)
+        micro = self._steps[batch.step % len(self._steps)]
+        loss, metrics = self.objective.loss(self.policy, micro)
+        assert self.record is not None
+        self.record.add(loss, metrics)
+        return loss
+
+    def collect(self, batch: PromptBatch) -> Experience:
+        """Roll out, score, compare within groups, and prepare what the updates need."""
+        seconds: dict[str, float] = {}
+        with self.ledger.phase("rollout"), _timed(seconds, "rollout"):
+            rollout = self.objective.collect(
+                self.policy,
+                batch.prompts,
+                batch.rows,
+                batch.slots,
+                batch.group_size,
+                batch.iteration,
+                self.seed,
+                self.rollout_batch_size,
+            )
+        self.record, advantages = self.score(batch, rollout, seconds)
+        with _timed(seconds, "prepare"):
+            return self.objective.prepare(
+                self.policy,
+                rollout,
+                advantages,
+                micro_batch_size=batch.micro_batch_size,
+                updates=batch.updates,
+                ledger=self.ledger,
+            )
+
+    def score(
+        self, batch: PromptBatch, rollout: Rollout, seconds: dict[str, float]
+    ) -> tuple[IterationRecord, Tensor]:
+        """Reward every image and compare it with its group; statistics are those of all ranks' images.
+
+        Raises:
+            RewardError: every image of the iteration failed.
+        """
+        scores = RewardBatch(torch.zeros(len(rollout)), {}, torch.ones(len(rollout), dtype=torch.bool))
+        if self.objective.needs_reward:
+            with _timed(seconds, "decode"):
+                images = self.policy.decode(rollout.latents)
+            repeat = range(batch.group_size)
+            with _timed(seconds, "reward"):
+                scores = self.reward.score(
+                    images,
+                    [prompt for prompt in batch.prompts for _ in repeat],
+                    [row for row in batch.rows for _ in repeat],
+                )
+        rewards, group_ids = self.all_ranks(scores.total.cpu()), self.all_ranks(rollout.group_ids)
+        self.images_seen += len(rewards)
+        if rewards.isnan().all():
+            name, message = next(iter(scores.errors.items()), (self.reward.part_names[0], "no message on this rank"))
+            raise RewardError(
+                f'Every image of iteration {batch.iteration} failed, so there is nothing to learn. Reward "{name}": {message}'
+            )
+        advantages = group_advantages(rewards, group_ids, self.advantage_std)
+        local = slice(self.global_rank * len(rollout), (self.global_rank + 1) * len(rollout))
+        record = IterationRecord(
+            iteration=batch.iteration,
+            rewards=rewards,
+            group_ids=group_ids,
+            parts={name: _nanmean(self.all_ranks(part.cpu())) for name, part in scores.parts.items()},
+            errors=scores.errors,
+            local_group_ids=rollout.group_ids,
+            images=len(rewards),
+            seconds=seconds,
+        )
+        return record, advantages[local].to(self.device)
+
+    def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
+        if batch.is_last:
+            self.objective.after_iteration(self.policy)
+            self._steps = []
+
+    def all_ranks(self, values: Tensor) -> Tensor:
+        """Concatenate every rank's ``(B, ...)`` in rank order, on the CPU."""
+        if self._trainer is None or self.trainer.world_size == 1:
+            return values
+        gathered = self.all_gather(values.to(self.device))
+        return gathered.flatten(0, 1).cpu()
+
+    # --- evaluation ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate(self, prompts: list[str], image_ids: list[int]) -> Tensor:
+        """Held-out images ``(B, 3, H, W)`` in [0, 1]; the noise depends on the seed and ``image_ids`` alone."""
+        spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self._trainer else 0)
+        unique = sorted(set(prompts))
+        rows = torch.tensor([unique.index(p) for p in prompts], device=self.policy.device)
+        noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
+        latents, _ = sample(self.policy, self.policy.encode(unique), rows, spec, noise, self.rollout_batch_size)
+        return self.policy.decode(latents)
+
+    def on_fit_start(self) -> None:
+        if not self.evaluate_at_start or self._resumed or not self.trainer.datamodule.heldout:
+            return
+        loader = self.trainer.datamodule.val_dataloader()
+        for index, batch in enumerate(loader):
+            self.validation_step(batch, index)
+        self._finish_heldout()
+        for logger in self.loggers:
+            logger.log_metrics(self.heldout, step=0)
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        with self.ledger.phase("evaluation"):
+            images = self.generate(batch.prompts, batch.slots)
+        self._heldout_scores.append(self.reward.score(images, batch.prompts, batch.rows))
+
+    def on_validation_epoch_end(self) -> None:
+        self._finish_heldout()
+        self.log_dict(self.heldout)
+
+    def _finish_heldout(self) -> None:
+        """Mean held-out reward and parts over all ranks, into ``self.heldout``."""
+        totals = {"heldout/reward": torch.cat([s.total.cpu() for s in self._heldout_scores])}
+        for name in self.reward.part_names:
+            totals[f"heldout/{name}"] = torch.cat([s.parts[name].cpu() for s in self._heldout_scores])
+        self._heldout_scores = []
+        sums = torch.stack([torch.stack([v.nansum(), (~v.isnan()).sum()]) for v in totals.values()]).double()
+        sums = self.all_ranks(sums[None]).sum(dim=0)
+        means = (sums[:, 0] / sums[:, 1]).tolist()
+        self.heldout = dict(zip(totals, means, strict=True))
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        trained = {f"policy.{name}" for name in trainable_parameters(self.policy)}
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained}
+        checkpoint["lit_vgrpo"] = {
+            "objective": self.objective.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "images_seen": self.images_seen,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        trained = {f"policy.{name}" for name in trainable_parameters(self.policy)}
+        missing = trained - checkpoint["state_dict"].keys()
+        if missing:
+            raise RuntimeError(
+                f"The checkpoint lacks {len(missing)} of {len(trained)} trained tensors, e.g. {min(missing)}. "
+                "Resume with the recipe that wrote it (RUN/config.yaml)."
+            )
+        self._resumed = True
+        state = checkpoint["lit_vgrpo"]
+        self.objective.load_state_dict(state["objective"])
+        self.ledger.load_state_dict(state["ledger"])
+        self.images_seen = state["images_seen"]
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def _nanmean(values: Tensor) -> float:
+    return float(values.nanmean()) if len(values) else math.nan

@@ -1,0 +1,1 @@
+"""Recipes, prompt files and tiny pipelines, shipped as data."""
