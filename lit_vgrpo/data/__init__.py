@@ -1,0 +1,8 @@
+"""Prompts in, prompt batches out."""
+
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.data.module import PromptDataModule
+from lit_vgrpo.data.prompts import read_prompts
+from lit_vgrpo.data.sampler import GroupSampler, prompt_indices
+
+__all__ = ["GroupSampler", "PromptBatch", "PromptDataModule", "prompt_indices", "read_prompts"]

@@ -1,0 +1,47 @@
+"""What the loaders hand to a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class PromptBatch:
+    """The prompts of one rank's share of an iteration, or a batch of held-out images to make.
+
+    Every step of a training iteration carries the same prompts; step 0 collects, the later ones take micro-batches of
+    what it collected.
+
+    Args:
+        iteration: number of the iteration, from 0; -1 for held-out batches.
+        step: position in the iteration; -1 for held-out batches.
+        num_steps: steps of the iteration; 0 for held-out batches.
+        prompts: training: one per group of this rank; held-out: one per image.
+        rows: the prompts' rows with their extra fields, as long as ``prompts``.
+        slots: training: the group's number over all ranks, 0..P-1 (the group id); held-out: the image's number over
+            all ranks.
+        group_size: images to make per prompt; 1 for held-out batches.
+        updates: optimizer steps of the iteration; 0 for held-out batches.
+        micro_batch_size: images of one forward and backward pass; for held-out batches the number of images.
+    """
+
+    iteration: int
+    step: int
+    num_steps: int
+    prompts: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    group_size: int = 1
+    updates: int = 0
+    micro_batch_size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this step collects the iteration's images."""
+        return self.step == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this step ends the iteration."""
+        return self.step == self.num_steps - 1 and self.step >= 0

@@ -1,0 +1,101 @@
+"""The two data sets of prompt batches: the steps of an iteration, and the held-out images."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.data.sampler import prompt_indices, rank_slots
+from lit_vgrpo.sizes import Sizes
+
+Rows = list[dict[str, Any]]
+
+
+class IterationDataset(Dataset[PromptBatch]):
+    """Item ``iteration * steps + step`` is that step's batch on one rank: a pure function of the index, without end.
+
+    Its length is that of one iteration, since an iteration is an epoch.
+    """
+
+    def __init__(self, rows: Rows, sizes: Sizes, num_replicas: int = 1, rank: int = 0, seed: int = 0) -> None:
+        self.rows = rows
+        self.plan = sizes.plan(num_replicas)
+        self.slots = rank_slots(sizes.prompts_per_iteration, num_replicas, rank)
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.plan.steps_per_iteration
+
+    def __getitem__(self, index: int) -> PromptBatch:
+        iteration, step = divmod(index, len(self))
+        chosen = prompt_indices(self.seed, iteration, self.plan.prompts_per_iteration, len(self.rows))
+        rows = [self.rows[chosen[slot]] for slot in self.slots]
+        return PromptBatch(
+            iteration=iteration,
+            step=step,
+            num_steps=len(self),
+            prompts=[row["prompt"] for row in rows],
+            rows=rows,
+            slots=list(self.slots),
+            group_size=self.plan.group_size,
+            updates=self.plan.updates_per_iteration,
+            micro_batch_size=self.plan.micro_batch_size,
+        )
+
+
+class HeldOutDataset(Dataset[PromptBatch]):
+    """One rank's share of the held-out images, cut into batches; prompt after prompt, every image exactly once.
+
+    Image j of prompt i has the number ``i * images_per_prompt + j`` over all ranks. Every rank gets a contiguous share
+    and the same number of batches, because a sharded network's forward pass needs all ranks to take part.
+    """
+
+    def __init__(
+        self, rows: Rows, images_per_prompt: int, batch_size: int, num_replicas: int = 1, rank: int = 0
+    ) -> None:
+        fault = held_out_fault(len(rows) * images_per_prompt, batch_size, num_replicas)
+        if fault:
+            raise ValueError(fault)
+        self.rows = rows
+        self.images_per_prompt = images_per_prompt
+        images = len(rows) * images_per_prompt
+        share = _even_parts(0, images, num_replicas)[rank]
+        largest = -(-images // num_replicas)
+        self.parts = _even_parts(share.start, share.stop, -(-largest // batch_size))
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int) -> PromptBatch:
+        part = self.parts[index]
+        rows = [self.rows[image // self.images_per_prompt] for image in part]
+        return PromptBatch(
+            iteration=-1,
+            step=-1,
+            num_steps=0,
+            prompts=[row["prompt"] for row in rows],
+            rows=rows,
+            slots=list(part),
+            micro_batch_size=len(part),
+        )
+
+
+def held_out_fault(images: int, batch_size: int, world_size: int) -> str | None:
+    """Why ``images`` held-out images cannot be shared out with as many batches on every rank, or None."""
+    if images < world_size:
+        return (
+            f"{images} held-out images cannot be spread over {world_size} ranks. "
+            f"Use heldout_images_per_prompt={-(-world_size // max(images, 1))} or more, or fewer ranks."
+        )
+    if batch_size == 1 and images % world_size:
+        return f"eval_batch_size=1 cannot spread {images} held-out images over {world_size} ranks. Use 2 or more."
+    return None
+
+
+def _even_parts(start: int, stop: int, parts: int) -> list[range]:
+    length = stop - start
+    edges = [start + part * length // parts for part in range(parts + 1)]
+    return [range(a, b) for a, b in pairwise(edges)]

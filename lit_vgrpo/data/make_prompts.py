@@ -1,0 +1,134 @@
+"""Writes the shipped image prompts: our own words in our own templates, the same on every run.
+
+python -m lit_vgrpo.data.make_prompts recipes/prompts
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TRAIN_FILE, HELDOUT_FILE = "pickscore_train.txt", "pickscore_heldout.txt"
+TRAIN_COUNT, HELDOUT_COUNT = 400, 60
+
+CREATURES = [
+    "a red fox", "an old tortoise", "a barn owl", "a grey wolf", "a sleepy tabby cat", "a wet golden retriever",
+    "a white heron", "a young elephant", "a pair of otters", "a curious goat", "a hummingbird", "an octopus",
+    "a snow leopard", "a hedgehog", "a black horse", "a flock of starlings", "a lighthouse keeper's parrot",
+    "a giant moth", "a small clockwork dragon", "a stag with mossy antlers",
+]  # fmt: skip
+DEEDS = [
+    "crossing a shallow stream", "curled up on a stack of books", "looking back over its shoulder",
+    "resting on a mossy log", "waiting at a garden gate", "half hidden in tall grass", "under a broken umbrella",
+    "beside a steaming teapot", "on a cobbled street", "at the edge of a frozen lake", "in front of a bakery window",
+    "among fallen maple leaves", "on a wooden pier", "in a greenhouse full of ferns",
+]  # fmt: skip
+PEOPLE = [
+    "an elderly fisherman", "a ballet dancer", "a street violinist", "a beekeeper", "a young astronaut", "a potter",
+    "a librarian in a green cardigan", "a mountain guide", "a baker covered in flour", "a girl with a paper kite",
+    "a chess player", "a knight without a helmet", "a watchmaker", "a diver in a brass helmet",
+    "a grandmother telling a story", "a cyclist in the rain",
+]  # fmt: skip
+PORTRAITS = [
+    "laughing", "lost in thought", "looking straight at the viewer", "seen from behind", "at work by a window",
+    "resting after a long day", "holding a lantern", "in profile", "surrounded by tools of the trade",
+    "reading a crumpled letter",
+]  # fmt: skip
+PLACES = [
+    "a fishing village on stilts", "a terraced rice valley", "an abandoned observatory", "a night market",
+    "a desert of red dunes", "a cathedral made of driftwood", "a narrow alley with laundry lines",
+    "a volcanic island", "a railway station from the nineteen twenties", "a city built on the backs of whales",
+    "a birch forest", "a glass house on a cliff", "an overgrown amusement park", "a monastery above the clouds",
+    "a canal with painted boats", "a library with a spiral stair", "a lavender field",
+    "a harbour full of sailing ships", "an underwater train tunnel", "a hilltop observatory under the milky way",
+]  # fmt: skip
+THINGS = [
+    "a blue ceramic teapot", "a stack of antique suitcases", "a bowl of figs and walnuts", "a cracked pocket watch",
+    "a typewriter with a sheet of paper", "a slice of lemon cake", "a vase of wilting tulips", "a pair of worn boots",
+    "a copper telescope", "a chess set carved from ice", "a loaf of rye bread on linen", "a yellow raincoat on a hook",
+    "a glass of mint tea", "a violin without strings", "three pears and a silver knife", "a jar of fireflies",
+]  # fmt: skip
+SETTINGS = [
+    "on a marble table", "on a windowsill", "against a plain grey background", "on a rough wooden bench",
+    "in an empty white room", "on wet sand", "on a velvet cloth", "in a cluttered attic",
+]  # fmt: skip
+PAIRS = [
+    "a red cube on top of a blue sphere", "two green apples and one orange", "a cat to the left of a tall vase",
+    "a small boat below a huge bridge", "a yellow bird on a purple fence", "three candles behind a glass bottle",
+    "a bicycle leaning on a striped lighthouse", "a white cup inside a larger black cup",
+    "four umbrellas in four different colours", "a square window above a round door",
+    "a wooden chair next to a metal chair", "a dog wearing a scarf beside a snowman wearing a hat",
+]  # fmt: skip
+LIGHTS = [
+    "at dawn", "in thick morning fog", "under a full moon", "in the last light of the day", "in soft window light",
+    "lit by a single candle", "in harsh midday sun", "during a thunderstorm", "in neon light", "under northern lights",
+    "in light snowfall", "with long shadows", "backlit, with a bright rim",
+]  # fmt: skip
+STYLES = [
+    "oil painting with visible brush strokes", "watercolour on rough paper", "black and white photograph",
+    "woodblock print", "35 mm film photograph", "pencil sketch", "children's book illustration", "pixel art",
+    "low poly render", "art nouveau poster", "charcoal drawing", "macro photograph", "stained glass window",
+    "linocut in two colours", "claymation still", "isometric illustration", "paper collage", "matte painting",
+    "blueprint drawing", "pastel drawing", "embroidery on linen", "wide angle photograph", "ink wash painting",
+]  # fmt: skip
+QUALITIES = [
+    "shallow depth of field", "muted colours", "vivid colours", "high contrast", "fine detail", "a calm mood",
+    "a playful mood", "generous empty space", "symmetrical composition", "seen from above", "seen from very low",
+    "warm palette", "cold palette",
+]  # fmt: skip
+
+
+def make_prompts(count: int, seed: int = 0) -> list[str]:
+    """``count`` different prompts, the same for the same seed."""
+    draw = random.Random(f"image prompts {seed}")
+    prompts: dict[str, None] = {}
+    while len(prompts) < count:
+        prompts[_one(draw)] = None
+    return list(prompts)
+
+
+def files() -> dict[str, list[str]]:
+    """The prompts of each shipped file; no prompt is in both."""
+    prompts = make_prompts(TRAIN_COUNT + HELDOUT_COUNT)
+    return {TRAIN_FILE: prompts[:TRAIN_COUNT], HELDOUT_FILE: prompts[TRAIN_COUNT:]}
+
+
+def write(folder: Path) -> None:
+    """Write the shipped files into ``folder``."""
+    for name, prompts in files().items():
+        (folder / name).write_text("\n".join(prompts) + "\n", encoding="utf-8", newline="\n")
+
+
+def _one(draw: random.Random) -> str:
+    def pick(words: Sequence[str]) -> str:
+        return words[int(draw.random() * len(words))]
+
+    scene = pick(["creature", "creature", "person", "person", "place", "place", "thing", "pair"])
+    if scene == "creature":
+        subject = f"{pick(CREATURES)} {pick(DEEDS)}"
+    elif scene == "person":
+        subject = f"{pick(PEOPLE)}, {pick(PORTRAITS)}"
+    elif scene == "place":
+        subject = pick(PLACES)
+    elif scene == "thing":
+        subject = f"{pick(THINGS)} {pick(SETTINGS)}"
+    else:
+        subject = pick(PAIRS)
+    shape = pick(["plain", "light", "style", "full", "full", "leading"])
+    if shape == "plain":
+        return f"{subject}, {pick(QUALITIES)}" if scene in ("place", "pair") else subject
+    if shape == "light":
+        return f"{subject}, {pick(LIGHTS)}"
+    if shape == "style":
+        return f"{subject}, {pick(STYLES)}"
+    if shape == "full":
+        return f"{subject}, {pick(LIGHTS)}, {pick(STYLES)}, {pick(QUALITIES)}"
+    return f"{pick(STYLES)} of {subject}, {pick(QUALITIES)}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("Give the folder to write to: python -m lit_vgrpo.data.make_prompts recipes/prompts")
+    write(Path(sys.argv[1]))

@@ -1,0 +1,88 @@
+"""Which prompts an iteration takes, and which step comes next: pure functions of (seed, iteration, rank)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from torch.utils.data import Dataset, DistributedSampler
+
+
+@lru_cache(maxsize=4)
+def _shuffled_pass(seed: int, pass_index: int, dataset_size: int) -> tuple[int, ...]:
+    order = list(range(dataset_size))
+    # random.Random seeded with text gives the same order on every Python and platform
+    random.Random(f"prompts {seed} {pass_index}").shuffle(order)
+    return tuple(order)
+
+
+def prompt_indices(seed: int, iteration: int, prompts_per_iteration: int, dataset_size: int) -> list[int]:
+    """The prompts of one iteration: the next stretch of shuffled passes over the data set, laid end to end.
+
+    No prompt comes twice within one pass, whatever the sizes; an iteration that needs more prompts than the data set
+    has runs on into the next pass. The number of ranks plays no part.
+
+    Returns:
+        ``prompts_per_iteration`` indices into the data set; entry k is the prompt of group slot k.
+    """
+    start = iteration * prompts_per_iteration
+    places = (divmod(position, dataset_size) for position in range(start, start + prompts_per_iteration))
+    return [_shuffled_pass(seed, pass_index, dataset_size)[offset] for pass_index, offset in places]
+
+
+def rank_slots(prompts_per_iteration: int, num_replicas: int, rank: int) -> range:
+    """The contiguous group slots that ``rank`` owns; whole groups, the same number on every rank.
+
+    Raises:
+        ValueError: the prompts cannot be split evenly over the ranks.
+    """
+    if prompts_per_iteration % num_replicas:
+        raise ValueError(
+            f"prompts_per_iteration={prompts_per_iteration} cannot be split over {num_replicas} ranks. "
+            f"Use a multiple of {num_replicas}."
+        )
+    share = prompts_per_iteration // num_replicas
+    return range(rank * share, (rank + 1) * share)
+
+
+class GroupSampler(DistributedSampler[Any]):
+    """Yields the steps of one iteration in order: ``iteration * steps + step``.
+
+    It is a ``DistributedSampler`` so that Lightning leaves it in place and tells it the epoch, which is the iteration.
+    Every rank walks through the same steps; which prompts they mean for a rank is the data set's business.
+
+    Args:
+        dataset: the training data set.
+        steps_per_iteration: steps of one iteration, the same on every rank.
+        num_replicas: ranks.
+        rank: this rank.
+        seed: kept for the record; the order of prompts comes from :func:`prompt_indices`.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], steps_per_iteration: int, num_replicas: int = 1, rank: int = 0, seed: int = 0
+    ) -> None:
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=False, seed=seed)
+        self.steps_per_iteration = steps_per_iteration
+
+    def __iter__(self) -> Iterator[int]:
+        start = self.epoch * self.steps_per_iteration
+        return iter(range(start, start + self.steps_per_iteration))
+
+    def __len__(self) -> int:
+        return self.steps_per_iteration
+
+
+class LocalSampler(DistributedSampler[Any]):
+    """Yields every item of a data set that holds only this rank's share already."""
+
+    def __init__(self, dataset: Dataset[Any], num_replicas: int = 1, rank: int = 0) -> None:
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=False)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]

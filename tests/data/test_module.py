@@ -1,0 +1,149 @@
+import json
+
+import lightning as L
+import pytest
+import torch
+
+from lit_vgrpo.data import PromptBatch, PromptDataModule
+
+STEPS = 8  # 4 prompts x 4 images, 2 updates of 4 micro-batches of 4
+
+
+class Recorder(L.LightningModule):
+    """Fits one number and writes down every batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[PromptBatch] = []
+        self.evaluated: list[PromptBatch] = []
+
+    def training_step(self, batch, batch_idx):
+        assert batch.step == batch_idx
+        self.seen.append(batch)
+        return (self.weight - 1) ** 2
+
+    def validation_step(self, batch, batch_idx):
+        self.evaluated.append(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def files(tmp_path):
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join(json.dumps({"prompt": f"train {i}", "number": i}) + "\n" for i in range(6)))
+    heldout = tmp_path / "heldout.txt"
+    heldout.write_text("".join(f"heldout {i}\n" for i in range(5)))
+    return {"train": str(train), "heldout": str(heldout)}
+
+
+def data_module(files, **changes):
+    settings = {"prompts_per_iteration": 4, "group_size": 4, "updates_per_iteration": 2, "micro_batch_size": 4}
+    return PromptDataModule(**{**files, **settings, **changes})
+
+
+def trainer(folder, epochs, **changes):
+    return L.Trainer(
+        max_epochs=epochs, accelerator="cpu", devices=1, default_root_dir=folder, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, **changes,
+    )  # fmt: skip
+
+
+def test_an_epoch_is_an_iteration_and_resume_goes_on_with_the_next(files, tmp_path):
+    whole = Recorder()
+    trainer(tmp_path, 5, enable_checkpointing=False).fit(whole, datamodule=data_module(files))
+    numbers = [(batch.iteration, batch.step) for batch in whole.seen]
+    assert numbers == [(iteration, step) for iteration in range(5) for step in range(STEPS)]
+    assert all(batch.num_steps == STEPS for batch in whole.seen)
+
+    first = trainer(tmp_path, 3, enable_checkpointing=False)
+    first.fit(Recorder(), datamodule=data_module(files))
+    first.save_checkpoint(tmp_path / "three.ckpt")
+    rest = Recorder()
+    resumed = trainer(tmp_path, 5, enable_checkpointing=False)
+    resumed.fit(rest, datamodule=data_module(files), ckpt_path=tmp_path / "three.ckpt")
+    assert rest.seen == whole.seen[3 * STEPS :]
+
+
+def test_the_prompts_come_with_their_rows(files, tmp_path):
+    module = Recorder()
+    trainer(tmp_path, 3, enable_checkpointing=False).fit(module, datamodule=data_module(files))
+    firsts = [batch for batch in module.seen if batch.is_first]
+    taken = [number["number"] for batch in firsts for number in batch.rows]
+    assert sorted(taken[:6]) == sorted(taken[6:]) == list(range(6))  # two passes in three iterations
+    assert [f"train {number}" for number in taken] == [prompt for batch in firsts for prompt in batch.prompts]
+
+
+def test_held_out_images_come_prompt_after_prompt(files, tmp_path):
+    module = Recorder()
+    data = data_module(files, heldout_images_per_prompt=3, heldout_limit=4, eval_batch_size=5)
+    trainer(tmp_path, 1, enable_checkpointing=False).validate(module, datamodule=data, verbose=False)
+    assert [slot for batch in module.evaluated for slot in batch.slots] == list(range(12))
+    prompts = [prompt for batch in module.evaluated for prompt in batch.prompts]
+    assert prompts == [f"heldout {i}" for i in range(4) for _ in range(3)]
+    assert max(len(batch.prompts) for batch in module.evaluated) <= 5
+
+
+def test_no_heldout_file_means_no_evaluation(files, tmp_path):
+    module = Recorder()
+    data = data_module({**files, "heldout": None})
+    trainer(tmp_path, 1, enable_checkpointing=False).fit(module, datamodule=data)
+    assert data.val_dataloader() == []
+    assert not module.evaluated
+
+
+def test_the_loaders_draw_nothing_from_the_global_generator(files):
+    data = data_module(files)
+    before = torch.get_rng_state()
+    assert len(list(data.train_dataloader())) == STEPS
+    assert len(list(data.val_dataloader())) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_training_loader_keeps_its_sampler_under_two_ranks(files, tmp_path):
+    from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+
+    two = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, default_root_dir=tmp_path)
+    data = data_module(files)
+    data.trainer = two
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        prepared = _DataConnector(two)._prepare_dataloader(loader, shuffle=False, mode=None)
+        assert prepared.sampler is loader.sampler
+        assert loader.sampler.num_replicas == 2
+    assert len(data.train_dataloader()) == STEPS // 2
+
+
+def test_check_tells_every_fault(files, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    data = data_module({"train": str(tmp_path / "no.txt"), "heldout": str(empty)})
+    faults = data.check(world_size=3)
+    assert [key in fault for key, fault in zip(("prompts_per_iteration=4", "no.txt", "empty.txt"), faults, strict=True)]
+    with pytest.raises(ValueError, match=r"no\.txt does not exist"):
+        data.setup()
+    assert data_module(files).check(world_size=2) == []
+
+
+def test_held_out_images_that_do_not_reach_every_rank_are_a_fault(files):
+    assert data_module(files, prompts_per_iteration=8).check(8) == [
+        "5 held-out images cannot be spread over 8 ranks. Use heldout_images_per_prompt=2 or more, or fewer ranks."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"group_size": 1}, ValueError, "group_size=1 has no group to compare with"),
+        ({"prompts_per_iteration": 0}, ValueError, "prompts_per_iteration=0 is too small"),
+        ({"micro_batch_size": 2.0}, TypeError, "micro_batch_size=2.0 is not a whole number"),
+        ({"eval_batch_size": 0}, ValueError, "eval_batch_size=0 is too small"),
+        ({"heldout_images_per_prompt": -1}, ValueError, "heldout_images_per_prompt=-1 is too small"),
+        ({"heldout_limit": 0}, ValueError, "heldout_limit=0 is too small"),
+        ({"seed": "a"}, TypeError, "seed='a' is not a whole number"),
+    ],
+)
+def test_wrong_numbers_are_refused_at_once(files, change, error, said):
+    with pytest.raises(error, match=said):
+        data_module(files, **change)

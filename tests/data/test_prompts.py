@@ -1,0 +1,99 @@
+import json
+import sys
+
+import pytest
+
+from lit_vgrpo.data.prompts import read_prompts
+
+
+def write(folder, name, content):
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_txt_is_one_prompt_a_line(tmp_path):
+    path = write(tmp_path, "p.txt", "\ufeffa cat \r\n\n  \na dog\nein Bär\u2028im Wald")
+    assert read_prompts(path) == [{"prompt": "a cat"}, {"prompt": "a dog"}, {"prompt": "ein Bär\u2028im Wald"}]
+
+
+def test_jsonl_rows_keep_their_fields_and_duplicates(tmp_path):
+    row = {"prompt": "a red\u2028circle", "colour": "red", "boxes": [1, 2]}
+    text = json.dumps(row, ensure_ascii=False)
+    path = write(tmp_path, "p.JSONL", f"\ufeff{text}\n\n{text}\r\n")
+    assert read_prompts(str(path)) == [row, row]
+
+
+def test_a_shipped_path_is_found():
+    assert len(read_prompts("shipped:prompts/pickscore_heldout.txt")) == 60
+
+
+NEED = 'Each line must be an object with a "prompt" string.'
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "a"', "not JSON (Expecting ',' delimiter)."),
+        ("a cat", "not JSON (Expecting value)."),
+        ('["a"]', "not an object but an array."),
+        ("3", "not an object but a number."),
+        ('{"text": "a"}', 'no "prompt".'),
+        ('{"prompt": null}', '"prompt" is null.'),
+        ('{"prompt": 7}', '"prompt" is a number.'),
+        ('{"prompt": " "}', '"prompt" is empty.'),
+        ('{"prompt": "\\ud800"}', '"prompt" holds half a character (a lone surrogate).'),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, line, said):
+    path = write(tmp_path, "p.jsonl", f'{{"prompt": "ok"}}\n\n{line}\n')
+    with pytest.raises(ValueError, match="line 3") as caught:
+        read_prompts(path)
+    assert str(caught.value) == f"{path} line 3: {said} {NEED}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        pytest.param(
+            '{"prompt": "a", "n": ' + "9" * 5000 + "}",
+            marks=pytest.mark.skipif(not hasattr(sys, "get_int_max_str_digits"), reason="no limit on digits"),
+        ),
+    ],
+    ids=["nested", "digits"],
+)
+def test_a_hostile_line_is_one_short_message(tmp_path, line):
+    path = write(tmp_path, "p.jsonl", line)
+    with pytest.raises(ValueError, match="line 1: not JSON") as caught:
+        read_prompts(path)
+    assert len(str(caught.value)) < 400 + len(str(path))
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+@pytest.mark.parametrize("content", ["", "\n \n", "\ufeff"])
+def test_a_file_without_prompts_is_refused(tmp_path, name, content):
+    path = write(tmp_path, name, content)
+    with pytest.raises(ValueError, match="holds no prompts") as caught:
+        read_prompts(path)
+    assert str(path) in str(caught.value)
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path):
+    path = write(tmp_path, "p.txt", "a cat\na caf\u00e9\n".encode("latin-1"))
+    with pytest.raises(ValueError, match="line 2: not UTF-8"):
+        read_prompts(path)
+    with pytest.raises(ValueError, match="line 1: not UTF-8"):
+        read_prompts(write(tmp_path, "q.txt", "a cat".encode("utf-16")))
+
+
+@pytest.mark.parametrize(("name", "said"), [("no.txt", "does not exist"), ("p.csv", ".txt"), ("", ".jsonl")])
+def test_a_missing_or_foreign_file_is_refused(tmp_path, name, said):
+    with pytest.raises(ValueError, match=said):
+        read_prompts(tmp_path / name)
+
+
+def test_a_folder_is_refused(tmp_path):
+    (tmp_path / "d.txt").mkdir()
+    with pytest.raises(ValueError, match="is not a file"):
+        read_prompts(tmp_path / "d.txt")

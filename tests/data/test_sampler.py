@@ -1,0 +1,115 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
+
+from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_fault
+from lit_vgrpo.data.sampler import GroupSampler, LocalSampler, prompt_indices, rank_slots
+from lit_vgrpo.sizes import Sizes
+
+ROWS = [{"prompt": f"prompt {i}", "number": i} for i in range(7)]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 5), st.integers(1, 30), st.integers(1, 23))
+def test_one_pass_takes_every_prompt_once(seed, prompts_per_iteration, dataset_size):
+    iterations = -(-3 * dataset_size // prompts_per_iteration)
+    stream = [i for it in range(iterations) for i in prompt_indices(seed, it, prompts_per_iteration, dataset_size)]
+    for start in range(0, 3 * dataset_size, dataset_size):
+        assert sorted(stream[start : start + dataset_size]) == list(range(dataset_size))
+
+
+def test_the_order_changes_with_the_pass_and_the_seed_and_is_pinned():
+    first, second = prompt_indices(0, 0, 8, 8), prompt_indices(0, 1, 8, 8)
+    assert first != second
+    assert first != prompt_indices(1, 0, 8, 8)
+    assert first == [7, 1, 3, 6, 4, 0, 2, 5]  # a recipe's prompts may not change between versions
+
+
+@settings(deadline=None)
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_the_ranks_split_the_slots(world, groups_per_rank):
+    prompts = world * groups_per_rank
+    slots = [slot for rank in range(world) for slot in rank_slots(prompts, world, rank)]
+    assert slots == list(range(prompts))
+
+
+def test_slots_that_cannot_be_split_are_refused():
+    with pytest.raises(ValueError, match="Use a multiple of 3"):
+        rank_slots(8, 3, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 9), st.integers(0, 3))
+def test_prompts_do_not_depend_on_the_number_of_ranks(world, iteration, seed):
+    sizes = Sizes(12, 4, 2, 2)
+    (alone,) = _batches(sizes, 1, iteration, seed, step=0)
+    together = _batches(sizes, world, iteration, seed, step=0)
+    assert [p for batch in together for p in batch.prompts] == alone.prompts
+    assert [r for batch in together for r in batch.rows] == alone.rows
+    assert [s for batch in together for s in batch.slots] == alone.slots == list(range(12))
+
+
+def _batches(sizes, world, iteration, seed, step):
+    datasets = [IterationDataset(ROWS, sizes, world, rank, seed) for rank in range(world)]
+    return [dataset[iteration * len(dataset) + step] for dataset in datasets]
+
+
+def test_an_item_carries_the_sizes_and_its_step():
+    dataset = IterationDataset(ROWS, Sizes(4, 6, 2, 3), num_replicas=2, rank=1, seed=5)
+    assert len(dataset) == 8
+    batch = dataset[3 * 8 + 7]
+    assert (batch.iteration, batch.step, batch.num_steps) == (3, 7, 8)
+    assert (batch.group_size, batch.updates, batch.micro_batch_size) == (6, 2, 3)
+    assert batch.slots == [2, 3]
+    assert batch.prompts == [row["prompt"] for row in batch.rows]
+    assert batch.is_last
+    assert not batch.is_first
+    first = dataset[3 * 8]
+    assert first.is_first
+    assert not first.is_last
+    assert first.rows == batch.rows
+    assert batch.rows == [ROWS[i] for i in prompt_indices(5, 3, 4, len(ROWS))[2:]]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 4))
+def test_the_group_sampler_walks_through_one_iteration(iteration, steps, world):
+    for rank in range(world):
+        sampler = GroupSampler(ROWS, steps, world, rank)
+        sampler.set_epoch(iteration)
+        assert list(sampler) == list(range(iteration * steps, (iteration + 1) * steps))
+        assert len(sampler) == steps
+
+
+def test_lightning_leaves_both_samplers_in_place():
+    assert isinstance(GroupSampler(ROWS, 4), DistributedSampler)
+    assert isinstance(LocalSampler(ROWS), DistributedSampler)
+    assert list(LocalSampler(ROWS, num_replicas=2, rank=1)) == list(range(7))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 8), st.integers(1, 5))
+def test_every_held_out_image_is_made_once_with_as_many_batches_on_every_rank(prompts, each, batch_size, world):
+    rows = [{"prompt": f"prompt {i}"} for i in range(prompts)]
+    if held_out_fault(prompts * each, batch_size, world):
+        assert prompts * each < world or batch_size == 1
+        with pytest.raises(ValueError, match="held-out images"):
+            HeldOutDataset(rows, each, batch_size, world, 0)
+        return
+    ranks = [HeldOutDataset(rows, each, batch_size, world, rank) for rank in range(world)]
+    assert len({len(dataset) for dataset in ranks}) == 1
+    batches = [dataset[i] for dataset in ranks for i in range(len(dataset))]
+    assert [slot for batch in batches for slot in batch.slots] == list(range(prompts * each))
+    for batch in batches:
+        assert 1 <= len(batch.slots) <= batch_size
+        assert batch.prompts == [f"prompt {slot // each}" for slot in batch.slots]
+        assert batch.rows == [rows[slot // each] for slot in batch.slots]
+        assert (batch.iteration, batch.step, batch.num_steps, batch.group_size) == (-1, -1, 0, 1)
+        assert not batch.is_first
+        assert not batch.is_last
+
+
+def test_one_rank_gets_full_held_out_batches():
+    dataset = HeldOutDataset(ROWS, 4, 7)
+    assert [len(dataset[i].slots) for i in range(len(dataset))] == [7, 7, 7, 7]

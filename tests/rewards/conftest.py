@@ -1,0 +1,39 @@
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def clip_folder(tmp_path_factory):
+    """A random CLIP model with its processor, as saved by transformers; its tokenizer takes any text."""
+    import torch
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+    folder = tmp_path_factory.mktemp("clip")
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = CLIPTokenizer.from_pretrained(folder)
+    image_processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}, resample=3)
+    CLIPProcessor(image_processor=image_processor, tokenizer=tokenizer).save_pretrained(folder)
+
+    start, end = vocab["<|startoftext|>"], vocab["<|endoftext|>"]
+    layers = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"vocab_size": len(tokens), "max_position_embeddings": 24}
+    ids = {"bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
+    config = CLIPConfig(
+        text_config={**layers, **text, **ids},
+        vision_config={**layers, "image_size": 32, "patch_size": 8},
+        projection_dim=16,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = CLIPModel(config)
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:  # the usual initialisation is so small that all inputs look alike
+                torch.nn.init.normal_(weight, std=0.02 if "position" in name else 0.3)
+    model.save_pretrained(folder)
+    return folder

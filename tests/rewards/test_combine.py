@@ -1,0 +1,221 @@
+import math
+
+import pytest
+import torch
+
+from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Weighted, as_weighted
+
+IMAGES = torch.linspace(0, 1, 4).view(4, 1, 1, 1).expand(4, 3, 8, 8).contiguous()
+PROMPTS = ["a", "b", "c", "d"]
+ROWS = [{"number": i} for i in range(4)]
+
+
+class Field(Reward):
+    """Scores the row's number, after whatever ``trouble`` does."""
+
+    def __init__(self, name="field", trouble=None):
+        self.name = name
+        self.trouble = trouble
+        self.calls = 0
+        self.loads = 0
+
+    def load(self):
+        self.loads += 1
+
+    def check(self):
+        return [f"{self.name} has a fault"]
+
+    def __call__(self, images, prompts, rows):
+        self.calls += 1
+        scores = torch.tensor([float(row["number"]) for row in rows])
+        return self.trouble(scores, images, rows) if self.trouble else scores
+
+
+def raises_on_two(scores, images, rows):
+    if 2.0 in scores:
+        raise OSError("picture 2\n  is cursed")
+    return scores
+
+
+def score(*rewards, weights=None, images=IMAGES):
+    return Weighted(list(rewards), weights).score(images, PROMPTS, ROWS)
+
+
+def test_the_total_is_the_weighted_sum_and_the_mean_by_default():
+    one, two = Field("one"), Field("two", lambda scores, *_: scores * 10)
+    assert score(one, two, weights=[2, -0.5]).total.tolist() == [0, -3, -6, -9]
+    batch = score(one, two)
+    assert batch.total.tolist() == [0, 5.5, 11, 16.5]
+    assert batch.parts["two"].tolist() == [0, 10, 20, 30]
+    assert batch.total.dtype == torch.float32
+    assert batch.ok.tolist() == [True] * 4
+    assert batch.errors == {}
+
+
+def test_only_the_image_that_raises_is_lost():
+    good, bad = Field("good"), Field("bad", raises_on_two)
+    batch = score(good, bad)
+    assert batch.ok.tolist() == [True, True, False, True]
+    assert math.isnan(batch.total[2])
+    assert batch.total[[0, 1, 3]].tolist() == [0, 1, 3]
+    assert batch.parts["good"].tolist() == [0, 1, 2, 3]
+    assert math.isnan(batch.parts["bad"][2])
+    assert batch.errors == {"bad": "OSError: picture 2 is cursed"}
+    assert bad.calls == 5
+
+
+def test_a_failed_part_of_weight_zero_costs_nothing_but_is_told():
+    batch = score(Field("good"), Field("bad", raises_on_two), weights=[1, 0])
+    assert batch.total.tolist() == [0, 1, 2, 3]
+    assert batch.ok.all()
+    assert batch.errors == {"bad": "OSError: picture 2 is cursed"}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(math.nan, "returned NaN for 1 of 4 images"), (-math.inf, "returned infinite or NaN scores for 1 of 4 images")],
+)
+def test_nan_and_infinite_scores_count_as_failed_and_never_as_zero(value, said):
+    batch = score(Field("bad", lambda scores, *_: torch.where(scores == 1, value, scores)))
+    assert batch.ok.tolist() == [True, False, True, True]
+    assert math.isnan(batch.total[1])
+    assert math.isnan(batch.parts["bad"][1])
+    assert batch.errors == {"bad": said}
+
+
+def test_when_all_fail_the_reward_s_own_message_is_kept():
+    def fail(*_):
+        raise RewardError("The server said 503.")
+
+    batch = score(Field("bad", fail))
+    assert not batch.ok.any()
+    assert batch.total.isnan().all()
+    assert batch.errors == {"bad": "The server said 503."}
+
+
+def test_a_single_image_is_not_tried_twice():
+    bad = Field("bad", raises_on_two)
+    batch = Weighted([bad]).score(IMAGES[2:3], ["c"], ROWS[2:3])
+    assert bad.calls == 1
+    assert not batch.ok.any()
+
+
+def test_an_image_that_is_not_finite_fails_and_reaches_no_reward():
+    images = IMAGES.clone()
+    images[1, 0, 3, 3] = math.nan
+    seen = []
+    batch = score(Field("field", lambda scores, images, _: seen.append(images) or scores), images=images)
+    assert batch.ok.tolist() == [True, False, True, True]
+    assert batch.parts["field"][[0, 2, 3]].tolist() == [0, 2, 3]
+    assert [len(images) for images in seen] == [3]
+    assert batch.errors == {"field": "1 of 4 images hold NaN or infinite pixels"}
+    assert not score(Field(), images=torch.full_like(IMAGES, math.inf)).ok.any()
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda scores, *_: scores[:3], r'"odd" returned the shape \(3,\) for 4 images'),
+        (lambda scores, *_: scores[:, None], r'"odd" returned the shape \(4, 1\)'),
+        (lambda scores, *_: scores.sum(), r'"odd" returned the shape \(\)'),
+        (lambda scores, *_: scores.double(), r'"odd" returned torch.float64'),
+        (lambda scores, *_: scores.long(), r'"odd" returned torch.int64'),
+        (lambda scores, *_: scores.tolist(), r'"odd" returned a list'),
+        (lambda *_: None, r'"odd" returned a NoneType'),
+    ],
+)
+def test_a_broken_contract_stops_the_run_and_names_the_reward(returned, said):
+    with pytest.raises(RewardError, match=said):
+        score(Field("good"), Field("odd", returned))
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, SystemExit, MemoryError, torch.cuda.OutOfMemoryError], ids=lambda e: e.__name__
+)
+def test_what_is_no_fault_of_the_image_is_not_swallowed(error):
+    def stop(*_):
+        raise error
+
+    with pytest.raises(error):
+        score(Field("bad", stop))
+
+
+def test_a_reward_that_cannot_load_stops_the_run():
+    class Unloadable(Field):
+        def load(self):
+            raise RuntimeError("Cannot load it.")
+
+    with pytest.raises(RuntimeError, match="Cannot load it"):
+        score(Unloadable())
+
+
+def test_images_are_rounded_once_before_all_rewards():
+    seen = []
+    keep = Field("keep", lambda scores, images, _: seen.append(images) or scores)
+    score(keep, Field("more", keep.trouble), images=IMAGES * 0.9 + 0.001)
+    assert seen[0] is seen[1]
+    assert seen[0].dtype == torch.float32
+    steps = seen[0] * 255
+    torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(seen[0], IMAGES * 0.9 + 0.001, atol=0.51 / 255, rtol=0)
+
+
+def test_scores_carry_no_gradient():
+    images = IMAGES.clone().requires_grad_()
+    batch = score(Field("field", lambda scores, images, _: images.mean((1, 2, 3))), images=images)
+    assert not batch.total.requires_grad
+    assert not batch.parts["field"].requires_grad
+
+
+def test_part_names_are_unique_and_leave_the_metrics_keys_alone():
+    names = ["a", "a", "a_2", "mean", "reward", "a"]
+    assert Weighted([Field(name) for name in names]).part_names == ["a", "a_2", "a_2_2", "mean_2", "reward_2", "a_3"]
+
+
+def test_calling_gives_the_total_and_check_and_load_reach_every_part():
+    one, two = Field("one"), Field("two")
+    weighted = Weighted([one, two])
+    assert weighted(IMAGES, PROMPTS, ROWS).tolist() == [0, 1, 2, 3]
+    assert weighted.check() == ["one has a fault", "two has a fault"]
+    weighted.load()
+    assert one.loads == two.loads == 2
+
+
+def test_a_weighted_sum_of_weighted_sums():
+    inner = Weighted([Field("one"), Field("two", raises_on_two)])
+    batch = score(inner, Field("three"), weights=[1, 1])
+    assert list(batch.parts) == ["weighted", "three"]
+    assert batch.ok.tolist() == [True, True, False, True]
+    assert batch.total[3] == 6
+
+
+def test_as_weighted():
+    reward = JPEGCompressibility()
+    weighted = as_weighted(reward)
+    assert weighted.rewards == [reward]
+    assert weighted.weights == [1]
+    assert as_weighted(weighted) is weighted
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "error", "said"),
+    [
+        ([], None, ValueError, "rewards=\\[\\]"),
+        ([Field()], [1.0, 2.0], ValueError, "does not fit 1 rewards"),
+        ([Field()], [0.0], ValueError, "at least one of them not 0"),
+        ([Field()], [math.nan], ValueError, "finite weights"),
+        ([Field("")], None, ValueError, "Field has no name"),
+        ([lambda images: images], None, TypeError, "function is not a reward"),
+    ],
+)
+def test_a_wrong_combination_is_refused(rewards, weights, error, said):
+    with pytest.raises(error, match=said):
+        Weighted(rewards, weights)
+
+
+def test_counts_and_shapes_must_agree():
+    weighted = Weighted([Field()])
+    with pytest.raises(ValueError, match="4 images, 3 prompts and 4 rows"):
+        weighted.score(IMAGES, PROMPTS[:3], ROWS)
+    with pytest.raises(ValueError, match="Rewards take"):
+        weighted.score(IMAGES[:, :1], PROMPTS, ROWS)

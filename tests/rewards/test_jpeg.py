@@ -1,0 +1,33 @@
+import io
+
+import pytest
+import torch
+from PIL import Image
+
+from lit_vgrpo.rewards import JPEGCompressibility
+
+
+def test_it_is_minus_the_kilobytes_of_the_file(tmp_path):
+    images = torch.rand(2, 3, 24, 40, generator=torch.Generator().manual_seed(0))
+    scores = JPEGCompressibility(quality=80)(images, ["a", "b"], [{}, {}])
+    assert scores.shape == (2,)
+    assert scores.dtype == torch.float32
+    for number, (image, score) in enumerate(zip(images, scores, strict=True)):
+        path = tmp_path / f"{number}.jpg"
+        Image.fromarray((image.permute(1, 2, 0) * 255).round().byte().numpy()).save(path, quality=80)
+        assert score.item() == pytest.approx(-path.stat().st_size / 1000)
+        assert Image.open(io.BytesIO(path.read_bytes())).size == (40, 24)
+
+
+def test_a_flat_picture_beats_noise_and_low_quality_beats_high():
+    flat = torch.full((1, 3, 32, 32), 0.5)
+    noise = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    scores = JPEGCompressibility()(torch.cat([flat, noise]), ["a", "a"], [{}, {}])
+    assert scores[0] > scores[1]
+    assert JPEGCompressibility(quality=10)(noise, ["a"], [{}]) > scores[1]
+
+
+@pytest.mark.parametrize(("quality", "error"), [(0, ValueError), (96, ValueError), (50.0, TypeError)])
+def test_a_wrong_quality_is_refused(quality, error):
+    with pytest.raises(error, match=f"quality={quality}"):
+        JPEGCompressibility(quality=quality)

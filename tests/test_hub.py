@@ -1,0 +1,123 @@
+import pytest
+from huggingface_hub import constants
+
+from lit_vgrpo.hub import explain_unloadable, local_folder
+from lit_vgrpo.rewards import PickScore
+
+NAME = "nobody/nothing-of-this-name"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def offline(cache, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return cache
+
+
+def test_a_folder_with_the_file_can_be_loaded(tmp_path):
+    (tmp_path / "model_index.json").touch()
+    assert explain_unloadable(str(tmp_path), "model_index.json", "key") is None
+
+
+def test_a_folder_without_the_file_or_no_folder_is_told(tmp_path):
+    assert "holds no model_index.json" in explain_unloadable(str(tmp_path), "model_index.json", "key")
+    for path in (str(tmp_path / "no"), "./no", "~/no-such-folder", "shipped:no", "a/b/c"):
+        message = explain_unloadable(path, "model_index.json", "key")
+        assert "is not a folder. Set key to a folder that holds model_index.json" in message
+    assert "leaves the shipped" in explain_unloadable("shipped:../..", "x", "key")
+
+
+def test_a_hub_name_is_no_path_unless_a_folder_has_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert local_folder("some/model") is None
+    assert local_folder("gpt2") is None
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    assert local_folder("some/model").is_dir()
+
+
+def test_offline_is_honoured_and_says_what_to_run(offline):
+    assert explain_unloadable(NAME, "config.json", "model.policy.checkpoint") == (
+        f"Cannot load {NAME}: not in the local cache and HF_HUB_OFFLINE is set. "
+        f"Run: hf download {NAME}, or set model.policy.checkpoint=/a/local/folder."
+    )
+
+
+def test_what_is_cached_can_be_loaded(offline):
+    snapshot = offline / f"models--{NAME.replace('/', '--')}"
+    (snapshot / "refs").mkdir(parents=True)
+    (snapshot / "refs" / "main").write_text("0" * 40)
+    (snapshot / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (snapshot / "snapshots" / ("0" * 40) / "config.json").touch()
+    assert explain_unloadable(NAME, "config.json", "key") is None
+    assert explain_unloadable(NAME, "other.json", "key") is not None
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(cache, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
+    assert explain_unloadable(NAME, "config.json", "key") == (
+        f"Cannot load {NAME}: not in the local cache and the hub cannot be reached. "
+        f"Run: hf download {NAME}, or set key=/a/local/folder."
+    )
+
+
+def test_pickscore_without_weights_ends_in_that_line(offline):
+    reward = PickScore()
+    assert len(reward.check()) == 2
+    with pytest.raises(RuntimeError, match=r"^Cannot load yuvalkirstain/PickScore_v1: .* Run: hf download [^\n]*$"):
+        reward.load()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (404, "RepoNotFound", "no such repository"),
+        (404, "EntryNotFound", "it holds no config.json"),
+        (403, "GatedRepo", "access must be granted first. Run: hf auth login, then run: hf download"),
+        (500, "", "the hub cannot be reached"),
+    ],
+)
+def test_the_hub_s_answers_are_told_apart(cache, monkeypatch, hub_server, status, code, said):
+    address = hub_server(status, code)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    message = explain_unloadable(NAME, "config.json", "key")
+    assert said in message
+    assert "\n" not in message
+
+
+@pytest.fixture
+def hub_server():
+    """A local server that answers every request with one status and one of the hub's error codes."""
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    servers = []
+
+    def start(status, code):
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self):
+                self.send_response(status)
+                self.send_header("X-Error-Code", code)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *args):
+                pass
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.policies import SD3Policy
+from lit_vgrpo.rollout import RolloutSpec, image_generators, sample
+
+
+@pytest.fixture
+def policy(tiny_sd3):
+    return SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
+
+
+def test_guidance_counts_twice_and_phases_are_kept_apart(policy):
+    ledger = PassLedger()
+    ledger.attach(policy.network)
+    cond, noise = policy.encode(["a red circle on the left"]), policy.prior(image_generators(1, 0, 0, [0, 1, 2]))
+    rows = torch.zeros(3, dtype=torch.int64)
+    with ledger.phase("rollout"):
+        sample(policy, cond, rows, RolloutSpec(steps=4), noise)
+        with ledger.phase("evaluation"):
+            sample(policy, cond, rows, RolloutSpec(steps=2, guidance=2.0), noise)
+    policy(noise, torch.ones(3), cond.select(rows))
+    assert ledger.counts == {
+        "rollout": {"with_grad": 0, "without_grad": 12},
+        "evaluation": {"with_grad": 0, "without_grad": 12},
+        "update": {"with_grad": 3, "without_grad": 0},
+    }
+    assert ledger.training_passes() == 15
+
+
+def test_phase_is_left_when_the_block_raises():
+    ledger = PassLedger()
+    with pytest.raises(KeyError), ledger.phase("old"):
+        raise KeyError
+    assert ledger._phase == "update"
+
+
+def test_state_is_a_copy():
+    ledger, other = PassLedger(), PassLedger()
+    ledger.counts = {"update": {"with_grad": 1, "without_grad": 0}}
+    other.load_state_dict(ledger.state_dict())
+    other.counts["update"]["with_grad"] = 7
+    assert ledger.counts["update"]["with_grad"] == 1

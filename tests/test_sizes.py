@@ -1,0 +1,105 @@
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_vgrpo.sizes import Sizes
+
+small = st.integers(1, 40)
+
+
+def test_the_paper_sizes_on_eight_ranks():
+    plan = Sizes(48, 24, 1, 8).plan(8)
+    assert plan.images_per_iteration == 1152
+    assert plan.groups_per_rank == 6
+    assert plan.images_per_rank == 144
+    assert plan.micro_batches_per_update == 18
+    assert plan.steps_per_iteration == 18
+
+
+def test_prompts_that_cannot_be_split_name_what_would_work():
+    assert Sizes(48, 24).faults(5) == [
+        "prompts_per_iteration=48 cannot be split over 5 ranks. "
+        "Use a multiple of 5, or trainer.devices 1, 2, 3, 4, 6 or 8."
+    ]
+
+
+def test_the_device_counts_named_reach_the_world_size_that_was_asked_for():
+    assert Sizes(48, 24).faults(13)[0].endswith("trainer.devices 1, 2, 3, 4, 6, 8 or 12.")
+
+
+def test_a_group_of_one_is_refused():
+    assert Sizes(8, 1).faults(1) == ["group_size=1 has no group to compare with. Use 2 or more images per prompt."]
+
+
+@pytest.mark.parametrize("name", ["prompts_per_iteration", "updates_per_iteration", "micro_batch_size"])
+@pytest.mark.parametrize("value", [0, -3])
+def test_numbers_below_one_are_refused(name, value):
+    sizes = Sizes(**{"prompts_per_iteration": 8, "group_size": 4, name: value})
+    assert sizes.faults(1) == [f"{name}={value} is too small. Use 1 or more."]
+
+
+@pytest.mark.parametrize("value", [2.5, True, "8", None])
+def test_what_is_no_integer_is_refused(value):
+    (fault,) = Sizes(8, 4, 1, value).faults(1)
+    assert fault.startswith(f"micro_batch_size={value!r} is not a whole number.")
+
+
+def test_an_uneven_micro_batch_names_its_neighbours():
+    assert Sizes(8, 16, 1, 24).faults(2) == ["micro_batch_size=24 cannot split the 64 images of a rank. Use 16 or 32."]
+    assert Sizes(8, 16, 1, 15).faults(2)[0].endswith("Use 8 or 16.")
+    assert Sizes(2, 4, 1, 100).faults(1)[0].endswith("Use 8.")
+
+
+def test_every_update_goes_through_all_images():
+    plan = Sizes(8, 16, 3, 8).plan(2)
+    assert (plan.micro_batches_per_update, plan.steps_per_iteration) == (8, 24)
+
+
+def test_every_fault_of_the_values_is_told():
+    assert len(Sizes(0, 1, 0, 0).faults(0)) == 5
+
+
+def test_a_plan_of_sizes_that_do_not_fit_raises_the_fault():
+    with pytest.raises(ValueError, match="prompts_per_iteration=9 cannot be split over 2 ranks"):
+        Sizes(9, 2).plan(2)
+
+
+def test_the_table_is_aligned_and_counts_passes():
+    lines = Sizes(48, 24, 2, 8).plan(2).table({"rollout": 40, "train": 4}).splitlines()
+    assert "steps an iteration       144" in lines
+    assert "network passes, rollout  46080 (40 an image)" in lines
+    assert {re.search(r"  +(?=\S)", line).end() for line in lines} == {25}
+
+
+@settings(deadline=None)
+@given(small, small, small, small, small)
+def test_a_plan_uses_every_image_once_an_update_or_is_refused(prompts, group, updates, micro, world):
+    sizes = Sizes(prompts, group, updates, micro)
+    fits = group >= 2 and prompts % world == 0 and (prompts // world * group) % micro == 0
+    assert (not sizes.faults(world)) == fits
+    if fits:
+        plan = sizes.plan(world)
+        assert plan.images_per_rank * world == plan.images_per_iteration == prompts * group
+        assert plan.micro_batches_per_update * micro == plan.images_per_rank
+        assert plan.groups_per_rank * group == plan.images_per_rank
+        assert plan.micro_batches_per_update * updates == plan.steps_per_iteration
+
+
+@settings(deadline=None)
+@given(small, st.integers(2, 40), small, small, small)
+def test_following_the_advice_gets_to_sizes_that_fit(prompts, group, updates, micro, world):
+    values = [prompts, group, updates, micro]
+    for _ in range(4):
+        faults = Sizes(*values).faults(world)
+        if not faults:
+            return
+        name = faults[0].split("=")[0]
+        advised = int(faults[0].rstrip(".").split()[-1])
+        if name == "prompts_per_iteration":
+            world = advised
+        else:
+            assert name == "micro_batch_size"
+            values[3] = advised
+    pytest.fail(f"still faulty: {faults}")

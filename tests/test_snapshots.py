@@ -1,0 +1,65 @@
+import pytest
+import torch
+from torch import nn
+
+from lit_vgrpo.snapshots import Snapshot, trainable_parameters
+
+
+def network():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    module[1].requires_grad_(False)
+    return module
+
+
+def test_holds_only_what_is_trained():
+    assert set(Snapshot(network()).tensors) == {"0.weight", "0.bias"} == set(trainable_parameters(network()))
+
+
+def test_swap_puts_the_copy_in_and_the_weights_back():
+    module = network()
+    copy = Snapshot(module)
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    trained = module[0].weight.detach().clone()
+    with copy.swapped_into(module):
+        torch.testing.assert_close(module[0].weight.detach(), trained - 1)
+    assert torch.equal(module[0].weight, trained)
+
+
+def test_weights_come_back_when_the_block_raises():
+    module = network()
+    copy = Snapshot(module)
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    trained = module[0].weight.detach().clone()
+    with pytest.raises(KeyError), copy.swapped_into(module):
+        raise KeyError
+    assert torch.equal(module[0].weight, trained)
+
+
+def test_move_towards_equals_the_formula_in_float64():
+    module = network()
+    copy = Snapshot(module)
+    start = copy.tensors["0.weight"].double()
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    copy.move_towards(module, 0.3)
+    expected = 0.3 * start + 0.7 * module[0].weight.detach().double()
+    torch.testing.assert_close(copy.tensors["0.weight"].double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_other_weights_are_refused():
+    copy, other = Snapshot(network()), network().requires_grad_(True)
+    with pytest.raises(RuntimeError, match="2 differ, the first is 1.bias"), copy.swapped_into(other):
+        pass
+    with pytest.raises(RuntimeError, match="do not train the same weights"):
+        copy.load_state_dict({})
+
+
+def test_a_copy_is_float32_and_survives_a_half_precision_policy():
+    module = network().to(torch.bfloat16)
+    copy = Snapshot(module)
+    assert copy.tensors["0.weight"].dtype == torch.float32
+    with copy.swapped_into(module):
+        assert module[0].weight.dtype == torch.bfloat16
