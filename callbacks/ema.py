@@ -50,6 +50,9 @@ class EMA(L.Callback):
         if self._restored is not None:
             self.average.load_state_dict(self._restored)
             self._restored = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Only here does a resumed trainer know its step.
         self._last_step = trainer.global_step
 
     def on_train_batch_end(

@@ -304,6 +304,11 @@ class VGRPOModule(L.LightningModule):
                 "Resume with the recipe that wrote it (RUN/config.yaml)."
             )
         self._resumed = True
+        # The images of an iteration are not saved: one that was cut short starts over, with the same noise.
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        if not progress["is_last_batch"]:
+            progress["current"] = dict.fromkeys(progress["current"], 0)
+            progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
         state = checkpoint["lit_vgrpo"]
         self.objective.load_state_dict(state["objective"])
         self.ledger.load_state_dict(state["ledger"])

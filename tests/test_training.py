@@ -1,0 +1,218 @@
+"""The LightningModule in a real Trainer, on a small real pipeline."""
+
+import math
+import warnings
+
+import lightning as L
+import pytest
+import torch
+from helpers import Brightness, make_data, make_module, make_trainer, weights
+
+from lit_vgrpo import VGRPO, RolloutSpec
+from lit_vgrpo.callbacks import EMA, RewardLogger, SurrogateDiagnostics
+from lit_vgrpo.rewards import Reward, RewardError
+
+STEPS = RolloutSpec(steps=2)
+OBJECTIVES = {
+    "one step": (lambda: VGRPO(STEPS, num_mc_samples=2), 1),
+    "two steps, clip, KL": (lambda: VGRPO(STEPS, num_mc_samples=2, clip=0.02, kl_weight=0.3), 2),
+    "anchor": (lambda: VGRPO(STEPS, num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3), 1),
+    "naive": (lambda: VGRPO(STEPS, 2, share_pairs=False, stratify=False, space="v", self_normalise=False), 1),
+}
+
+
+def train(folder, tmp_path, iterations=2, callbacks=(), objective=None, trainer=None, data=None, ckpt=None, **options):
+    module = make_module(folder, objective, **options)
+    fitter = make_trainer(tmp_path, iterations, callbacks, **(trainer or {}))
+    fitter.fit(module, datamodule=make_data(**(data or {})), ckpt_path=ckpt)
+    return module, fitter
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["full", "lora"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_trains_and_counts(tiny_sd3, tmp_path, name, lora):
+    make, updates = OBJECTIVES[name]
+    module, trainer = train(
+        tiny_sd3, tmp_path, objective=make(), data={"updates_per_iteration": updates}, policy_options=lora
+    )
+    assert trainer.current_epoch == 2
+    assert trainer.global_step == 2 * updates
+    assert module.images_seen == 16
+    counts = module.ledger.counts
+    assert counts["rollout"]["without_grad"] == 16 * 2
+    assert counts["update"] == {"with_grad": 16 * 2 * updates, "without_grad": 0}
+    assert ("old" in counts) == (updates > 1)
+    assert ("anchor" in counts) == (name == "anchor")
+    moved = [
+        not torch.equal(p, module.reference.tensors["network." + n])
+        for n, p in module.policy.network.named_parameters()
+        if p.requires_grad
+    ]
+    assert sum(moved) > len(moved) / 2
+
+
+def test_the_gradient_is_that_of_the_whole_iteration(tiny_sd3, tmp_path):
+    """Micro-batches only cut memory: the weights after training are those of one large batch."""
+    small, _ = train(tiny_sd3, tmp_path, data={"micro_batch_size": 2})
+    large, _ = train(tiny_sd3, tmp_path, data={"micro_batch_size": 8})
+    for name, value in weights(small).items():
+        torch.testing.assert_close(value, weights(large)[name], rtol=1e-3, atol=1e-3)
+
+
+def test_same_seed_same_run_other_seed_other_run(tiny_sd3, tmp_path):
+    first, again, other = (weights(train(tiny_sd3, tmp_path, seed=seed)[0]) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_resume_is_bit_exact(tiny_sd3, tmp_path, name):
+    make, updates = OBJECTIVES[name]
+    data = {"updates_per_iteration": updates}
+
+    def run(iterations, ckpt=None):
+        ema = EMA(0.9)
+        module, trainer = train(
+            tiny_sd3, tmp_path, iterations, callbacks=[ema], objective=make(), data=data, ckpt=ckpt
+        )
+        return module, trainer, ema
+
+    whole, _, whole_ema = run(4)
+    _, trainer, _ = run(2)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _, resumed_ema = run(4, tmp_path / "half.ckpt")
+    expected = weights(whole)
+    assert all(torch.equal(value, expected[key]) for key, value in weights(resumed).items())
+    for key, value in resumed_ema.average.tensors.items():
+        assert torch.equal(value, whole_ema.average.tensors[key])
+    assert resumed.ledger.counts["update"] == whole.ledger.counts["update"]
+    assert resumed.images_seen == whole.images_seen
+
+
+class SaveAt(L.Callback):
+    def __init__(self, iteration, step, path):
+        self.when, self.path = (iteration, step), path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if (batch.iteration, batch.step) == self.when:
+            trainer.save_checkpoint(self.path)
+
+
+def test_an_iteration_that_was_cut_short_starts_over(tiny_sd3, tmp_path):
+    whole, _ = train(tiny_sd3, tmp_path, 3, callbacks=[SaveAt(1, 0, tmp_path / "mid.ckpt")])
+    resumed, trainer = train(tiny_sd3, tmp_path, 3, ckpt=tmp_path / "mid.ckpt")
+    assert trainer.global_step == 3
+    expected = weights(whole)
+    assert all(torch.equal(value, expected[key]) for key, value in weights(resumed).items())
+
+
+def test_a_checkpoint_holds_no_frozen_tensor_and_loads_weights_only(tiny_sd3, tmp_path):
+    module, trainer = train(tiny_sd3, tmp_path, policy_options={"lora_rank": 2})
+    trainer.save_checkpoint(tmp_path / "lora.ckpt")
+    checkpoint = torch.load(tmp_path / "lora.ckpt", weights_only=True)
+    assert {name.removeprefix("policy.") for name in checkpoint["state_dict"]} == set(weights(module))
+    trained = sum(value.numel() for value in weights(module).values()) * 4
+    size = (tmp_path / "lora.ckpt").stat().st_size
+    assert size < 3 * trained + 200_000  # weights and Adam's two moments, plus names
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tiny_sd3, tmp_path):
+    _, trainer = train(tiny_sd3, tmp_path, policy_options={"lora_rank": 2})
+    trainer.save_checkpoint(tmp_path / "lora.ckpt")
+    with pytest.raises(RuntimeError, match="lacks .* trained tensors"):
+        train(tiny_sd3, tmp_path, 3, ckpt=tmp_path / "lora.ckpt")
+
+
+class Constant(Brightness):
+    def __call__(self, images, prompts, rows):
+        return torch.full((len(images),), 0.5)
+
+
+def test_equal_rewards_change_nothing_and_warn(tiny_sd3, tmp_path):
+    with pytest.warns(UserWarning, match="no reward spread at iteration 0"):
+        module, _ = train(
+            tiny_sd3, tmp_path, 1, callbacks=[RewardLogger()], reward=Constant(), policy_options={"lora_rank": 2}
+        )
+    for name, value in weights(module).items():
+        if "lora_B" in name:
+            assert value.abs().max() == 0
+
+
+class Sometimes(Brightness):
+    """NaN for the first image, an exception for any batch that holds a second one alone."""
+
+    def __call__(self, images, prompts, rows):
+        scores = super().__call__(images, prompts, rows)
+        scores[0] = math.nan
+        return scores
+
+
+class Never(Reward):
+    name = "never"
+
+    def __call__(self, images, prompts, rows):
+        raise ValueError("the scorer is out of order")
+
+
+def test_failed_images_are_counted_and_do_not_train(tiny_sd3, tmp_path):
+    with pytest.warns(UserWarning, match='Reward "brightness" failed'):
+        module, trainer = train(tiny_sd3, tmp_path, 1, callbacks=[RewardLogger()], reward=Sometimes())
+    assert trainer.callback_metrics["reward/failed"] == 1
+    assert module.record.rewards.isnan().tolist() == [True] + [False] * 7
+    assert all(value.isfinite().all() for value in weights(module).values())
+
+
+def test_all_failed_stops_with_the_rewards_own_message(tiny_sd3, tmp_path):
+    with pytest.raises(RewardError, match="Every image of iteration 0 failed.*the scorer is out of order"):
+        train(tiny_sd3, tmp_path, 1, reward=Never(), evaluate_at_start=False)
+
+
+def test_metrics(tiny_sd3, tmp_path):
+    callbacks = [RewardLogger(), SurrogateDiagnostics()]
+    module, trainer = train(tiny_sd3, tmp_path, callbacks=callbacks)
+    logged = trainer.callback_metrics
+    record = module.record
+    assert logged["reward/mean"] == pytest.approx(record.rewards.mean().item())
+    assert logged["reward/brightness"] == pytest.approx(record.rewards.mean().item())
+    assert logged["reward/std"] == pytest.approx(record.rewards.std(correction=0).item())
+    assert logged["policy/ratio_deviation"] == 0
+    assert logged["policy/grad_norm"] > 0
+    assert logged["cost/passes_per_image"] == 4  # 2 steps and 2 pairs
+    assert logged["cost/images_per_second"] > 0
+    assert logged["surrogate/cv"] > 0
+    assert logged["surrogate/cv_within"] > 0
+    assert {"heldout/reward", "heldout/brightness", "reward/no_spread", "policy/clip_fraction"} <= logged.keys()
+
+
+def test_held_out_images_do_not_depend_on_the_batch_size(tiny_sd3, tmp_path):
+    many, one = (
+        train(tiny_sd3, tmp_path, 1, data={"eval_batch_size": size, "heldout_images_per_prompt": 3})[0]
+        for size in (6, 2)
+    )
+    assert many.heldout["heldout/reward"] == pytest.approx(one.heldout["heldout/reward"], rel=1e-5)
+
+
+def test_without_a_data_module_the_error_says_what_to_do(tiny_sd3, tmp_path):
+    loader = torch.utils.data.DataLoader([1])
+    with pytest.raises(RuntimeError, match="datamodule=PromptDataModule"):
+        make_trainer(tmp_path).fit(make_module(tiny_sd3), loader)
+
+
+def test_own_accumulation_is_refused(tiny_sd3, tmp_path):
+    with pytest.raises(ValueError, match="accumulate_grad_batches=2 is set by the sizes"):
+        train(tiny_sd3, tmp_path, trainer={"accumulate_grad_batches": 2})
+
+
+def test_solver_of_another_path_is_refused_before_loading(tiny_sd3, tmp_path):
+    module = make_module(tiny_sd3, VGRPO(RolloutSpec("ddim", 2)))
+    with pytest.raises(ValueError, match="solver=ddim is not a solver of SD3Policy. Use euler or"):
+        make_trainer(tmp_path).fit(module, datamodule=make_data())
+    assert not module.policy.loaded
+
+
+def test_no_warning_of_our_own_making(tiny_sd3, tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(tiny_sd3, tmp_path, 1, callbacks=[RewardLogger()])
+    ours = [w for w in caught if "lit_vgrpo" in str(w.filename) or "batch_size" in str(w.message)]
+    assert ours == []
