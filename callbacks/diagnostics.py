@@ -29,8 +29,9 @@ class SurrogateDiagnostics(L.Callback):
     ) -> None:
         if not batch.is_last or batch.iteration % self.every_n_iterations:
             return
-        assert isinstance(pl_module, VGRPOModule) and pl_module.record is not None
+        assert isinstance(pl_module, VGRPOModule)
         record = pl_module.record
+        assert record is not None
         values = record.first_update("surrogate")
         if values is None:
             return

@@ -81,7 +81,9 @@ class ProgressBar(LightningProgressBar):
     def _describe(self, trainer: L.Trainer, pl_module: L.LightningModule, step: int) -> None:
         assert self._bar is not None
         if not self._bar.disable:
-            self._bar.set_description_str(f"{self._text(trainer, pl_module)}, step {step}/{trainer.num_training_batches}")
+            self._bar.set_description_str(
+                f"{self._text(trainer, pl_module)}, step {step}/{trainer.num_training_batches}"
+            )
 
     def _text(self, trainer: L.Trainer, pl_module: L.LightningModule) -> str:
         assert isinstance(pl_module, VGRPOModule)

@@ -33,9 +33,7 @@ class RewardLogger(L.Callback):
             self._started = time.perf_counter()
             self._norms = []
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
         if gradients:
             self._norms.append(torch.nn.utils.get_total_norm(gradients))
@@ -47,9 +45,8 @@ class RewardLogger(L.Callback):
             return
         assert isinstance(pl_module, VGRPOModule)
         metrics = self._local(pl_module, time.perf_counter() - self._started)
-        options = {"on_step": False, "on_epoch": True, "batch_size": 1}
-        pl_module.log_dict(metrics, sync_dist=trainer.world_size > 1, **options)
-        pl_module.log_dict(self._global(trainer, pl_module), **options)
+        pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1, sync_dist=trainer.world_size > 1)
+        pl_module.log_dict(self._global(trainer, pl_module), on_step=False, on_epoch=True, batch_size=1)
 
     def _local(self, module: VGRPOModule, seconds: float) -> dict[str, float]:
         """What each rank sees of its own images, to be averaged."""

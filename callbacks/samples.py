@@ -6,10 +6,10 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lit_vgrpo.callbacks.ema import averaged_weights
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.rewards.base import to_uint8
 
@@ -46,7 +46,8 @@ class SampleGrid(L.Callback):
         self._reference: Tensor | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, VGRPOModule) and pl_module.reference is not None
+        assert isinstance(pl_module, VGRPOModule)
+        assert pl_module.reference is not None
         self._prompts = held_out_prompts(trainer, self.num_prompts)
         if not self._prompts:
             return
@@ -66,7 +67,8 @@ class SampleGrid(L.Callback):
             self._draw(trainer, pl_module, "after")
 
     def _draw(self, trainer: L.Trainer, pl_module: L.LightningModule, name: str) -> None:
-        assert isinstance(pl_module, VGRPOModule) and self._reference is not None
+        assert isinstance(pl_module, VGRPOModule)
+        assert self._reference is not None
         columns = self.images_per_prompt
         with pl_module.ledger.phase("samples"), averaged_weights(trainer, pl_module):
             prompts = [prompt for prompt in self._prompts for _ in range(columns)]

@@ -56,6 +56,8 @@ class RunSummary(L.Callback):
             self._write(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.max_epochs and 0 < trainer.current_epoch < trainer.max_epochs:
+            self._outcome = "stopped early"
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
 

@@ -1,15 +1,46 @@
-"""Whether a checkpoint can be loaded, found out before loading it."""
+"""Whether a checkpoint can be loaded, found out before loading it; and loading it without noise."""
 
 from __future__ import annotations
 
 import re
 import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lit_vgrpo.paths import SHIPPED_PREFIX, resolve_path
 
 HUB_TIMEOUT_S = 8.0
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+
+
+class LoadError(RuntimeError):
+    """A checkpoint cannot be used, said in one line."""
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Silence diffusers and transformers below errors: they draw a bar a component and repeat every cut prompt."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries = (diffusers_logging, transformers_logging)
+    levels = [library.get_verbosity() for library in libraries]
+    bars = [library.is_progress_bar_enabled() for library in libraries]
+    for library in libraries:
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            # torch_dtype was renamed to dtype between two releases that both are supported
+            warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
+            yield
+    finally:
+        for library, level, bar in zip(libraries, levels, bars, strict=True):
+            library.set_verbosity(level)
+            if bar:
+                library.enable_progress_bar()
 
 
 def local_folder(checkpoint: str) -> Path | None:

@@ -120,7 +120,8 @@ class VGRPOModule(L.LightningModule):
             return
         if sizes is None:
             raise RuntimeError(
-                "VGRPOModule takes its sizes from the data module. Call trainer.fit(module, datamodule=PromptDataModule(...))."
+                "VGRPOModule takes its sizes from the data module. "
+                "Call trainer.fit(module, datamodule=PromptDataModule(...))."
             )
         for fault in self.check(sizes.updates_per_iteration):
             raise ValueError(fault)
@@ -190,31 +191,20 @@ class VGRPOModule(L.LightningModule):
                 ledger=self.ledger,
             )
 
-    def score(
-        self, batch: PromptBatch, rollout: Rollout, seconds: dict[str, float]
-    ) -> tuple[IterationRecord, Tensor]:
+    def score(self, batch: PromptBatch, rollout: Rollout, seconds: dict[str, float]) -> tuple[IterationRecord, Tensor]:
         """Reward every image and compare it with its group; statistics are those of all ranks' images.
 
         Raises:
             RewardError: every image of the iteration failed.
         """
-        scores = RewardBatch(torch.zeros(len(rollout)), {}, torch.ones(len(rollout), dtype=torch.bool))
-        if self.objective.needs_reward:
-            with _timed(seconds, "decode"):
-                images = self.policy.decode(rollout.latents)
-            repeat = range(batch.group_size)
-            with _timed(seconds, "reward"):
-                scores = self.reward.score(
-                    images,
-                    [prompt for prompt in batch.prompts for _ in repeat],
-                    [row for row in batch.rows for _ in repeat],
-                )
+        scores = self._decode_and_score(batch, rollout, seconds)
         rewards, group_ids = self.all_ranks(scores.total.cpu()), self.all_ranks(rollout.group_ids)
         self.images_seen += len(rewards)
         if rewards.isnan().all():
             name, message = next(iter(scores.errors.items()), (self.reward.part_names[0], "no message on this rank"))
             raise RewardError(
-                f'Every image of iteration {batch.iteration} failed, so there is nothing to learn. Reward "{name}": {message}'
+                f"Every image of iteration {batch.iteration} failed, so there is nothing to learn. "
+                f'Reward "{name}": {message}'
             )
         advantages = group_advantages(rewards, group_ids, self.advantage_std)
         local = slice(self.global_rank * len(rollout), (self.global_rank + 1) * len(rollout))
@@ -230,6 +220,21 @@ class VGRPOModule(L.LightningModule):
         )
         return record, advantages[local].to(self.device)
 
+    def _decode_and_score(self, batch: PromptBatch, rollout: Rollout, seconds: dict[str, float]) -> RewardBatch:
+        """Scores of this rank's images; pixels exist for one decoded batch at a time."""
+        if not self.objective.needs_reward:
+            return RewardBatch(torch.zeros(len(rollout)), {}, torch.ones(len(rollout), dtype=torch.bool))
+        prompts = [prompt for prompt in batch.prompts for _ in range(batch.group_size)]
+        rows = [row for row in batch.rows for _ in range(batch.group_size)]
+        scored = []
+        for start in range(0, len(rollout), self.policy.decode_batch_size):
+            part = slice(start, start + self.policy.decode_batch_size)
+            with _timed(seconds, "decode"):
+                images = self.policy.decode(rollout.latents[part])
+            with _timed(seconds, "reward"):
+                scored.append(self.reward.score(images, prompts[part], rows[part]))
+        return RewardBatch.joined(scored)
+
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         if batch.is_last:
             self.objective.after_iteration(self.policy)
@@ -240,6 +245,7 @@ class VGRPOModule(L.LightningModule):
         if self._trainer is None or self.trainer.world_size == 1:
             return values
         gathered = self.all_gather(values.to(self.device))
+        assert isinstance(gathered, Tensor)
         return gathered.flatten(0, 1).cpu()
 
     # --- evaluation ------------------------------------------------------------------------------------------------
@@ -255,9 +261,9 @@ class VGRPOModule(L.LightningModule):
         return self.policy.decode(latents)
 
     def on_fit_start(self) -> None:
-        if not self.evaluate_at_start or self._resumed or not self.trainer.datamodule.heldout:
+        loader = self.trainer.datamodule.val_dataloader()  # type: ignore[attr-defined]
+        if not self.evaluate_at_start or self._resumed or not len(loader):
             return
-        loader = self.trainer.datamodule.val_dataloader()
         for index, batch in enumerate(loader):
             self.validation_step(batch, index)
         self._finish_heldout()
@@ -275,10 +281,9 @@ class VGRPOModule(L.LightningModule):
 
     def _finish_heldout(self) -> None:
         """Mean held-out reward and parts over all ranks, into ``self.heldout``."""
-        totals = {"heldout/reward": torch.cat([s.total.cpu() for s in self._heldout_scores])}
-        for name in self.reward.part_names:
-            totals[f"heldout/{name}"] = torch.cat([s.parts[name].cpu() for s in self._heldout_scores])
+        scores = RewardBatch.joined(self._heldout_scores)
         self._heldout_scores = []
+        totals = {"heldout/reward": scores.total, **{f"heldout/{name}": part for name, part in scores.parts.items()}}
         sums = torch.stack([torch.stack([v.nansum(), (~v.isnan()).sum()]) for v in totals.values()]).double()
         sums = self.all_ranks(sums[None]).sum(dim=0)
         means = (sums[:, 0] / sums[:, 1]).tolist()

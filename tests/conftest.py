@@ -55,3 +55,29 @@ def tiny_unet(unet_folder):
 def tiny_clip(tmp_path_factory):
     """A random small CLIPModel folder with its processor."""
     return build_clip(tmp_path_factory.mktemp("clip"))
+
+
+@pytest.fixture
+def tiny_recipe(tmp_path, monkeypatch, tiny_sd3):
+    """A recipe of two iterations, in an empty folder that is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY_RECIPE.replace("CHECKPOINT", str(tiny_sd3)))
+    return path
+
+
+TINY_RECIPE = """
+seed_everything: 7
+trainer: {max_epochs: 2, accelerator: cpu, devices: 1}
+model:
+  policy: {class_path: SD3Policy, init_args: {checkpoint: CHECKPOINT, max_sequence_length: 1}}
+  objective: {class_path: VGRPO, init_args: {num_mc_samples: 2, rollout: {steps: 2}}}
+  reward: JPEGCompressibility
+data:
+  train: shipped:prompts/shapes_train.jsonl
+  heldout: shipped:prompts/shapes_heldout.jsonl
+  heldout_limit: 2
+  prompts_per_iteration: 2
+  group_size: 2
+  micro_batch_size: ${data.group_size}
+"""

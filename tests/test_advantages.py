@@ -15,7 +15,7 @@ def test_equals_the_formula_in_float64(std):
     rewards = REWARDS.double().numpy()
     expected = np.empty(6)
     for group in (7, 3):
-        members = (GROUPS == group).numpy()
+        members = (group == GROUPS).numpy()
         scale = rewards.std() if std == "global" else rewards[members].std()
         expected[members] = (rewards[members] - rewards[members].mean()) / (scale + 1e-4)
     np.testing.assert_allclose(group_advantages(REWARDS, GROUPS, std).numpy(), expected, rtol=1e-5)

@@ -7,9 +7,9 @@ import lightning as L
 import pytest
 import torch
 from helpers import Brightness, make_data, make_module, make_trainer, weights
+from lit_vgrpo.callbacks import EMA, RewardLogger, SurrogateDiagnostics
 
 from lit_vgrpo import VGRPO, RolloutSpec
-from lit_vgrpo.callbacks import EMA, RewardLogger, SurrogateDiagnostics
 from lit_vgrpo.rewards import Reward, RewardError
 
 STEPS = RolloutSpec(steps=2)
@@ -72,9 +72,7 @@ def test_resume_is_bit_exact(tiny_sd3, tmp_path, name):
 
     def run(iterations, ckpt=None):
         ema = EMA(0.9)
-        module, trainer = train(
-            tiny_sd3, tmp_path, iterations, callbacks=[ema], objective=make(), data=data, ckpt=ckpt
-        )
+        module, trainer = train(tiny_sd3, tmp_path, iterations, callbacks=[ema], objective=make(), data=data, ckpt=ckpt)
         return module, trainer, ema
 
     whole, _, whole_ema = run(4)

@@ -31,7 +31,7 @@ class Objective(ABC):
         """Settings that cannot work together, a line each."""
         return []
 
-    def setup(self, policy: Policy) -> None:
+    def setup(self, policy: Policy) -> None:  # noqa: B027
         """Make whatever copies of the loaded policy the method keeps."""
 
     def collect(
@@ -93,14 +93,14 @@ class Objective(ABC):
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss of a micro-batch, and detached metrics, one value an image ``(M,)``."""
 
-    def after_iteration(self, policy: Policy) -> None:
+    def after_iteration(self, policy: Policy) -> None:  # noqa: B027
         """Move the copies that the method keeps."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Take over what :meth:`state_dict` gave."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,7 +21,7 @@ class ImageSource(Protocol):
     """Gives the images to learn from, and the captions to learn them under."""
 
     def __call__(
-        self, prompts: list[str], rows: list[dict[str, Any]], generators: list[torch.Generator]
+        self, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], generators: Sequence[torch.Generator]
     ) -> tuple[Tensor, list[str]]:
         """Images ``(B, 3, H, W)`` float32 in [0, 1] and B captions; all randomness from the B generators."""
 

@@ -88,9 +88,7 @@ class VGRPO(Objective):
         _require(scale_cap is None or scale_cap > 0, "scale_cap", scale_cap, "Use 5, or null")
         _require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more")
         _require(time_shift > 0, "time_shift", time_shift, "Use 1.0, or the scheduler's shift")
-        _require(
-            anchor_decay is None or 0 <= anchor_decay < 1, "anchor_decay", anchor_decay, "Use 0.3 to 0.5, or null"
-        )
+        _require(anchor_decay is None or 0 <= anchor_decay < 1, "anchor_decay", anchor_decay, "Use 0.3 to 0.5, or null")
         self.rollout = rollout or RolloutSpec()
         self.num_mc_samples = num_mc_samples
         self.share_pairs = share_pairs
@@ -112,11 +110,11 @@ class VGRPO(Objective):
     def check(self, updates_per_iteration: int) -> list[str]:
         faults = []
         if self.anchor_decay is not None and self.kl_weight == 0:
-            faults.append("model.objective.anchor_decay needs a KL to act on: kl_weight=0.0. Set kl_weight, e.g. to 1.0.")
+            faults.append("model.objective.anchor_decay needs a KL to act on: kl_weight=0. Set kl_weight=1.0.")
         if self.kl_weight > 0 and self.anchor_decay is None and updates_per_iteration == 1:
             faults.append(
-                f"model.objective.kl_weight={self.kl_weight} has no effect with updates_per_iteration=1: the policy is "
-                "its own behaviour policy. Set data.updates_per_iteration=2 or more, or model.objective.anchor_decay=0.3."
+                f"model.objective.kl_weight={self.kl_weight} has no effect with updates_per_iteration=1: the policy "
+                "is its own behaviour policy. Set data.updates_per_iteration=2 or more, or an anchor_decay of 0.3."
             )
         return faults
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lit_vgrpo.hub import explain_unloadable
+from lit_vgrpo.hub import LoadError, explain_unloadable, quiet_libraries
 from lit_vgrpo.paths import SHIPPED_PREFIX, resolve_path
 from lit_vgrpo.policies.paths import ProbabilityPath
 
@@ -68,7 +70,7 @@ class Policy(nn.Module):
     solvers: ClassVar[tuple[str, ...]]
     default_lora_targets: ClassVar[tuple[str, ...]]
     uses_latent_shift: ClassVar[bool] = True
-    network: nn.Module
+    network: Any  # a diffusers model, the only submodule
     path: ProbabilityPath
 
     def __init__(
@@ -102,6 +104,7 @@ class Policy(nn.Module):
         self.init_seed = init_seed
         self.pipeline: Any = None
         self._negative: Conditioning | None = None
+        self._warned_of_long_prompts = False
 
     # --- loading ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +118,9 @@ class Policy(nn.Module):
         folder = resolve_path(self.checkpoint)
         if not folder.is_dir():
             if self.checkpoint.startswith((SHIPPED_PREFIX, ".", "/", "~")):
-                return [f"model.policy.checkpoint={self.checkpoint} is no folder. Give a pipeline folder or a hub name."]
+                return [
+                    f"model.policy.checkpoint={self.checkpoint} is no folder. Give a pipeline folder or a hub name."
+                ]
             fault = explain_unloadable(self.checkpoint, "model_index.json", "model.policy.checkpoint")
             return [fault] if fault else []
         index = folder / "model_index.json"
@@ -128,29 +133,37 @@ class Policy(nn.Module):
         if found != self.pipeline_class:
             families = {cls.pipeline_class: cls.__name__ for cls in Policy.__subclasses__()}
             advice = f"Use class_path: {families[found]}." if found in families else f"Give a {self.pipeline_class}."
-            return [f"model.policy.checkpoint={self.checkpoint} is a {found}, {name} needs {self.pipeline_class}. {advice}"]
+            return [
+                f"model.policy.checkpoint={self.checkpoint} is a {found}, {name} needs {self.pipeline_class}. {advice}"
+            ]
         return []
 
     def load(self) -> Policy:
         """Read the weights and put the adapter in; does nothing the second time.
 
         Raises:
-            ValueError: the checkpoint is missing or of another family, or a LoRA target matches nothing.
+            LoadError: the checkpoint is missing, damaged or of another family, or an option does not fit it.
         """
         if self.loaded:
             return self
-        faults = self.check()
-        if faults:
-            raise ValueError(faults[0])
+        for fault in self.check():
+            raise LoadError(fault)
         import diffusers
 
         frozen_dtype = self.dtype if self.lora_rank is not None else torch.float32
         folder = resolve_path(self.checkpoint)
         source = str(folder) if folder.is_dir() else self.checkpoint
-        pipeline = getattr(diffusers, self.pipeline_class).from_pretrained(
-            source, dtype=frozen_dtype, **self.null_components(folder)
-        )
-        return self.adopt(pipeline)
+        family = getattr(diffusers, self.pipeline_class)
+        with quiet_libraries():
+            try:
+                pipeline = family.from_pretrained(source, torch_dtype=frozen_dtype, **self.null_components(folder))
+            except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+                reason = " ".join(str(error).split())[:200]
+                raise LoadError(
+                    f"Cannot load {self.checkpoint}: {reason}. Download or save it again, "
+                    "or set model.policy.checkpoint to another pipeline."
+                ) from error
+            return self.adopt(pipeline)
 
     def adopt(self, pipeline: Any) -> Policy:
         """Train the network of a diffusers pipeline that is already in memory."""
@@ -168,19 +181,19 @@ class Policy(nn.Module):
             cast(self.network, torch.float32)
             self.network.requires_grad_(True)
         else:
-            self._add_adapter()
+            self._add_adapter(self.lora_rank)
         if self.gradient_checkpointing:
             self.network.enable_gradient_checkpointing()
         self.path = self.build_path()
         self.latent_shape = self.find_latent_shape()
         return self
 
-    def _add_adapter(self) -> None:
+    def _add_adapter(self, rank: int) -> None:
         from peft import LoraConfig
 
         config = LoraConfig(
-            r=self.lora_rank,
-            lora_alpha=self.lora_alpha,
+            r=rank,
+            lora_alpha=self.lora_alpha or rank,
             target_modules=self.lora_targets,
             init_lora_weights="gaussian",
         )
@@ -189,7 +202,7 @@ class Policy(nn.Module):
             try:
                 self.network.add_adapter(config)
             except ValueError as error:
-                raise ValueError(
+                raise LoadError(
                     f"lora_targets={self.lora_targets} match nothing in {type(self.network).__name__}. "
                     f"Use endings such as {', '.join(self.default_lora_targets[:2])}."
                 ) from error
@@ -260,8 +273,26 @@ class Policy(nn.Module):
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Prompt embeddings, one row a prompt, float32, on the network's device."""
         self._place_helpers()
-        tensors = self.encode_prompts(list(prompts))
+        self._warn_of_long_prompts(prompts)
+        with quiet_libraries():
+            tensors = self.encode_prompts(list(prompts))
         return Conditioning({name: value.detach().float() for name, value in tensors.items()})
+
+    def _warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
+        """Say once that the text encoder sees only the start of some prompts."""
+        if self._warned_of_long_prompts:
+            return
+        tokenizer = self.pipeline.tokenizer
+        limit = tokenizer.model_max_length
+        ids = tokenizer(list(prompts), truncation=True, max_length=limit + 1)["input_ids"]
+        long = [prompt for prompt, tokens in zip(prompts, ids, strict=True) if len(tokens) > limit]
+        if long:
+            self._warned_of_long_prompts = True
+            warnings.warn(
+                f"{len(long)} of {len(prompts)} prompts are longer than the {limit} tokens of "
+                f"{type(self.pipeline.text_encoder).__name__}, which sees only their start. First: {long[0][:80]!r}",
+                stacklevel=3,
+            )
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -289,7 +320,7 @@ class Policy(nn.Module):
         return config.scaling_factor, (config.shift_factor or 0.0) if self.uses_latent_shift else 0.0
 
     def find_latent_shape(self) -> tuple[int, int, int]:
-        """``(C, h, w)`` for the asked image size; ValueError where the VAE or the patches do not divide it."""
+        """``(C, h, w)`` for the asked image size; LoadError where the VAE or the patches do not divide it."""
         factor = self.pipeline.vae_scale_factor
         patch = getattr(self.network.config, "patch_size", None) or 1
         default = self.network.config.sample_size * factor
@@ -297,7 +328,7 @@ class Policy(nn.Module):
         for name, pixels in (("height", self.height or default), ("width", self.width or default)):
             if pixels % (factor * patch):
                 lower = pixels // (factor * patch) * factor * patch
-                raise ValueError(
+                raise LoadError(
                     f"model.policy.{name}={pixels} is not a multiple of {factor * patch} (VAE factor x patch size). "
                     f"Use {lower or factor * patch} or {lower + factor * patch}."
                 )
@@ -309,20 +340,10 @@ class Policy(nn.Module):
 
         LoRA: a folder for ``pipe.load_lora_weights``. Full weights: a folder for ``DiffusionPipeline.from_pretrained``.
         """
-        from diffusers.utils import logging as diffusers_logging
-        from transformers.utils import logging as transformers_logging
-
         folder = Path(folder)
         if self.lora_rank is None:
-            # Both libraries draw a bar a component, and diffusers logs every null component as an error.
-            transformers_logging.disable_progress_bar()
-            level = diffusers_logging.get_verbosity()
-            diffusers_logging.set_verbosity(diffusers_logging.CRITICAL)
-            try:
+            with quiet_libraries():
                 self.pipeline.save_pretrained(folder)
-            finally:
-                diffusers_logging.set_verbosity(level)
-                transformers_logging.enable_progress_bar()
             return folder
         from peft.utils import get_peft_model_state_dict
 

@@ -31,6 +31,16 @@ class RewardBatch:
     ok: Tensor
     errors: dict[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def joined(cls, batches: list[RewardBatch]) -> RewardBatch:
+        """Several batches of the same rewards as one, on the CPU."""
+        return cls(
+            total=torch.cat([batch.total.cpu() for batch in batches]),
+            parts={name: torch.cat([batch.parts[name].cpu() for batch in batches]) for name in batches[0].parts},
+            ok=torch.cat([batch.ok.cpu() for batch in batches]),
+            errors={name: message for batch in batches for name, message in batch.errors.items()},
+        )
+
 
 class Weighted(Reward):
     """A weighted sum of rewards.

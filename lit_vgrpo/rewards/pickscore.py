@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lit_vgrpo.hub import explain_unloadable, local_folder
+from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, quiet_libraries
 from lit_vgrpo.rewards.base import Reward, to_uint8
 
 if TYPE_CHECKING:
@@ -73,22 +73,24 @@ class PickScore(Reward):
         """Load model and processor.
 
         Raises:
-            RuntimeError: one of the faults of :meth:`check`, or files that do not hold what they should.
+            LoadError: one of the faults of :meth:`check`, or files that do not hold what they should.
         """
         if self._model is not None:
             return
         for fault in self.check():
-            raise RuntimeError(fault)
+            raise LoadError(fault)
         from transformers import CLIPModel, CLIPProcessor
 
         try:
-            self._processor = CLIPProcessor.from_pretrained(_source(self.processor))
+            with quiet_libraries():
+                self._processor = CLIPProcessor.from_pretrained(_source(self.processor))
         except (OSError, ValueError) as error:
-            raise RuntimeError(_unloadable("processor", self.processor, error)) from error
+            raise LoadError(_unloadable("processor", self.processor, error)) from error
         try:
-            model = CLIPModel.from_pretrained(_source(self.checkpoint), dtype=getattr(torch, self.dtype))
+            with quiet_libraries():
+                model = CLIPModel.from_pretrained(_source(self.checkpoint), dtype=getattr(torch, self.dtype))
         except (OSError, ValueError) as error:
-            raise RuntimeError(_unloadable("checkpoint", self.checkpoint, error)) from error
+            raise LoadError(_unloadable("checkpoint", self.checkpoint, error)) from error
         self._model = model.eval().requires_grad_(False)
 
     @torch.no_grad()

@@ -1,1 +1,5 @@
-"""The tiny task: pictures of shapes, and small diffusers pipelines to learn them with."""
+"""The tiny task: rendered shapes, and real small pipelines to learn them."""
+
+from lit_vgrpo.tiny.shapes import ShapesImages
+
+__all__ = ["ShapesImages"]

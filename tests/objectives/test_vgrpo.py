@@ -193,13 +193,13 @@ def test_x_error_on_the_variance_preserving_path(unet_folder, prediction, cap):
 def test_the_moving_anchor(policy):
     objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3)
     experience = prepared(policy, objective)
-    loss, metrics = objective.loss(policy, experience)
+    _, metrics = objective.loss(policy, experience)
     assert metrics["kl"].max() == 0  # the anchor starts as the policy itself
     start = {name: p.detach().double().clone() for name, p in trainable_parameters(policy).items()}
     nudge(policy)
     moved = {name: p.detach().double().clone() for name, p in trainable_parameters(policy).items()}
     _, metrics = objective.loss(policy, experience)
-    new, estimates = in_float64(policy, experience, objective)
+    _, estimates = in_float64(policy, experience, objective)
     times, noise = experience.pairs.of_images()
     z = (1 - times[..., None, None, None]) * experience.latents[:, None] + times[..., None, None, None] * noise
     anchor = (z - times[..., None, None, None] * experience.extras["kl_prediction"]).double().numpy()

@@ -1,11 +1,13 @@
 """Every family through the same checks, on small real pipelines."""
 
+import shutil
 from pathlib import Path
 
 import diffusers
 import pytest
 import torch
 
+from lit_vgrpo.hub import LoadError
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
 from lit_vgrpo.policies.schedulers import flow_scheduler
 from lit_vgrpo.rollout import RolloutSpec, image_generators, sample
@@ -51,9 +53,7 @@ def test_same_noise_same_image_as_the_pipeline(family, solver, guidance):
             policy.scheduler(solver, 3)
         return
     noise = policy.prior(image_generators(1, 0, 0, [0, 1]))
-    latents, times = sample(
-        policy, policy.encode(PROMPTS), torch.arange(2), RolloutSpec(solver, 5, guidance), noise
-    )
+    latents, times = sample(policy, policy.encode(PROMPTS), torch.arange(2), RolloutSpec(solver, 5, guidance), noise)
     assert len(times) == 5
     pipeline = plain_pipeline(policy)
     pipeline.scheduler = policy.scheduler(solver, 5)
@@ -196,7 +196,7 @@ def test_wrong_family_is_one_line_that_names_the_right_class(sd3_folder, unet_fo
     (fault,) = UNetPolicy(str(sd3_folder(t5=False))).check()
     assert "is a StableDiffusion3Pipeline, UNetPolicy needs StableDiffusionPipeline" in fault
     assert "Use class_path: SD3Policy." in fault
-    with pytest.raises(ValueError, match="Use class_path: UNetPolicy"):
+    with pytest.raises(LoadError, match="Use class_path: UNetPolicy"):
         SD3Policy(str(unet_folder("epsilon"))).load()
 
 
@@ -215,12 +215,12 @@ def test_unreachable_hub_names_the_way_out(monkeypatch):
 
 def test_lora_targets_that_match_nothing(sd3_folder):
     policy = SD3Policy(str(sd3_folder(t5=False)), lora_rank=2, lora_targets=["nothing_here"])
-    with pytest.raises(ValueError, match="match nothing in SD3Transformer2DModel"):
+    with pytest.raises(LoadError, match="match nothing in SD3Transformer2DModel"):
         policy.load()
 
 
 def test_sizes_the_vae_cannot_take(sd3_folder):
-    with pytest.raises(ValueError, match="height=33 is not a multiple of 8.*Use 32 or 40"):
+    with pytest.raises(LoadError, match="height=33 is not a multiple of 8.*Use 32 or 40"):
         SD3Policy(str(sd3_folder(t5=False)), height=33).load()
 
 
@@ -235,3 +235,26 @@ def test_any_size_the_model_allows(sd3_folder):
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         SD3Policy("x", **options)
+
+
+def test_long_prompts_are_cut_with_one_warning(family, capfd):
+    policy = load(family)
+    long = "a red circle on the left " * 12
+    with pytest.warns(UserWarning, match="1 of 2 prompts are longer than the 12 tokens") as caught:
+        policy.encode([PROMPTS[0], long])
+        policy.encode([long])
+    assert len([w for w in caught if "longer than" in str(w.message)]) == 1
+    assert "truncated" not in capfd.readouterr().err
+
+
+def test_damaged_weights_are_one_line(sd3_folder, tmp_path):
+    folder = shutil.copytree(sd3_folder(t5=False), tmp_path / "damaged")
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(LoadError, match=r"^Cannot load \S+: .*Download or save it again[^\n]*$"):
+        SD3Policy(str(folder)).load()
+
+
+def test_loading_is_silent(sd3_folder, tmp_path, capfd):
+    policy = SD3Policy(str(sd3_folder(t5=False))).load()
+    policy.save(tmp_path / "again")
+    assert capfd.readouterr().err == ""

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Weighted, as_weighted
+from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardBatch, RewardError, Weighted, as_weighted
 
 IMAGES = torch.linspace(0, 1, 4).view(4, 1, 1, 1).expand(4, 3, 8, 8).contiguous()
 PROMPTS = ["a", "b", "c", "d"]
@@ -219,3 +219,12 @@ def test_counts_and_shapes_must_agree():
         weighted.score(IMAGES, PROMPTS[:3], ROWS)
     with pytest.raises(ValueError, match="Rewards take"):
         weighted.score(IMAGES[:, :1], PROMPTS, ROWS)
+
+
+def test_joined_batches_are_one():
+    first = RewardBatch(torch.tensor([1.0]), {"a": torch.tensor([1.0])}, torch.tensor([True]))
+    second = RewardBatch(torch.tensor([math.nan]), {"a": torch.tensor([math.nan])}, torch.tensor([False]), {"a": "why"})
+    both = RewardBatch.joined([first, second])
+    assert both.ok.tolist() == [True, False]
+    assert both.total.isnan().tolist() == both.parts["a"].isnan().tolist() == [False, True]
+    assert both.errors == {"a": "why"}

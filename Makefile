@@ -1,0 +1,35 @@
+# make demo    train the tiny recipe in a fresh .venv
+# make test    run the tests with coverage
+# make lint    ruff and mypy
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint clean
+.DEFAULT_GOAL := demo
+
+demo: $(VENV)/installed
+	$(BIN)/lightning run recipes/tiny_shapes.yaml
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=85 $(PYTEST_ARGS)
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# A stamp, so that a second call installs nothing. torch and torchvision come as one pair from the index: see README.
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -e ".[test]"
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) install -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -1,0 +1,8 @@
+"""``python -m lit_vgrpo``."""
+
+import sys
+
+from lit_vgrpo.shim import main
+
+if __name__ == "__main__":
+    sys.exit(main())

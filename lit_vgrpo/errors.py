@@ -1,0 +1,110 @@
+"""Mistakes of the user, said in one line: what is wrong, which value, what to type next."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+LONGEST_LIST = 12  # names shown where nothing is near
+
+
+class UserError(Exception):
+    """One or more mistakes in a recipe or on the command line; each is a line, shown without a traceback."""
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = [one_line(fault) for fault in faults]
+
+
+def one_line(text: object) -> str:
+    """The text with every run of white space turned into one blank.
+
+    >>> one_line("two\\n   lines")
+    'two lines'
+    """
+    return " ".join(str(text).split())
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant, or ``None``.
+
+    >>> nearest("num_mc_sample", ["clip", "num_mc_samples"])
+    'num_mc_samples'
+    """
+    known = list(known)
+    close = get_close_matches(word, known, n=1, cutoff=0.6)
+    if close:
+        return close[0]
+    folded = {name.lower(): name for name in known}
+    close = get_close_matches(word.lower(), folded, n=1, cutoff=0.6)
+    return folded[close[0]] if close else None
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """``Did you mean X?`` where something is near, else the list of what there is.
+
+    >>> suggestion("grean", ["red", "green"])
+    'Did you mean green?'
+    >>> suggestion("xyz", ["red", "green"])
+    'Use one of: red, green.'
+    """
+    known = list(dict.fromkeys(known))
+    guess = nearest(word, known)
+    if guess is not None:
+        return f"Did you mean {guess}?"
+    if not known:
+        return "It takes no options."
+    shown = ", ".join(known[:LONGEST_LIST])
+    return f"Use one of: {shown}." if len(known) <= LONGEST_LIST else f"Use one of: {shown}, ..."
+
+
+def unknown_option(key: str, owner: str, options: Iterable[str]) -> str:
+    """The message for a key that ``owner`` does not have.
+
+    >>> unknown_option("model.objective.num_mc_sample", "VGRPO", ["num_mc_samples", "clip"])
+    'model.objective.num_mc_sample is not an option of VGRPO. Did you mean num_mc_samples?'
+    """
+    return f"{key} is not an option of {owner}. {suggestion(key.rsplit('.', 1)[-1], options)}"
+
+
+def with_key(key: str, options: Iterable[str], error: object) -> str:
+    """A constructor's own message, with the dotted key in front of the argument that it starts with.
+
+    >>> with_key("data", ["group_size"], "group_size=1 has no spread. Use 2 or more.")
+    'data.group_size=1 has no spread. Use 2 or more.'
+    >>> with_key("model.rollout", ["steps"], "rollout.steps=0 samples nothing.")
+    'model.rollout.steps=0 samples nothing.'
+    >>> with_key("model.reward", ["checkpoint"], "no such file")
+    'model.reward: no such file'
+    """
+    message = one_line(error)
+    if message.startswith(f"{key}.") or message.startswith(f"{key}="):
+        return message
+    parent, _, own = key.rpartition(".")
+    if parent and re.match(rf"{re.escape(own)}[.=]", message):
+        return f"{parent}.{message}"
+    word = re.match(r"\w+", message)
+    if word is not None and word.group() in set(options):
+        return f"{key}.{message}"
+    return f"{key}: {message}" if key else message
+
+
+def from_parser(error: BaseException) -> str:
+    """The last resort for a message that nothing explains better: the innermost cause, and the class it is about."""
+    root = error
+    while (inner := root.__cause__ or root.__context__) is not None:
+        root = inner
+    owner = re.search(r"class_path '?(?:[\w.]*\.)?(\w+)'?", str(error))
+    text = one_line(str(root).split("\nGiven value")[0])
+    text = re.sub(r"^Parser key \"?([\w.]+)\"?:", r"\1:", text)
+    if owner is not None and root is not error:
+        text = f"{owner.group(1)}: {text}"
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def report(faults: Sequence[str]) -> None:
+    """Write each fault as a line on stderr."""
+    for fault in faults:
+        print(one_line(fault), file=sys.stderr)

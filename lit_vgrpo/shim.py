@@ -1,0 +1,101 @@
+"""The command ``lightning`` (also ``lit-vgrpo`` and ``python -m lit_vgrpo``).
+
+Standard library only at import, so that an unknown verb or ``--help`` answers at once. ``sys.argv`` is read and never
+changed: the child processes of a DDP run are started from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Verb(NamedTuple):
+    """A verb of the command: where its function lives and what the help says about it."""
+
+    target: str
+    usage: str
+    summary: str
+
+
+VERBS: dict[str, Verb] = {
+    "run": Verb("lit_vgrpo.cli:run", "RECIPE.yaml [key=value ...]", "train a recipe; a shipped one goes by its name"),
+    "check": Verb("lit_vgrpo.check:check", "RECIPE.yaml [key=value ...]", "find every fault of a recipe, no training"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one of our verbs, or hand over to the Lightning SDK's own command where that is installed.
+
+    Args:
+        argv: the arguments after the program's name; ``None`` reads ``sys.argv``.
+
+    Returns:
+        The exit status: 0, 1 for a failure while training, 2 for a mistake of the user, 130 after Ctrl-C.
+    """
+    args = sys.argv[1:] if argv is None else list(argv)
+    if args and args[0] in VERBS:
+        verb = VERBS[args[0]]
+        if not args[1:] or args[1] in ("-h", "--help"):
+            asked = bool(args[1:])
+            print(f"usage: lightning {args[0]} {verb.usage}\n{verb.summary}", file=sys.stdout if asked else sys.stderr)
+            return 0 if asked else 2
+        return _call(verb, args[1:])
+    sdk = _lightning_sdk() if argv is None and _called_as_lightning() else None
+    if sdk is not None:
+        return int(sdk() or 0)
+    return _answer(args)
+
+
+def _call(verb: Verb, args: list[str]) -> int:
+    _quiet_libraries()
+    module, function = verb.target.split(":")
+    try:
+        return int(getattr(import_module(module), function)(args))
+    except KeyboardInterrupt:
+        print("Stopped before training began.", file=sys.stderr)
+        return 130
+
+
+def _called_as_lightning() -> bool:
+    return Path(sys.argv[0]).stem == "lightning"
+
+
+def _lightning_sdk() -> Callable[[], int | None] | None:
+    if find_spec("lightning_sdk") is None:
+        return None
+    try:
+        return import_module("lightning_sdk.cli.entrypoint").main_cli
+    except (ImportError, AttributeError):
+        return None
+
+
+def _answer(args: list[str]) -> int:
+    if args and args[0] in ("-V", "--version"):
+        from lit_vgrpo import __version__
+
+        print(f"lit-vgrpo {__version__}")
+        return 0
+    lines = [f"  lightning {name:<6} {verb.usage}   {verb.summary}" for name, verb in VERBS.items()]
+    if args and args[0] in ("-h", "--help"):
+        print("\n".join(["usage:", *lines, "Try: lightning run tiny_shapes"]))
+        return 0
+    said = f"{args[0]!r} is not a verb of this command" if args else "No verb given"
+    print(f"{said}. Use {' or '.join(VERBS)}, for example: lightning run tiny_shapes", file=sys.stderr)
+    return 2
+
+
+def _quiet_libraries() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # deepspeed, imported by diffusers, reports on stdout which accelerator it found
+    logging.getLogger("DeepSpeed").addFilter(_is_worth_saying)
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING and "accelerator" not in record.getMessage()

@@ -1,0 +1,228 @@
+import csv
+import io
+import json
+
+import pytest
+import torch
+from helpers import make_data, make_module, make_trainer, weights
+from lightning.pytorch.loggers import CSVLogger
+from lit_vgrpo.callbacks import EMA, Export, ProgressBar, RewardLogger, RunSummary, SampleGrid, SurrogateDiagnostics
+from lit_vgrpo.callbacks.samples import draw_grid
+from PIL import Image
+
+from lit_vgrpo import SD3Policy
+
+
+def train(folder, tmp_path, callbacks, iterations=3, data=None, trainer=None, ckpt=None, **options):
+    module = make_module(folder, **options)
+    fitter = make_trainer(tmp_path, iterations, callbacks, **(trainer or {}))
+    fitter.fit(module, datamodule=make_data(**(data or {})), ckpt_path=ckpt)
+    return module, fitter
+
+
+def test_ema_equals_the_recursion_in_optimizer_steps(tiny_sd3, tmp_path):
+    """Four micro-batches an update, two updates an iteration: the average moves six times, not 24."""
+    ema, history = EMA(0.8, warmup=False), []
+
+    class Watch(EMA):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == len(history) + 1:
+                history.append(weights(pl_module))
+
+        def on_validation_start(self, *args):
+            pass
+
+    module = make_module(tiny_sd3)
+    module.configure_model()
+    expected = {name: value.double() for name, value in weights(module).items()}
+    trainer = make_trainer(tmp_path, 3, [Watch(), ema])
+    trainer.fit(module, datamodule=make_data(micro_batch_size=2, updates_per_iteration=2))
+    assert ema.num_updates == 6 == len(history)
+    for step in history:
+        expected = {name: 0.8 * value + 0.2 * step[name].double() for name, value in expected.items()}
+    for name, value in expected.items():
+        torch.testing.assert_close(ema.average.tensors["policy." + name].double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_sees_the_average_and_training_goes_on_from_the_weights(tiny_sd3, tmp_path):
+    seen = []
+
+    class Peek(EMA):
+        def on_validation_end(self, trainer, pl_module):
+            seen.append(
+                {
+                    name: torch.equal(p, self.average.tensors["policy." + name])
+                    for name, p in pl_module.policy.named_parameters()
+                }
+            )
+            super().on_validation_end(trainer, pl_module)
+            seen.append(
+                {
+                    name: torch.equal(p, self.average.tensors["policy." + name])
+                    for name, p in pl_module.policy.named_parameters()
+                }
+            )
+
+    train(tiny_sd3, tmp_path, [Peek(0.9)], iterations=1)
+    during, after = seen
+    assert all(during.values())
+    assert not all(after.values())
+
+
+def test_weights_come_back_when_evaluation_throws(tiny_sd3, tmp_path):
+    ema = EMA(0.9)
+    module = make_module(tiny_sd3)
+    trainer = make_trainer(tmp_path, 2, [ema])
+    at_failure = {}
+
+    def fail(batch, batch_idx):
+        at_failure.update(weights(module))
+        raise KeyError("evaluation")
+
+    module.evaluate_at_start = False
+    module.validation_step = fail
+    with pytest.raises(KeyError):
+        trainer.fit(module, datamodule=make_data())
+    assert any(not torch.equal(value, at_failure[name]) for name, value in weights(module).items())
+    assert all(torch.equal(at_failure[name], ema.average.tensors["policy." + name]) for name in at_failure)
+
+
+def test_ema_refuses_what_it_cannot_do(tmp_path):
+    with pytest.raises(ValueError, match=r"decay=1.0 is outside \[0, 1\)"):
+        EMA(1.0)
+
+    class Sharded:
+        strategy = object()
+
+    with pytest.raises(RuntimeError, match="EMA does not work with object"):
+        EMA().setup(Sharded(), None, "fit")
+
+
+def test_sample_grid(tiny_sd3, tmp_path):
+    grid = SampleGrid(num_prompts=2, images_per_prompt=2, every_n_iterations=1, min_pixels=64)
+    module, _ = train(tiny_sd3, tmp_path, [grid])
+    pictures = {path.stem: Image.open(path) for path in (tmp_path / "samples").glob("*.png")}
+    assert set(pictures) == {"before", "iteration_00001", "iteration_00002", "after"}
+    assert {picture.size for picture in pictures.values()} == {pictures["after"].size}
+
+    def column(name, number):
+        left = 4 + number * 68 + (8 if number else 0)
+        return pictures[name].crop((left, 36, left + 64, 36 + 64)).tobytes()
+
+    # Before training the policy is the reference, on the same noise; afterwards only the reference is unchanged.
+    assert column("before", 0) == column("before", 1)
+    assert column("before", 0) == column("after", 0)
+    assert column("after", 1) != column("before", 1)
+    assert "samples" in module.ledger.counts
+
+
+def test_sample_grid_on_resume_still_shows_the_start_as_reference(tiny_sd3, tmp_path):
+    _, trainer = train(tiny_sd3, tmp_path, [SampleGrid(2, 2)])
+    first = (tmp_path / "samples" / "before.png").read_bytes()
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    again = SampleGrid(2, 2)
+    train(tiny_sd3, tmp_path, [again], iterations=4, ckpt=tmp_path / "x.ckpt")
+    assert (tmp_path / "samples" / "before.png").read_bytes() == first
+    plain = make_module(tiny_sd3)
+    plain.configure_model()
+    torch.testing.assert_close(again._reference, plain.generate(make_data().heldout_prompts()[:2], [0, 2]))
+
+
+def test_draw_grid_enlarges_without_smoothing():
+    images = torch.zeros(1, 2, 3, 8, 8)
+    images[0, 1] = 1
+    picture = draw_grid(images, ["a prompt"], ["reference", "trained"], min_pixels=32)
+    colours = {colour for _, colour in picture.crop((4, 36, 36, 68)).getcolors()}
+    assert colours == {(0, 0, 0)}
+
+
+def test_summary(tiny_sd3, tmp_path):
+    data = {"heldout_images_per_prompt": 2}
+    module, _ = train(tiny_sd3, tmp_path, [RunSummary(), EMA(0.5)], data=data, seed=5)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["outcome"] == "finished"
+    assert summary["iterations"] == 3
+    assert summary["optimizer_steps"] == 3
+    assert summary["images"] == 24
+    assert summary["seed"] == 5
+    assert summary["heldout_reward_start"] != summary["heldout_reward_end"]
+    assert summary["heldout_reward_end"] == pytest.approx(module.heldout["heldout/reward"], abs=1e-6)
+    assert summary["reward_parts_end"].keys() == {"brightness"}
+    assert summary["network_passes"]["update"] == {"with_grad": 48, "without_grad": 0}
+    assert summary["network_passes"]["rollout"] == {"with_grad": 0, "without_grad": 48}
+    assert summary["train_seconds"] > 0
+    assert summary["peak_memory_bytes"] > 1e7
+    assert {"torch", "lightning", "diffusers", "lit-vgrpo", "python"} <= summary["versions"].keys()
+
+
+def test_held_out_start_is_the_untrained_policy_on_the_same_noise(tiny_sd3, tmp_path):
+    train(tiny_sd3, tmp_path, [RunSummary()])
+    start = json.loads((tmp_path / "summary.json").read_text())["heldout_reward_start"]
+    plain = make_module(tiny_sd3)
+    plain.configure_model()
+    prompts = make_data().heldout_prompts()[:2]
+    scores = plain.reward.score(plain.generate(prompts, [0, 1]), prompts, [{}, {}])
+    assert start == pytest.approx(scores.total.mean().item(), abs=1e-5)
+
+
+def test_a_failed_run_leaves_a_summary(tiny_sd3, tmp_path):
+    module = make_module(tiny_sd3)
+    module.score = None
+    with pytest.raises(TypeError):
+        make_trainer(tmp_path, 1, [RunSummary()]).fit(module, datamodule=make_data())
+    assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "failed"
+
+
+def test_metrics_file_has_one_row_an_iteration(tiny_sd3, tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="")
+    callbacks = [RewardLogger(), SurrogateDiagnostics(every_n_iterations=2)]
+    train(tiny_sd3, tmp_path, callbacks, trainer={"logger": logger, "check_val_every_n_epoch": 2})
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    trained = [row for row in rows if row["reward/mean"]]
+    assert [row["epoch"] for row in trained] == ["0", "1", "2"]
+    assert [bool(row["surrogate/cv"]) for row in trained] == [True, False, True]
+    assert sum(bool(row["heldout/reward"]) for row in rows) == 2  # at the start, and after two iterations
+
+
+def test_export_is_the_average(tiny_sd3, tmp_path):
+    ema = EMA(0.9)
+    module, _ = train(tiny_sd3, tmp_path, [ema, Export("out")])
+    saved = SD3Policy(str(tmp_path / "out"), max_sequence_length=1).load()
+    for name, value in saved.named_parameters():
+        assert torch.equal(value.detach(), ema.average.tensors["policy." + name])
+    assert any(not torch.equal(v, ema.average.tensors["policy." + n]) for n, v in weights(module).items())
+
+
+def test_progress_without_a_terminal_prints_lines(tiny_sd3, tmp_path, capsys):
+    train(tiny_sd3, tmp_path, [ProgressBar(lines=3)], trainer={"enable_progress_bar": True})
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("iteration")]
+    assert [line.split(",")[0] for line in lines] == ["iteration 1/3", "iteration 2/3", "iteration 3/3"]
+    assert all("reward 0." in line and "held-out 0." in line for line in lines)
+
+
+def test_progress_on_a_terminal_shows_step_and_time_left(tiny_sd3, tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    train(tiny_sd3, tmp_path, [ProgressBar()], trainer={"enable_progress_bar": True})
+    last = screen.getvalue().split("\r")[-1]
+    assert "iteration 3/3, reward 0." in last
+    assert "step 2/2" in last
+    assert "100%" in last
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SampleGrid(num_prompts=0),
+        lambda: SampleGrid(every_n_iterations=0),
+        lambda: SurrogateDiagnostics(every_n_iterations=0),
+        lambda: ProgressBar(lines=0),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(make):
+    with pytest.raises(ValueError, match="=0"):
+        make()

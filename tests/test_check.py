@@ -1,0 +1,72 @@
+"""``lightning check``: every fault, no training, nothing written."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lit_vgrpo.check import check, disk_faults
+from lit_vgrpo.cli import build
+
+
+def lines(capsys):
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_good_recipe(tiny_recipe, capsys):
+    assert check([str(tiny_recipe)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "images" in out
+    assert "no fault found for world size 1" in out
+    assert sorted(path.name for path in tiny_recipe.parent.iterdir()) == ["tiny.yaml"]
+
+
+def test_sizes_and_files_in_one_call(tiny_recipe, capsys):
+    assert check([str(tiny_recipe), "data.micro_batch_size=3", "data.train=none.txt"]) == 2
+    found = lines(capsys)
+    assert len(found) == 2
+    assert any("micro_batch_size=3" in line for line in found)
+    assert any("none.txt does not exist" in line for line in found)
+
+
+def test_bad_keys_values_files_and_checkpoints_in_one_call(tiny_recipe, capsys):
+    overrides = ["trainer.max_epoch=3", "data.group_size=1", "data.train=none.txt", "model.policy.checkpoint=/none"]
+    assert check([str(tiny_recipe), *overrides, "model.objective.clp=.1"]) == 2
+    found = "\n".join(lines(capsys))
+    assert "trainer.max_epoch is not an option of Trainer. Did you mean max_epochs?" in found
+    assert "model.objective.clp is not an option of VGRPO. Did you mean clip?" in found
+    assert "data.group_size=1 " in found
+    assert "none.txt does not exist" in found
+    assert "model.policy.checkpoint=/none " in found
+
+
+def test_weights_of_a_reward_that_cannot_be_had(tiny_recipe, capsys):
+    assert check([str(tiny_recipe), "model.reward=PickScore", "model.reward.checkpoint=/none"]) == 2
+    assert "/none" in lines(capsys)[0]
+
+
+def test_too_little_disk(tiny_recipe, monkeypatch):
+    cli = build([str(tiny_recipe)], make_folder=False)
+    assert disk_faults(cli) == []
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
+    assert "0.0 GiB free" in disk_faults(cli)[0]
+
+
+def test_a_run_dir_that_cannot_be_written(tiny_recipe, monkeypatch):
+    cli = build([str(tiny_recipe), "run_dir=there"], make_folder=False)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert disk_faults(cli)[0].startswith("Cannot create the run folder there: ")
+
+
+def test_a_recipe_that_is_not_there(tiny_recipe, capsys):
+    assert check(["tiny_shape"]) == 2
+    assert "Did you mean tiny_shapes?" in lines(capsys)[0]
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_the_plan_is_that_of_the_world_size(tiny_recipe, capsys, devices):
+    status = check([str(tiny_recipe), f"trainer.devices={devices}", "trainer.strategy=ddp"])
+    out, err = capsys.readouterr()
+    assert (status == 0) == (devices == 2)
+    assert ("ranks                    2" in out) == (devices == 2)
+    assert ("4 ranks" in err) == (devices == 4)

@@ -1,0 +1,49 @@
+"""What an installed package must have."""
+
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
+
+import pytest
+
+from lit_vgrpo.paths import shipped_root
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_both_commands_are_ours():
+    scripts = {
+        e.name: e.value for e in metadata.entry_points(group="console_scripts") if e.value == "lit_vgrpo.shim:main"
+    }
+    assert set(scripts) == {"lightning", "lit-vgrpo"}
+
+
+def test_callbacks_are_not_a_global_package():
+    module = import_module("lit_vgrpo.callbacks")
+    assert Path(str(module.__file__)).parent.name == "callbacks"
+    assert module.__name__ == "lit_vgrpo.callbacks"
+    assert "callbacks" not in sys.modules
+
+
+def test_recipes_prompts_and_assets_are_shipped():
+    assert len(list(shipped_root().rglob("*.yaml"))) >= 5
+    assert list((shipped_root() / "prompts").iterdir())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is new in Python 3.11")
+def test_every_package_folder_is_listed():
+    import tomllib
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {f"lit_vgrpo.{path.parent.name}" for path in (ROOT / "lit_vgrpo").glob("*/__init__.py")}
+    assert folders | {"lit_vgrpo", "lit_vgrpo.callbacks", "lit_vgrpo.recipes"} == set(settings["packages"])
+
+
+def test_constraints_name_every_dependency_that_has_a_version():
+    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    wanted = {str(r).split(";")[0].split("[")[0].split(">")[0].split("<")[0].strip() for r in _requirements()}
+    assert wanted <= pinned
+
+
+def _requirements():
+    return [text for text in metadata.requires("lit-vgrpo") or [] if "extra ==" not in text]

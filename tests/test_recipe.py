@@ -1,0 +1,64 @@
+"""What was typed, and the recipe file it names."""
+
+from pathlib import Path
+
+import pytest
+
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.paths import shipped_root
+from lit_vgrpo.recipe import find_recipe, parse_command, read_recipe
+
+
+def test_overrides_come_in_three_forms(tiny_recipe):
+    command = parse_command([str(tiny_recipe), "a.b=1=2", "--c=3", "--d", "-4", "e+=x"])
+    assert command.overrides == [("a.b", "1=2"), ("c", "3"), ("d", "-4"), ("e+", "x")]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ([], "No recipe given"),
+        (["x=1"], "No recipe given"),
+        (["tiny_shapes", "--x"], "--x has no value. Write x=VALUE."),
+        (["tiny_shapes", "other.yaml"], "'other.yaml' is neither the recipe"),
+        (["tiny_shape"], "tiny_shape is no recipe: .* Did you mean tiny_shapes?"),
+        (["zzz.yaml"], "zzz.yaml is no recipe: .* Shipped: .*tiny_unet"),
+    ],
+)
+def test_a_wrong_command_line(args, line):
+    with pytest.raises(UserError, match=line):
+        parse_command(args)
+
+
+@pytest.mark.parametrize("name", ["tiny_shapes", "tiny_shapes.yaml", "recipes/tiny_shapes.yaml"])
+def test_shipped_recipes_go_by_name_from_any_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe(name) == shipped_root() / "tiny_shapes.yaml"
+
+
+def test_a_file_here_wins_over_a_shipped_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny_shapes.yaml").write_text("")
+    assert find_recipe("tiny_shapes.yaml") == Path("tiny_shapes.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: [1\nb: 2", "line 2 is not YAML"),
+        ("- 1", "top level must be a mapping"),
+        ("a: ${b.c}", r"a: Interpolation key 'b.c' not found"),
+    ],
+)
+def test_an_unreadable_recipe(text, line, tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=line):
+        read_recipe(parse_command([str(path)]))
+
+
+def test_a_binary_recipe(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"r\.yaml"):
+        read_recipe(parse_command([str(path)]))

@@ -1,0 +1,87 @@
+"""Every fault of a recipe at once."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from lit_vgrpo.objectives import VGRPO
+from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.rewards import Reward, ShapesReward
+from lit_vgrpo.schema import describe, recipe_faults, sound_parts
+
+
+class Root:
+    """A stand-in of nothing: a class with the kinds of hints that recipes meet."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        rewards: list[Reward],
+        kind: Literal["one", "two"] = "one",
+        number: int | None = None,
+        path: Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.arguments = (objective, rewards, kind, number, path, seed)
+
+
+GOOD = {"objective": {"class_path": "VGRPO"}, "rewards": ["ShapesReward"]}
+
+
+def faults(**changes):
+    return recipe_faults({"model": {**GOOD, **changes}}, {"model": Root}, {"model.seed": "seed_everything"})
+
+
+def test_a_good_recipe_has_no_fault():
+    assert faults(number=3, kind="two", path="x") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"nmber": 3}, "model.nmber is not an option of Root. Did you mean number?"),
+        ({"number": "x"}, "model.number=x has the wrong type. Give an int or null."),
+        ({"kind": "tow"}, "model.kind=tow is not a choice. Did you mean two?"),
+        ({"seed": 4}, "model.seed follows seed_everything. Set seed_everything=4 instead."),
+        ({"rewards": ["ShapeReward"]}, "model.rewards[0]=ShapeReward is no Reward that can be imported."),
+        ({"objective": "no.such.Class"}, "model.objective=no.such.Class is no Objective that can be imported."),
+        ({"objective": {"clip": 1}}, "model.objective has no class_path."),
+        ({"objective": {"class_path": "VGRPO", "clip": 1}}, "model.objective.clip stands beside class_path."),
+        (
+            {"objective": {"class_path": "VGRPO", "init_args": {"rollout": {"step": 1}}}},
+            "model.objective.rollout.step is not an option of RolloutSpec. Did you mean steps?",
+        ),
+        (
+            {"objective": {"class_path": "VGRPO", "init_args": {"num_mc_samples": 0}}},
+            "model.objective.num_mc_samples=0 ",
+        ),
+    ],
+)
+def test_one_fault_one_line(changes, line):
+    found = faults(**changes)
+    assert len(found) == 1
+    assert found[0].startswith(line)
+
+
+def test_several_faults_are_all_found():
+    recipe = {"model": {"nmber": 1, "kind": "x", "objective": "VGRPOO"}, "modl": 1}
+    found = recipe_faults(recipe, {"model": Root}, {})
+    assert [line.split(" ")[0] for line in found] == [
+        "modl",
+        "model.nmber",
+        "model.kind=x",
+        "model.objective=VGRPOO",
+        "model.rewards",
+    ]
+
+
+def test_sound_parts_are_built_beside_faulty_ones():
+    recipe = {"model": {"objective": "VGRPO", "rewards": ["ShapesReward", "Nothing"]}}
+    parts = sound_parts(recipe, {"model": Root}, {})
+    assert isinstance(parts["model.objective"], VGRPO)
+    assert isinstance(parts["model.rewards[0]"], ShapesReward)
+
+
+def test_hints_in_words():
+    assert describe(float | list[int] | None) == "a number or a list of int or null"

@@ -1,0 +1,72 @@
+"""The command before anything heavy is imported."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lit_vgrpo import __version__
+from lit_vgrpo.shim import VERBS, main
+
+
+def test_help_and_version(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"lightning {verb}" in out for verb in VERBS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lit-vgrpo {__version__}\n"
+
+
+@pytest.mark.parametrize("args", [[], ["train"]])
+def test_anything_else_is_one_helpful_line(args, capsys):
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "lightning run tiny_shapes" in err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_usage(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: lightning {verb} ")
+    assert main([verb]) == 2
+
+
+def test_verbs_exist():
+    from importlib import import_module
+
+    for verb in VERBS.values():
+        module, function = verb.target.split(":")
+        assert callable(getattr(import_module(module), function))
+
+
+def test_importing_the_shim_imports_nothing_heavy():
+    code = "import sys, lit_vgrpo.shim; print({'torch', 'lightning', 'diffusers', 'yaml'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_module_and_argv():
+    done = subprocess.run([sys.executable, "-m", "lit_vgrpo", "train"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "'train' is not a verb" in done.stderr
+
+
+def test_other_verbs_go_to_the_lightning_sdk_where_it_is_installed(tmp_path):
+    package = tmp_path / "lightning_sdk" / "cli"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "entrypoint.py").write_text("import sys\ndef main_cli():\n    print('sdk', sys.argv[1:])\n    return 3")
+    script = tmp_path / "lightning"
+    script.write_text("import sys\nfrom lit_vgrpo.shim import main\nsys.exit(main())\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def call(*args):
+        return subprocess.run([sys.executable, script, *args], capture_output=True, text=True, env=env, cwd=tmp_path)
+
+    done = call("login", "--force")
+    assert (done.returncode, done.stdout) == (3, "sdk ['login', '--force']\n")
+    assert call("run", "--help").stdout.startswith("usage: lightning run")

@@ -1,0 +1,121 @@
+"""The parts inside other people's code: a plain Trainer, a plain LightningCLI, a plain loop."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from helpers import Brightness, make_data, make_module
+from lightning.pytorch.cli import LightningCLI
+
+from lit_vgrpo import PromptDataModule, VGRPOModule
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_python(code, *args):
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
+
+
+def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
+    stopper = L.pytorch.callbacks.EarlyStopping("heldout/reward", patience=50, mode="max")
+    keeper = L.pytorch.callbacks.ModelCheckpoint(tmp_path, monitor="heldout/reward", mode="max", filename="best")
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", logger=False, callbacks=[stopper, keeper])
+    trainer.fit(make_module(tiny_sd3), datamodule=make_data())
+    assert trainer.global_step == 2
+    assert (tmp_path / "best.ckpt").is_file()
+
+
+def test_a_plain_lightning_cli(tiny_sd3, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"""
+model:
+  policy: {{class_path: lit_vgrpo.SD3Policy, init_args: {{checkpoint: {tiny_sd3}, max_sequence_length: 1}}}}
+  objective: {{class_path: lit_vgrpo.VGRPO, init_args: {{rollout: {{steps: 2}}, num_mc_samples: 2}}}}
+  reward: {{class_path: helpers.Brightness}}
+data: {{train: "shipped:prompts/shapes_train.jsonl", prompts_per_iteration: 2, group_size: 2, micro_batch_size: 2}}
+trainer: {{max_epochs: 1, accelerator: cpu, logger: false, enable_checkpointing: false, enable_progress_bar: false}}
+"""
+    )
+    cli = LightningCLI(VGRPOModule, PromptDataModule, save_config_callback=None, args=["fit", f"--config={config}"])
+    assert cli.trainer.global_step == 1
+    assert isinstance(cli.model.reward.rewards[0], Brightness)
+
+
+PLAIN_LOOP = """
+import sys
+import torch
+from lit_vgrpo.advantages import group_advantages
+from lit_vgrpo.objectives.vgrpo import VGRPO
+from lit_vgrpo.policies import SD3Policy
+from lit_vgrpo.rewards import ShapesReward
+from lit_vgrpo.rollout import RolloutSpec
+
+torch.set_num_threads(1)
+policy = SD3Policy(sys.argv[1], max_sequence_length=1, decode_batch_size=64).load()
+objective = VGRPO(RolloutSpec("euler", steps=10), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3)
+objective.setup(policy)
+reward = ShapesReward("place")
+optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-4)
+prompts = [f"a {c} {s} {p}" for c, s, p in [
+    ("red", "circle", "on the left"), ("blue", "square", "on the right"),
+    ("green", "triangle", "at the top"), ("cyan", "circle", "at the bottom")]]
+rows, history = [{} for _ in prompts], []
+for iteration in range(8):
+    rollout = objective.collect(policy, prompts, rows, slots=[0, 1, 2, 3], group_size=16, iteration=iteration, seed=0)
+    repeated = [p for p in prompts for _ in range(16)]
+    scores = reward(policy.decode(rollout.latents), repeated, [{}] * len(repeated))
+    advantages = group_advantages(scores, rollout.group_ids)
+    experience = objective.prepare(policy, rollout, advantages, micro_batch_size=64, updates=1)
+    optimizer.zero_grad()
+    loss, metrics = objective.loss(policy, experience)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+    objective.after_iteration(policy)
+    history.append(scores.mean().item())
+assert "lightning" not in sys.modules and "lightning.pytorch" not in sys.modules
+print(*history)
+"""
+
+
+def test_a_plain_loop_without_lightning_learns():
+    assert len(PLAIN_LOOP.strip().splitlines()) <= 40
+    done = run_python(PLAIN_LOOP, "shipped:assets/tiny_sd3")
+    assert done.returncode == 0, done.stderr
+    history = [float(value) for value in done.stdout.split()[-8:]]
+    assert sum(history[-3:]) / 3 > sum(history[:3]) / 3 + 0.05
+
+
+@pytest.mark.parametrize(
+    "part", ["objectives", "policies", "rewards", "surrogate", "advantages", "rollout", "snapshots", "ledger", "tiny"]
+)
+def test_the_parts_import_no_lightning(part):
+    done = run_python(
+        "import sys, importlib; importlib.import_module(sys.argv[1]);"
+        "assert not [m for m in sys.modules if m.split('.')[0] in ('lightning', 'pytorch_lightning')]",
+        f"lit_vgrpo.{part}",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_reads_no_recipe():
+    """Building from plain Python needs none of our command."""
+    done = run_python("import lit_vgrpo.module, sys; assert 'lit_vgrpo.cli' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names():
+    import lit_vgrpo
+
+    for name in lit_vgrpo.__all__:
+        assert getattr(lit_vgrpo, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = lit_vgrpo.nothing
+
+
+def test_rewards_work_on_a_tensor_in_a_notebook():
+    assert Brightness()(torch.ones(2, 3, 4, 4), ["a", "b"], [{}, {}]).tolist() == [1, 1]
