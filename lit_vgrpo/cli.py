@@ -159,7 +159,9 @@ class RecipeCLI(LightningCLI):
 
     def plan(self) -> str:
         """What the sizes make of this world size, as a table."""
-        return self.datamodule.sizes.plan(self.trainer.world_size).table()
+        sizes = self.datamodule.sizes
+        passes = self.model.objective.passes_per_image(sizes.updates_per_iteration)
+        return sizes.plan(self.trainer.world_size).table(passes)
 
     def save_recipe(self) -> None:
         """Write ``config.yaml``, itself a recipe."""

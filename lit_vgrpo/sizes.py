@@ -23,7 +23,7 @@ class Plan:
     micro_batches_per_update: int
     steps_per_iteration: int  # = length of the training loader on every rank
 
-    def table(self, passes_per_image: Mapping[str, float] | None = None) -> str:
+    def table(self, passes_per_image: Mapping[str, int] | None = None) -> str:
         """The plan as aligned text.
 
         Args:

@@ -31,6 +31,11 @@ class Objective(ABC):
         """Settings that cannot work together, a line each."""
         return []
 
+    def passes_per_image(self, updates: int) -> dict[str, int]:
+        """Network passes an image by phase of the ledger; guidance counts twice, a backward is not counted."""
+        spec = self.rollout_spec(0)
+        return {"rollout": spec.steps * (1 if spec.guidance == 1.0 else 2)}
+
     def setup(self, policy: Policy) -> None:  # noqa: B027
         """Make whatever copies of the loaded policy the method keeps."""
 

@@ -59,6 +59,9 @@ class Denoising(Objective):
     def rollout_spec(self, iteration: int) -> RolloutSpec:
         return self.rollout
 
+    def passes_per_image(self, updates: int) -> dict[str, int]:
+        return {"update": updates * self.num_mc_samples}
+
     def collect(
         self,
         policy: Policy,

@@ -118,6 +118,14 @@ class VGRPO(Objective):
             )
         return faults
 
+    def passes_per_image(self, updates: int) -> dict[str, int]:
+        passes = {**super().passes_per_image(updates), "update": updates * self.num_mc_samples}
+        if updates > 1:
+            passes["old"] = self.num_mc_samples
+        if self.anchor_decay is not None:
+            passes["anchor"] = self.num_mc_samples
+        return passes
+
     def setup(self, policy: Policy) -> None:
         if self.anchor_decay is not None:
             self.anchor = Snapshot(policy)
