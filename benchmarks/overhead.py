@@ -19,8 +19,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from lit_vgrpo.callbacks.summary import peak_memory_bytes
 
+from lit_vgrpo.callbacks.summary import peak_memory_bytes
 from lit_vgrpo.cli import build
 
 

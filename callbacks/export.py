@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import lightning as L
-from lit_vgrpo.callbacks.ema import averaged_weights
 
+from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.module import VGRPOModule
 
 

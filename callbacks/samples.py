@@ -6,10 +6,10 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lit_vgrpo.callbacks.ema import averaged_weights
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.rewards.base import to_uint8
 

@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.module import VGRPOModule
 
 PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
@@ -58,6 +59,11 @@ class RunSummary(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.max_epochs and 0 < trainer.current_epoch < trainer.max_epochs:
             self._outcome = "stopped early"
+        assert isinstance(pl_module, VGRPOModule)
+        if pl_module.heldout_step != trainer.global_step:
+            # The last evaluation was some iterations ago.
+            with averaged_weights(trainer, pl_module):
+                pl_module.evaluate()
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
 

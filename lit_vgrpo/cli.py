@@ -256,11 +256,21 @@ def _fit(cli: RecipeCLI) -> int:
         if checkpoints.training or cli.config.ckpt_path is None:
             raise
         raise UserError(f"Cannot continue from ckpt_path={cli.config.ckpt_path}: {one_line(error)}") from error
+    if is_first_process():
+        _say_how_it_went(cli)
     if not checkpoints.interrupted:
         return 0
     if is_first_process():
         print(f"Interrupted: {_what_was_saved(cli)}", file=sys.stderr)
     return 130
+
+
+def _say_how_it_went(cli: RecipeCLI) -> None:
+    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, our_callbacks.RunSummary) and "heldout/reward" in callback.heldout_start:
+            start, end = (scores["heldout/reward"] for scores in (callback.heldout_start, cli.model.heldout))
+            print(f"Held-out reward {start:.3f} before, {end:.3f} after {cli.trainer.current_epoch} iterations.")
+    print(f"Everything is in {cli.folder}: summary.json, metrics.csv, samples, checkpoints.", flush=True)
 
 
 def _what_was_saved(cli: RecipeCLI) -> str:

@@ -93,6 +93,7 @@ class VGRPOModule(L.LightningModule):
         self.images_seen = 0
         self.record: IterationRecord | None = None
         self.heldout: dict[str, float] = {}
+        self.heldout_step = -1
         self.reference: Snapshot | None = None
         self._steps: list[Experience] = []
         self._heldout_scores: list[RewardBatch] = []
@@ -261,14 +262,17 @@ class VGRPOModule(L.LightningModule):
         return self.policy.decode(latents)
 
     def on_fit_start(self) -> None:
-        loader = self.trainer.datamodule.val_dataloader()  # type: ignore[attr-defined]
-        if not self.evaluate_at_start or self._resumed or not len(loader):
-            return
-        for index, batch in enumerate(loader):
+        if self.evaluate_at_start and not self._resumed and self.evaluate():
+            for logger in self.loggers:
+                logger.log_metrics(self.heldout, step=0)
+
+    def evaluate(self) -> dict[str, float]:
+        """Score the held-out prompts with the weights as they are, on every rank; empty without held-out prompts."""
+        for index, batch in enumerate(self.trainer.datamodule.val_dataloader()):  # type: ignore[attr-defined]
             self.validation_step(batch, index)
-        self._finish_heldout()
-        for logger in self.loggers:
-            logger.log_metrics(self.heldout, step=0)
+        if self._heldout_scores:
+            self._finish_heldout()
+        return self.heldout
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         with self.ledger.phase("evaluation"):
@@ -288,6 +292,7 @@ class VGRPOModule(L.LightningModule):
         sums = self.all_ranks(sums[None]).sum(dim=0)
         means = (sums[:, 0] / sums[:, 1]).tolist()
         self.heldout = dict(zip(totals, means, strict=True))
+        self.heldout_step = self.trainer.global_step
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

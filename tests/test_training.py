@@ -7,9 +7,9 @@ import lightning as L
 import pytest
 import torch
 from helpers import Brightness, make_data, make_module, make_trainer, weights
-from lit_vgrpo.callbacks import EMA, RewardLogger, SurrogateDiagnostics
 
 from lit_vgrpo import VGRPO, RolloutSpec
+from lit_vgrpo.callbacks import EMA, RewardLogger, SurrogateDiagnostics
 from lit_vgrpo.rewards import Reward, RewardError
 
 STEPS = RolloutSpec(steps=2)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers import make_data, make_module, make_trainer, weights
 from lightning.pytorch.loggers import CSVLogger
-from lit_vgrpo.callbacks import EMA, Export, ProgressBar, RewardLogger, RunSummary, SampleGrid, SurrogateDiagnostics
-from lit_vgrpo.callbacks.samples import draw_grid
 from PIL import Image
 
 from lit_vgrpo import SD3Policy
+from lit_vgrpo.callbacks import EMA, Export, ProgressBar, RewardLogger, RunSummary, SampleGrid, SurrogateDiagnostics
+from lit_vgrpo.callbacks.samples import draw_grid
 
 
 def train(folder, tmp_path, callbacks, iterations=3, data=None, trainer=None, ckpt=None, **options):
@@ -163,6 +163,15 @@ def test_held_out_start_is_the_untrained_policy_on_the_same_noise(tiny_sd3, tmp_
     prompts = make_data().heldout_prompts()[:2]
     scores = plain.reward.score(plain.generate(prompts, [0, 1]), prompts, [{}, {}])
     assert start == pytest.approx(scores.total.mean().item(), abs=1e-5)
+
+
+def test_held_out_end_is_that_of_the_last_weights(tiny_sd3, tmp_path):
+    module, _ = train(tiny_sd3, tmp_path, [RunSummary(), EMA(0.5)], trainer={"check_val_every_n_epoch": 2})
+    stale = json.loads((tmp_path / "summary.json").read_text())["heldout_reward_end"]
+    train(tiny_sd3, tmp_path, [RunSummary(), EMA(0.5)], trainer={"check_val_every_n_epoch": 1})
+    fresh = json.loads((tmp_path / "summary.json").read_text())["heldout_reward_end"]
+    assert stale == fresh
+    assert module.heldout_step == 3
 
 
 def test_a_failed_run_leaves_a_summary(tiny_sd3, tmp_path):
