@@ -172,6 +172,7 @@ class Policy(nn.Module):
             if isinstance(component, nn.Module):
                 component.requires_grad_(False).eval()
         cast(pipeline.vae, torch.float32)
+        pipeline.vae.to(memory_format=torch.channels_last)
         self.pipeline = pipeline
         self.network = getattr(pipeline, self.network_name)
         for helper in self.helpers():
