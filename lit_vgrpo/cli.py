@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import sys
+import traceback
 import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
@@ -197,6 +199,9 @@ def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    if os.getcwd() not in sys.path:
+        # a console script does not look there, and that is where a user's own reward lies
+        sys.path.insert(0, os.getcwd())
     command = parse_command(args)
     recipe = read_recipe(command)
     try:
@@ -252,10 +257,15 @@ def _fit(cli: RecipeCLI) -> int:
         return 1
     except LoadError as error:
         raise UserError(str(error)) from error
-    except (RuntimeError, KeyError) as error:
-        if checkpoints.training or cli.config.ckpt_path is None:
+    except (RuntimeError, ValueError, KeyError) as error:
+        if checkpoints.training:
             raise
-        raise UserError(f"Cannot continue from ckpt_path={cli.config.ckpt_path}: {one_line(error)}") from error
+        if cli.config.ckpt_path is not None:
+            raise UserError(f"Cannot continue from ckpt_path={cli.config.ckpt_path}: {one_line(error)}") from error
+        if isinstance(error, KeyError) or not _is_a_refusal(error):
+            raise
+        cli.give_back()
+        raise UserError(str(error)) from error
     if is_first_process():
         _say_how_it_went(cli)
     if not checkpoints.interrupted:
@@ -263,6 +273,12 @@ def _fit(cli: RecipeCLI) -> int:
     if is_first_process():
         print(f"Interrupted: {_what_was_saved(cli)}", file=sys.stderr)
     return 130
+
+
+def _is_a_refusal(error: Exception) -> bool:
+    """Whether an error before training was raised by Lightning or by us: they check settings, others break."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and bool({"lightning", "lit_vgrpo", "callbacks"} & set(Path(frames[-1].filename).parts))
 
 
 def _say_how_it_went(cli: RecipeCLI) -> None:

@@ -117,6 +117,26 @@ def test_a_run_leaves_a_folder_that_is_itself_a_recipe(tiny_recipe, capsys):
     assert yaml.safe_load((again / "config.yaml").read_text()) == saved
 
 
+def test_a_reward_of_ones_own_in_the_working_directory(tiny_recipe, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    Path("my_own_reward.py").write_text(
+        "from lit_vgrpo.rewards import Reward\n"
+        "class Redness(Reward):\n"
+        "    name = 'redness'\n"
+        "    def __call__(self, images, prompts, rows):\n"
+        "        return images[:, 0].mean(dim=(1, 2))\n"
+    )
+    assert run([str(tiny_recipe), "trainer.max_epochs=1", "model.reward=my_own_reward.Redness"]) == 0
+    assert metrics("runs/tiny")[0].keys() >= {"reward/redness"}
+
+
+def test_a_strategy_that_cannot_run_here_is_one_line(tiny_recipe, capfd):
+    assert run([str(tiny_recipe), "trainer.strategy=deepspeed"]) == 2
+    err = capfd.readouterr().err
+    assert "The DeepSpeed strategy is only supported on CUDA GPUs" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
 def test_two_runs_with_resume_equal_one(tiny_recipe):
     assert run([str(tiny_recipe), "trainer.max_epochs=3", "name=whole"]) == 0
     assert run([str(tiny_recipe), "trainer.max_epochs=2", "name=half"]) == 0
