@@ -126,15 +126,16 @@ class VGRPOModule(L.LightningModule):
             )
         for fault in self.check(sizes.updates_per_iteration):
             raise ValueError(fault)
-        if self.trainer.accumulate_grad_batches != 1:
+        needed = sizes.plan(self.trainer.world_size).micro_batches_per_update
+        if self.trainer.accumulate_grad_batches not in (1, needed):
             raise ValueError(
                 f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches} is set by the sizes. "
                 "Leave it out; use data.micro_batch_size."
             )
-        self.trainer.accumulate_grad_batches = sizes.plan(self.trainer.world_size).micro_batches_per_update
+        self.trainer.accumulate_grad_batches = needed
 
     def configure_model(self) -> None:
-        if self.policy.loaded:
+        if self.reference is not None:
             return
         self.policy.load()
         self.ledger.attach(self.policy.network)

@@ -10,7 +10,7 @@ import torch
 from helpers import Brightness, make_data, make_module
 from lightning.pytorch.cli import LightningCLI
 
-from lit_vgrpo import PromptDataModule, VGRPOModule
+from lit_vgrpo import VGRPO, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,6 +26,20 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
     trainer.fit(make_module(tiny_sd3), datamodule=make_data())
     assert trainer.global_step == 2
     assert (tmp_path / "best.ckpt").is_file()
+
+
+def test_a_pipeline_that_is_already_in_memory_and_a_second_fit(tiny_sd3):
+    pipeline = SD3Policy(str(tiny_sd3)).load().pipeline
+    policy = SD3Policy("my pipeline", max_sequence_length=1).adopt(pipeline)
+    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3)
+    module = VGRPOModule(policy, objective, Brightness())
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    for _ in range(2):
+        trainer = L.Trainer(max_epochs=1, **options)
+        trainer.fit(module, datamodule=make_data())
+        assert trainer.global_step == 1
+    assert module.reference is not None
+    assert module.ledger.counts["anchor"]["without_grad"] == 2 * 16
 
 
 def test_a_plain_lightning_cli(tiny_sd3, tmp_path):

@@ -201,8 +201,8 @@ def test_without_a_data_module_the_error_says_what_to_do(tiny_sd3, tmp_path):
 
 
 def test_own_accumulation_is_refused(tiny_sd3, tmp_path):
-    with pytest.raises(ValueError, match="accumulate_grad_batches=2 is set by the sizes"):
-        train(tiny_sd3, tmp_path, trainer={"accumulate_grad_batches": 2})
+    with pytest.raises(ValueError, match="accumulate_grad_batches=3 is set by the sizes"):
+        train(tiny_sd3, tmp_path, trainer={"accumulate_grad_batches": 3})
 
 
 def test_solver_of_another_path_is_refused_before_loading(tiny_sd3, tmp_path):

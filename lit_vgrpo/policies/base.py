@@ -114,6 +114,8 @@ class Policy(nn.Module):
 
     def check(self) -> list[str]:
         """Faults that can be found without reading weights, a line each; empty when there are none."""
+        if self.loaded:
+            return []
         name = type(self).__name__
         folder = resolve_path(self.checkpoint)
         if not folder.is_dir():
@@ -166,7 +168,7 @@ class Policy(nn.Module):
             return self.adopt(pipeline)
 
     def adopt(self, pipeline: Any) -> Policy:
-        """Train the network of a diffusers pipeline that is already in memory."""
+        """Train the network of a diffusers pipeline that is already in memory; ``checkpoint`` is then only a name."""
         pipeline.set_progress_bar_config(disable=True)
         for component in pipeline.components.values():
             if isinstance(component, nn.Module):
