@@ -55,6 +55,16 @@ def test_trains_and_counts(tiny_sd3, tmp_path, name, lora):
     assert sum(moved) > len(moved) / 2
 
 
+def test_the_anchor_moves_once_an_iteration(tiny_sd3, tmp_path):
+    data = {"updates_per_iteration": 2, "micro_batch_size": 2}
+    module, _ = train(tiny_sd3, tmp_path, 1, objective=OBJECTIVES["anchor"][0](), data=data)
+    end = weights(module)
+    for name, anchor in module.objective.anchor.tensors.items():
+        start = module.reference.tensors[name].double()
+        expected = 0.3 * start + 0.7 * end[name].double()
+        torch.testing.assert_close(anchor.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_the_gradient_is_that_of_the_whole_iteration(tiny_sd3, tmp_path):
     """Micro-batches only cut memory: the weights after training are those of one large batch."""
     small, _ = train(tiny_sd3, tmp_path, data={"micro_batch_size": 2})
