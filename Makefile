@@ -23,6 +23,7 @@ lint: $(VENV)/installed-dev
 
 # A stamp, so that a second call installs nothing. torch and torchvision come as one pair from the index: see README.
 $(VENV)/installed: pyproject.toml
+	@echo "Installing into $(VENV): about 6 GB, two minutes and more"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -e ".[test]"
 	touch $@
