@@ -98,6 +98,7 @@ class VGRPOModule(L.LightningModule):
         self._steps: list[Experience] = []
         self._heldout_scores: list[RewardBatch] = []
         self._resumed = False
+        self._is_last_step = False
         # Checkpoints hold only what is trained; the frozen rest comes from the policy's own checkpoint.
         self.strict_loading = False
 
@@ -162,6 +163,7 @@ class VGRPOModule(L.LightningModule):
         if batch.is_first:
             experience = self.collect(batch)
             self._steps = experience.micro_batches(batch.micro_batch_size)
+        self._is_last_step = batch.is_last
         micro = self._steps[batch.step % len(self._steps)]
         loss, metrics = self.objective.loss(self.policy, micro)
         assert self.record is not None
@@ -237,8 +239,10 @@ class VGRPOModule(L.LightningModule):
                 scored.append(self.reward.score(images, prompts[part], rows[part]))
         return RewardBatch.joined(scored)
 
-    def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
-        if batch.is_last:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        # Here and not at the batch's end, where a checkpoint callback may already have saved the state.
+        if self._is_last_step:
             self.objective.after_iteration(self.policy)
             self._steps = []
 

@@ -110,9 +110,13 @@ class SaveAt(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_an_iteration_that_was_cut_short_starts_over(tiny_sd3, tmp_path):
-    whole, _ = train(tiny_sd3, tmp_path, 3, callbacks=[SaveAt(1, 0, tmp_path / "mid.ckpt")])
-    resumed, trainer = train(tiny_sd3, tmp_path, 3, ckpt=tmp_path / "mid.ckpt")
+@pytest.mark.parametrize("step", [0, 1], ids=["within an iteration", "after its last step"])
+def test_a_checkpoint_of_any_step_continues_exactly(tiny_sd3, tmp_path, step):
+    """An iteration that was cut short starts over, with the same noise; one that was complete is not repeated."""
+    make = OBJECTIVES["anchor"][0]
+    saver = SaveAt(1, step, tmp_path / "mid.ckpt")
+    whole, _ = train(tiny_sd3, tmp_path, 3, callbacks=[saver], objective=make())
+    resumed, trainer = train(tiny_sd3, tmp_path, 3, ckpt=tmp_path / "mid.ckpt", objective=make())
     assert trainer.global_step == 3
     expected = weights(whole)
     assert all(torch.equal(value, expected[key]) for key, value in weights(resumed).items())
