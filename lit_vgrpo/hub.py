@@ -56,6 +56,11 @@ def local_folder(checkpoint: str) -> Path | None:
     return path if looks_local or path.exists() else None
 
 
+def source_of(checkpoint: str) -> str:
+    """What ``from_pretrained`` is given for a checkpoint: its folder, or its hub name."""
+    return str(local_folder(checkpoint) or checkpoint)
+
+
 def explain_unloadable(checkpoint: str, filename: str, what_to_set: str) -> str | None:
     """Why a checkpoint cannot be loaded, in one line, or None where it can, as far as one file tells.
 

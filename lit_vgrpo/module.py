@@ -117,9 +117,9 @@ class VGRPOModule(L.LightningModule):
         return faults
 
     def setup(self, stage: str) -> None:
-        sizes = getattr(getattr(self.trainer, "datamodule", None), "sizes", None)
         if stage != "fit":
             return
+        sizes = getattr(getattr(self.trainer, "datamodule", None), "sizes", None)
         if sizes is None:
             raise RuntimeError(
                 "VGRPOModule takes its sizes from the data module. "
@@ -260,10 +260,9 @@ class VGRPOModule(L.LightningModule):
     def generate(self, prompts: list[str], image_ids: list[int]) -> Tensor:
         """Held-out images ``(B, 3, H, W)`` in [0, 1]; the noise depends on the seed and ``image_ids`` alone."""
         spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self._trainer else 0)
-        unique = sorted(set(prompts))
-        rows = torch.tensor([unique.index(p) for p in prompts], device=self.policy.device)
+        conditioning, rows = self.policy.encode_each(prompts)
         noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
-        latents, _ = sample(self.policy, self.policy.encode(unique), rows, spec, noise, self.rollout_batch_size)
+        latents, _ = sample(self.policy, conditioning, rows, spec, noise, self.rollout_batch_size)
         return self.policy.decode(latents)
 
     def on_fit_start(self) -> None:

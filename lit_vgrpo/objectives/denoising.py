@@ -77,14 +77,13 @@ class Denoising(Objective):
         picked = group_rows.tolist()
         generators = image_generators(STREAM_DATA, seed, iteration, image_ids.tolist())
         images, captions = self.images([prompts[i] for i in picked], [rows[i] for i in picked], generators)
-        # Captions repeat: encode each once.
-        unique = sorted(set(captions))
+        conditioning, rows_of_captions = policy.encode_each(captions)
         return Rollout(
             latents=policy.encode_images(images),
             group_ids=torch.tensor(slots)[group_rows],
             image_ids=image_ids,
-            conditioning=policy.encode(unique),
-            rows=torch.tensor([unique.index(c) for c in captions], device=policy.device),
+            conditioning=conditioning,
+            rows=rows_of_captions,
             schedule=torch.empty(0),
             iteration=iteration,
             seed=seed,

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lit_vgrpo.hub import LoadError, explain_unloadable, quiet_libraries
-from lit_vgrpo.paths import SHIPPED_PREFIX, resolve_path
+from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, quiet_libraries, source_of
+from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.policies.paths import ProbabilityPath
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -92,6 +92,7 @@ class Policy(nn.Module):
             raise ValueError(f"lora_rank={lora_rank} is no rank. Use 1 or more, or null to train the full weights.")
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is not known. Use {', '.join(DTYPES)}.")
+        resolve_path(checkpoint)  # refuses a shipped: path that leads out of the installed folder
         self.checkpoint = checkpoint
         self.lora_rank = lora_rank
         self.lora_alpha = lora_alpha if lora_alpha is not None else lora_rank
@@ -117,14 +118,12 @@ class Policy(nn.Module):
         if self.loaded:
             return []
         name = type(self).__name__
-        folder = resolve_path(self.checkpoint)
-        if not folder.is_dir():
-            if self.checkpoint.startswith((SHIPPED_PREFIX, ".", "/", "~")):
-                return [
-                    f"model.policy.checkpoint={self.checkpoint} is no folder. Give a pipeline folder or a hub name."
-                ]
+        folder = local_folder(self.checkpoint)
+        if folder is None:
             fault = explain_unloadable(self.checkpoint, "model_index.json", "model.policy.checkpoint")
             return [fault] if fault else []
+        if not folder.is_dir():
+            return [f"model.policy.checkpoint={self.checkpoint} is no folder. Give a pipeline folder or a hub name."]
         index = folder / "model_index.json"
         if not index.is_file():
             return [f"model.policy.checkpoint={self.checkpoint} holds no model_index.json: it is no pipeline folder."]
@@ -153,12 +152,13 @@ class Policy(nn.Module):
         import diffusers
 
         frozen_dtype = self.dtype if self.lora_rank is not None else torch.float32
-        folder = resolve_path(self.checkpoint)
-        source = str(folder) if folder.is_dir() else self.checkpoint
+        source = source_of(self.checkpoint)
         family = getattr(diffusers, self.pipeline_class)
         with quiet_libraries():
             try:
-                pipeline = family.from_pretrained(source, torch_dtype=frozen_dtype, **self.null_components(folder))
+                pipeline = family.from_pretrained(
+                    source, torch_dtype=frozen_dtype, **self.null_components(Path(source))
+                )
             except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
                 reason = " ".join(str(error).split())[:200]
                 raise LoadError(
@@ -280,6 +280,12 @@ class Policy(nn.Module):
         with quiet_libraries():
             tensors = self.encode_prompts(list(prompts))
         return Conditioning({name: value.detach().float() for name, value in tensors.items()})
+
+    def encode_each(self, prompts: Sequence[str]) -> tuple[Conditioning, Tensor]:
+        """The embeddings of the different prompts, each encoded once, and the row of each prompt ``(B,)``."""
+        distinct = sorted(set(prompts))
+        rows = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self.device)
+        return self.encode(distinct), rows
 
     def _warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
         """Say once that the text encoder sees only the start of some prompts."""

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, quiet_libraries
+from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, quiet_libraries, source_of
 from lit_vgrpo.rewards.base import Reward, to_uint8
 
 if TYPE_CHECKING:
@@ -83,12 +83,12 @@ class PickScore(Reward):
 
         try:
             with quiet_libraries():
-                self._processor = CLIPProcessor.from_pretrained(_source(self.processor))
+                self._processor = CLIPProcessor.from_pretrained(source_of(self.processor))
         except (OSError, ValueError) as error:
             raise LoadError(_unloadable("processor", self.processor, error)) from error
         try:
             with quiet_libraries():
-                model = CLIPModel.from_pretrained(_source(self.checkpoint), dtype=getattr(torch, self.dtype))
+                model = CLIPModel.from_pretrained(source_of(self.checkpoint), dtype=getattr(torch, self.dtype))
         except (OSError, ValueError) as error:
             raise LoadError(_unloadable("checkpoint", self.checkpoint, error)) from error
         self._model = model.eval().requires_grad_(False)
@@ -136,10 +136,6 @@ class PickScore(Reward):
         if family != "clip":
             return f"{folder} holds a model of type {family!r}, not 'clip'. Set checkpoint to a folder of a CLIP model."
         return None
-
-
-def _source(checkpoint: str) -> str:
-    return str(local_folder(checkpoint) or checkpoint)
 
 
 def _unloadable(key: str, checkpoint: str, error: Exception) -> str:
