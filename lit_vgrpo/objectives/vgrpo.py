@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ def prediction_distance(prediction: Tensor, stored: Tensor, scale: Tensor) -> Te
     Both estimates start from the same noisy latent, so they differ by ``scale`` times the predictions' difference.
     """
     return mean_over_pixels((scale * (prediction - stored)).square(), 2)
+
+
+_STORED = frozenset({"old_surrogate", "kl_prediction"})
 
 
 class VGRPO(Objective):
@@ -158,24 +162,27 @@ class VGRPO(Objective):
         ledger = ledger or PassLedger()
         # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes of its own.
         if updates > 1:
+            wanted = {"old_surrogate"} if self.anchor is not None or self.kl_weight == 0 else _STORED
             with ledger.phase("old"):
-                old = self._stored(policy, experience, micro_batch_size)
-            experience.extras["old_surrogate"] = old["surrogate"]
-            if self.kl_weight > 0 and self.anchor is None:
-                experience.extras["kl_prediction"] = old["prediction"]
+                experience.extras |= self._stored(policy, experience, micro_batch_size, wanted)
         if self.anchor is not None:
             self.anchor.to(policy.device)
             with ledger.phase("anchor"), self.anchor.swapped_into(policy):
-                experience.extras["kl_prediction"] = self._stored(policy, experience, micro_batch_size)["prediction"]
+                experience.extras |= self._stored(policy, experience, micro_batch_size, {"kl_prediction"})
         return experience
 
     @torch.no_grad()
-    def _stored(self, policy: Policy, experience: Experience, micro_batch_size: int) -> dict[str, Tensor]:
-        stored: dict[str, list[Tensor]] = {"surrogate": [], "prediction": []}
+    def _stored(
+        self, policy: Policy, experience: Experience, micro_batch_size: int, wanted: Set[str]
+    ) -> dict[str, Tensor]:
+        """What the present weights say; only what is wanted is kept, since predictions are as large as all pairs."""
+        stored: dict[str, list[Tensor]] = {name: [] for name in wanted}
         for micro in experience.micro_batches(micro_batch_size):
             prediction, error, _ = predict_pairs(policy, micro, self.space, self.scale_cap)
-            stored["surrogate"].append(surrogate(denoising_error(error, self.self_normalise)))
-            stored["prediction"].append(prediction)
+            if "old_surrogate" in wanted:
+                stored["old_surrogate"].append(surrogate(denoising_error(error, self.self_normalise)))
+            if "kl_prediction" in wanted:
+                stored["kl_prediction"].append(prediction)
         return {name: torch.cat(parts) for name, parts in stored.items()}
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:

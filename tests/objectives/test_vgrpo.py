@@ -114,6 +114,21 @@ def test_the_on_policy_shortcut_has_the_same_gradient_and_no_old_passes(policy):
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "updates", "kept"),
+    [
+        ({}, 1, set()),
+        ({}, 2, {"old_surrogate"}),
+        ({"kl_weight": 0.3}, 2, {"old_surrogate", "kl_prediction"}),
+        ({"kl_weight": 1.0, "anchor_decay": 0.3}, 1, {"kl_prediction"}),
+        ({"kl_weight": 1.0, "anchor_decay": 0.3}, 2, {"old_surrogate", "kl_prediction"}),
+    ],
+)
+def test_only_what_the_loss_needs_is_kept(policy, options, updates, kept):
+    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2, **options)
+    assert set(prepared(policy, objective, updates=updates).extras) == kept
+
+
 def test_micro_batches_do_not_change_the_gradient(policy):
     objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2)
     experience = prepared(policy, objective)
