@@ -37,6 +37,7 @@ class EMA(L.Callback):
         self._last_step = 0
         self._restored: dict[str, Tensor] | None = None
         self._swap: ExitStack | None = None
+        self._swapped = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
@@ -94,8 +95,6 @@ class EMA(L.Callback):
                 yield
         finally:
             self._swapped = False
-
-    _swapped = False
 
     def state_dict(self) -> dict[str, Any]:
         if self.average is None:

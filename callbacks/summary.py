@@ -57,7 +57,8 @@ class RunSummary(L.Callback):
             self._write(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.max_epochs and 0 < trainer.current_epoch < trainer.max_epochs:
+        steps_done = 0 <= trainer.max_steps <= trainer.global_step
+        if trainer.max_epochs and 0 < trainer.current_epoch < trainer.max_epochs and not steps_done:
             self._outcome = "stopped early"
         assert isinstance(pl_module, VGRPOModule)
         if pl_module.heldout_step != trainer.global_step:

@@ -264,7 +264,6 @@ def _fit(cli: RecipeCLI) -> int:
             raise UserError(f"Cannot continue from ckpt_path={cli.config.ckpt_path}: {one_line(error)}") from error
         if isinstance(error, KeyError) or not _is_a_refusal(error):
             raise
-        cli.give_back()
         raise UserError(str(error)) from error
     if is_first_process():
         _say_how_it_went(cli)
@@ -283,8 +282,11 @@ def _is_a_refusal(error: Exception) -> bool:
 
 def _say_how_it_went(cli: RecipeCLI) -> None:
     for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, our_callbacks.RunSummary) and "heldout/reward" in callback.heldout_start:
-            start, end = (scores["heldout/reward"] for scores in (callback.heldout_start, cli.model.heldout))
+        if not isinstance(callback, our_callbacks.RunSummary):
+            continue
+        # A run that was continued and stopped at once has a start but no end.
+        start, end = (scores.get("heldout/reward") for scores in (callback.heldout_start, cli.model.heldout))
+        if start is not None and end is not None:
             print(f"Held-out reward {start:.3f} before, {end:.3f} after {cli.trainer.current_epoch} iterations.")
     print(f"Everything is in {cli.folder}: summary.json, metrics.csv, samples, checkpoints.", flush=True)
 

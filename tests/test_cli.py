@@ -59,6 +59,7 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
         ("data.train=none.txt", "none.txt does not exist."),
         ("data.micro_batch_size=3", "micro_batch_size=3 cannot split"),
         ("model.policy.checkpoint=/none", "model.policy.checkpoint=/none is no folder."),
+        ("model.policy.checkpoint=shipped:../x", "model.policy: shipped:../x leaves the shipped recipes folder"),
         ("trainer.precision=17", "trainer.precision=17 is not a choice."),
         ("trainer.default_root_dir=x", "trainer.default_root_dir is set by the command. Use run_dir=... instead."),
         ("ckpt_path=none.ckpt", "ckpt_path=none.ckpt does not exist."),
@@ -148,6 +149,13 @@ def test_two_runs_with_resume_equal_one(tiny_recipe):
     assert ends[0]["state_dict"].keys() == ends[1]["state_dict"].keys()
     for name, value in ends[0]["state_dict"].items():
         assert torch.equal(value, ends[1]["state_dict"][name]), name
+
+
+def test_continuing_without_held_out_prompts(tiny_recipe, capsys):
+    assert run([str(tiny_recipe), "trainer.max_epochs=1"]) == 0
+    checkpoint = "ckpt_path=runs/tiny/checkpoints/last.ckpt"
+    assert run(["runs/tiny/config.yaml", checkpoint, "data.heldout=null", "trainer.max_epochs=2"]) == 0
+    assert capsys.readouterr().out.count("Held-out reward") == 1
 
 
 def test_loggers_and_checkpoints_can_be_chosen(tiny_recipe):

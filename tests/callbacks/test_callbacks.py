@@ -174,6 +174,12 @@ def test_held_out_end_is_that_of_the_last_weights(tiny_sd3, tmp_path):
     assert module.heldout_step == 3
 
 
+def test_a_run_that_reached_its_steps_is_finished(tiny_sd3, tmp_path):
+    train(tiny_sd3, tmp_path, [RunSummary()], trainer={"max_steps": 2})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["outcome"], summary["optimizer_steps"]) == ("finished", 2)
+
+
 def test_a_failed_run_leaves_a_summary(tiny_sd3, tmp_path):
     module = make_module(tiny_sd3)
     module.score = None
