@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
+from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.snapshots import Snapshot
 
 
@@ -53,16 +54,15 @@ class EMA(L.Callback):
             self._restored = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Only here does a resumed trainer know its step.
-        self._last_step = trainer.global_step
+        self._last_step = _steps_done(pl_module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # A step that a gradient scaler skipped does not move the clock, and so not the average.
-        if trainer.global_step == self._last_step:
+        # The trainer's own count goes on when a gradient scaler skips a step; this one does not.
+        if _steps_done(pl_module) == self._last_step:
             return
-        self._last_step = trainer.global_step
+        self._last_step = _steps_done(pl_module)
         self.num_updates += 1
         warm = (1 + self.num_updates) / (10 + self.num_updates)
         assert self.average is not None
@@ -105,6 +105,11 @@ class EMA(L.Callback):
         if state_dict:
             self.num_updates = state_dict["num_updates"]
             self._restored = dict(state_dict["average"])
+
+
+def _steps_done(pl_module: L.LightningModule) -> int:
+    assert isinstance(pl_module, VGRPOModule)
+    return pl_module.objective.num_updates
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class RewardLogger(L.Callback):
         record = module.record
         assert record is not None
         metrics = {"policy/loss": float(torch.stack(record.losses).mean())}
-        for name in ("ratio_deviation", "clip_fraction", "kl", "surrogate"):
+        for name in record.metrics:
             value = record.mean(name)
             if value is not None:
                 metrics[f"policy/{name}"] = value
@@ -69,7 +69,14 @@ class RewardLogger(L.Callback):
         record = module.record
         assert record is not None
         passes = module.ledger.training_passes() * trainer.world_size
-        metrics = {"cost/passes_per_image": passes / module.images_seen}
+        metrics = {
+            "cost/passes_per_image": passes / module.images_seen,
+            "cost/images": float(module.images_seen),
+            "cost/train_s": module.stopwatch.wall_s,
+            "cost/cpu_s": module.stopwatch.cpu_s,
+        }
+        for phase, count in module.ledger.training_counts().items():
+            metrics |= {f"passes/{phase}_{kind}": float(n * trainer.world_size) for kind, n in count.items() if n}
         if not module.objective.needs_reward:
             return metrics
         scored = record.rewards[~record.rewards.isnan()]

@@ -8,7 +8,6 @@ import os
 import platform
 import resource
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.record import Evaluation
 
 PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
 
@@ -31,25 +31,13 @@ class RunSummary(L.Callback):
 
     def __init__(self, filename: str = "summary.json") -> None:
         self.filename = filename
-        self.train_seconds = 0.0
         self.heldout_start: dict[str, float] = {}
-        self._started = 0.0
         self._outcome = "finished"
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, VGRPOModule)
         if not self.heldout_start:
             self.heldout_start = dict(pl_module.heldout)
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._started = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.train_seconds += time.perf_counter() - self._started
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._outcome = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
@@ -69,10 +57,9 @@ class RunSummary(L.Callback):
             self._write(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"train_seconds": self.train_seconds, "heldout_start": self.heldout_start}
+        return {"heldout_start": self.heldout_start}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.train_seconds = state_dict["train_seconds"]
         self.heldout_start = state_dict["heldout_start"]
 
     def _write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -89,13 +76,15 @@ class RunSummary(L.Callback):
             "iterations": trainer.current_epoch,
             "optimizer_steps": trainer.global_step,
             "images": pl_module.images_seen,
-            "train_seconds": round(self.train_seconds, 3),
+            "train_seconds": round(pl_module.stopwatch.wall_s, 3),
+            "cpu_seconds": round(pl_module.stopwatch.cpu_s, 3),
             # Ranks do equal work, so rank 0 speaks for all.
             "network_passes": {
                 phase: {kind: count * trainer.world_size for kind, count in counts.items()}
                 for phase, counts in passes.items()
             },
             "peak_memory_bytes": peak_memory_bytes(),
+            "evaluations": [_evaluation(evaluation) for evaluation in pl_module.evaluations],
             "seed": pl_module.seed,
             "world_size": trainer.world_size,
             "versions": {"python": platform.python_version(), **versions()},
@@ -123,6 +112,10 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def _evaluation(evaluation: Evaluation) -> dict[str, Any]:
+    return {**evaluation.as_dict(), "reward": _plain(evaluation.reward)}
 
 
 def _plain(value: float | None) -> float | None:

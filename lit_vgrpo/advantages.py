@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -66,6 +68,43 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, std: Literal["global", 
     spread = group_std > NO_SPREAD * mean.abs().clamp(min=1)
     advantages = (rewards.double() - mean) / (scale + STD_FLOOR)
     return torch.where(valid & spread, advantages, 0).float()
+
+
+def combined_advantages(
+    rewards: Tensor,
+    parts: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    group_ids: Tensor,
+    std: Literal["global", "group"] = "global",
+    aggregate: Literal["rewards", "advantages"] = "rewards",
+) -> Tensor:
+    """Advantages of several rewards: of their weighted sum, or the weighted sum of each one's own.
+
+    Args:
+        rewards: the weighted sum of the parts, ``(B,)``; NaN where one of them failed.
+        parts: each reward's scores, ``(B,)``.
+        weights: the weight of each part.
+        group_ids: shape ``(B,)``, int64.
+        std: as in :func:`group_advantages`.
+        aggregate: ``"rewards"`` normalises the sum; ``"advantages"`` normalises each reward and sums then, so that a
+            reward with a wide range does not drown the others.
+
+    Returns:
+        Shape ``(B,)``, float32; sums to 0 in each group.
+
+    Source:
+        The sum of advantages is that of arXiv 2507.21802.
+    """
+    if aggregate == "rewards" or not parts:
+        return group_advantages(rewards, group_ids, std)
+    if aggregate != "advantages":
+        raise ValueError(f"advantage aggregate={aggregate!r} is not known. Use rewards or advantages.")
+    failed = rewards.isnan()
+    total = torch.zeros(len(rewards))
+    for name, part in parts.items():
+        if weights[name]:
+            total += weights[name] * group_advantages(part.masked_fill(failed, math.nan), group_ids, std)
+    return total
 
 
 def soft_clip(advantages: Tensor, limit: float | None) -> Tensor:

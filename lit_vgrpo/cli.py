@@ -156,13 +156,12 @@ class RecipeCLI(LightningCLI):
 
     def faults(self) -> list[str]:
         """What is wrong with the parts, found without loading a weight."""
-        updates = self.datamodule.sizes.updates_per_iteration
-        return [*self.model.check(updates), *self.datamodule.check(self.trainer.world_size)]
+        return [*self.model.check(self.datamodule.sizes), *self.datamodule.check(self.trainer.world_size)]
 
     def plan(self) -> str:
         """What the sizes make of this world size, as a table."""
         sizes = self.datamodule.sizes
-        passes = self.model.objective.passes_per_image(sizes.updates_per_iteration)
+        passes = self.model.objective.passes_per_image(sizes)
         return sizes.plan(self.trainer.world_size).table(passes)
 
     def save_recipe(self) -> None:

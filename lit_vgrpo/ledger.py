@@ -30,16 +30,20 @@ class PassLedger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Book the passes inside under ``name``: rollout, old, anchor, reference, update or evaluation."""
+        """Book the passes inside under ``name``: rollout, old, reference, update, a copy's name, or evaluation."""
         before, self._phase = self._phase, name
         try:
             yield
         finally:
             self._phase = before
 
+    def training_counts(self) -> dict[str, dict[str, int]]:
+        """The counts of all phases but those of evaluation and of drawing samples."""
+        return {name: count for name, count in self.counts.items() if name not in ("evaluation", "samples")}
+
     def training_passes(self) -> int:
         """All passes but those of evaluation and of drawing samples."""
-        return sum(sum(c.values()) for name, c in self.counts.items() if name not in ("evaluation", "samples"))
+        return sum(sum(count.values()) for count in self.training_counts().values())
 
     def state_dict(self) -> dict[str, dict[str, int]]:
         return {name: dict(count) for name, count in self.counts.items()}

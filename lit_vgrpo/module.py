@@ -13,14 +13,15 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_vgrpo.advantages import group_advantages
+from lit_vgrpo.advantages import combined_advantages
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.ledger import PassLedger
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.record import IterationRecord
+from lit_vgrpo.record import Evaluation, IterationRecord, Stopwatch
 from lit_vgrpo.rewards import Reward, RewardBatch, RewardError, as_weighted
 from lit_vgrpo.rollout import STREAM_HELDOUT, Experience, Rollout, RolloutSpec, image_generators, sample
+from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import Snapshot, trainable_parameters
 
 
@@ -60,8 +61,10 @@ class VGRPOModule(L.LightningModule):
         objective: the training method.
         reward: what images are scored by; ``Weighted`` combines several.
         optimizer: AdamW's settings.
-        advantage_std: divide advantages by the std of the whole iteration, or of the group.
-        evaluation: how held-out images are sampled; null takes the objective's rollout.
+        advantage_std: divide advantages by the std of the whole iteration, or of the group; null as the method's paper.
+        advantage_aggregate: with several rewards, sum the rewards and then normalise, or normalise each and sum the
+            advantages; null as the method's paper.
+        evaluation: how held-out images are sampled, by an ODE; null takes the objective's rollout, without noise.
         rollout_batch_size: images a network pass while sampling; null takes all of a rank's at once.
         evaluate_at_start: score the held-out prompts once before training.
         seed: fixes all rollout noise, pairs and held-out noise.
@@ -73,7 +76,8 @@ class VGRPOModule(L.LightningModule):
         objective: Objective,
         reward: Reward,
         optimizer: OptimizerConfig | None = None,
-        advantage_std: Literal["global", "group"] = "global",
+        advantage_std: Literal["global", "group"] | None = None,
+        advantage_aggregate: Literal["rewards", "advantages"] | None = None,
         evaluation: RolloutSpec | None = None,
         rollout_batch_size: int | None = None,
         evaluate_at_start: bool = True,
@@ -84,7 +88,10 @@ class VGRPOModule(L.LightningModule):
         self.objective = objective
         self.reward = as_weighted(reward)
         self.optimizer_config = optimizer or OptimizerConfig()
-        self.advantage_std: Literal["global", "group"] = advantage_std
+        self.advantage_std: Literal["global", "group"] = advantage_std or objective.advantage_std
+        self.advantage_aggregate: Literal["rewards", "advantages"] = (
+            advantage_aggregate or objective.advantage_aggregate
+        )
         self.evaluation = evaluation
         self.rollout_batch_size = rollout_batch_size
         self.evaluate_at_start = evaluate_at_start
@@ -94,26 +101,37 @@ class VGRPOModule(L.LightningModule):
         self.record: IterationRecord | None = None
         self.heldout: dict[str, float] = {}
         self.heldout_step = -1
+        self.evaluations: list[Evaluation] = []
+        self.stopwatch = Stopwatch()
         self.reference: Snapshot | None = None
         self._steps: list[Experience] = []
         self._heldout_scores: list[RewardBatch] = []
         self._resumed = False
         self._is_last_step = False
+        self._has_moved = False
         # Checkpoints hold only what is trained; the frozen rest comes from the policy's own checkpoint.
         self.strict_loading = False
 
     # --- set-up ----------------------------------------------------------------------------------------------------
 
-    def check(self, updates_per_iteration: int = 1) -> list[str]:
+    def check(self, sizes: Sizes) -> list[str]:
         """Faults of the policy, the objective and the reward that can be found without loading weights."""
-        faults = [*self.policy.check(), *self.objective.check(updates_per_iteration), *self.reward.check()]
-        specs = {"objective.rollout": self.objective.rollout_spec(0), "evaluation": self.evaluation}
-        for name, spec in specs.items():
-            if spec is not None and spec.solver not in self.policy.solvers:
-                known = " or ".join(self.policy.solvers)
-                faults.append(
-                    f"model.{name}.solver={spec.solver} is not a solver of {type(self.policy).__name__}. Use {known}."
-                )
+        faults = [*self.policy.check(), *self.reward.check()]
+        family, method = type(self.policy).__name__, type(self.objective).__name__
+        if self.policy.path_kind not in self.objective.path_kinds:
+            path = {"flow": "a rectified flow", "vp": "a variance-preserving path"}[self.policy.path_kind]
+            return [*faults, f"model.objective={method} does not work on {family}: it is not defined on {path}."]
+        faults += self.objective.check(sizes)
+        spec = self.objective.rollout_spec(0)
+        known = self.policy.sde_solvers if spec.is_sde else self.policy.solvers
+        if spec.solver not in known:
+            options = " or ".join((*self.policy.solvers, *self.policy.sde_solvers))
+            faults.append(f"model.objective.rollout.solver={spec.solver} is not a solver of {family}. Use {options}.")
+        if self.evaluation is not None and self.evaluation.solver not in self.policy.solvers:
+            options = " or ".join(self.policy.solvers)
+            faults.append(
+                f"model.evaluation.solver={self.evaluation.solver} is not an ODE solver of {family}. Use {options}."
+            )
         return faults
 
     def setup(self, stage: str) -> None:
@@ -125,7 +143,7 @@ class VGRPOModule(L.LightningModule):
                 "VGRPOModule takes its sizes from the data module. "
                 "Call trainer.fit(module, datamodule=PromptDataModule(...))."
             )
-        for fault in self.check(sizes.updates_per_iteration):
+        for fault in self.check(sizes):
             raise ValueError(fault)
         needed = sizes.plan(self.trainer.world_size).micro_batches_per_update
         if self.trainer.accumulate_grad_batches not in (1, needed):
@@ -164,7 +182,10 @@ class VGRPOModule(L.LightningModule):
             experience = self.collect(batch)
             self._steps = experience.micro_batches(batch.micro_batch_size)
         self._is_last_step = batch.is_last
-        micro = self._steps[batch.step % len(self._steps)]
+        position, per_update = batch.step % len(self._steps), batch.micro_batches_per_update
+        if position % per_update == 0:
+            self.objective.before_update(self.policy, self._steps[position : position + per_update], self.ledger)
+        micro = self._steps[position]
         loss, metrics = self.objective.loss(self.policy, micro)
         assert self.record is not None
         self.record.add(loss, metrics)
@@ -210,13 +231,21 @@ class VGRPOModule(L.LightningModule):
                 f"Every image of iteration {batch.iteration} failed, so there is nothing to learn. "
                 f'Reward "{name}": {message}'
             )
-        advantages = group_advantages(rewards, group_ids, self.advantage_std)
+        parts = {name: self.all_ranks(part.cpu()) for name, part in scores.parts.items()}
+        advantages = combined_advantages(
+            rewards,
+            parts,
+            self.reward.weight_of,
+            group_ids,
+            std=self.advantage_std,
+            aggregate=self.advantage_aggregate,
+        )
         local = slice(self.global_rank * len(rollout), (self.global_rank + 1) * len(rollout))
         record = IterationRecord(
             iteration=batch.iteration,
             rewards=rewards,
             group_ids=group_ids,
-            parts={name: _nanmean(self.all_ranks(part.cpu())) for name, part in scores.parts.items()},
+            parts={name: _nanmean(part) for name, part in parts.items()},
             errors=scores.errors,
             local_group_ids=rollout.group_ids,
             images=len(rewards),
@@ -240,11 +269,25 @@ class VGRPOModule(L.LightningModule):
         return RewardBatch.joined(scored)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scale = scaler.get_scale() if scaler is not None else 0.0
         super().optimizer_step(*args, **kwargs)
+        # A gradient scaler lowers its scale when it skips a step: then no clock may move.
+        if scaler is None or scaler.get_scale() >= scale:
+            self.objective.after_update(self.policy)
+            self._has_moved = True
         # Here and not at the batch's end, where a checkpoint callback may already have saved the state.
         if self._is_last_step:
-            self.objective.after_iteration(self.policy)
+            if self._has_moved:
+                self.objective.after_iteration(self.policy)
+            self._has_moved = False
             self._steps = []
+
+    def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
+        self.stopwatch.start()
+
+    def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
+        self.stopwatch.stop()
 
     def all_ranks(self, values: Tensor) -> Tensor:
         """Concatenate every rank's ``(B, ...)`` in rank order, on the CPU."""
@@ -259,7 +302,7 @@ class VGRPOModule(L.LightningModule):
     @torch.no_grad()
     def generate(self, prompts: list[str], image_ids: list[int]) -> Tensor:
         """Held-out images ``(B, 3, H, W)`` in [0, 1]; the noise depends on the seed and ``image_ids`` alone."""
-        spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self._trainer else 0)
+        spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self._trainer else 0).as_ode()
         conditioning, rows = self.policy.encode_each(prompts)
         noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
         latents, _ = sample(self.policy, conditioning, rows, spec, noise, self.rollout_batch_size)
@@ -297,6 +340,16 @@ class VGRPOModule(L.LightningModule):
         means = (sums[:, 0] / sums[:, 1]).tolist()
         self.heldout = dict(zip(totals, means, strict=True))
         self.heldout_step = self.trainer.global_step
+        evaluation = Evaluation(
+            # The trainer's own count is behind by one while an epoch is being validated.
+            iteration=self.record.iteration + 1 if self.record is not None else self.trainer.current_epoch,
+            reward=means[0],
+            images=self.images_seen,
+            passes=self.ledger.training_passes() * self.trainer.world_size,
+            train_seconds=self.stopwatch.wall_s,
+            cpu_seconds=self.stopwatch.cpu_s,
+        )
+        self.evaluations.append(evaluation)
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -307,6 +360,8 @@ class VGRPOModule(L.LightningModule):
             "objective": self.objective.state_dict(),
             "ledger": self.ledger.state_dict(),
             "images_seen": self.images_seen,
+            "stopwatch": self.stopwatch.state_dict(),
+            "evaluations": [evaluation.as_dict() for evaluation in self.evaluations],
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -327,6 +382,8 @@ class VGRPOModule(L.LightningModule):
         self.objective.load_state_dict(state["objective"])
         self.ledger.load_state_dict(state["ledger"])
         self.images_seen = state["images_seen"]
+        self.stopwatch.load_state_dict(state["stopwatch"])
+        self.evaluations = [Evaluation(**values) for values in state["evaluations"]]
 
 
 @contextmanager

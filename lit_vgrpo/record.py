@@ -1,8 +1,10 @@
-"""What one iteration did, for callbacks to read."""
+"""What a run did and what it cost, for callbacks to read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,3 +53,64 @@ class IterationRecord:
     def mean(self, name: str) -> float | None:
         """A metric's mean over all steps."""
         return float(torch.cat(self.metrics[name]).mean()) if name in self.metrics else None
+
+
+class Stopwatch:
+    """Seconds spent on training steps, as wall time and as time of this process on the CPU; a checkpoint keeps them."""
+
+    def __init__(self) -> None:
+        self._total = (0.0, 0.0)
+        self._started: tuple[float, float] | None = None
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+    def start(self) -> None:
+        self._started = self._now()
+
+    def stop(self) -> None:
+        self._total, self._started = self._read(), None
+
+    def _read(self) -> tuple[float, float]:
+        now = self._now()
+        began = self._started or now
+        return self._total[0] + now[0] - began[0], self._total[1] + now[1] - began[1]
+
+    @property
+    def wall_s(self) -> float:
+        return self._read()[0]
+
+    @property
+    def cpu_s(self) -> float:
+        return self._read()[1]
+
+    def state_dict(self) -> dict[str, float]:
+        return {"wall_s": self.wall_s, "cpu_s": self.cpu_s}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._total = (state["wall_s"], state["cpu_s"])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The held-out reward at one moment, and what training had cost until then, over all ranks.
+
+    Attributes:
+        iteration: iterations done; 0 is the start.
+        reward: mean held-out reward.
+        images: images rolled out for training.
+        passes: network passes of training, in images; a backward is not counted.
+        train_seconds: wall time of the training steps.
+        cpu_seconds: CPU time of this process in the training steps.
+    """
+
+    iteration: int
+    reward: float
+    images: int
+    passes: int
+    train_seconds: float
+    cpu_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lit_vgrpo.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
 from lit_vgrpo.surrogate import Pairs, seeded_generator
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 # Streams of the seeded generators; a new use gets a new number, so that runs stay reproducible.
 STREAM_ROLLOUT, STREAM_PAIRS, STREAM_HELDOUT, STREAM_DATA = 1, 2, 3, 4
+STREAM_GROUP_NOISE, STREAM_SDE, STREAM_TIMES, STREAM_STEPS = 5, 6, 7, 8
 
 
 @dataclass
@@ -23,20 +25,100 @@ class RolloutSpec:
     """How images are sampled.
 
     Args:
-        solver: a diffusers scheduler: euler, dpm++ or unipc on a rectified flow; ddim or dpm++ on a VP path.
+        solver: an ODE solver (a diffusers scheduler: euler, dpm++ or unipc on a rectified flow; ddim or dpm++ on a VP
+            path) or an SDE whose steps have a likelihood (flow_sde, cps or dance_sde; ddim_sde on a VP path).
         steps: number of sampling steps, one network pass each (two with guidance).
         guidance: classifier-free guidance scale; 1.0 switches it off.
+        noise_level: strength of the SDE's noise; null takes the solver's published one.
+        shared_noise: start all images of a group from the same noise; only an SDE makes them differ then.
+        window: steps ``[first, stop)`` that take SDE noise, the others follow the ODE; null is all but the last.
+        tail: re-grid what follows the window to this share of its steps, with DPM-Solver++; null for no re-gridding.
     """
 
     solver: str = "euler"
     steps: int = 10
     guidance: float = 1.0
+    noise_level: float | None = None
+    shared_noise: bool = False
+    window: tuple[int, int] | None = None
+    tail: float | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"rollout.steps={self.steps} samples nothing. Use 1 or more.")
         if self.guidance < 1.0:
             raise ValueError(f"rollout.guidance={self.guidance} is below 1.0 (1.0 switches guidance off).")
+        if self.noise_level is not None and self.noise_level < 0:
+            raise ValueError(f"rollout.noise_level={self.noise_level} is negative. Use 0.3 to 1.0, or null.")
+        if self.window is not None and not 0 <= self.window[0] < self.window[1] <= self.steps:
+            raise ValueError(
+                f"rollout.window={list(self.window)} holds no step of {self.steps}. Use [first, stop) within 0 and "
+                f"{self.steps}, or null."
+            )
+        if self.tail is not None and not 0 < self.tail <= 1:
+            raise ValueError(f"rollout.tail={self.tail} is no share. Use a number in (0, 1] such as 0.4, or null.")
+
+    @property
+    def is_sde(self) -> bool:
+        """Whether steps are drawn from a distribution with a likelihood."""
+        return self.solver in ODE_OF
+
+    @property
+    def sde_steps(self) -> range:
+        """The steps that take SDE noise; empty for an ODE."""
+        if not self.is_sde:
+            return range(0)
+        return range(*(self.window or (0, max(1, self.steps - 1))))
+
+    @property
+    def network_calls(self) -> int:
+        """Sampling steps that are really taken, after the re-gridding of the tail."""
+        if not self.is_sde or self.tail is None:
+            return self.steps
+        stop = self.sde_steps.stop
+        return stop + tail_steps(self.steps - stop, self.tail)
+
+    def as_ode(self) -> RolloutSpec:
+        """The same number of steps without noise: how held-out images of an SDE method are sampled."""
+        if not self.is_sde:
+            return self
+        return RolloutSpec(ODE_OF[self.solver], self.steps, self.guidance)
+
+    def faults(self) -> list[str]:
+        """Settings that cannot work together, a line each."""
+        where = "model.objective.rollout"
+        if self.is_sde:
+            return []
+        faults = []
+        if self.shared_noise:
+            faults.append(
+                f"{where}.shared_noise=true with the ODE solver {self.solver} makes all images of a group identical. "
+                "Set shared_noise=false."
+            )
+        for name in ("noise_level", "window", "tail"):
+            value = getattr(self, name)
+            if value is not None:
+                faults.append(f"{where}.{name}={value} has no effect with the ODE solver {self.solver}. Leave it out.")
+        return faults
+
+
+@dataclass
+class Trajectory:
+    """The steps of a rollout that were drawn from an SDE, to be trained on.
+
+    Attributes:
+        states: ``(B, n + 1, C, h, w)``, float32: where step k started and, at k + 1, where it ended.
+        log_probs: ``(B, n)``, float32: the log-probability of each step under the weights that rolled out.
+        means: ``(B, n, C, h, w)``, the mean of each step's distribution, or ``None`` where it was not asked for.
+        times: ``(n + 1,)``, float32, the steps' times and the one after the last.
+        second_time: the second time of the whole schedule, which stands in where a formula diverges at ``t = 1``.
+    """
+
+    states: Tensor
+    log_probs: Tensor
+    means: Tensor | None
+    times: Tensor
+    second_time: float
 
 
 @dataclass
@@ -52,6 +134,8 @@ class Rollout:
         schedule: the sampler's own times ``(S,)``, float32 in (0, 1], noisiest first.
         iteration: number of the iteration, from 0.
         seed: the run's seed.
+        spec: how the images were sampled.
+        trajectory: the SDE steps, for a method that trains on them.
     """
 
     latents: Tensor
@@ -62,6 +146,8 @@ class Rollout:
     schedule: Tensor
     iteration: int
     seed: int
+    spec: RolloutSpec = field(default_factory=RolloutSpec)
+    trajectory: Trajectory | None = None
 
     def __len__(self) -> int:
         return len(self.latents)
@@ -143,3 +229,92 @@ def sample(
             z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
         latents.append(z)
     return torch.cat(latents), schedule
+
+
+@torch.no_grad()
+def sample_chain(
+    policy: Policy,
+    conditioning: Conditioning,
+    rows: Tensor,
+    spec: RolloutSpec,
+    noise: Tensor,
+    generators: Sequence[torch.Generator],
+    batch_size: int | None = None,
+    record_means: bool = False,
+) -> tuple[Tensor, Tensor, Trajectory]:
+    """Sample with an SDE whose steps have a likelihood, and keep the steps that took noise.
+
+    Steps outside ``spec.sde_steps`` follow the ODE; what comes after them is re-gridded where ``spec.tail`` is set.
+
+    Args:
+        conditioning: one row a prompt.
+        rows: ``(B,)``: the conditioning row of each image.
+        noise: ``z_1``, shape ``(B, C, h, w)``.
+        generators: one an image; all its SDE noise comes from it, so that an image depends on no other.
+        batch_size: images a network pass; ``None`` takes all at once.
+        record_means: keep the mean of every step too.
+
+    Returns:
+        Latents ``(B, C, h, w)`` float32, the times ``(S,)`` at which the network was called, and the SDE steps.
+    """
+    scheduler = policy.scheduler(ODE_OF[spec.solver], spec.steps)
+    schedule = policy.scheduler_times(scheduler).to(noise.device)
+    times = torch.cat([schedule, schedule.new_zeros(1)])
+    second_time = float(times[1])
+    window, steps, tail = spec.sde_steps, spec.steps, times[:0]
+    if spec.tail is not None and window.stop < steps:
+        steps, tail = window.stop, regrid(times[window.stop :], tail_steps(steps - window.stop, spec.tail))
+        tail[:-1] = policy.path.snap(tail[:-1])
+    size = batch_size or len(noise)
+    latents, states, log_probs, means = [], [], [], []
+    for start in range(0, len(noise), size):
+        part = slice(start, start + size)
+        cond = conditioning.select(rows[part])
+        z = noise[part].float()
+        ends, densities, centres = [], [], []
+        for index in range(steps):
+            if index == window.start:
+                first = z
+            t, t_next = times[index].expand(len(z)), times[index + 1].expand(len(z))
+            prediction = policy(z, t, cond, spec.guidance)
+            level = spec.noise_level if index in window else 0.0
+            step = transition(spec.solver, policy.path, prediction, z, t, t_next, level, second_time)
+            if index not in window:
+                z = step.mean
+                continue
+            drawn = torch.stack([torch.randn(z.shape[1:], generator=g) for g in generators[part]])
+            z = step.mean + step.std * drawn.to(z.device)
+            ends.append(z)
+            densities.append(log_prob(spec.solver, z, step))
+            centres += [step.mean] if record_means else []
+        if len(tail):
+            z = _integrate_tail(policy, cond, spec, z, tail)
+        latents.append(z)
+        states.append(torch.stack([first, *ends], dim=1))
+        log_probs.append(torch.stack(densities, dim=1))
+        if record_means:
+            means.append(torch.stack(centres, dim=1))
+    trajectory = Trajectory(
+        states=torch.cat(states),
+        log_probs=torch.cat(log_probs),
+        means=torch.cat(means) if record_means else None,
+        times=times[window.start : window.stop + 1],
+        second_time=second_time,
+    )
+    return torch.cat(latents), torch.cat([times[:steps], tail[:-1]]), trajectory
+
+
+def _integrate_tail(policy: Policy, cond: Conditioning, spec: RolloutSpec, z: Tensor, times: Tensor) -> Tensor:
+    """From ``z`` at ``times[0]`` to 0 at their end with DPM-Solver++ 2M."""
+    steps = len(times) - 1
+    scheduler = policy.scheduler("dpm++", steps)
+    # The scheduler cannot make a schedule that starts in the middle. It reads these by position, never by timestep.
+    a, b = (values.cpu() for values in policy.path.coefficients(times))
+    scheduler.sigmas = b if scheduler.config.use_flow_sigmas else b / a
+    scheduler.timesteps = torch.arange(steps)
+    scheduler.num_inference_steps = steps
+    scheduler.set_begin_index(0)
+    for timestep, t in zip(scheduler.timesteps, times[:-1], strict=True):
+        prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
+        z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
+    return z

@@ -20,6 +20,7 @@ class Plan:
     images_per_iteration: int
     groups_per_rank: int
     images_per_rank: int
+    images_per_update: int
     micro_batches_per_update: int
     steps_per_iteration: int  # = length of the training loader on every rank
 
@@ -37,7 +38,7 @@ class Plan:
             ("groups a rank", str(self.groups_per_rank)),
             ("images a rank", str(self.images_per_rank)),
             ("micro-batches an update", f"{self.micro_batches_per_update} of {self.micro_batch_size} images"),
-            ("updates", str(self.updates_per_iteration)),
+            ("updates", f"{self.updates_per_iteration} on {self.images_per_update} images each"),
             ("steps an iteration", str(self.steps_per_iteration)),
         ]
         for phase, passes in (passes_per_image or {}).items():
@@ -54,21 +55,30 @@ class Sizes:
     Args:
         prompts_per_iteration: prompts, hence groups, of one iteration over all ranks.
         group_size: images per prompt, at least 2.
-        updates_per_iteration: optimizer steps of one iteration, each on all of its images.
+        updates_per_iteration: optimizer steps of one iteration.
         micro_batch_size: images one rank takes through one forward and backward pass.
+        split_updates: every update takes its own share of the images, instead of all of them.
     """
 
     prompts_per_iteration: int
     group_size: int
     updates_per_iteration: int = 1
     micro_batch_size: int = 8
+    split_updates: bool = False
+
+    @property
+    def uses_per_image(self) -> int:
+        """How many updates of an iteration train on one image."""
+        return 1 if self.split_updates else self.updates_per_iteration
+
+    def _numbers(self) -> dict[str, int]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "split_updates"}
 
     def type_faults(self) -> list[str]:
         """The numbers that are not whole numbers, one line each."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return [
             f"{name}={value!r} is not a whole number. Use an integer such as {max(2, _as_int(value))}."
-            for name, value in values.items()
+            for name, value in self._numbers().items()
             if not isinstance(value, int) or isinstance(value, bool)
         ]
 
@@ -77,12 +87,11 @@ class Sizes:
         faults = self.type_faults()
         if faults:
             return faults
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "group_size" and value < 2:
+        for name, value in self._numbers().items():
+            if name == "group_size" and value < 2:
                 faults.append(f"group_size={value} has no group to compare with. Use 2 or more images per prompt.")
             elif value < 1:
-                faults.append(f"{field.name}={value} is too small. Use 1 or more.")
+                faults.append(f"{name}={value} is too small. Use 1 or more.")
         return faults
 
     def faults(self, world_size: int) -> list[str]:
@@ -100,10 +109,18 @@ class Sizes:
                 f"Use a multiple of {world_size}, or trainer.devices {_either(counts)}."
             ]
         images = prompts // world_size * group
-        if images % self.micro_batch_size:
-            working = _nearest_divisors(images, self.micro_batch_size)
+        if self.split_updates and images % self.updates_per_iteration:
+            working = _nearest_divisors(images, self.updates_per_iteration)
             return [
-                f"micro_batch_size={self.micro_batch_size} cannot split the {images} images of a rank. "
+                f"updates_per_iteration={self.updates_per_iteration} cannot share out the {images} images of a rank. "
+                f"Use {_either(working)}, or split_updates=false."
+            ]
+        share = images // (self.updates_per_iteration if self.split_updates else 1)
+        if share % self.micro_batch_size:
+            working = _nearest_divisors(share, self.micro_batch_size)
+            whose = "one update on a rank" if self.split_updates else "a rank"
+            return [
+                f"micro_batch_size={self.micro_batch_size} cannot split the {share} images of {whose}. "
                 f"Use {_either(working)}."
             ]
         return []
@@ -119,7 +136,8 @@ class Sizes:
             raise ValueError(faults[0])
         groups = self.prompts_per_iteration // world_size
         images = groups * self.group_size
-        micro_batches = images // self.micro_batch_size
+        shares = self.updates_per_iteration if self.split_updates else 1
+        micro_batches = images // shares // self.micro_batch_size
         return Plan(
             prompts_per_iteration=self.prompts_per_iteration,
             group_size=self.group_size,
@@ -129,6 +147,7 @@ class Sizes:
             images_per_iteration=self.prompts_per_iteration * self.group_size,
             groups_per_rank=groups,
             images_per_rank=images,
+            images_per_update=self.prompts_per_iteration * self.group_size // shares,
             micro_batches_per_update=micro_batches,
             steps_per_iteration=micro_batches * self.updates_per_iteration,
         )

@@ -45,14 +45,16 @@ class Snapshot:
     def swapped_into(self, module: nn.Module) -> Iterator[None]:
         """Put the copy in place of the weights; the weights come back also when the block raises.
 
-        Never use it between a forward and its backward: autograd would see changed weights.
+        The block runs without gradient, so no backward can reach swapped weights. Between a forward and its backward
+        nothing may be swapped: autograd then refuses the backward, since the weights were written to.
         """
         parameters = trainable_parameters(module)
         self._check(parameters)
         kept = {name: p.detach().clone() for name, p in parameters.items()}
         try:
             _copy(self.tensors, parameters)
-            yield
+            with torch.no_grad():
+                yield
         finally:
             _copy(kept, parameters)
 

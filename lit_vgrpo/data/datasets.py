@@ -42,6 +42,7 @@ class IterationDataset(Dataset[PromptBatch]):
             slots=list(self.slots),
             group_size=self.plan.group_size,
             updates=self.plan.updates_per_iteration,
+            micro_batches_per_update=self.plan.micro_batches_per_update,
             micro_batch_size=self.plan.micro_batch_size,
         )
 

@@ -26,8 +26,9 @@ class PromptDataModule(L.LightningDataModule):
         prompts_per_iteration: prompts of one iteration over all ranks.
         group_size: images per prompt, at least 2.
         heldout: prompt file of the evaluation; None for no evaluation.
-        updates_per_iteration: optimizer steps of one iteration, each on all of its images.
+        updates_per_iteration: optimizer steps of one iteration.
         micro_batch_size: images a rank takes through one forward and backward pass.
+        split_updates: every update takes its own share of the images, instead of all of them.
         heldout_images_per_prompt: images made for each held-out prompt.
         heldout_limit: take only the first so many held-out prompts.
         eval_batch_size: most held-out images in one batch of a rank.
@@ -46,13 +47,16 @@ class PromptDataModule(L.LightningDataModule):
         heldout: str | None = None,
         updates_per_iteration: int = 1,
         micro_batch_size: int = 8,
+        split_updates: bool = False,
         heldout_images_per_prompt: int = 1,
         heldout_limit: int | None = None,
         eval_batch_size: int = 32,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.sizes = Sizes(prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size)
+        self.sizes = Sizes(
+            prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates
+        )
         for fault in self.sizes.type_faults():
             raise TypeError(fault)
         for fault in self.sizes.value_faults():

@@ -4,40 +4,69 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.ledger import PassLedger
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.rollout import STREAM_ROLLOUT, Experience, Rollout, RolloutSpec, image_generators, sample
+from lit_vgrpo.rollout import (
+    STREAM_GROUP_NOISE,
+    STREAM_ROLLOUT,
+    STREAM_SDE,
+    Experience,
+    Rollout,
+    RolloutSpec,
+    image_generators,
+    sample,
+    sample_chain,
+)
+from lit_vgrpo.sizes import Sizes
+from lit_vgrpo.snapshots import Snapshot
 
 
 class Objective(ABC):
     """A training method as a plain class; it knows no trainer.
 
-    The calls of one iteration, in order: :meth:`collect`, :meth:`prepare`, then :meth:`loss` on every micro-batch of
-    every update, then :meth:`after_iteration`.
+    The calls of one iteration, in order: :meth:`collect`, :meth:`prepare`, then for every update
+    :meth:`before_update`, :meth:`loss` on each of its micro-batches and :meth:`after_update`, then
+    :meth:`after_iteration`.
+
+    Attributes:
+        copies: the copies of the trained weights that the method keeps, by name; part of the checkpoint.
+        num_updates: gradient steps done, over all iterations; the clock of whatever decays by steps.
     """
 
     needs_reward: ClassVar[bool] = True
+    advantage_std: ClassVar[Literal["global", "group"]] = "global"
+    advantage_aggregate: ClassVar[Literal["rewards", "advantages"]] = "rewards"
+    path_kinds: ClassVar[tuple[str, ...]] = ("flow", "vp")
+
+    def __init__(self) -> None:
+        self.copies: dict[str, Snapshot] = {}
+        self.num_updates = 0
 
     @abstractmethod
     def rollout_spec(self, iteration: int) -> RolloutSpec:
         """How the images of an iteration are sampled."""
 
-    def check(self, updates_per_iteration: int) -> list[str]:
+    def check(self, sizes: Sizes) -> list[str]:
         """Settings that cannot work together, a line each."""
-        return []
+        return self.rollout_spec(0).faults()
 
-    def passes_per_image(self, updates: int) -> dict[str, int]:
+    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
         """Network passes an image by phase of the ledger; guidance counts twice, a backward is not counted."""
         spec = self.rollout_spec(0)
-        return {"rollout": spec.steps * (1 if spec.guidance == 1.0 else 2)}
+        return {"rollout": spec.network_calls * guidance_factor(spec.guidance)}
 
     def setup(self, policy: Policy) -> None:  # noqa: B027
         """Make whatever copies of the loaded policy the method keeps."""
+
+    def acting(self, policy: Policy) -> AbstractContextManager[Any]:
+        """The weights that roll out: the policy's own, unless a method samples with a copy."""
+        return nullcontext()
 
     def collect(
         self,
@@ -61,18 +90,38 @@ class Objective(ABC):
         spec = self.rollout_spec(iteration)
         group_rows, image_ids = group_layout(slots, group_size)
         conditioning = policy.encode(prompts)
-        noise = policy.prior(image_generators(STREAM_ROLLOUT, seed, iteration, image_ids.tolist()))
-        latents, schedule = sample(policy, conditioning, group_rows.to(noise.device), spec, noise, batch_size)
+        if spec.shared_noise:
+            groups = policy.prior(image_generators(STREAM_GROUP_NOISE, seed, iteration, list(slots)))
+            noise = groups[group_rows.to(groups.device)]
+        else:
+            noise = policy.prior(image_generators(STREAM_ROLLOUT, seed, iteration, image_ids.tolist()))
+        conditioning_rows = group_rows.to(noise.device)
+        trajectory = None
+        with self.acting(policy):
+            if spec.is_sde:
+                generators = image_generators(STREAM_SDE, seed, iteration, image_ids.tolist())
+                latents, schedule, trajectory = sample_chain(
+                    policy, conditioning, conditioning_rows, spec, noise, generators, batch_size, self.records_means
+                )
+            else:
+                latents, schedule = sample(policy, conditioning, conditioning_rows, spec, noise, batch_size)
         return Rollout(
             latents=latents,
             group_ids=torch.tensor(slots)[group_rows],
             image_ids=image_ids,
             conditioning=conditioning,
-            rows=group_rows.to(latents.device),
+            rows=conditioning_rows,
             schedule=schedule,
             iteration=iteration,
             seed=seed,
+            spec=spec,
+            trajectory=trajectory,
         )
+
+    @property
+    def records_means(self) -> bool:
+        """Whether the loss needs the mean of every SDE step as it was rolled out."""
+        return False
 
     @abstractmethod
     def prepare(
@@ -90,7 +139,7 @@ class Objective(ABC):
         Args:
             advantages: ``(B,)``, float32.
             micro_batch_size: images a network pass; the same as in the updates, since kernels round by batch size.
-            updates: gradient steps this iteration will take.
+            updates: gradient steps this iteration will take; from the second on the policy has moved.
             ledger: where extra network passes are booked.
         """
 
@@ -98,15 +147,53 @@ class Objective(ABC):
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss of a micro-batch, and detached metrics, one value an image ``(M,)``."""
 
+    def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:  # noqa: B027
+        """Add to the micro-batches of one update what only the weights of that moment can say."""
+
+    def after_update(self, policy: Policy) -> None:
+        """Move the clock of gradient steps; copies that follow it are moved by the method."""
+        self.num_updates += 1
+
     def after_iteration(self, policy: Policy) -> None:  # noqa: B027
-        """Move the copies that the method keeps."""
+        """Move the copies that follow iterations."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only."""
-        return {}
+        return {
+            "num_updates": self.num_updates,
+            "copies": {name: copy.state_dict() for name, copy in self.copies.items()},
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Take over what :meth:`state_dict` gave."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave.
+
+        Raises:
+            RuntimeError: the checkpoint was written with another method, or other settings of it.
+        """
+        if state["copies"].keys() != self.copies.keys():
+            saved, needed = (", ".join(sorted(names)) or "none" for names in (state["copies"], self.copies))
+            raise RuntimeError(
+                f"The checkpoint keeps the copies {saved}, {type(self).__name__} needs {needed}. "
+                "Resume with the recipe that wrote it (RUN/config.yaml)."
+            )
+        self.num_updates = state["num_updates"]
+        for name, copy in self.copies.items():
+            copy.load_state_dict(state["copies"][name])
+
+
+def guidance_factor(guidance: float) -> int:
+    """Network passes of one prediction: classifier-free guidance takes two."""
+    return 1 if guidance == 1.0 else 2
+
+
+def require(holds: bool, name: str, value: object, advice: str) -> None:
+    """Refuse one option of an objective.
+
+    Raises:
+        ValueError: ``holds`` is false.
+    """
+    if not holds:
+        raise ValueError(f"model.objective.{name}={value} cannot be used. {advice}.")
 
 
 def group_layout(slots: Sequence[int], group_size: int) -> tuple[Tensor, Tensor]:

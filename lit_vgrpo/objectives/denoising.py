@@ -14,6 +14,7 @@ from lit_vgrpo.objectives.pairs import predict_pairs, rollout_pairs
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.paths import Space
 from lit_vgrpo.rollout import STREAM_DATA, Experience, Rollout, RolloutSpec, image_generators
+from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.surrogate import denoising_error, surrogate
 
 
@@ -49,6 +50,7 @@ class Denoising(Objective):
         self_normalise: bool = False,
         time_shift: float = 1.0,
     ) -> None:
+        super().__init__()
         self.images = images
         self.rollout = rollout or RolloutSpec()
         self.num_mc_samples = num_mc_samples
@@ -59,8 +61,8 @@ class Denoising(Objective):
     def rollout_spec(self, iteration: int) -> RolloutSpec:
         return self.rollout
 
-    def passes_per_image(self, updates: int) -> dict[str, int]:
-        return {"update": updates * self.num_mc_samples}
+    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
+        return {"update": sizes.uses_per_image * self.num_mc_samples}
 
     def collect(
         self,

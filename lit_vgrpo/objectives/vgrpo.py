@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.advantages import soft_clip
 from lit_vgrpo.ledger import PassLedger
-from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.objectives.base import Objective, require
 from lit_vgrpo.objectives.pairs import TimeSource, predict_pairs, rollout_pairs
+from lit_vgrpo.objectives.ratio import clipped_surrogate, ratio_metrics
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.paths import Space
 from lit_vgrpo.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import Snapshot
 from lit_vgrpo.surrogate import absolute_error, denoising_error, mean_over_pixels, surrogate
-
-
-def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float | None) -> Tensor:
-    """PPO's surrogate for each image, to be maximised.
-
-    Args:
-        log_ratio: ``L_i(old) - L_i(theta)``, shape ``(B,)``, float32; carries grad.
-        advantages: shape ``(B,)``, unitless, zero-mean in each group.
-        clip: half-width of the trust region around ratio 1; ``None`` switches it off.
-
-    Returns:
-        Shape ``(B,)``.
-
-    Source:
-        arXiv 1707.06347; with the surrogate's ratio arXiv 2604.23380.
-    """
-    ratio = log_ratio.exp()
-    if clip is None:
-        return ratio * advantages
-    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
 
 
 def prediction_distance(prediction: Tensor, stored: Tensor, scale: Tensor) -> Tensor:
@@ -86,13 +67,14 @@ class VGRPO(Objective):
         kl_weight: float = 0.0,
         anchor_decay: float | None = None,
     ) -> None:
-        _require(num_mc_samples >= 1, "num_mc_samples", num_mc_samples, "Use 1 or more (the paper uses 4)")
-        _require(clip is None or 0 < clip < 1, "clip", clip, "Use a number between 0 and 1 (6e-3 to 3e-2), or null")
-        _require(soft_clip is None or soft_clip > 0, "soft_clip", soft_clip, "Use 3 to 5, or null")
-        _require(scale_cap is None or scale_cap > 0, "scale_cap", scale_cap, "Use 5, or null")
-        _require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more")
-        _require(time_shift > 0, "time_shift", time_shift, "Use 1.0, or the scheduler's shift")
-        _require(anchor_decay is None or 0 <= anchor_decay < 1, "anchor_decay", anchor_decay, "Use 0.3 to 0.5, or null")
+        require(num_mc_samples >= 1, "num_mc_samples", num_mc_samples, "Use 1 or more (the paper uses 4)")
+        require(clip is None or 0 < clip < 1, "clip", clip, "Use a number between 0 and 1 (6e-3 to 3e-2), or null")
+        require(soft_clip is None or soft_clip > 0, "soft_clip", soft_clip, "Use 3 to 5, or null")
+        require(scale_cap is None or scale_cap > 0, "scale_cap", scale_cap, "Use 5, or null")
+        require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more")
+        require(time_shift > 0, "time_shift", time_shift, "Use 1.0, or the scheduler's shift")
+        require(anchor_decay is None or 0 <= anchor_decay < 1, "anchor_decay", anchor_decay, "Use 0.3 to 0.5, or null")
+        super().__init__()
         self.rollout = rollout or RolloutSpec()
         self.num_mc_samples = num_mc_samples
         self.share_pairs = share_pairs
@@ -106,25 +88,24 @@ class VGRPO(Objective):
         self.soft_clip = soft_clip
         self.kl_weight = kl_weight
         self.anchor_decay = anchor_decay
-        self.anchor: Snapshot | None = None
 
     def rollout_spec(self, iteration: int) -> RolloutSpec:
         return self.rollout
 
-    def check(self, updates_per_iteration: int) -> list[str]:
-        faults = []
+    def check(self, sizes: Sizes) -> list[str]:
+        faults = super().check(sizes)
         if self.anchor_decay is not None and self.kl_weight == 0:
             faults.append("model.objective.anchor_decay needs a KL to act on: kl_weight=0. Set kl_weight=1.0.")
-        if self.kl_weight > 0 and self.anchor_decay is None and updates_per_iteration == 1:
+        if self.kl_weight > 0 and self.anchor_decay is None and sizes.updates_per_iteration == 1:
             faults.append(
                 f"model.objective.kl_weight={self.kl_weight} has no effect with updates_per_iteration=1: the policy "
                 "is its own behaviour policy. Set data.updates_per_iteration=2 or more, or an anchor_decay of 0.3."
             )
         return faults
 
-    def passes_per_image(self, updates: int) -> dict[str, int]:
-        passes = {**super().passes_per_image(updates), "update": updates * self.num_mc_samples}
-        if updates > 1:
+    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
+        passes = {**super().passes_per_image(sizes), "update": sizes.uses_per_image * self.num_mc_samples}
+        if sizes.updates_per_iteration > 1:
             passes["old"] = self.num_mc_samples
         if self.anchor_decay is not None:
             passes["anchor"] = self.num_mc_samples
@@ -132,7 +113,12 @@ class VGRPO(Objective):
 
     def setup(self, policy: Policy) -> None:
         if self.anchor_decay is not None:
-            self.anchor = Snapshot(policy)
+            self.copies["anchor"] = Snapshot(policy)
+
+    @property
+    def anchor(self) -> Snapshot | None:
+        """The slowly moving copy, where there is one."""
+        return self.copies.get("anchor")
 
     def prepare(
         self,
@@ -196,27 +182,8 @@ class VGRPO(Objective):
             # The anchor's distance is measured in the surrogate's own unit, so that one weight fits every time.
             distance = surrogate(per_pair / absolute_error(error) if self.anchor is not None else per_pair)
         loss = (self.kl_weight * distance - objective).mean()
-        ratio = log_ratio.detach().exp()
-        outside = torch.zeros_like(ratio) if self.clip is None else ((ratio - 1).abs() > self.clip).float()
-        return loss, {
-            "surrogate": elbo.detach(),
-            "ratio_deviation": (ratio - 1).abs(),
-            "clip_fraction": outside,
-            "kl": distance.detach(),
-        }
+        return loss, {"surrogate": elbo.detach(), "kl": distance.detach(), **ratio_metrics(log_ratio, self.clip)}
 
     def after_iteration(self, policy: Policy) -> None:
         if self.anchor is not None and self.anchor_decay is not None:
             self.anchor.move_towards(policy, self.anchor_decay)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.anchor is None else {"anchor": self.anchor.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.anchor is not None and "anchor" in state:
-            self.anchor.load_state_dict(state["anchor"])
-
-
-def _require(holds: bool, name: str, value: object, advice: str) -> None:
-    if not holds:
-        raise ValueError(f"model.objective.{name}={value} cannot be used. {advice}.")

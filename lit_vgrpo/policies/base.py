@@ -68,6 +68,8 @@ class Policy(nn.Module):
     pipeline_class: ClassVar[str]
     network_name: ClassVar[str]
     solvers: ClassVar[tuple[str, ...]]
+    sde_solvers: ClassVar[tuple[str, ...]]
+    path_kind: ClassVar[Literal["flow", "vp"]]
     default_lora_targets: ClassVar[tuple[str, ...]]
     uses_latent_shift: ClassVar[bool] = True
     network: Any  # a diffusers model, the only submodule

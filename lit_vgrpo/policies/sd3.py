@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from lit_vgrpo.policies.base import Conditioning, Policy
 from lit_vgrpo.policies.paths import RectifiedFlow
 from lit_vgrpo.policies.schedulers import FLOW_SOLVERS, flow_scheduler
+from lit_vgrpo.solvers import FLOW_SDES
 
 
 class SD3Policy(Policy):
@@ -25,6 +26,8 @@ class SD3Policy(Policy):
     pipeline_class: ClassVar[str] = "StableDiffusion3Pipeline"
     network_name: ClassVar[str] = "transformer"
     solvers: ClassVar[tuple[str, ...]] = FLOW_SOLVERS
+    sde_solvers: ClassVar[tuple[str, ...]] = FLOW_SDES
+    path_kind: ClassVar[Literal["flow", "vp"]] = "flow"
     default_lora_targets: ClassVar[tuple[str, ...]] = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from lit_vgrpo.policies.base import Conditioning, Policy
 from lit_vgrpo.policies.paths import VariancePreserving
 from lit_vgrpo.policies.schedulers import VP_SOLVERS, vp_scheduler
+from lit_vgrpo.solvers import VP_SDES
 
 PREDICTIONS = {"epsilon": "eps", "v_prediction": "v"}
 
@@ -28,6 +29,8 @@ class UNetPolicy(Policy):
     pipeline_class: ClassVar[str] = "StableDiffusionPipeline"
     network_name: ClassVar[str] = "unet"
     solvers: ClassVar[tuple[str, ...]] = VP_SOLVERS
+    sde_solvers: ClassVar[tuple[str, ...]] = VP_SDES
+    path_kind: ClassVar[Literal["flow", "vp"]] = "vp"
     default_lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     uses_latent_shift: ClassVar[bool] = False
 

@@ -76,6 +76,11 @@ class Weighted(Reward):
         self.weights = [float(weight) for weight in weights]
         self.part_names = _unique_names(self.rewards)
 
+    @property
+    def weight_of(self) -> dict[str, float]:
+        """Each part's weight by its name."""
+        return dict(zip(self.part_names, self.weights, strict=True))
+
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         return self.score(images, prompts, rows).total
 
