@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.paths import Space, expand
-from lit_vgrpo.rollout import STREAM_PAIRS, Experience, Rollout, image_generators
-from lit_vgrpo.surrogate import Pairs, draw_pairs
+from lit_vgrpo.rollout import STREAM_PAIRS, Experience, Rollout, RolloutSpec, image_generators
+from lit_vgrpo.surrogate import Pairs, draw_pairs, mean_over_pixels, surrogate
 
 TimeSource = Literal["sampler", "uniform"]
 
@@ -29,10 +29,7 @@ def rollout_pairs(
 
     A row is seeded by its group's (or image's) global number, so that it does not depend on the number of ranks.
     """
-    if shared:
-        owners, rows = torch.unique(rollout.group_ids, return_inverse=True)
-    else:
-        owners, rows = rollout.image_ids, torch.arange(len(rollout))
+    owners, rows = pair_owners(rollout, shared)
     pairs = draw_pairs(
         image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist()),
         rows,
@@ -44,6 +41,29 @@ def rollout_pairs(
     )
     pairs.times = policy.path.snap(pairs.times)
     return pairs.to(rollout.latents.device)
+
+
+def pairs_at(policy: Policy, rollout: Rollout, times: Tensor, *, shared: bool) -> Pairs:
+    """Pairs at given times, with noise of their own for each of them.
+
+    Args:
+        times: ``(N,)`` for all images, or ``(K, N)``: a row for each group when ``shared``, else for each image.
+        shared: one row of noise for each group, in the order of the groups' numbers, or one for each image.
+    """
+    owners, rows = pair_owners(rollout, shared)
+    times = policy.path.snap(times.cpu()).expand(len(owners), -1)
+    shape = (times.shape[1], *rollout.latents.shape[1:])
+    generators = image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist())
+    noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+    return Pairs(times, noise, rows).to(rollout.latents.device)
+
+
+def pair_owners(rollout: Rollout, shared: bool) -> tuple[Tensor, Tensor]:
+    """The global numbers of the groups (or images) that own a row of pairs ``(K,)``, and each image's row ``(B,)``."""
+    if shared:
+        owners, rows = torch.unique(rollout.group_ids, return_inverse=True)
+        return owners, rows
+    return rollout.image_ids, torch.arange(len(rollout))
 
 
 def predict_pairs(policy: Policy, micro: Experience, space: Space, cap: float | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,3 +88,33 @@ def predict_pairs(policy: Policy, micro: Experience, space: Space, cap: float | 
     error = scale * (prediction - policy.path.target(x, eps, t))
     shape = times.shape
     return prediction.unflatten(0, shape), error.unflatten(0, shape), scale.unflatten(0, shape)
+
+
+@torch.no_grad()
+def stored_predictions(policy: Policy, experience: Experience, micro_batch_size: int) -> Tensor:
+    """The network's own predictions on all pairs ``(B, N, ...)``, with the weights as they are."""
+    own = policy.path.prediction
+    return torch.cat([predict_pairs(policy, m, own, None)[0] for m in experience.micro_batches(micro_batch_size)])
+
+
+@torch.no_grad()
+def stored_errors(
+    policy: Policy, experience: Experience, micro_batch_size: int, space: Space, cap: float | None
+) -> Tensor:
+    """The errors of :func:`predict_pairs` on all pairs ``(B, N, ...)``, with the weights as they are."""
+    return torch.cat([predict_pairs(policy, m, space, cap)[1] for m in experience.micro_batches(micro_batch_size)])
+
+
+def squared_distance(prediction: Tensor, stored: Tensor) -> Tensor:
+    """``m((v_theta - v_stored)^2)`` between a network's predictions, mean over the pairs; ``(B, N, ...) -> (B,)``."""
+    return surrogate(mean_over_pixels((prediction - stored).square(), 2))
+
+
+def ode_faults(method: str, spec: RolloutSpec) -> list[str]:
+    """The refusal of an SDE by a method that trains on final latents alone: at most one line."""
+    if not spec.is_sde:
+        return []
+    return [
+        f"model.objective.rollout.solver={spec.solver} is an SDE, but {method} trains on final images alone and "
+        f"samples with an ODE. Use {spec.as_ode().solver}."
+    ]

@@ -1,0 +1,263 @@
+"""DGPO (arXiv 2510.08425): preference between the good and the bad part of a group, without a policy gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.objectives.base import Objective, require
+from lit_vgrpo.objectives.pairs import ode_faults, pairs_at, predict_pairs, squared_distance
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.rollout import STREAM_TIMES, Experience, Rollout, RolloutSpec
+from lit_vgrpo.sizes import Sizes
+from lit_vgrpo.snapshots import Snapshot
+from lit_vgrpo.surrogate import denoising_error, seeded_generator, surrogate
+
+
+def group_weights(
+    losses: Tensor, reference_losses: Tensor, advantages: Tensor, group_ids: Tensor, group_size: Tensor, beta: float
+) -> Tensor:
+    """``sigmoid(z_g)`` of each image's group, detached, ``z_g = (beta / G) sum_{i in g} A_i (l_i - l_ref_i)``.
+
+    Args:
+        losses: ``l_i``, ``(B,)``; whole groups, in any order. So are the others.
+        group_size: ``G`` of each image's group, ``(B,)``, int64.
+
+    Returns:
+        Shape ``(B,)``, in (0, 1).
+    """
+    _, index = torch.unique(group_ids, return_inverse=True)
+    gains = advantages * (losses.detach() - reference_losses) / group_size
+    sums = torch.zeros(int(index.max()) + 1, device=gains.device).index_add(0, index, gains)
+    return torch.sigmoid(beta * sums[index])
+
+
+def gone_far_enough(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    """Where ``q = exp(l_old - l)`` has left ``[1 - c, 1 + c]`` on the side the advantage pushes to; ``(B,)``, bool."""
+    ratio = (old_losses - losses.detach()).exp()
+    return torch.where(advantages > 0, ratio > 1 + clip, ratio < 1 - clip)
+
+
+class DGPO(Objective):
+    """DGPO: the group's images as one preference, weighted by how far it is from being satisfied.
+
+    ``l_i`` is the mean over the update's times of ``m((target - prediction)^2)``, in the network's own prediction:
+    the velocity on a rectified flow, as in the paper; on a variance-preserving path, to which the method is carried
+    over, the noise of an eps-network (as in Diffusion-DPO) or the velocity of a v-network. Both the stop and the
+    weight of a group act on that mean.
+
+    A group must be whole in every update. Where a micro-batch does not hold whole groups, the update's images first
+    pass through the network once more without gradient, to know each group's weight; take a ``micro_batch_size`` that
+    is a multiple of ``group_size`` to save that.
+
+    Args:
+        rollout: how images are sampled; any ODE solver. The paper uses DPM-Solver++ with 10 steps.
+        num_times: times of an iteration, the same for all images and ranks.
+        noisiest: how many of the sampler's noisiest times they are drawn from, without repetition.
+        beta: 100 (OCR, GenEval) or 10 (PickScore): how soon a satisfied group stops to pull.
+        kl_weight: weight of the squared distance to the reference's predictions: 0.02, or 0.001.
+        clip: how far an image's likelihood may move from the old policy before its gradient is dropped: 1e-2, or 5e-2.
+        reference: the preference's and the KL's reference: the start, or the slowly moving old policy, which needs no
+            passes of its own.
+        old_decay_rate: ``old <- d old + (1 - d) theta`` after each of n gradient steps, ``d = min(max, rate n)``.
+        old_decay_max: the bound of that.
+        behaviour_from_step: gradient step from which the old policy rolls out: 200 (500 for GenEval).
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutSpec | None = None,
+        num_times: int = 4,
+        noisiest: int = 7,
+        beta: float = 100.0,
+        kl_weight: float = 0.02,
+        clip: float = 1e-2,
+        reference: Literal["frozen", "moving"] = "frozen",
+        old_decay_rate: float = 0.001,
+        old_decay_max: float = 0.3,
+        behaviour_from_step: int = 200,
+    ) -> None:
+        require(num_times >= 1, "num_times", num_times, "Use 1 or more (the paper uses 4)")
+        require(noisiest >= num_times, "noisiest", noisiest, f"Use {num_times} (num_times) or more")
+        require(beta > 0, "beta", beta, "Use 100, or 10 for PickScore")
+        require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more (the paper uses 0.02 or 0.001)")
+        require(0 < clip < 1, "clip", clip, "Use 1e-2 or 5e-2")
+        require(reference in ("frozen", "moving"), "reference", reference, "Use frozen or moving")
+        require(old_decay_rate >= 0, "old_decay_rate", old_decay_rate, "Use 0.001")
+        require(0 <= old_decay_max < 1, "old_decay_max", old_decay_max, "Use a number in [0, 1) such as 0.3")
+        require(behaviour_from_step >= 0, "behaviour_from_step", behaviour_from_step, "Use 0 or more (the paper: 200)")
+        super().__init__()
+        self.rollout = rollout or RolloutSpec("dpm++", steps=10)
+        self.num_times = num_times
+        self.noisiest = noisiest
+        self.beta = beta
+        self.kl_weight = kl_weight
+        self.clip = clip
+        self.reference: Literal["frozen", "moving"] = reference
+        self.old_decay_rate = old_decay_rate
+        self.old_decay_max = old_decay_max
+        self.behaviour_from_step = behaviour_from_step
+
+    def rollout_spec(self, iteration: int) -> RolloutSpec:
+        return self.rollout
+
+    def check(self, sizes: Sizes) -> list[str]:
+        faults = super().check(sizes) + ode_faults("DGPO", self.rollout)
+        if self.noisiest > self.rollout.steps:
+            faults.append(
+                f"model.objective.noisiest={self.noisiest} is more than the sampler's {self.rollout.steps} times. "
+                f"Use {self.num_times} to {self.rollout.steps}."
+            )
+        prompts, updates = sizes.prompts_per_iteration, sizes.updates_per_iteration
+        if sizes.split_updates and prompts % updates:
+            whole = [str(n) for n in range(1, prompts + 1) if prompts % n == 0]
+            faults.append(
+                f"DGPO compares whole groups, but updates_per_iteration={updates} cuts the {prompts} groups of "
+                f"{sizes.group_size}. Use data.updates_per_iteration {', '.join(whole)}, or data.split_updates=false."
+            )
+        return faults
+
+    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
+        trained = sizes.uses_per_image * self.num_times
+        passes = {**super().passes_per_image(sizes), "update": trained, "old": trained}
+        if self.reference == "frozen":
+            passes["reference"] = self.num_times
+        if sizes.micro_batch_size % sizes.group_size:
+            passes["group"] = trained
+        return passes
+
+    def setup(self, policy: Policy) -> None:
+        self.copies["old"] = Snapshot(policy)
+        if self.reference == "frozen":
+            self.copies["reference"] = Snapshot(policy)
+
+    def acting(self, policy: Policy) -> AbstractContextManager[Any]:
+        return (
+            self.copies["old"].swapped_into(policy) if self.num_updates >= self.behaviour_from_step else nullcontext()
+        )
+
+    def prepare(
+        self,
+        policy: Policy,
+        rollout: Rollout,
+        advantages: Tensor,
+        *,
+        micro_batch_size: int,
+        updates: int,
+        ledger: PassLedger | None = None,
+    ) -> Experience:
+        generator = seeded_generator(rollout.seed, STREAM_TIMES, rollout.iteration)
+        picked = torch.randperm(self.noisiest, generator=generator)[: self.num_times]
+        device = rollout.latents.device
+        _, index, counts = torch.unique(rollout.group_ids, return_inverse=True, return_counts=True)
+        experience = Experience(
+            latents=rollout.latents,
+            advantages=advantages.to(device),
+            conditioning=rollout.conditioning,
+            rows=rollout.rows,
+            pairs=pairs_at(policy, rollout, rollout.schedule.cpu()[picked], shared=True),
+            extras={"group_ids": rollout.group_ids.to(device), "group_size": counts[index].to(device)},
+        )
+        for copy in self.copies.values():
+            copy.to(policy.device)
+        if "reference" in self.copies:
+            micros = experience.micro_batches(micro_batch_size)
+            with (ledger or PassLedger()).phase("reference"), self.copies["reference"].swapped_into(policy):
+                for micro in micros:
+                    self._store_reference(micro, *self._losses(policy, micro))
+            for name in micros[0].extras.keys() - experience.extras.keys():
+                experience.extras[name] = torch.cat([micro.extras[name] for micro in micros])
+        return experience
+
+    @staticmethod
+    def _losses(policy: Policy, micro: Experience) -> tuple[Tensor, Tensor]:
+        """The network's own predictions ``(M, N, ...)`` and ``l_i``, ``(M,)``."""
+        prediction, error, _ = predict_pairs(policy, micro, policy.path.prediction, None)
+        return prediction, surrogate(denoising_error(error, self_normalised=False))
+
+    def _store_reference(self, micro: Experience, prediction: Tensor, losses: Tensor) -> None:
+        micro.extras["reference_loss"] = losses
+        if self.kl_weight > 0:
+            micro.extras["reference_prediction"] = prediction
+
+    def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
+        """What the old policy says, which moves with every update; and the groups' weights where they are spread."""
+        _require_whole_groups(micros)
+        ledger = ledger or PassLedger()
+        with ledger.phase("old"), self.copies["old"].swapped_into(policy):
+            for micro in micros:
+                prediction, losses = self._losses(policy, micro)
+                micro.extras["old_loss"] = losses
+                if self.reference == "moving":
+                    self._store_reference(micro, prediction, losses)
+        if all(_holds_whole_groups(micro) for micro in micros):
+            return
+        with ledger.phase("group"), torch.no_grad():
+            losses = torch.cat([self._losses(policy, micro)[1] for micro in micros])
+        advantages = torch.cat([micro.advantages for micro in micros])
+        weights = group_weights(losses, _joined(micros, "reference_loss"), advantages, *_groups(micros), self.beta)
+        for micro, weight in zip(micros, weights.split([len(m) for m in micros]), strict=True):
+            micro.extras["group_weight"] = weight
+
+    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        prediction, losses = self._losses(policy, micro)
+        weights = micro.extras.get("group_weight")
+        if weights is None:
+            weights = group_weights(
+                losses, micro.extras["reference_loss"], micro.advantages, *_groups([micro]), self.beta
+            )
+        stop = gone_far_enough(losses, micro.extras["old_loss"], micro.advantages, self.clip)
+        preference = weights * micro.advantages * torch.where(stop, losses.detach(), losses)
+        distance = torch.zeros_like(losses)
+        if self.kl_weight > 0:
+            distance = squared_distance(prediction, micro.extras["reference_prediction"])
+        loss = (preference + self.kl_weight * distance).mean()
+        return loss, {
+            "surrogate": losses.detach(),
+            "ratio_deviation": ((micro.extras["old_loss"] - losses.detach()).exp() - 1).abs(),
+            "clip_fraction": stop.float(),
+            "kl": distance.detach(),
+        }
+
+    def after_update(self, policy: Policy) -> None:
+        super().after_update(policy)
+        decay = min(self.old_decay_max, self.old_decay_rate * self.num_updates)
+        self.copies["old"].move_towards(policy, decay)
+
+
+def _joined(micros: Sequence[Experience], name: str) -> Tensor:
+    return torch.cat([micro.extras[name] for micro in micros])
+
+
+def _groups(micros: Sequence[Experience]) -> tuple[Tensor, Tensor]:
+    """Group ids and group sizes of the images, each ``(B,)``, int64."""
+    return _joined(micros, "group_ids"), _joined(micros, "group_size")
+
+
+def _group_counts(micros: Sequence[Experience]) -> tuple[Tensor, Tensor, Tensor]:
+    """The group ids of the micro-batches, how many images of each are there, and how many it has; each ``(K,)``."""
+    ids, sizes = _groups(micros)
+    groups, index, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    return groups, counts, torch.empty_like(counts).scatter_(0, index, sizes)
+
+
+def _holds_whole_groups(micro: Experience) -> bool:
+    _, counts, sizes = _group_counts([micro])
+    return bool((counts == sizes).all())
+
+
+def _require_whole_groups(micros: Sequence[Experience]) -> None:
+    groups, counts, sizes = _group_counts(micros)
+    short = (counts != sizes).nonzero()
+    if len(short):
+        k = int(short[0])
+        raise ValueError(
+            f"An update holds {int(counts[k])} of the {int(sizes[k])} images of group {int(groups[k])} on this rank, "
+            "but DGPO compares whole groups. Use data.split_updates=false, or a data.updates_per_iteration that "
+            "divides the groups of a rank."
+        )

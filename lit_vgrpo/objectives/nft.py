@@ -1,0 +1,207 @@
+"""DiffusionNFT (arXiv 2509.16117): contrast of good and bad images on the forward process, without a likelihood."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.objectives.base import Objective, require
+from lit_vgrpo.objectives.pairs import (
+    ode_faults,
+    pairs_at,
+    predict_pairs,
+    squared_distance,
+    stored_errors,
+    stored_predictions,
+)
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.rollout import STREAM_TIMES, Experience, Rollout, RolloutSpec, image_generators
+from lit_vgrpo.sizes import Sizes
+from lit_vgrpo.snapshots import Snapshot
+from lit_vgrpo.surrogate import denoising_error, mean_over_pixels, surrogate
+
+ABSOLUTE_FLOOR = 1e-5
+
+
+def nft_decay(decay_type: Literal[0, 1, 2], num_updates: int) -> float:
+    """``d`` of ``old <- d old + (1 - d) theta`` after an iteration.
+
+    Args:
+        decay_type: 0 always takes the policy over; 1 slows down from the start; 2 is on-policy for 75 steps and then
+            slows down to nearly a standstill.
+        num_updates: gradient steps done.
+
+    >>> [nft_decay(1, n) for n in (0, 100, 900)]
+    [0.0, 0.1, 0.5]
+    """
+    if decay_type == 0:
+        return 0.0
+    if decay_type == 1:
+        return min(0.001 * num_updates, 0.5)
+    return 0.0 if num_updates < 75 else min(0.0075 * (num_updates - 75), 0.999)
+
+
+def optimality(advantages: Tensor, clip: float = 5.0) -> Tensor:
+    """``r = clip(1/2 + clip(A, -c, c) / (2 c), 0, 1)``: the share of an image's loss that goes to its positive side."""
+    return (0.5 + advantages.clamp(-clip, clip) / (2 * clip)).clamp(0, 1)
+
+
+def contrastive_error(error: Tensor, old_error: Tensor, share: Tensor, beta: float) -> Tensor:
+    """``(r l+ + (1 - r) l-) / beta`` for each pair, to be minimised.
+
+    Args:
+        error: ``x_hat_theta - x`` (up to its sign), ``(B, N, ...)``; carries grad.
+        old_error: the same of the old policy.
+        share: ``r``, ``(B,)`` in [0, 1].
+        beta: how far the implicit positive policy lies from the old one towards the new.
+
+    Returns:
+        Shape ``(B, N)``.
+    """
+    positive = beta * error + (1 - beta) * old_error
+    negative = (1 + beta) * old_error - beta * error
+    good, bad = (_self_normalised(e) for e in (positive, negative))
+    r = share[:, None]
+    return (r * good + (1 - r) * bad) / beta
+
+
+def _self_normalised(error: Tensor) -> Tensor:
+    weight = mean_over_pixels(error.detach().abs(), 2).clamp(min=ABSOLUTE_FLOOR)
+    return mean_over_pixels(error.square(), 2) / weight
+
+
+class DiffusionNFT(Objective):
+    """DiffusionNFT: images come from a slowly moving copy, and each trains at nearly all of the sampler's times.
+
+    On a rectified flow this is the paper's method. It is carried over to a variance-preserving path by combining the
+    network's own predictions, noise or velocity, where the paper combines velocities, and by measuring the combined
+    prediction's error in x as there. At a fixed ``z_t`` the error in x is a factor times the prediction's own error:
+    ``t`` on a flow, ``b`` for a v-network and ``b / a``, bounded by ``scale_cap``, for an eps-network. So one line of
+    arithmetic on errors serves all of them.
+
+    The old policy's errors and the reference's predictions are kept for a whole iteration; each is as large as the
+    latents times the number of times.
+
+    Args:
+        rollout: how images are sampled; any ODE solver. The paper uses 10 steps without guidance.
+        beta: 1.0 (the paper's for GenEval, PickScore and HPS); 0.1 for OCR and for several rewards.
+        decay_type: how fast the copy that rolls out follows, see :func:`nft_decay`.
+        num_times: times an image, drawn from the sampler's own without repetition; null takes all but one.
+        advantage_clip: bound of the advantages, and weight of the loss, so that an image's weight is its advantage.
+        kl_weight: weight of the squared distance to the start's predictions; 0 saves the reference's passes.
+        scale_cap: bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Ours.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutSpec | None = None,
+        beta: float = 1.0,
+        decay_type: Literal[0, 1, 2] = 1,
+        num_times: int | None = None,
+        advantage_clip: float = 5.0,
+        kl_weight: float = 1e-4,
+        scale_cap: float | None = 5.0,
+    ) -> None:
+        require(beta > 0, "beta", beta, "Use 1.0, or 0.1 for OCR and for several rewards")
+        require(decay_type in (0, 1, 2), "decay_type", decay_type, "Use 0, 1 or 2")
+        require(num_times is None or num_times >= 1, "num_times", num_times, "Use 1 or more, or null for all but one")
+        require(advantage_clip > 0, "advantage_clip", advantage_clip, "Use 5.0")
+        require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more (the paper uses 1e-4)")
+        require(scale_cap is None or scale_cap > 0, "scale_cap", scale_cap, "Use 5, or null")
+        super().__init__()
+        self.rollout = rollout or RolloutSpec(steps=10)
+        self.beta = beta
+        self.decay_type: Literal[0, 1, 2] = decay_type
+        self.num_times = num_times
+        self.advantage_clip = advantage_clip
+        self.kl_weight = kl_weight
+        self.scale_cap = scale_cap
+
+    def rollout_spec(self, iteration: int) -> RolloutSpec:
+        return self.rollout
+
+    def check(self, sizes: Sizes) -> list[str]:
+        faults = super().check(sizes) + ode_faults("DiffusionNFT", self.rollout)
+        steps = self.rollout.steps
+        if self.num_times is None and steps < 2:
+            faults.append(
+                f"model.objective.rollout.steps={steps} leaves no time to train at, since all but one are used. "
+                "Use 2 or more steps, or num_times=1."
+            )
+        if self.num_times is not None and self.num_times > steps:
+            faults.append(
+                f"model.objective.num_times={self.num_times} is more than the sampler's {steps} times. "
+                f"Use {steps} or fewer."
+            )
+        return faults
+
+    def times_an_image(self) -> int:
+        """How many of the sampler's times each image trains at."""
+        return self.num_times or self.rollout.network_calls - 1
+
+    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
+        times = self.times_an_image()
+        passes = {**super().passes_per_image(sizes), "update": sizes.uses_per_image * times, "old": times}
+        if self.kl_weight > 0:
+            passes["reference"] = times
+        return passes
+
+    def setup(self, policy: Policy) -> None:
+        self.copies["old"] = Snapshot(policy)
+        if self.kl_weight > 0:
+            self.copies["reference"] = Snapshot(policy)
+
+    def acting(self, policy: Policy) -> AbstractContextManager[Any]:
+        return self.copies["old"].swapped_into(policy)
+
+    def prepare(
+        self,
+        policy: Policy,
+        rollout: Rollout,
+        advantages: Tensor,
+        *,
+        micro_batch_size: int,
+        updates: int,
+        ledger: PassLedger | None = None,
+    ) -> Experience:
+        schedule, num_times = rollout.schedule.cpu(), self.times_an_image()
+        generators = image_generators(STREAM_TIMES, rollout.seed, rollout.iteration, rollout.image_ids.tolist())
+        picked = [torch.randperm(len(schedule), generator=generator)[:num_times] for generator in generators]
+        experience = Experience(
+            latents=rollout.latents,
+            advantages=advantages.to(rollout.latents.device),
+            conditioning=rollout.conditioning,
+            rows=rollout.rows,
+            pairs=pairs_at(policy, rollout, schedule[torch.stack(picked)], shared=False),
+        )
+        ledger = ledger or PassLedger()
+        for copy in self.copies.values():
+            copy.to(policy.device)
+        with ledger.phase("old"), self.copies["old"].swapped_into(policy):
+            errors = stored_errors(policy, experience, micro_batch_size, "x", self.scale_cap)
+        experience.extras["old_error"] = errors
+        if "reference" in self.copies:
+            with ledger.phase("reference"), self.copies["reference"].swapped_into(policy):
+                predictions = stored_predictions(policy, experience, micro_batch_size)
+            experience.extras["reference_prediction"] = predictions
+        return experience
+
+    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        prediction, error, _ = predict_pairs(policy, micro, "x", self.scale_cap)
+        share = optimality(micro.advantages, self.advantage_clip)
+        contrast = surrogate(contrastive_error(error, micro.extras["old_error"], share, self.beta))
+        distance = torch.zeros_like(contrast)
+        if "reference_prediction" in micro.extras:
+            distance = squared_distance(prediction, micro.extras["reference_prediction"])
+        loss = (self.advantage_clip * contrast + self.kl_weight * distance).mean()
+        return loss, {
+            "surrogate": surrogate(denoising_error(error.detach(), self_normalised=True)),
+            "kl": distance.detach(),
+        }
+
+    def after_iteration(self, policy: Policy) -> None:
+        self.copies["old"].move_towards(policy, nft_decay(self.decay_type, self.num_updates))

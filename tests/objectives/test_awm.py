@@ -1,0 +1,223 @@
+"""AWM against arithmetic in float64, on a small real pipeline."""
+
+import pytest
+import torch
+from pair_methods import (
+    ADVANTAGES,
+    Pairs64,
+    assert_same_gradient,
+    loss_and_gradient,
+    nudge,
+    pixel_mean,
+    prepare,
+    roll,
+    spread_copies,
+    weights,
+)
+
+from lit_vgrpo.advantages import group_advantages
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.objectives import AWM
+from lit_vgrpo.objectives.awm import log_likelihood
+from lit_vgrpo.policies import SD3Policy
+from lit_vgrpo.rollout import RolloutSpec
+from lit_vgrpo.sizes import Sizes
+
+
+@pytest.fixture(params=[None, 4], ids=["full", "lora"])
+def network(request, tiny_sd3):
+    return SD3Policy(str(tiny_sd3), max_sequence_length=1, lora_rank=request.param).load()
+
+
+@pytest.fixture
+def policy(tiny_sd3):
+    return SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
+
+
+def small(**options):
+    return AWM(RolloutSpec(steps=4), **{"num_times": 3, **options})
+
+
+def log_q(error, t, weighting, p):
+    return {
+        "power": lambda: -t * ((error + 1e-10) ** p - 1e-10**p) / p,
+        "uniform": lambda: -error,
+        "time": lambda: -t * error,
+        "time_squared": lambda: -(t**2) * error,
+    }[weighting]()
+
+
+@pytest.mark.parametrize("weighting", ["power", "uniform", "time", "time_squared"])
+def test_loss_and_gradient_equal_the_paper_in_float64(network, weighting):
+    objective = small(weighting=weighting, power=0.5, clip=0.01, kl_weight=0.1, ema_weight=0.7)
+    spread_copies(network, objective)
+    experience = prepare(network, objective, updates=2)
+    pairs = Pairs64(network, experience)
+    with torch.no_grad():
+        old = pairs.predict().double()
+    nudge(network, seed=9)
+    reference, ema = (pairs.predict_with(objective.copies[name]) for name in ("reference", "ema"))
+    a, t = ADVANTAGES.double()[:, None] / 5, pairs.t[..., 0, 0, 0]
+    outside = []
+
+    def likelihood(v):
+        return log_q(pixel_mean((v - (pairs.eps - pairs.x)) ** 2), t, weighting, 0.5)
+
+    def paper(v):
+        ratio = (likelihood(v) - likelihood(old)).exp()
+        outside.append((ratio - 1).abs() > 0.01)
+        gain = torch.minimum(ratio * a, ratio.clamp(0.99, 1.01) * a)
+        pulls = 0.1 * pixel_mean((v - reference) ** 2) + 0.7 * pixel_mean((v - ema) ** 2)
+        return (pulls - gain).mean()
+
+    expected, expected_gradient = pairs.loss_and_gradient(paper)
+    loss, gradient = loss_and_gradient(network, objective, [experience])
+    assert loss == pytest.approx(expected, rel=1e-3)
+    assert_same_gradient(gradient, expected_gradient)
+    metrics = objective.loss(network, experience)[1]
+    torch.testing.assert_close(metrics["clip_fraction"], outside[0].float().mean(1))
+    assert outside[0].any()
+    _, in_micros = loss_and_gradient(network, objective, experience.micro_batches(2))
+    assert_same_gradient(in_micros, gradient)
+
+
+def test_the_likelihoods_by_hand():
+    errors, t = torch.tensor([[0.0, 0.0081]]), torch.tensor([[0.5, 0.5]])
+    power = log_likelihood(errors, t)[0].tolist()
+    assert power[0] == 0
+    assert power[1] == pytest.approx(-2 * (0.0081000001**0.25 - 1e-10**0.25), rel=1e-5)
+    assert log_likelihood(errors, t, "uniform")[0, 1].item() == pytest.approx(-0.0081)
+    assert log_likelihood(errors, t, "time")[0, 1].item() == pytest.approx(-0.00405)
+    assert log_likelihood(errors, t, "time_squared")[0, 1].item() == pytest.approx(-0.002025)
+
+
+def test_the_on_policy_shortcut_has_the_same_gradient_and_no_old_passes(policy):
+    objective, ledger = small(), PassLedger()
+    ledger.attach(policy.network)
+    spread_copies(policy, objective)
+    short = prepare(policy, objective, updates=1, ledger=ledger)
+    assert "old" not in ledger.counts
+    full = prepare(policy, objective, updates=2, ledger=ledger)
+    assert ledger.counts["old"] == {"with_grad": 0, "without_grad": 18}
+    assert objective.loss(policy, full)[1]["ratio_deviation"].max() == 0
+    gradients = [loss_and_gradient(policy, objective, [experience])[1] for experience in (short, full)]
+    assert_same_gradient(*gradients, rtol=1e-5)
+
+
+def test_times_are_stratified_and_shared_in_a_micro_batch_and_noise_is_not(policy):
+    objective = AWM(RolloutSpec(steps=12))
+    objective.setup(policy)
+    pairs = prepare(policy, objective, micro_batch_size=3).pairs
+    schedule = roll(policy, objective).schedule.tolist()
+    assert pairs.times.shape == (6, 6)
+    rows = pairs.times.tolist()
+    assert rows[0] == rows[1] == rows[2] != rows[3] == rows[4] == rows[5]
+    for row in rows:
+        assert [schedule.index(t) // 2 for t in row] == [0, 1, 2, 3, 4, 5]
+    assert len({float(noise.flatten()[0]) for noise in pairs.noise.flatten(0, 1)}) == 36
+    alone = prepare(policy, objective, ADVANTAGES[3:], micro_batch_size=3, slots=(1,)).pairs  # another rank's group
+    assert torch.equal(alone.times, pairs.times[3:])
+    assert torch.equal(alone.noise, pairs.noise[3:])
+    free = AWM(RolloutSpec(steps=12), times="uniform", kl_weight=0.0, ema_weight=0.0)
+    assert not set(prepare(policy, free).pairs.times.flatten().tolist()) <= set(schedule)
+
+
+def test_the_moving_copy_follows_once_an_iteration(policy):
+    objective = small()
+    objective.setup(policy)
+    start = weights(policy)
+    nudge(policy)
+    moved = weights(policy)
+    objective.num_updates = 99
+    objective.after_update(policy)
+    assert all(torch.equal(tensor, start[name]) for name, tensor in objective.copies["ema"].tensors.items())
+    for updates, d in ((100, 0.1), (5000, 0.3)):
+        objective.copies["ema"].load_state_dict(start)
+        objective.num_updates = updates
+        objective.after_iteration(policy)
+        for name, tensor in objective.copies["ema"].tensors.items():
+            expected = d * start[name].double() + (1 - d) * moved[name].double()
+            torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
+            assert torch.equal(objective.copies["reference"].tensors[name], start[name])
+
+
+def test_a_constant_added_to_all_rewards_changes_nothing(policy):
+    objective = small()
+    spread_copies(policy, objective)
+    rewards, groups = torch.tensor([1.0, 2.0, 4.0, 0.0, 8.0, 1.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    plain, shifted = (
+        loss_and_gradient(policy, objective, [prepare(policy, objective, group_advantages(r, groups))])
+        for r in (rewards, rewards + 16)
+    )
+    assert plain[0] == pytest.approx(shifted[0], rel=1e-5)
+    assert_same_gradient(plain[1], shifted[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("split", [False, True])
+def test_passes_are_those_of_the_table(policy, updates, split):
+    objective, ledger = small(), PassLedger()
+    ledger.attach(policy.network)
+    objective.setup(policy)
+    with ledger.phase("rollout"):
+        rollout = roll(policy, objective)
+    experience = objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=3, updates=updates, ledger=ledger)
+    for _ in range(1 if split else updates):
+        loss_and_gradient(policy, objective, experience.micro_batches(3))
+    found = {name: sum(count.values()) / 6 for name, count in ledger.counts.items()}
+    assert found == objective.passes_per_image(Sizes(2, 3, updates, micro_batch_size=3, split_updates=split))
+
+
+def test_the_published_cost():
+    assert AWM().passes_per_image(Sizes(4, 4)) == {"rollout": 10, "update": 6, "reference": 6, "ema": 6}
+    assert AWM(kl_weight=0.0, ema_weight=0.0).passes_per_image(Sizes(4, 4)) == {"rollout": 10, "update": 6}
+
+
+def test_the_weights_are_put_back_when_a_pass_fails(policy):
+    objective = small()
+    objective.setup(policy)
+    rollout = roll(policy, objective)
+    nudge(policy)
+    before = weights(policy)
+    rollout.conditioning.tensors["tokens"] = rollout.conditioning.tensors["tokens"][..., :-1]
+    with pytest.raises(RuntimeError):
+        objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1)
+    assert all(torch.equal(p, before[name]) for name, p in weights(policy).items())
+
+
+def test_the_state_comes_back(policy):
+    objective, other = small(), small()
+    other.setup(policy)
+    spread_copies(policy, objective)
+    objective.num_updates = 7
+    other.load_state_dict(objective.state_dict())
+    assert other.num_updates == 7
+    assert "reference" not in objective.state_dict()["copies"]  # it comes from the policy's own checkpoint
+    for name, tensors in objective.state_dict()["copies"].items():
+        assert all(torch.equal(tensor, other.copies[name].tensors[key]) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_times": 0}, "num_times=0"),
+        ({"weighting": "other"}, "weighting=other"),
+        ({"power": 0}, "power=0"),
+        ({"clip": 0}, "clip=0"),
+        ({"advantage_scale": 0}, "advantage_scale=0"),
+        ({"kl_weight": -1}, "kl_weight=-1"),
+        ({"ema_weight": -1}, "ema_weight=-1"),
+        ({"ema_decay_rate": -1}, "ema_decay_rate=-1"),
+        ({"ema_decay_max": 1}, "ema_decay_max=1"),
+        ({"time_shift": 0}, "time_shift=0"),
+    ],
+)
+def test_bad_settings_are_named(options, named):
+    with pytest.raises(ValueError, match=named):
+        AWM(**options)
+
+
+def test_where_it_works():
+    assert AWM.path_kinds == ("flow",)
+    assert AWM().check(Sizes(4, 4)) == []
+    assert "is an SDE, but AWM" in AWM(RolloutSpec("flow_sde")).check(Sizes(4, 4))[0]

@@ -1,0 +1,340 @@
+"""DGPO against arithmetic in float64, on small real pipelines."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from pair_methods import (
+    ADVANTAGES,
+    Pairs64,
+    assert_same_gradient,
+    loss_and_gradient,
+    nudge,
+    pixel_mean,
+    prepare,
+    roll,
+    spread_copies,
+    weights,
+)
+
+from lit_vgrpo.advantages import group_advantages
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.objectives import DGPO
+from lit_vgrpo.objectives.dgpo import gone_far_enough, group_weights
+from lit_vgrpo.policies import SD3Policy, UNetPolicy
+from lit_vgrpo.rollout import RolloutSpec
+from lit_vgrpo.sizes import Sizes
+
+
+@pytest.fixture
+def policy(tiny_sd3):
+    return SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
+
+
+@pytest.fixture
+def network(request, tiny_sd3, unet_folder):
+    kind, _, adapter = request.param.partition("-")
+    options = {"lora_rank": 4} if adapter else {}
+    if kind == "flow":
+        return SD3Policy(str(tiny_sd3), max_sequence_length=1, **options).load()
+    return UNetPolicy(str(unet_folder(kind)), **options).load()
+
+
+def small(**options):
+    return DGPO(RolloutSpec("dpm++", steps=4), num_times=2, noisiest=3, **options)
+
+
+def updated(policy, objective, micros, ledger=None):
+    objective.before_update(policy, micros, ledger)
+    return loss_and_gradient(policy, objective, micros)
+
+
+def rows_of(experience, order):
+    """Some images of an experience, in any order."""
+    index = torch.tensor(order)
+    return dataclasses.replace(
+        experience,
+        latents=experience.latents[index],
+        advantages=experience.advantages[index],
+        rows=experience.rows[index],
+        pairs=experience.pairs.select(index),
+        extras={name: value[index] for name, value in experience.extras.items()},
+    )
+
+
+@pytest.mark.parametrize("network", ["flow", "flow-lora", "epsilon", "v_prediction", "epsilon-lora"], indirect=True)
+@pytest.mark.parametrize("reference", ["frozen", "moving"])
+def test_loss_and_gradient_equal_the_paper_in_float64(network, reference):
+    objective = small(beta=3.0, kl_weight=0.5, clip=1e-4, reference=reference)
+    spread_copies(network, objective)
+    experience = prepare(network, objective)
+    pairs = Pairs64(network, experience)
+    old = pairs.predict_with(objective.copies["old"])
+    ref = pairs.predict_with(objective.copies["reference"]) if reference == "frozen" else old
+    a = ADVANTAGES.double()
+    stopped = []
+
+    def error(v):
+        return pixel_mean((pairs.target - v) ** 2).mean(1)
+
+    def paper(v):
+        terms = []
+        losses, old_losses, ref_losses = error(v), error(old), error(ref)
+        for group in ([0, 1, 2], [3, 4, 5]):
+            z = 3.0 / 3 * sum(a[i] * (losses[i] - ref_losses[i]) for i in group).detach()
+            for i in group:
+                q = math.exp((old_losses[i] - losses[i]).item())
+                stop = q > 1 + 1e-4 if a[i] > 0 else q < 1 - 1e-4
+                stopped.append(stop)
+                terms.append(torch.sigmoid(z) * a[i] * (losses[i].detach() if stop else losses[i]))
+        return torch.stack(terms).mean() + 0.5 * pixel_mean((v - ref) ** 2).mean()
+
+    expected, expected_gradient = pairs.loss_and_gradient(paper)
+    loss, gradient = updated(network, objective, [experience])
+    assert loss == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert_same_gradient(gradient, expected_gradient)
+    clipped = objective.loss(network, experience)[1]["clip_fraction"]
+    assert clipped.tolist() == [float(stop) for stop in stopped]
+    assert 0 < clipped.sum() < 6
+
+
+def test_the_gradient_is_that_of_the_preference_over_beta(policy):
+    objective = small(beta=50.0, kl_weight=0.0, clip=0.9)
+    spread_copies(policy, objective)
+    experience = prepare(policy, objective)
+    pairs = Pairs64(policy, experience)
+    ref = pairs.predict_with(objective.copies["reference"])
+    a = ADVANTAGES.double()
+
+    def preference(v):
+        gain = a * (pixel_mean((pairs.target - v) ** 2) - pixel_mean((pairs.target - ref) ** 2)).mean(1)
+        z = torch.stack([50.0 * gain[:3].mean(), 50.0 * gain[3:].mean()])
+        assert (torch.sigmoid(z.detach()) - 0.5).abs().max() > 0.01
+        return -torch.nn.functional.logsigmoid(-z).mean()
+
+    _, expected = pairs.loss_and_gradient(preference)
+    _, gradient = updated(policy, objective, [experience])
+    assert_same_gradient(50.0 * gradient, expected)
+
+
+def test_moving_images_of_a_group_between_micro_batches_changes_nothing(policy):
+    objective = small(beta=20.0)
+    spread_copies(policy, objective)
+    experience = prepare(policy, objective)
+    layouts = [
+        [[0, 1, 2, 3, 4, 5]],
+        [[3, 4, 5], [0, 1, 2]],  # whole groups: no passes of their own
+        [[0, 1], [2, 3], [4, 5]],
+        [[5, 0], [3, 2], [1, 4]],
+        [[k] for k in range(6)],
+    ]
+    results = []
+    for layout in layouts:
+        ledger = PassLedger()
+        handle = len(policy.network._forward_pre_hooks)
+        ledger.attach(policy.network)
+        results.append(updated(policy, objective, [rows_of(experience, order) for order in layout], ledger))
+        assert len(policy.network._forward_pre_hooks) == handle + 1
+        whole = all(len(order) % 3 == 0 for order in layout)
+        assert ("group" in ledger.counts) != whole
+    for loss, gradient in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-4, abs=1e-6)
+        assert_same_gradient(gradient, results[0][1], rtol=1e-4)
+
+
+def test_the_weight_of_a_group_by_hand():
+    ids = torch.tensor([7, 2, 7, 2])
+    found = group_weights(
+        torch.tensor([1.0, 0.5, 2.0, 0.5]),
+        torch.tensor([0.5, 0.5, 1.0, 0.25]),
+        torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        ids,
+        torch.full((4,), 2),
+        beta=4.0,
+    )
+    z = {7: 2 * (0.5 - 1.0), 2: 2 * (0.0 - 0.25)}
+    expected = [1 / (1 + math.exp(-z[k])) for k in ids.tolist()]
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_image_that_has_gone_far_enough_has_no_gradient(policy):
+    old, new = torch.full((6,), 1.0), torch.tensor([0.95, 1.05, 0.95, 1.05, 1.05, 0.995])
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 1.0])
+    assert gone_far_enough(new, old, advantages, 0.01).tolist() == [True, False, False, True, True, False]
+    objective = small(kl_weight=0.0)
+    objective.setup(policy)
+    experience = prepare(policy, objective)
+    objective.before_update(policy, [experience])
+    experience.extras["old_loss"] = experience.extras["old_loss"] + 0.1 * ADVANTAGES.sign()
+    assert loss_and_gradient(policy, objective, [experience])[1].abs().max() == 0
+
+
+def test_groups_without_spread_and_failed_images_give_nothing(policy):
+    objective = small(kl_weight=0.0)
+    spread_copies(policy, objective)
+    groups = torch.tensor([0, 0, 0, 1, 1, 1])
+    flat = prepare(policy, objective, group_advantages(torch.tensor([2.0, 2.0, 2.0, 5.0, 5.0, math.nan]), groups))
+    loss, gradient = updated(policy, objective, [flat])
+    assert loss == 0
+    assert gradient.abs().max() == 0
+    one = prepare(policy, objective, group_advantages(torch.tensor([2.0, math.nan, 2.0, 5.0, 1.0, math.nan]), groups))
+    objective.before_update(policy, [one])
+    for row, contributes in ((1, False), (3, True), (5, False)):
+        bent = rows_of(one, range(6))
+        bent.latents[row] += 1
+        moved = loss_and_gradient(policy, objective, [bent])[0] - loss_and_gradient(policy, objective, [one])[0]
+        assert (abs(moved) > 1e-6) == contributes
+
+
+def test_a_constant_added_to_all_rewards_changes_nothing(policy):
+    objective = small()
+    spread_copies(policy, objective)
+    rewards, groups = torch.tensor([1.0, 2.0, 4.0, 0.0, 8.0, 1.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    plain, shifted = (
+        updated(policy, objective, [prepare(policy, objective, group_advantages(r, groups))])
+        for r in (rewards, rewards + 16)
+    )
+    assert plain[0] == pytest.approx(shifted[0], rel=1e-5)
+    assert_same_gradient(plain[1], shifted[1], rtol=1e-5)
+
+
+def test_times_are_noisy_distinct_and_everywhere_the_same(policy):
+    objective = DGPO()
+    objective.setup(policy)
+    pairs = prepare(policy, objective).pairs
+    schedule = roll(policy, objective).schedule.tolist()
+    assert pairs.times.shape == (2, 4)
+    first, second = pairs.times.tolist()
+    assert first == second
+    assert len(set(first)) == 4
+    assert set(first) <= set(schedule[:7])
+    assert pairs.rows.tolist() == [0, 0, 0, 1, 1, 1]
+    assert len({float(noise.flatten()[0]) for noise in pairs.noise.flatten(0, 1)}) == 8
+    alone = prepare(policy, objective, ADVANTAGES[3:], slots=(1,)).pairs  # another rank has the second group only
+    assert torch.equal(alone.times, pairs.times[1:])
+    assert torch.equal(alone.noise, pairs.noise[1:])
+
+
+def test_old_follows_every_step_and_rolls_out_late(policy):
+    objective = small(behaviour_from_step=201)
+    objective.setup(policy)
+    before = roll(policy, objective).latents
+    objective.num_updates = 199
+    start = weights(policy)
+    nudge(policy)
+    moved = weights(policy)
+    assert not torch.allclose(roll(policy, objective).latents, before)  # the policy itself still rolls out
+    objective.after_update(policy)
+    for name, tensor in objective.copies["old"].tensors.items():
+        expected = 0.2 * start[name].double() + 0.8 * moved[name].double()
+        torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(objective.copies["reference"].tensors[name], start[name])
+    assert objective.num_updates == 200
+    objective.copies["old"].load_state_dict(start)
+    assert not torch.allclose(roll(policy, objective).latents, before)
+    objective.num_updates = 201
+    assert torch.equal(roll(policy, objective).latents, before)
+    objective.num_updates = 5000
+    objective.after_update(policy)
+    for name, tensor in objective.copies["old"].tensors.items():
+        expected = 0.3 * start[name].double() + 0.7 * moved[name].double()
+        torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("reference", "micro_batch_size", "phases"),
+    [("frozen", 3, {"reference", "old"}), ("frozen", 2, {"reference", "old", "group"}), ("moving", 3, {"old"})],
+)
+def test_passes_are_those_of_the_table(policy, reference, micro_batch_size, phases):
+    objective, ledger = small(reference=reference), PassLedger()
+    ledger.attach(policy.network)
+    objective.setup(policy)
+    with ledger.phase("rollout"):
+        rollout = roll(policy, objective)
+    experience = objective.prepare(
+        policy, rollout, ADVANTAGES, micro_batch_size=micro_batch_size, updates=2, ledger=ledger
+    )
+    micros = experience.micro_batches(micro_batch_size)
+    for _ in range(2):
+        updated(policy, objective, micros, ledger)
+        objective.after_update(policy)
+    found = {name: sum(count.values()) / 6 for name, count in ledger.counts.items()}
+    assert found == objective.passes_per_image(Sizes(2, 3, 2, micro_batch_size))
+    assert found.keys() == phases | {"rollout", "update"}
+    assert ledger.counts["update"]["without_grad"] == 0
+
+
+def test_the_published_cost():
+    passes = DGPO().passes_per_image(Sizes(4, 4, micro_batch_size=8))
+    assert passes == {"rollout": 10, "update": 4, "old": 4, "reference": 4}
+
+
+def test_a_group_must_be_whole_in_every_update(policy):
+    faults = DGPO().check(Sizes(6, 4, updates_per_iteration=4, micro_batch_size=2, split_updates=True))
+    assert len(faults) == 1
+    assert "updates_per_iteration=4 cuts the 6 groups of 4" in faults[0]
+    assert "1, 2, 3, 6" in faults[0]
+    assert DGPO().check(Sizes(6, 4, updates_per_iteration=3, micro_batch_size=2, split_updates=True)) == []
+    assert DGPO().check(Sizes(6, 4, updates_per_iteration=4, micro_batch_size=2)) == []
+    objective = small()
+    objective.setup(policy)
+    experience = prepare(policy, objective)
+    objective.before_update(policy, [rows_of(experience, [0, 1, 2])])
+    with pytest.raises(ValueError, match="2 of the 3 images of group 1 on this rank"):
+        objective.before_update(policy, experience.micro_batches(5)[:1])
+
+
+def test_the_weights_are_put_back_when_a_pass_fails(policy):
+    objective = small(behaviour_from_step=0)
+    objective.setup(policy)
+    experience, rollout = prepare(policy, objective), roll(policy, objective)
+    nudge(policy)
+    before = weights(policy)
+    for broken in (experience, rollout):
+        broken.conditioning.tensors["tokens"] = broken.conditioning.tensors["tokens"][..., :-1]
+    with pytest.raises(RuntimeError):
+        objective.before_update(policy, [experience])
+    with pytest.raises(RuntimeError):
+        objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1)
+    with pytest.raises(RuntimeError, match="stop"), objective.acting(policy):
+        raise RuntimeError("stop")
+    assert all(torch.equal(p, before[name]) for name, p in weights(policy).items())
+
+
+def test_the_state_comes_back(policy):
+    objective, other = small(), small()
+    other.setup(policy)
+    spread_copies(policy, objective)
+    objective.num_updates = 7
+    other.load_state_dict(objective.state_dict())
+    assert other.num_updates == 7
+    assert "reference" not in objective.state_dict()["copies"]  # it comes from the policy's own checkpoint
+    for name, tensors in objective.state_dict()["copies"].items():
+        assert all(torch.equal(tensor, other.copies[name].tensors[key]) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_times": 0}, "num_times=0"),
+        ({"noisiest": 3}, "noisiest=3"),
+        ({"beta": 0}, "beta=0"),
+        ({"kl_weight": -1}, "kl_weight=-1"),
+        ({"clip": 0}, "clip=0"),
+        ({"reference": "other"}, "reference=other"),
+        ({"old_decay_rate": -1}, "old_decay_rate=-1"),
+        ({"old_decay_max": 1}, "old_decay_max=1"),
+        ({"behaviour_from_step": -1}, "behaviour_from_step=-1"),
+    ],
+)
+def test_bad_settings_are_named(options, named):
+    with pytest.raises(ValueError, match=named):
+        DGPO(**options)
+
+
+def test_settings_that_cannot_work_together_are_faults():
+    sizes = Sizes(4, 4)
+    assert DGPO().check(sizes) == []
+    assert "is an SDE, but DGPO" in DGPO(RolloutSpec("flow_sde")).check(sizes)[0]
+    assert "noisiest=7" in DGPO(RolloutSpec(steps=5)).check(sizes)[0]

@@ -1,0 +1,228 @@
+"""DiffusionNFT against arithmetic in float64, on small real pipelines."""
+
+import pytest
+import torch
+from pair_methods import (
+    ADVANTAGES,
+    Pairs64,
+    assert_same_gradient,
+    loss_and_gradient,
+    nudge,
+    pixel_mean,
+    prepare,
+    roll,
+    spread_copies,
+    weights,
+)
+
+from lit_vgrpo.advantages import group_advantages
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.objectives import VGRPO, DiffusionNFT
+from lit_vgrpo.objectives.nft import nft_decay, optimality
+from lit_vgrpo.policies import SD3Policy, UNetPolicy
+from lit_vgrpo.rollout import RolloutSpec
+from lit_vgrpo.sizes import Sizes
+
+
+@pytest.fixture
+def policy(tiny_sd3):
+    return SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
+
+
+@pytest.fixture
+def network(request, tiny_sd3, unet_folder):
+    kind, _, adapter = request.param.partition("-")
+    options = {"lora_rank": 4} if adapter else {}
+    if kind == "flow":
+        return SD3Policy(str(tiny_sd3), max_sequence_length=1, **options).load()
+    return UNetPolicy(str(unet_folder(kind)), **options).load()
+
+
+def spec_for(policy, steps=4):
+    return RolloutSpec("euler" if policy.path_kind == "flow" else "ddim", steps=steps)
+
+
+@pytest.mark.parametrize("network", ["flow", "flow-lora", "epsilon", "v_prediction", "epsilon-lora"], indirect=True)
+@pytest.mark.parametrize("beta", [1.0, 0.1])
+def test_loss_and_gradient_equal_the_paper_in_float64(network, beta):
+    advantages = torch.tensor([1.0, -0.5, -7.0, 0.0, 6.0, -2.0])
+    objective = DiffusionNFT(spec_for(network), beta=beta, kl_weight=0.01, scale_cap=2.0)
+    spread_copies(network, objective)
+    experience = prepare(network, objective, advantages)
+    pairs = Pairs64(network, experience)
+    old, reference = (pairs.predict_with(objective.copies[name]) for name in ("old", "reference"))
+    shrink = (2.0 * pairs.a / pairs.b).clamp(max=1) if pairs.kind == "epsilon" else 1.0
+    r = torch.tensor([0.6, 0.45, 0.0, 0.5, 1.0, 0.3], dtype=torch.float64)[:, None]
+
+    def side(prediction):
+        error = shrink * (pairs.x_of(prediction) - pairs.x)
+        return pixel_mean(error**2) / pixel_mean(error.detach().abs()).clamp(min=1e-5)
+
+    def paper(v):
+        plus, minus = beta * v + (1 - beta) * old, (1 + beta) * old - beta * v
+        contrast = (r * side(plus) + (1 - r) * side(minus)) / beta
+        return 5 * contrast.mean() + 0.01 * pixel_mean((v - reference) ** 2).mean()
+
+    expected, expected_gradient = pairs.loss_and_gradient(paper)
+    loss, gradient = loss_and_gradient(network, objective, [experience])
+    assert loss == pytest.approx(expected, rel=1e-3)
+    assert_same_gradient(gradient, expected_gradient)
+    assert (shrink != 1).any() if pairs.kind == "epsilon" else True
+    _, in_micros = loss_and_gradient(network, objective, experience.micro_batches(2))
+    assert_same_gradient(in_micros, gradient)
+
+
+def test_on_policy_its_gradient_is_that_of_vgrpo(policy):
+    objective = DiffusionNFT(RolloutSpec(steps=4), beta=1.0, kl_weight=0.0)
+    objective.setup(policy)
+    experience = prepare(policy, objective)
+    _, gradient = loss_and_gradient(policy, objective, [experience])
+    other = VGRPO(RolloutSpec(steps=4), num_mc_samples=3, share_pairs=False)
+    same_pairs = prepare(policy, other)
+    same_pairs.pairs = experience.pairs
+    same_pairs.advantages = 2 * optimality(ADVANTAGES) - 1
+    _, expected = loss_and_gradient(policy, other, [same_pairs])
+    assert_same_gradient(gradient, 5 * expected, rtol=1e-5)
+    torch.testing.assert_close(5 * same_pairs.advantages, ADVANTAGES)
+
+
+def test_the_decay_types():
+    assert [nft_decay(0, n) for n in (0, 1, 1000)] == [0, 0, 0]
+    assert [nft_decay(1, n) for n in (0, 1, 499, 500, 9000)] == pytest.approx([0, 0.001, 0.499, 0.5, 0.5])
+    assert [nft_decay(2, n) for n in (0, 74, 75, 76, 100, 208, 209, 9000)] == pytest.approx(
+        [0, 0, 0, 0.0075, 0.1875, 0.9975, 0.999, 0.999]
+    )
+
+
+def test_old_follows_once_an_iteration_by_the_clock_of_gradient_steps(policy):
+    objective = DiffusionNFT(RolloutSpec(steps=2))
+    objective.setup(policy)
+    objective.num_updates = 298
+    start = weights(policy)
+    nudge(policy)
+    objective.after_update(policy)
+    objective.after_update(policy)
+    for name, tensor in objective.copies["old"].tensors.items():
+        assert torch.equal(tensor, start[name])  # it does not move with updates
+    objective.after_iteration(policy)
+    moved = weights(policy)
+    for name, tensor in objective.copies["old"].tensors.items():
+        expected = 0.3 * start[name].double() + 0.7 * moved[name].double()
+        torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(objective.copies["reference"].tensors[name], start[name])
+
+
+def test_old_rolls_out(policy):
+    objective = DiffusionNFT(RolloutSpec(steps=2))
+    objective.setup(policy)
+    before = roll(policy, objective).latents
+    nudge(policy)
+    moved = weights(policy)
+    assert torch.equal(roll(policy, objective).latents, before)
+    assert all(torch.equal(p, moved[name]) for name, p in weights(policy).items())
+    objective.copies["old"].move_towards(policy, 0.0)
+    assert not torch.allclose(roll(policy, objective).latents, before)
+
+
+def test_every_image_has_all_times_but_one_in_its_own_order_and_noise_of_its_own(policy):
+    objective = DiffusionNFT(RolloutSpec(steps=10))
+    objective.setup(policy)
+    pairs = prepare(policy, objective).pairs
+    schedule = roll(policy, objective).schedule.tolist()
+    assert pairs.times.shape == (6, 9)
+    for row in pairs.times.tolist():
+        assert len(set(row)) == 9
+        assert set(row) < set(schedule)
+    assert len({tuple(row) for row in pairs.times.tolist()}) == 6
+    assert len({float(noise.flatten()[0]) for noise in pairs.noise.flatten(0, 1)}) == 54
+    alone = prepare(policy, objective, ADVANTAGES[3:], slots=(1,)).pairs  # another rank has the second group only
+    assert torch.equal(alone.times, pairs.times[3:])
+    assert torch.equal(alone.noise, pairs.noise[3:])
+    fewer = DiffusionNFT(RolloutSpec(steps=10), num_times=4)
+    fewer.setup(policy)
+    assert prepare(policy, fewer).pairs.times.shape == (6, 4)
+
+
+def test_a_constant_added_to_all_rewards_changes_nothing(policy):
+    objective = DiffusionNFT(RolloutSpec(steps=2))
+    spread_copies(policy, objective)
+    rewards, groups = torch.tensor([1.0, 2.0, 4.0, 0.0, 8.0, 1.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    plain, shifted = (
+        loss_and_gradient(policy, objective, [prepare(policy, objective, group_advantages(r, groups))])
+        for r in (rewards, rewards + 16)
+    )
+    assert plain[0] == pytest.approx(shifted[0], rel=1e-6)
+    assert_same_gradient(plain[1], shifted[1], rtol=1e-5)
+
+
+def test_on_policy_without_advantage_there_is_no_gradient(policy):
+    objective = DiffusionNFT(RolloutSpec(steps=3), beta=0.5, kl_weight=0.0)
+    objective.setup(policy)
+    _, nothing = loss_and_gradient(policy, objective, [prepare(policy, objective, torch.zeros(6))])
+    _, something = loss_and_gradient(policy, objective, [prepare(policy, objective)])
+    assert nothing.norm() < 1e-5 * something.norm()
+
+
+def test_passes_are_those_of_the_table(policy):
+    objective, ledger = DiffusionNFT(RolloutSpec(steps=4)), PassLedger()
+    ledger.attach(policy.network)
+    objective.setup(policy)
+    with ledger.phase("rollout"):
+        rollout = roll(policy, objective)
+    experience = objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=3, updates=2, ledger=ledger)
+    for _ in range(2):
+        loss_and_gradient(policy, objective, experience.micro_batches(3))
+    found = {name: sum(count.values()) / 6 for name, count in ledger.counts.items()}
+    assert found == objective.passes_per_image(Sizes(2, 3, updates_per_iteration=2, micro_batch_size=3))
+    assert DiffusionNFT().passes_per_image(Sizes(4, 4)) == {"rollout": 10, "update": 9, "old": 9, "reference": 9}
+    assert "reference" not in DiffusionNFT(kl_weight=0.0).passes_per_image(Sizes(4, 4))
+
+
+def test_the_weights_are_put_back_when_a_pass_fails(policy):
+    objective = DiffusionNFT(RolloutSpec(steps=2))
+    objective.setup(policy)
+    rollout = roll(policy, objective)
+    nudge(policy)
+    before = weights(policy)
+    rollout.conditioning.tensors["tokens"] = rollout.conditioning.tensors["tokens"][..., :-1]
+    with pytest.raises(RuntimeError):
+        objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1)
+    with pytest.raises(RuntimeError, match="stop"), objective.acting(policy):
+        raise RuntimeError("stop")
+    assert all(torch.equal(p, before[name]) for name, p in weights(policy).items())
+
+
+def test_the_state_comes_back(policy):
+    objective, other = DiffusionNFT(RolloutSpec(steps=2)), DiffusionNFT(RolloutSpec(steps=2))
+    other.setup(policy)
+    spread_copies(policy, objective)
+    objective.num_updates = 7
+    other.load_state_dict(objective.state_dict())
+    assert other.num_updates == 7
+    assert "reference" not in objective.state_dict()["copies"]  # it comes from the policy's own checkpoint
+    for name, tensors in objective.state_dict()["copies"].items():
+        assert all(torch.equal(tensor, other.copies[name].tensors[key]) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"beta": 0}, "beta=0"),
+        ({"decay_type": 3}, "decay_type=3"),
+        ({"num_times": 0}, "num_times=0"),
+        ({"advantage_clip": 0}, "advantage_clip=0"),
+        ({"kl_weight": -1}, "kl_weight=-1"),
+        ({"scale_cap": 0}, "scale_cap=0"),
+    ],
+)
+def test_bad_settings_are_named(options, named):
+    with pytest.raises(ValueError, match=named):
+        DiffusionNFT(**options)
+
+
+def test_settings_that_cannot_work_together_are_faults():
+    sizes = Sizes(4, 4)
+    assert DiffusionNFT().check(sizes) == []
+    assert "is an SDE, but DiffusionNFT" in DiffusionNFT(RolloutSpec("flow_sde")).check(sizes)[0]
+    assert "leaves no time" in DiffusionNFT(RolloutSpec(steps=1)).check(sizes)[0]
+    assert "num_times=11" in DiffusionNFT(num_times=11).check(sizes)[0]
