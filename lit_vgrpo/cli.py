@@ -29,7 +29,7 @@ from lit_vgrpo.errors import UserError, from_parser, one_line, report
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.interrupt import RunCheckpoint
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.recipe import Command, parse_command, read_recipe
+from lit_vgrpo.recipe import Command, parse_command, parser_config, read_recipe
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.run_folder import CONFIG_NAME, RunFolder, is_first_process, release, reserve
 from lit_vgrpo.schema import CONSTRUCTOR_ERRORS, recipe_faults
@@ -81,17 +81,18 @@ class RecipeCLI(LightningCLI):
         self.make_folder = make_folder
         self.folder = Path()
         self.checkpoints = RunCheckpoint()
-        super().__init__(
-            VGRPOModule,
-            PromptDataModule,
-            save_config_callback=None,
-            trainer_defaults=TRAINER_DEFAULTS,
-            seed_everything_default=0,
-            parser_kwargs={"parser_mode": "omegaconf+", "exit_on_error": False, "allow_abbrev": False},
-            args=command.parser_args(),
-            run=False,
-            auto_configure_optimizers=False,
-        )
+        with parser_config(command) as (config, self.note):
+            super().__init__(
+                VGRPOModule,
+                PromptDataModule,
+                save_config_callback=None,
+                trainer_defaults=TRAINER_DEFAULTS,
+                seed_everything_default=0,
+                parser_kwargs={"parser_mode": "omegaconf+", "exit_on_error": False, "allow_abbrev": False},
+                args=command.parser_args(config),
+                run=False,
+                auto_configure_optimizers=False,
+            )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -239,6 +240,8 @@ def _run(args: Sequence[str]) -> int:
         raise UserError(*faults)
     cli.save_recipe()
     if is_first_process():
+        if cli.note is not None:
+            print(cli.note)
         print(f"{cli.plan()}\nRun folder: {cli.folder}", flush=True)
     return _fit(cli)
 

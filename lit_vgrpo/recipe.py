@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from lit_vgrpo.errors import UserError, nearest
 from lit_vgrpo.paths import shipped_root
 
+OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
+KEPT_SETTINGS = ("rollout",)
+"""What one method's settings mean to another. A KL weight of one says nothing about that of the other."""
+
 
 @dataclass
 class Command:
@@ -22,8 +28,14 @@ class Command:
     recipe: Path
     overrides: list[tuple[str, str]]
 
-    def parser_args(self) -> list[str]:
-        return [f"--config={self.recipe}", *(f"--{key}={text}" for key, text in self.overrides)]
+    def parser_args(self, config: Path) -> list[str]:
+        return [f"--config={config}", *(f"--{key}={text}" for key, text in self.overrides)]
+
+    @property
+    def other_objective(self) -> str | None:
+        """The training method that an override asks for, whole and by its name."""
+        wanted = [text for key, text in self.overrides if key in OBJECTIVE_KEYS and not text.startswith("{")]
+        return wanted[-1] if wanted else None
 
 
 def parse_command(args: Sequence[str]) -> Command:
@@ -77,28 +89,71 @@ def read_recipe(command: Command) -> dict[str, Any]:
     Raises:
         UserError: it is not YAML, not a mapping, or an interpolation leads nowhere.
     """
-    try:
-        loaded = OmegaConf.load(command.recipe)
-        if not OmegaConf.is_dict(loaded):
-            raise UserError(f"{command.recipe} is no recipe: its top level must be a mapping with model: and data:.")
-        plain = OmegaConf.to_container(loaded, resolve=False)
-        assert isinstance(plain, dict)
+    with _readable(command.recipe):
+        plain = _plain_recipe(command)
         for key, text in command.overrides:
             _set(plain, key, text)
         resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+@contextmanager
+def parser_config(command: Command) -> Iterator[tuple[Path, str | None]]:
+    """The file for the parser to read, and a line to say where it is not the recipe as it stands.
+
+    Where an override names another training method, the settings of the recipe's own are left out: the parser would
+    keep those that both happen to have.
+
+    Raises:
+        UserError: as :func:`read_recipe`.
+    """
+    wanted = command.other_objective
+    with _readable(command.recipe):
+        given = OmegaConf.to_container(OmegaConf.load(command.recipe), resolve=False)
+        plain = _plain_recipe(command)
+    if plain == given or wanted is None:
+        yield command.recipe, None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / command.recipe.name
+        OmegaConf.save(OmegaConf.create(plain), path)
+        yield path, f"{wanted} starts from its own defaults: of the recipe's objective only rollout is kept."
+
+
+def _plain_recipe(command: Command) -> dict[Any, Any]:
+    """The file as plain values, not resolved; without settings of a training method that an override replaces."""
+    loaded = OmegaConf.load(command.recipe)
+    if not OmegaConf.is_dict(loaded):
+        raise UserError(f"{command.recipe} is no recipe: its top level must be a mapping with model: and data:.")
+    plain = OmegaConf.to_container(loaded, resolve=False)
+    assert isinstance(plain, dict)
+    wanted, model = command.other_objective, plain.get("model")
+    if wanted is None or not isinstance(model, dict) or not isinstance(model.get("objective"), dict):
+        return plain
+    own, settings = str(model["objective"].get("class_path")), model["objective"].get("init_args") or {}
+    if own.rpartition(".")[2] != wanted.rpartition(".")[2]:
+        kept = {name: value for name, value in settings.items() if name in KEPT_SETTINGS}
+        model["objective"] = {"class_path": wanted, "init_args": kept}
+    return plain
+
+
+@contextmanager
+def _readable(recipe: Path) -> Iterator[None]:
+    """Say in one line what is wrong with the file."""
+    try:
+        yield
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{command.recipe}{where} is not YAML: {getattr(error, 'problem', error)}.") from error
+        raise UserError(f"{recipe}{where} is not YAML: {getattr(error, 'problem', error)}.") from error
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "a value"
-        raise UserError(f"{command.recipe}: {key}: {str(error).splitlines()[0]}. Check the ${{...}} in it.") from error
+        raise UserError(f"{recipe}: {key}: {str(error).splitlines()[0]}. Check the ${{...}} in it.") from error
     except OSError as error:
-        raise UserError(f"Cannot read {command.recipe}: {error.strerror}.") from error
+        raise UserError(f"Cannot read {recipe}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{command.recipe} is not a text file in UTF-8.") from error
-    assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+        raise UserError(f"{recipe} is not a text file in UTF-8.") from error
 
 
 def _set(recipe: dict[Any, Any], key: str, text: str) -> None:

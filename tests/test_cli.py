@@ -194,6 +194,18 @@ def test_a_checkpoint_of_another_recipe_is_one_line(tiny_recipe, capfd):
     assert "Traceback" not in err
 
 
+def test_one_word_swaps_the_method_and_its_settings_are_its_own(tiny_recipe, capsys):
+    text = tiny_recipe.read_text().replace("num_mc_samples: 2", "num_mc_samples: 2, kl_weight: 1.0, anchor_decay: 0.3")
+    tiny_recipe.write_text(text)
+    assert run([str(tiny_recipe), "model.objective=DiffusionNFT", "trainer.max_epochs=1"]) == 0
+    assert "DiffusionNFT starts from its own defaults" in capsys.readouterr().out
+    objective = yaml.safe_load(Path("runs/tiny/config.yaml").read_text())["model"]["objective"]
+    assert objective["init_args"]["kl_weight"] == 1e-4
+    assert objective["init_args"]["rollout"]["steps"] == 2
+    assert run([str(tiny_recipe), "model.objective=MixGRPO"]) == 2
+    assert "Use flow_sde or cps or dance_sde" in capsys.readouterr().err
+
+
 # --- Ctrl-C and several ranks, in processes of their own -------------------------------------------------------------
 
 

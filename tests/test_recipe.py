@@ -62,3 +62,11 @@ def test_a_binary_recipe(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"r\.yaml"):
         read_recipe(parse_command([str(path)]))
+
+
+def test_another_method_keeps_the_rollout_and_nothing_else_of_the_recipes_own(tiny_recipe):
+    command = parse_command([str(tiny_recipe), "model.objective=DiffusionNFT", "model.objective.beta=0.1"])
+    objective = read_recipe(command)["model"]["objective"]
+    assert objective == {"class_path": "DiffusionNFT", "init_args": {"rollout": {"steps": 2}, "beta": 0.1}}
+    same = parse_command([str(tiny_recipe), "model.objective=VGRPO"])
+    assert read_recipe(same)["model"]["objective"]["init_args"]["num_mc_samples"] == 2

@@ -35,7 +35,8 @@ class Objective(ABC):
     :meth:`after_iteration`.
 
     Attributes:
-        copies: the copies of the trained weights that the method keeps, by name; part of the checkpoint.
+        copies: the copies of the trained weights that the method keeps, by name; part of the checkpoint, but for
+            ``"reference"``, which is that of the start.
         num_updates: gradient steps done, over all iterations; the clock of whatever decays by steps.
     """
 
@@ -158,10 +159,10 @@ class Objective(ABC):
         """Move the copies that follow iterations."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only."""
+        """Tensors and plain values only; the frozen reference comes from the policy's own checkpoint."""
         return {
             "num_updates": self.num_updates,
-            "copies": {name: copy.state_dict() for name, copy in self.copies.items()},
+            "copies": {name: copy.state_dict() for name, copy in self._moving_copies().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -170,15 +171,19 @@ class Objective(ABC):
         Raises:
             RuntimeError: the checkpoint was written with another method, or other settings of it.
         """
-        if state["copies"].keys() != self.copies.keys():
-            saved, needed = (", ".join(sorted(names)) or "none" for names in (state["copies"], self.copies))
+        copies = self._moving_copies()
+        if state["copies"].keys() != copies.keys():
+            saved, needed = (", ".join(sorted(names)) or "none" for names in (state["copies"], copies))
             raise RuntimeError(
-                f"The checkpoint keeps the copies {saved}, {type(self).__name__} needs {needed}. "
-                "Resume with the recipe that wrote it (RUN/config.yaml)."
+                f"The checkpoint keeps other copies of the weights ({saved}) than {type(self).__name__} does "
+                f"({needed}). Resume with the recipe that wrote it (RUN/config.yaml)."
             )
         self.num_updates = state["num_updates"]
-        for name, copy in self.copies.items():
+        for name, copy in copies.items():
             copy.load_state_dict(state["copies"][name])
+
+    def _moving_copies(self) -> dict[str, Snapshot]:
+        return {name: copy for name, copy in self.copies.items() if name != "reference"}
 
 
 def guidance_factor(guidance: float) -> int:
