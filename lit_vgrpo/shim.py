@@ -27,6 +27,13 @@ class Verb(NamedTuple):
 VERBS: dict[str, Verb] = {
     "run": Verb("lit_vgrpo.cli:run", "RECIPE.yaml [key=value ...]", "train a recipe; a shipped one goes by its name"),
     "check": Verb("lit_vgrpo.check:check", "RECIPE.yaml [key=value ...]", "find every fault of a recipe, no training"),
+    "compare": Verb(
+        "lit_vgrpo.compare.cli:compare",
+        "RECIPE.yaml [key=value ...] [--methods vgrpo,mixgrpo,...] [--seeds 3] [--target 0.6,0.7] "
+        "[--settings published,tuned] [--iterations N] [--evaluate-every 5] [--jobs 2] [--first-seed 0] [--out FOLDER] "
+        "[--sweep]",
+        "race training methods on the same task; the same command continues one that was stopped",
+    ),
 }
 
 
@@ -82,7 +89,7 @@ def _answer(args: list[str]) -> int:
 
         print(f"lit-vgrpo {__version__}")
         return 0
-    lines = [f"  lightning {name:<6} {verb.usage}   {verb.summary}" for name, verb in VERBS.items()]
+    lines = [f"  lightning {name:<7} {verb.usage}   {verb.summary}" for name, verb in VERBS.items()]
     if args and args[0] in ("-h", "--help"):
         print("\n".join(["usage:", *lines, "Try: lightning run tiny_shapes"]))
         return 0

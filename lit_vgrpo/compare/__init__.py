@@ -1,0 +1,1 @@
+"""``lightning compare``: training methods raced against each other from the same start."""

@@ -1,0 +1,234 @@
+"""What a method changes in a recipe, and what it may not change."""
+
+import pytest
+import yaml
+
+from lit_vgrpo.cli import LINKED, TOP_LEVEL, build
+from lit_vgrpo.compare.options import parse_options
+from lit_vgrpo.compare.overlays import find_overlay, for_race, read_overlay, shipped_methods, with_overlay
+from lit_vgrpo.compare.plan import entrants, fingerprint, runs_of, swept
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.schema import recipe_faults
+
+BASE = {
+    "model": {
+        "policy": {"class_path": "SD3Policy", "init_args": {"checkpoint": "x"}},
+        "objective": {
+            "class_path": "VGRPO",
+            "init_args": {"num_mc_samples": 2, "rollout": {"solver": "dpm++", "steps": 6, "guidance": 2.0}},
+        },
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.5},
+    },
+    "data": {"prompts_per_iteration": 4, "group_size": 4},
+    "trainer": {"max_epochs": 9},
+}
+PART = {
+    "model": {
+        "objective": {"class_path": "MixGRPO", "init_args": {"rollout": {"solver": "flow_sde", "shared_noise": True}}},
+        "optimizer": {"lr": 3e-4},
+    },
+    "data": {"updates_per_iteration": 4},
+}
+
+
+def overlay_file(folder, name="mine", **content):
+    content = {"published": {"model": {"objective": "VGRPO"}}, **content}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def test_the_objective_is_replaced_and_the_rollout_kept():
+    recipe = with_overlay(BASE, PART)
+    assert recipe["model"]["objective"] == {
+        "class_path": "MixGRPO",
+        "init_args": {"rollout": {"solver": "flow_sde", "steps": 6, "guidance": 2.0, "shared_noise": True}},
+    }
+    assert recipe["model"]["optimizer"] == {"lr": 3e-4, "weight_decay": 0.5}
+    assert recipe["data"] == {"prompts_per_iteration": 4, "group_size": 4, "updates_per_iteration": 4}
+    assert recipe["model"]["policy"] == BASE["model"]["policy"]
+    assert BASE["model"]["objective"]["class_path"] == "VGRPO"
+
+
+def test_every_method_is_evaluated_with_the_recipes_own_ode():
+    assert with_overlay(BASE, PART)["model"]["evaluation"] == {"solver": "dpm++", "steps": 6, "guidance": 2.0}
+    own = {"solver": "euler", "steps": 20}
+    base = {**BASE, "model": {**BASE["model"], "evaluation": own}}
+    assert with_overlay(base, PART)["model"]["evaluation"] == own
+
+
+def test_a_recipe_with_an_sde_gives_the_others_its_ode():
+    rollout = {"solver": "flow_sde", "steps": 8, "noise_level": 0.7, "shared_noise": True}
+    base = {**BASE, "model": {**BASE["model"], "objective": {"class_path": "X", "init_args": {"rollout": rollout}}}}
+    recipe = with_overlay(base, {"model": {"objective": "VGRPO"}})
+    plain = {"solver": "euler", "steps": 8, "guidance": 1.0}
+    assert recipe["model"]["objective"] == {"class_path": "VGRPO", "init_args": {"rollout": plain}}
+    assert recipe["model"]["evaluation"] == plain
+
+
+def test_a_race_drops_what_costs_and_keeps_the_average():
+    callbacks = [
+        {"class_path": "EMA", "init_args": {"decay": 0.9}},
+        {"class_path": "lit_vgrpo.callbacks.SampleGrid"},
+        "SurrogateDiagnostics",
+        "Export",
+    ]
+    base = {**BASE, "name": "x", "seed_everything": 3, "trainer": {"callbacks": callbacks, "max_steps": 4}}
+    recipe = for_race(base, iterations=7, evaluate_every=2)
+    assert recipe["trainer"]["callbacks"] == callbacks[:1]
+    assert recipe["trainer"]["max_epochs"] == 7
+    assert recipe["trainer"]["check_val_every_n_epoch"] == 2
+    assert recipe["trainer"]["max_steps"] == -1
+    assert not {"name", "seed_everything", "run_dir"} & recipe.keys()
+
+
+def test_tuned_lies_over_published(tmp_path):
+    published = {
+        "model": {"objective": {"class_path": "VGRPO", "init_args": {"soft_clip": 3.0}}, "optimizer": {"lr": 1}}
+    }
+    tuned = {"model": {"objective": {"init_args": {"clip": 0.1}}, "optimizer": {"lr": 2}}}
+    overlay = read_overlay(overlay_file(tmp_path, published=published, tuned=tuned))
+    assert overlay.part("tuned")["model"] == {
+        "objective": {"class_path": "VGRPO", "init_args": {"soft_clip": 3.0, "clip": 0.1}},
+        "optimizer": {"lr": 2},
+    }
+    assert overlay.part("published") == published
+
+
+def test_a_fingerprint_tells_recipe_and_seed_apart():
+    prints = [
+        fingerprint(for_race(BASE, 5, 1), 0),
+        fingerprint(for_race(BASE, 6, 1), 0),
+        fingerprint(for_race(BASE, 5, 1), 1),
+        fingerprint(for_race(with_overlay(BASE, PART), 5, 1), 0),
+    ]
+    assert len(set(prints)) == 4
+    assert fingerprint(for_race(BASE, 5, 1), 0) == prints[0]
+
+
+@pytest.mark.parametrize("method", shipped_methods())
+def test_every_shipped_overlay_builds(method, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = "tiny_unet" if method == "ddpo" else "tiny_shapes"
+    race = entrants(parse_options([recipe, "--methods", method]))
+    assert race[0].settings == "published"
+    points = swept(parse_options([recipe, "--methods", method, "--sweep"]), read_overlay(find_overlay(method)))
+    assert len(points) == len({fingerprint(point.recipe, 0) for point in points}) == 6
+    for point in points:
+        assert recipe_faults(point.recipe, TOP_LEVEL, LINKED) == []
+
+
+@pytest.mark.parametrize("method", shipped_methods())
+def test_a_shipped_overlay_says_its_command_and_source(method):
+    lines = shipped_methods()[method].read_text().splitlines()
+    head = [line for line in lines if line.startswith("#")]
+    assert "arXiv 25" in head[0] or "arXiv 26" in head[0] or "arXiv 23" in head[0]
+    assert head[1].startswith("#   lightning compare tiny_")
+    assert method in head[1].partition("--methods ")[2].split(",")
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_methods_of_the_race_are_there():
+    names = {
+        "vgrpo",
+        "flowgrpo",
+        "flowgrpo_fast",
+        "dancegrpo",
+        "mixgrpo",
+        "mixgrpo_flash",
+        "nft",
+        "dgpo",
+        "awm",
+        "ddpo",
+    }
+    assert names <= set(shipped_methods())
+
+
+def test_a_merged_recipe_runs_by_itself(tmp_path, monkeypatch, tiny_recipe):
+    options = parse_options([str(tiny_recipe), "--methods", "vgrpo", "--seeds", "1", "--out", "out"])
+    runs = runs_of(options, entrants(options))
+    cli = build([str(runs[0].recipe)], make_folder=False)
+    assert cli.faults() == []
+    assert cli.model.objective.num_mc_samples == 4
+    assert cli.model.objective.rollout.steps == 2
+    assert cli.model.evaluation.steps == 2
+
+
+def faults_of(call, *args):
+    with pytest.raises(UserError) as caught:
+        call(*args)
+    return caught.value.faults
+
+
+def test_an_unknown_method_names_the_nearest_and_all():
+    (fault,) = faults_of(find_overlay, "mixgrop")
+    assert fault.startswith("mixgrop is no method. Did you mean mixgrpo? There are awm, dancegrpo, ")
+
+
+def test_an_overlay_may_not_change_the_task(tmp_path):
+    published = {"model": {"objective": "VGRPO", "reward": "JPEGCompressibility"}, "data": {"group_size": 8}}
+    path = overlay_file(tmp_path, published=published, sweep={"data.train": ["x"], "model.optimizer.lr": 3})
+    faults = faults_of(read_overlay, path)
+    assert [fault.split(" cannot")[0] for fault in faults[:3]] == [
+        f"{path}: published.model.reward",
+        f"{path}: published.data.group_size",
+        f"{path}: sweep.data.train",
+    ]
+    assert faults[3] == f"{path}: sweep.model.optimizer.lr=3 must be a list of the values to try."
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("published: [", "is not YAML"),
+        ("publishd: {model: {objective: VGRPO}}", "it needs published:"),
+        ("published: {model: {objective: VGRPO}}\ntunned: {}", "Did you mean tuned?"),
+        ("published: {model: {optimizer: {lr: 1}}}", "published.model.objective has no class_path"),
+        ("published: {model: {objective: VGRPO}}\ntuned: 3", "tuned must be a mapping"),
+        ("published: {model: 3}", "published.model.objective has no class_path"),
+    ],
+)
+def test_a_broken_overlay_is_one_line(text, message, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert any(message in fault for fault in faults_of(read_overlay, path))
+
+
+def test_all_faults_come_before_the_first_run(tmp_path, tiny_recipe):
+    wrong = overlay_file(
+        tmp_path, "wrong", published={"model": {"objective": {"class_path": "VGRPO", "init_args": {"clipp": 1}}}}
+    )
+    sizes = overlay_file(
+        tmp_path, "odd", published={"model": {"objective": "VGRPO"}, "data": {"updates_per_iteration": 0}}
+    )
+    options = parse_options([str(tiny_recipe), "--methods", f"{wrong},{sizes}"])
+    faults = faults_of(entrants, options)
+    assert faults[0] == "wrong published: model.objective.clipp is not an option of VGRPO. Did you mean clip?"
+    assert faults[1].startswith("odd published: data.updates_per_iteration=0 is too small.")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_override_that_a_method_undoes_is_refused(tiny_recipe):
+    words = [str(tiny_recipe), "--methods", "vgrpo"]
+    lost = ["model.objective.num_mc_samples=3", "model.optimizer.lr=0.5", "model.objective=VGRPO"]
+    for word in lost:
+        key = word.split("=")[0]
+        (fault,) = faults_of(entrants, parse_options([*words, word]))
+        assert fault.startswith(f"{key} has no effect: the overlay of vgrpo sets it.")
+    kept = ["model.objective.rollout.steps=3", "data.group_size=4", "model.optimizer.weight_decay=0.5"]
+    (entrant,) = entrants(parse_options([*words, *kept]))
+    assert entrant.recipe["model"]["objective"]["init_args"]["rollout"]["steps"] == 3
+    assert entrant.recipe["model"]["evaluation"]["steps"] == 3
+
+
+def test_tuned_is_refused_where_nothing_is_tuned(tmp_path, tiny_recipe):
+    path = overlay_file(tmp_path)
+    options = parse_options([str(tiny_recipe), "--methods", str(path), "--settings", "tuned"])
+    assert faults_of(entrants, options)[0].startswith("mine has no tuned settings: ")
+    default = entrants(parse_options([str(tiny_recipe), "--methods", str(path)]))
+    assert [entrant.settings for entrant in default] == ["published"]
+
+
+def test_without_held_out_prompts_there_is_no_race(tiny_recipe):
+    options = parse_options([str(tiny_recipe), "data.heldout=null", "--methods", "vgrpo"])
+    assert "data.heldout" in faults_of(entrants, options)[0]

@@ -1,0 +1,212 @@
+"""Costs by hand-worked numbers, and what the tables say about seeds that missed a target."""
+
+import csv
+import json
+
+import pytest
+from PIL import Image
+
+from lit_vgrpo.compare.options import parse_options
+from lit_vgrpo.compare.picture import averaged, draw
+from lit_vgrpo.compare.plan import Entrant
+from lit_vgrpo.compare.report import reward_table, tables, target_table, write_report
+from lit_vgrpo.compare.results import Curve, cost_of, rows_of
+from lit_vgrpo.compare.sweep import best_of, final_reward, trials_of, tuned_block, write_sweep
+
+
+def evaluations(rewards, seconds=10.0, every=5):
+    """An evaluation every five iterations, each of which costs a tenth of ``seconds`` on the CPU at ten iterations."""
+    return [
+        {
+            "iteration": every * k,
+            "reward": reward,
+            "images": 100 * every * k,
+            "passes": 1400 * every * k,
+            "train_seconds": 2 * seconds * k,
+            "cpu_seconds": seconds * k,
+        }
+        for k, reward in enumerate(rewards)
+    ]
+
+
+def curve(method, seed, rewards, seconds=10.0, settings="published", fault=""):
+    return Curve(method, settings, seed, evaluations(rewards, seconds), fault)
+
+
+def cells(table, *start):
+    """The cells of the row that starts with these words."""
+    for line in table.splitlines():
+        row = [cell.strip() for cell in line.strip("|").split("|")]
+        if row[: len(start)] == list(start):
+            return row[len(start) :]
+    raise AssertionError(f"{start} is not in\n{table}")
+
+
+def test_a_cost_is_interpolated_at_the_first_crossing():
+    # .4 at 5 iterations, .8 at 10: .5 lies a quarter of the way, at 6.25 iterations; the later dip does not matter.
+    cost = cost_of(evaluations([0.2, 0.4, 0.8, 0.3, 0.9]), 0.5)
+    assert cost == pytest.approx(
+        {"iteration": 6.25, "images": 625, "passes": 8750, "train_seconds": 25.0, "cpu_seconds": 12.5}
+    )
+
+
+def test_a_target_met_exactly_costs_what_that_evaluation_did():
+    assert cost_of(evaluations([0.2, 0.4, 0.8]), 0.4)["iteration"] == 5
+    assert cost_of(evaluations([0.2, 0.4, 0.8]), 0.2)["cpu_seconds"] == 0
+    assert cost_of(evaluations([0.2, 0.4, 0.8]), 0.1)["iteration"] == 0
+    assert cost_of(evaluations([0.2, 0.4, 0.8]), 0.81) is None
+    assert cost_of([], 0.5) is None
+
+
+def test_means_over_seeds_and_the_ratio():
+    curves = [
+        curve("vgrpo", 0, [0.2, 0.6, 0.9]),  # .4 at 2.5 iterations, 5 s
+        curve("vgrpo", 1, [0.2, 0.4, 0.7]),  # .4 at 5 iterations, 10 s
+        curve("nft", 0, [0.2, 0.3, 0.5], seconds=30),  # halfway between 5 and 10 iterations, 45 s
+        curve("nft", 1, [0.2, 0.4, 0.5], seconds=30),  # 5 iterations, 30 s
+    ]
+    vgrpo, nft = rows_of(curves, [0.4])
+    assert vgrpo.targets[0.4]["mean"]["iteration"] == pytest.approx(3.75)
+    assert vgrpo.targets[0.4]["cpu_ratio"] == 1.0
+    assert nft.targets[0.4]["mean"]["cpu_seconds"] == pytest.approx(37.5)
+    assert nft.targets[0.4]["cpu_ratio"] == pytest.approx(5.0)
+    assert (vgrpo.start, vgrpo.final, vgrpo.best) == pytest.approx((0.2, 0.8, 0.8))
+    assert vgrpo.final_range == (0.7, 0.9)
+    expected = ["2/2", "3.8", "7.5", "15.0", "5,250", "375", "1.00"]
+    assert cells(target_table([vgrpo, nft], 0.4), "vgrpo", "published") == expected
+    assert cells(reward_table([vgrpo, nft]), "nft", "published")[:4] == ["2", "0.200", "0.500", "0.500 to 0.500"]
+
+
+def test_the_ratio_is_to_the_same_settings():
+    curves = [
+        curve("vgrpo", 0, [0.0, 1.0], seconds=10, settings="published"),
+        curve("vgrpo", 0, [0.0, 1.0], seconds=2, settings="tuned"),
+        curve("nft", 0, [0.0, 1.0], seconds=8, settings="tuned"),
+        curve("nft", 0, [0.0, 1.0], seconds=8, settings="published"),
+    ]
+    rows = rows_of(curves, [0.5])
+    assert [row.targets[0.5]["cpu_ratio"] for row in rows] == pytest.approx([1.0, 1.0, 4.0, 0.8])
+
+
+def test_a_seed_that_missed_the_target_leaves_no_mean():
+    curves = [curve("vgrpo", s, [0.2, 0.9]) for s in range(3)]
+    curves += [curve("nft", 0, [0.2, 0.9]), curve("nft", 1, [0.2, 0.9]), curve("nft", 2, [0.2, 0.3])]
+    rows = rows_of(curves, [0.5])
+    assert cells(target_table(rows, 0.5), "nft", "published") == ["2/3", "-", "-", "-", "-", "-", "-"]
+    assert cells(target_table(rows, 0.5), "vgrpo", "published")[0] == "3/3"
+    assert rows[1].targets[0.5]["seeds"][2] is None
+    assert rows[1].targets[0.5]["seeds"][0]["iteration"] == pytest.approx(5 * 3 / 7)
+    assert "only where every seed reached the target" in tables(rows, [0.5])
+
+
+def test_when_vgrpo_missed_the_target_nobody_has_a_ratio():
+    rows = rows_of([curve("vgrpo", 0, [0.2, 0.3]), curve("nft", 0, [0.2, 0.9])], [0.5])
+    assert cells(target_table(rows, 0.5), "nft", "published")[-1] == "-"
+    assert cells(target_table(rows, 0.5), "nft", "published")[1] == "2.1"
+
+
+def test_a_failed_seed_is_said_and_not_hidden():
+    curves = [curve("nft", 0, [0.2, 0.9]), Curve("nft", "published", 1, [], "RuntimeError: no room")]
+    rows = rows_of(curves, [0.5])
+    text = tables(rows, [0.5])
+    assert cells(text, "nft", "published")[0] == "1/2"
+    assert cells(target_table(rows, 0.5), "nft", "published")[:2] == ["1/2", "-"]
+    assert "nft published, seed 1, failed: RuntimeError: no room" in text
+
+
+def test_all_seeds_failed():
+    rows = rows_of([Curve("nft", "published", 0, [], "boom"), curve("vgrpo", 0, [0.1, 0.2])], [0.15])
+    assert cells(reward_table(rows), "nft", "published") == ["0/1", "-", "-", "-", "-", "-", "-"]
+
+
+def test_the_band_is_that_of_the_seeds():
+    x, mean, low, high = averaged([curve("a", 0, [0.2, 0.6], 10), curve("a", 1, [0.2, 0.8], 30)], "cpu_seconds")
+    assert x == [0, 20]
+    assert mean == pytest.approx([0.2, 0.7])
+    assert (low, high) == ([0.2, 0.6], [0.2, 0.8])
+    assert averaged([curve("a", 0, [0.2, 0.6])], "passes")[0] == pytest.approx([0, 7.0])
+
+
+def test_the_picture_shows_the_methods(tmp_path):
+    curves = [curve("vgrpo", s, [0.2, 0.9 - s / 10]) for s in range(2)]
+    curves += [curve("nft", 0, [0.2, 0.4]), Curve("nft", "published", 1, [], "boom")]
+    curves += [Curve("dgpo", "published", 0, [], "boom")]
+    path = tmp_path / "compare.png"
+    draw(path, rows_of(curves, [0.5]), [0.5], "a race")
+    with Image.open(path) as image:
+        pixels = image.convert("RGB")
+        colours = {colour for _, colour in pixels.getcolors(pixels.width * pixels.height)}
+    assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)} <= colours
+    assert (0x00, 0x9E, 0x73) not in colours
+    assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_a_picture_of_nothing_but_failures_does_not_fail(tmp_path):
+    draw(tmp_path / "x.png", rows_of([Curve("nft", "published", 0, [], "boom")], []), [], "nothing")
+    assert (tmp_path / "x.png").is_file()
+
+
+def test_the_files_hold_everything(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = parse_options(["tiny_shapes", "--methods", "vgrpo", "--target", "0.5", "--seeds", "2", "--out", "."])
+    rows = rows_of([curve("vgrpo", s, [0.2, 0.9]) for s in range(2)], options.targets)
+    text = write_report(options, rows)
+    saved = json.loads((tmp_path / "compare.json").read_text())
+    assert saved["seeds"] == [0, 1]
+    assert saved["versions"]["torch"]
+    assert saved["methods"][0]["targets"]["0.5"]["mean"]["iteration"] == pytest.approx(5 * 3 / 7)
+    assert saved["methods"][0]["runs"][1]["evaluations"][1]["passes"] == 7000
+    with open(tmp_path / "compare.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 4
+    assert table[1] == {
+        "method": "vgrpo", "settings": "published", "seed": "0", "iteration": "5", "reward": "0.9",
+        "images": "500", "passes": "7000", "cpu_seconds": "10.0", "train_seconds": "20.0",
+    }  # fmt: skip
+    markdown = (tmp_path / "compare.md").read_text()
+    assert options.line in markdown
+    assert text in markdown
+
+
+def trial_inputs():
+    objective = {"class_path": "VGRPO", "init_args": {}}
+    entrants = [
+        Entrant(
+            "vgrpo",
+            f"sweep{n}",
+            {"model": {"objective": objective}},
+            {"model.optimizer.lr": lr, "model.objective.clip": 0.1},
+        )
+        for n, lr in enumerate([1e-4, 1e-3, 3e-3])
+    ]
+    curves = [
+        curve("vgrpo", 100, [0.9, 0.5, 0.9], settings="sweep0"),
+        curve("vgrpo", 100, [0.2, 0.8, 0.8], settings="sweep1"),
+        Curve("vgrpo", "sweep2", 100, [], "boom"),
+    ]
+    return entrants, curves
+
+
+def test_a_sweep_picks_the_best_mean_of_the_last_two_evaluations():
+    entrants, curves = trial_inputs()
+    assert final_reward(curves[0]) == pytest.approx(0.7)
+    assert final_reward(curve("a", 0, [0.9, 0.4])) == pytest.approx(0.4)
+    trials = trials_of(entrants, curves)
+    best = best_of(trials)["vgrpo"]
+    assert best is trials[1]
+    assert trials[2].final is None
+    block = "tuned:\n  model:\n    objective:\n      init_args:\n        clip: 0.1\n    optimizer:\n      lr: 0.001\n"
+    assert tuned_block(best) == block
+
+
+def test_the_sweeps_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = parse_options(["tiny_shapes", "--methods", "vgrpo", "--sweep", "--out", "."])
+    text = write_sweep(options, trials_of(*trial_inputs()))
+    assert cells(text, "vgrpo", "lr=0.001, clip=0.1") == ["0.200", "0.800", "0.800", "20", "best"]
+    assert cells(text, "vgrpo", "lr=0.003, clip=0.1") == ["-", "-", "-", "-", ""]
+    assert "vgrpo sweep2, seed 100, failed: boom" in text
+    saved = json.loads((tmp_path / "sweep.json").read_text())
+    assert [trial["is_best"] for trial in saved["trials"]] == [False, True, False]
+    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 3
+    assert (tmp_path / "sweep.md").read_text().endswith(f"{text}\n")
