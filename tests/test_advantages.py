@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_vgrpo.advantages import group_advantages, no_spread_share, soft_clip
+from lit_vgrpo.advantages import combined_advantages, group_advantages, no_spread_share, soft_clip
 
 REWARDS = torch.tensor([0.1, 0.7, 0.4, 2.0, 1.0, 1.5])
 GROUPS = torch.tensor([7, 7, 7, 3, 3, 3])
@@ -71,3 +71,31 @@ def test_no_spread_share():
 def test_unknown_std_is_refused():
     with pytest.raises(ValueError, match="Use global or group"):
         group_advantages(REWARDS, GROUPS, "rank")
+
+
+def test_the_sum_of_advantages_normalises_each_reward_first():
+    wide, narrow = REWARDS * 100, REWARDS.flip(0)
+    weights = {"wide": 1.0, "narrow": 0.5, "logged": 0.0}
+    parts = {"wide": wide, "narrow": narrow, "logged": torch.full((6,), math.nan)}
+    total = wide + 0.5 * narrow
+    expected = group_advantages(wide, GROUPS, "group") + 0.5 * group_advantages(narrow, GROUPS, "group")
+    found = combined_advantages(total, parts, weights, GROUPS, "group", "advantages")
+    torch.testing.assert_close(found, expected)
+    summed = combined_advantages(total, parts, weights, GROUPS, "group")
+    torch.testing.assert_close(summed, group_advantages(total, GROUPS, "group"))
+
+
+def test_an_image_with_one_failed_reward_is_left_out_of_all():
+    first, second = REWARDS.clone(), REWARDS.flip(0)
+    second[1] = math.nan
+    found = combined_advantages(
+        first + second, {"a": first, "b": second}, {"a": 1.0, "b": 1.0}, GROUPS, "global", "advantages"
+    )
+    assert found[1] == 0
+    for group in (7, 3):
+        assert found[group == GROUPS].sum().abs() < 1e-5
+
+
+def test_an_unknown_aggregate_is_named():
+    with pytest.raises(ValueError, match="aggregate='sum' is not known"):
+        combined_advantages(REWARDS, {"a": REWARDS}, {"a": 1.0}, GROUPS, aggregate="sum")

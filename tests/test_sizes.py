@@ -57,6 +57,23 @@ def test_every_update_goes_through_all_images():
     assert (plan.micro_batches_per_update, plan.steps_per_iteration) == (8, 24)
 
 
+def test_split_updates_share_out_the_images():
+    sizes = Sizes(8, 16, 4, 8, split_updates=True)
+    plan = sizes.plan(2)
+    assert (plan.images_per_update, plan.micro_batches_per_update, plan.steps_per_iteration) == (32, 2, 8)
+    assert (sizes.uses_per_image, Sizes(8, 16, 4, 8).uses_per_image) == (1, 4)
+    assert "4 on 32 images each" in plan.table()
+
+
+def test_split_updates_that_do_not_divide_name_what_would():
+    assert Sizes(8, 4, 5, 4, split_updates=True).faults(1) == [
+        "updates_per_iteration=5 cannot share out the 32 images of a rank. Use 4 or 8, or split_updates=false."
+    ]
+    assert Sizes(8, 4, 4, 16, split_updates=True).faults(1) == [
+        "micro_batch_size=16 cannot split the 8 images of one update on a rank. Use 8."
+    ]
+
+
 def test_every_fault_of_the_values_is_told():
     assert len(Sizes(0, 1, 0, 0).faults(0)) == 5
 

@@ -85,10 +85,12 @@ for iteration in range(8):
     advantages = group_advantages(scores, rollout.group_ids)
     experience = objective.prepare(policy, rollout, advantages, micro_batch_size=64, updates=1)
     optimizer.zero_grad()
+    objective.before_update(policy, [experience])
     loss, metrics = objective.loss(policy, experience)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
+    objective.after_update(policy)
     objective.after_iteration(policy)
     history.append(scores.mean().item())
 assert "lightning" not in sys.modules and "lightning.pytorch" not in sys.modules

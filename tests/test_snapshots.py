@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.snapshots import Snapshot, trainable_parameters
 
 
@@ -63,3 +64,38 @@ def test_a_copy_is_float32_and_survives_a_half_precision_policy():
     assert copy.tensors["0.weight"].dtype == torch.float32
     with copy.swapped_into(module):
         assert module[0].weight.dtype == torch.bfloat16
+
+
+def test_nothing_is_swapped_between_a_forward_and_its_backward():
+    module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    copy = Snapshot(module)
+    loss = module(torch.ones(1, 2)).square().sum()
+    with copy.swapped_into(module):
+        pass
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_gradient_reaches_swapped_weights():
+    module = network()
+    with Snapshot(module).swapped_into(module):
+        assert not module(torch.ones(1, 2)).requires_grad
+    assert module(torch.ones(1, 2)).requires_grad
+
+
+def test_with_lora_the_copy_of_the_start_is_the_network_without_its_adapter(tiny_sd3):
+    policy = SD3Policy(str(tiny_sd3), max_sequence_length=1, lora_rank=2).load()
+    reference = Snapshot(policy)
+    with torch.no_grad():
+        for parameter in trainable_parameters(policy).values():
+            parameter.add_(0.1)
+    cond = policy.encode(["a red circle on the left"])
+    z, t = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(0)), torch.tensor([0.7])
+    with reference.swapped_into(policy):
+        swapped = policy(z, t, cond)
+    policy.network.disable_adapters()
+    with torch.no_grad():
+        off = policy(z, t, cond)
+    policy.network.enable_adapters()
+    torch.testing.assert_close(swapped, off)
+    assert not torch.allclose(policy(z, t, cond), off, atol=1e-4)

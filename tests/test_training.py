@@ -38,7 +38,7 @@ def test_trains_and_counts(tiny_sd3, tmp_path, name, lora):
     assert trainer.current_epoch == 2
     assert trainer.global_step == 2 * updates
     assert module.images_seen == 16
-    planned = module.objective.passes_per_image(updates)
+    planned = module.objective.passes_per_image(trainer.datamodule.sizes)
     paid = {phase: sum(module.ledger.counts[phase].values()) for phase in planned}
     assert paid == {phase: 16 * passes for phase, passes in planned.items()}
     assert sum(paid.values()) == module.ledger.training_passes()

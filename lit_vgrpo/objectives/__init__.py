@@ -1,7 +1,28 @@
 """Training methods, one file each."""
 
+from lit_vgrpo.objectives.awm import AWM
 from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.objectives.dance_grpo import DanceGRPO
+from lit_vgrpo.objectives.ddpo import DDPO
 from lit_vgrpo.objectives.denoising import Denoising, ImageSource
-from lit_vgrpo.objectives.vgrpo import VGRPO, clipped_surrogate
+from lit_vgrpo.objectives.dgpo import DGPO
+from lit_vgrpo.objectives.flow_grpo import FlowGRPO
+from lit_vgrpo.objectives.mix_grpo import MixGRPO
+from lit_vgrpo.objectives.nft import DiffusionNFT
+from lit_vgrpo.objectives.ratio import clipped_surrogate
+from lit_vgrpo.objectives.vgrpo import VGRPO
 
-__all__ = ["VGRPO", "Denoising", "ImageSource", "Objective", "clipped_surrogate"]
+__all__ = [
+    "AWM",
+    "DDPO",
+    "DGPO",
+    "VGRPO",
+    "DanceGRPO",
+    "Denoising",
+    "DiffusionNFT",
+    "FlowGRPO",
+    "ImageSource",
+    "MixGRPO",
+    "Objective",
+    "clipped_surrogate",
+]

@@ -1,5 +1,7 @@
 """V-GRPO against arithmetic in float64, on a small real pipeline."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,10 +10,12 @@ from lit_vgrpo.ledger import PassLedger
 from lit_vgrpo.objectives import VGRPO, clipped_surrogate
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
 from lit_vgrpo.rollout import RolloutSpec
+from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import trainable_parameters
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
 GROUP = 3
+SIZES = Sizes(prompts_per_iteration=2, group_size=GROUP, micro_batch_size=6)
 ADVANTAGES = torch.tensor([1.0, -0.5, -0.5, 0.0, 2.0, -2.0])
 
 
@@ -275,6 +279,6 @@ def test_bad_settings_are_named(options, named):
 
 
 def test_settings_without_effect_are_faults():
-    assert "kl_weight=0.3 has no effect" in VGRPO(kl_weight=0.3).check(1)[0]
-    assert VGRPO(kl_weight=0.3).check(2) == []
-    assert "anchor_decay needs a KL" in VGRPO(anchor_decay=0.3).check(1)[0]
+    assert "kl_weight=0.3 has no effect" in VGRPO(kl_weight=0.3).check(SIZES)[0]
+    assert VGRPO(kl_weight=0.3).check(replace(SIZES, updates_per_iteration=2)) == []
+    assert "anchor_decay needs a KL" in VGRPO(anchor_decay=0.3).check(SIZES)[0]

@@ -1,0 +1,243 @@
+"""What the methods share that train on the sampling chain: a clipped ratio for every step that took noise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.objectives.base import Objective, guidance_factor, require
+from lit_vgrpo.objectives.ratio import clipped_surrogate, ratio_metrics
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.sizes import Sizes
+from lit_vgrpo.snapshots import Snapshot
+from lit_vgrpo.solvers import FLOW_SDES, VP_SDES, Transition, log_prob, transition
+from lit_vgrpo.surrogate import mean_over_pixels
+
+
+def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:
+    """``m((mean - mean_ref)^2) / (2 sigma^2)`` of every step, without the step's ``h``; ``(B, K, ...) -> (B, K)``.
+
+    Source:
+        arXiv 2505.05470.
+    """
+    return mean_over_pixels((mean - reference_mean).square() / (2 * diffusion.square()), 2)
+
+
+class ChainObjective(Objective):
+    """Base of the methods whose actions are the SDE steps of a rollout.
+
+    An experience's ``extras`` hold for each image its ``K`` trained steps: ``before`` and ``after (B, K, C, h, w)``,
+    ``t``, ``t_next``, ``second_time`` and ``log_prob (B, K)``, and where needed ``old_mean`` and ``reference_mean``.
+    The old log-probabilities are those of the rollout, so there are no extra passes for them.
+
+    Args:
+        rollout: how images are sampled; an SDE of the policy's path. Training uses the same guidance.
+        clip: half-width of the ratio's trust region; null for none.
+        advantage_clip: bound on the advantages; null for none.
+        kl_weight: weight of the KL to the weights of the start; 0 switches it and its passes off.
+        reference_guidance: guidance of those weights; null takes the rollout's.
+    """
+
+    path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
+
+    def __init__(
+        self,
+        rollout: RolloutSpec,
+        clip: float | None,
+        advantage_clip: float | None,
+        kl_weight: float,
+        reference_guidance: float | None,
+    ) -> None:
+        super().__init__()
+        require(clip is None or 0 < clip < 1, "clip", clip, "Use a small number such as 1e-4, or null")
+        require(advantage_clip is None or advantage_clip > 0, "advantage_clip", advantage_clip, "Use 5.0, or null")
+        require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more")
+        require(
+            reference_guidance is None or reference_guidance >= 1,
+            "reference_guidance",
+            reference_guidance,
+            "Use 1.0 or more, or null",
+        )
+        self.rollout = rollout
+        self.clip = clip
+        self.advantage_clip = advantage_clip
+        self.kl_weight = kl_weight
+        self.reference_guidance = reference_guidance
+
+    # --- which steps -----------------------------------------------------------------------------------------------
+
+    @property
+    def window(self) -> tuple[str, int] | None:
+        """Name and value of the option that says how many steps take noise, for a method that places the window."""
+        return None
+
+    def window_start(self, iteration: int) -> int:
+        """First step of the window, for a method that places it: a pure function of the iteration."""
+        return 0
+
+    @property
+    def last_start(self) -> int:
+        """The latest place of the window: the last step is never trained, its noise is far smaller than the others'."""
+        assert self.window is not None
+        return self.rollout.steps - 1 - self.window[1]
+
+    def rollout_spec(self, iteration: int) -> RolloutSpec:
+        if self.window is None or self.chain_faults():
+            return self.rollout
+        start = self.window_start(iteration)
+        return replace(self.rollout, window=(start, start + self.window[1]))
+
+    def choose_steps(self, rollout: Rollout) -> Tensor | None:
+        """Positions ``(B, K)`` of the trained steps among the rollout's SDE steps; ``None`` trains on all of them."""
+        return None
+
+    def num_trained_steps(self, spec: RolloutSpec) -> int:
+        """``K``: trained steps an image."""
+        return len(spec.sde_steps)
+
+    # --- checks and cost -------------------------------------------------------------------------------------------
+
+    def chain_faults(self) -> list[str]:
+        """What keeps this rollout from being trained on, a line each."""
+        spec, name, where = self.rollout, type(self).__name__, "model.objective.rollout"
+        if not spec.is_sde:
+            known = " or ".join(FLOW_SDES if "flow" in self.path_kinds else VP_SDES)
+            return [
+                f"{where}.solver={spec.solver} is an ODE: its steps have no likelihood for {name} to train on. "
+                f"Use {known}."
+            ]
+        if spec.steps < 2:
+            return [f"{where}.steps={spec.steps} leaves {name} nothing: the last step is not trained. Use 2 or more."]
+        faults = []
+        if spec.noise_level == 0 or (spec.solver == "cps" and (spec.noise_level or 0) > 1):
+            faults.append(
+                f"{where}.noise_level={spec.noise_level} gives {spec.solver} no likelihood. "
+                "Use a number above 0 and at most 1, or null."
+            )
+        if self.window is not None:
+            option, size = self.window
+            if size > spec.steps - 1:
+                faults.append(
+                    f"model.objective.{option}={size} does not fit into {where}.steps={spec.steps}, of which the last "
+                    f"is not trained. Use at most {spec.steps - 1}, or steps={size + 1}."
+                )
+            if spec.window is not None:
+                faults.append(f"{where}.window is set by {name} itself. Leave it out and set {option}.")
+        elif spec.window is not None and spec.window[1] > spec.steps - 1:
+            faults.append(
+                f"{where}.window={list(spec.window)} holds the last of {spec.steps} steps, which is not trained: its "
+                f"noise is far smaller than the others'. Use [{min(spec.window[0], spec.steps - 2)}, {spec.steps - 1}]."
+            )
+        return faults
+
+    def check(self, sizes: Sizes) -> list[str]:
+        return self.chain_faults() or super().check(sizes)
+
+    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
+        spec = self.rollout_spec(0)
+        steps = self.num_trained_steps(spec)
+        passes = super().passes_per_image(sizes)
+        passes["update"] = steps * guidance_factor(spec.guidance) * sizes.uses_per_image
+        if self.kl_weight > 0:
+            passes["reference"] = steps * guidance_factor(self._reference_guidance)
+        return passes
+
+    @property
+    def _reference_guidance(self) -> float:
+        return self.rollout.guidance if self.reference_guidance is None else self.reference_guidance
+
+    # --- one iteration ---------------------------------------------------------------------------------------------
+
+    def setup(self, policy: Policy) -> None:
+        for fault in self.chain_faults():
+            raise ValueError(fault)
+        if self.kl_weight > 0:
+            self.copies["reference"] = Snapshot(policy)
+
+    def prepare(
+        self,
+        policy: Policy,
+        rollout: Rollout,
+        advantages: Tensor,
+        *,
+        micro_batch_size: int,
+        updates: int,
+        ledger: PassLedger | None = None,
+    ) -> Experience:
+        if self.advantage_clip is not None:
+            advantages = advantages.clamp(-self.advantage_clip, self.advantage_clip)
+        experience = Experience(
+            latents=rollout.latents,
+            advantages=advantages.to(rollout.latents.device),
+            conditioning=rollout.conditioning,
+            rows=rollout.rows,
+            extras=self._chosen(rollout),
+        )
+        if self.kl_weight > 0:
+            reference = self.copies["reference"]
+            reference.to(policy.device)
+            with (ledger or PassLedger()).phase("reference"), reference.swapped_into(policy):
+                parts = experience.micro_batches(micro_batch_size)
+                means = [self._transition(policy, micro, self._reference_guidance).mean for micro in parts]
+            experience.extras["reference_mean"] = torch.cat(means)
+        return experience
+
+    def _chosen(self, rollout: Rollout) -> dict[str, Tensor]:
+        """The trained steps of every image, by name; views of the trajectory where all of it is trained."""
+        chain = rollout.trajectory
+        assert chain is not None
+        images, steps = chain.log_probs.shape
+        tensors = {
+            "before": chain.states[:, :-1],
+            "after": chain.states[:, 1:],
+            "log_prob": chain.log_probs,
+            "t": chain.times[:-1].expand(images, steps),
+            "t_next": chain.times[1:].expand(images, steps),
+            "second_time": chain.log_probs.new_full((1, 1), chain.second_time).expand(images, steps),
+        }
+        if chain.means is not None:
+            tensors["old_mean"] = chain.means
+        chosen = self.choose_steps(rollout)
+        if chosen is None:
+            return tensors
+        chosen = chosen.to(chain.states.device)
+        image = torch.arange(images, device=chosen.device)[:, None]
+        return {name: values[image, chosen] for name, values in tensors.items()}
+
+    def _transition(self, policy: Policy, micro: Experience, guidance: float) -> Transition:
+        """Every trained step's distribution under the present weights ``(M, K, ...)``, in one pass of ``M K`` rows."""
+        before, times = micro.extras["before"], micro.extras["t"]
+        shape = times.shape
+        z, t, t_next, second = (micro.extras[n].flatten(0, 1) for n in ("before", "t", "t_next", "second_time"))
+        cond = micro.conditioning.select(micro.rows.repeat_interleave(before.shape[1]))
+        prediction = policy(z, t, cond, guidance)
+        spec = self.rollout
+        step = transition(spec.solver, policy.path, prediction, z, t, t_next, spec.noise_level, second)
+        return Transition(*(value.unflatten(0, shape) for value in (step.mean, step.std, step.diffusion)))
+
+    def log_ratio(self, micro: Experience, step: Transition) -> Tensor:
+        """Log of new over old likelihood of every trained step, ``(M, K)``; carries grad."""
+        after = micro.extras["after"]
+        flat = Transition(*(value.flatten(0, 1) for value in (step.mean, step.std, step.diffusion)))
+        new = log_prob(self.rollout.solver, after.flatten(0, 1), flat).unflatten(0, after.shape[:2])
+        return new - micro.extras["log_prob"]
+
+    def step_weight(self, micro: Experience) -> Tensor | float:
+        """Weight of each step's surrogate in the loss, broadcastable to ``(M, K)``."""
+        return 1.0
+
+    def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+        step = self._transition(policy, micro, self.rollout.guidance)
+        log_ratio = self.log_ratio(micro, step)
+        gain = self.step_weight(micro) * clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip)
+        loss, metrics = -gain.mean(), ratio_metrics(log_ratio, self.clip)
+        if self.kl_weight > 0:
+            kl = step_kl(step.mean, micro.extras["reference_mean"], step.diffusion)
+            loss = loss + self.kl_weight * kl.mean()
+            metrics["kl"] = kl.detach().mean(dim=1)
+        return loss, metrics

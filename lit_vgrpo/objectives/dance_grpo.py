@@ -1,0 +1,51 @@
+"""DanceGRPO (arXiv 2505.07818): GRPO over a random part of the sampling chain."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.objectives.base import require
+from lit_vgrpo.objectives.chain import ChainObjective
+from lit_vgrpo.rollout import STREAM_STEPS, Rollout, RolloutSpec, image_generators
+
+
+class DanceGRPO(ChainObjective):
+    """DanceGRPO on a rectified flow: a constant noise level, shared initial noise, no KL.
+
+    For the networks of a variance-preserving path the paper's chain is DDIM with eta 1: see
+    :class:`~lit_vgrpo.objectives.ddpo.DDPO`.
+
+    Args:
+        rollout: how images are sampled; null is dance_sde with 16 steps and shared initial noise.
+        clip: half-width of the ratio's trust region; null for none.
+        train_fraction: share of the steps that is trained, drawn for each image and iteration, rounded down; the last
+            step is never among them.
+        advantage_clip: bound on the advantages; null for none.
+    """
+
+    advantage_std: ClassVar[Literal["global", "group"]] = "group"
+
+    def __init__(
+        self,
+        rollout: RolloutSpec | None = None,
+        clip: float | None = 1e-4,
+        train_fraction: float = 0.6,
+        advantage_clip: float | None = 5.0,
+    ) -> None:
+        rollout = rollout or RolloutSpec("dance_sde", steps=16, shared_noise=True)
+        super().__init__(rollout, clip, advantage_clip, kl_weight=0.0, reference_guidance=None)
+        require(0 < train_fraction <= 1, "train_fraction", train_fraction, "Use a share in (0, 1] such as 0.6")
+        self.train_fraction = train_fraction
+
+    def num_trained_steps(self, spec: RolloutSpec) -> int:
+        # The small term keeps 0.29 * 100 from being 28.
+        return max(1, math.floor(self.train_fraction * len(spec.sde_steps) + 1e-9))
+
+    def choose_steps(self, rollout: Rollout) -> Tensor:
+        steps, kept = len(rollout.spec.sde_steps), self.num_trained_steps(rollout.spec)
+        generators = image_generators(STREAM_STEPS, rollout.seed, rollout.iteration, rollout.image_ids.tolist())
+        return torch.stack([torch.randperm(steps, generator=g)[:kept].sort().values for g in generators])

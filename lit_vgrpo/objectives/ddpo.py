@@ -1,0 +1,37 @@
+"""DDPO (arXiv 2305.13301): policy gradient over the DDIM chain of a variance-preserving network."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from lit_vgrpo.objectives.chain import ChainObjective
+from lit_vgrpo.rollout import RolloutSpec
+
+
+class DDPO(ChainObjective):
+    """DDPO with clipped importance ratios, for eps- and v-networks: the chain is DDIM with eta 1.
+
+    Advantages are divided by the group's std, as by the paper's per-prompt statistics. Our schedule ends at the clean
+    latent, where the last step has no noise and so no likelihood: all steps but that one are trained.
+
+    Args:
+        rollout: how images are sampled; null is ddim_sde with 50 steps and guidance 5.
+        clip: half-width of the ratio's trust region; null for none.
+        advantage_clip: bound on the advantages; null for none.
+        kl_weight: weight of the KL of each step to the weights of the start; the paper has none.
+        reference_guidance: guidance of the start's weights; null takes the rollout's.
+    """
+
+    advantage_std: ClassVar[Literal["global", "group"]] = "group"
+    path_kinds: ClassVar[tuple[str, ...]] = ("vp",)
+
+    def __init__(
+        self,
+        rollout: RolloutSpec | None = None,
+        clip: float | None = 1e-4,
+        advantage_clip: float | None = 5.0,
+        kl_weight: float = 0.0,
+        reference_guidance: float | None = None,
+    ) -> None:
+        rollout = rollout or RolloutSpec("ddim_sde", steps=50, guidance=5.0)
+        super().__init__(rollout, clip, advantage_clip, kl_weight, reference_guidance)

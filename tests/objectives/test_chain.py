@@ -1,0 +1,349 @@
+"""Sampling with an SDE, and what all methods on the chain share."""
+
+import pytest
+import torch
+from chain_in_float64 import (
+    ADVANTAGES,
+    GROUP,
+    Steps,
+    flow_sde,
+    gaussian,
+    gradient,
+    load_sd3,
+    nudge,
+    prepared,
+    roll,
+)
+
+from lit_vgrpo.advantages import group_advantages
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.objectives import DDPO, DanceGRPO, FlowGRPO, MixGRPO
+from lit_vgrpo.policies import RectifiedFlow, SD3Policy, UNetPolicy
+from lit_vgrpo.rollout import RolloutSpec, image_generators, sample, sample_chain
+from lit_vgrpo.sizes import Sizes
+from lit_vgrpo.snapshots import trainable_parameters
+from lit_vgrpo.solvers import FLOW_SDES, ODE_OF
+
+SIZES = Sizes(prompts_per_iteration=2, group_size=GROUP)
+CHAIN = RolloutSpec("flow_sde", steps=4)
+
+
+@pytest.fixture
+def policy(tiny_sd3):
+    return load_sd3(tiny_sd3)
+
+
+def walk(policy, spec, images=4, noise_seed=0, **options):
+    conditioning, rows = policy.encode_each(["a red circle"] * images)
+    start = policy.prior(image_generators(1, 0, 0, range(images)))
+    generators = image_generators(6, noise_seed, 0, range(images))
+    return sample_chain(policy, conditioning, rows, spec, start, generators, **options)
+
+
+def walk_ode(policy, spec, images=4):
+    conditioning, rows = policy.encode_each(["a red circle"] * images)
+    return sample(policy, conditioning, rows, spec, policy.prior(image_generators(1, 0, 0, range(images))))
+
+
+# --- sampling ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", FLOW_SDES)
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_without_noise_a_flow_chain_is_the_euler_sampler(policy, solver, guidance):
+    latents, schedule, chain = walk(policy, RolloutSpec(solver, 5, guidance, noise_level=0.0))
+    euler, times = walk_ode(policy, RolloutSpec("euler", 5, guidance))
+    torch.testing.assert_close(latents, euler, rtol=1e-4, atol=1e-5)
+    assert torch.equal(schedule, times)
+    assert torch.equal(chain.log_probs, torch.zeros(4, 4)) or solver == "cps"
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_without_noise_a_vp_chain_is_the_ddim_sampler(unet_folder, prediction):
+    policy = UNetPolicy(str(unet_folder(prediction))).load()
+    latents, _, _ = walk(policy, RolloutSpec("ddim_sde", 5, noise_level=0.0))
+    torch.testing.assert_close(latents, walk_ode(policy, RolloutSpec("ddim", 5))[0], rtol=1e-3, atol=1e-4)
+
+
+def test_trajectory_holds_the_steps_and_their_likelihood(policy):
+    latents, schedule, chain = walk(policy, CHAIN, record_means=True)
+    start = policy.prior(image_generators(1, 0, 0, range(4)))
+    assert torch.equal(chain.states[:, 0], start)
+    assert chain.states.shape == (4, 4, *start.shape[1:])
+    assert chain.means.shape == (4, 3, *start.shape[1:])
+    assert torch.equal(chain.times, schedule)
+    assert chain.second_time == schedule[1].item()
+    conditioning, rows = policy.encode_each(["a red circle"] * 4)
+    times = [*schedule.double().tolist(), 0.0]
+    for k in range(4):
+        with torch.no_grad():
+            v = policy(chain.states[:, k], schedule[k].expand(4), conditioning.select(rows)).double()
+        z = chain.states[:, k].double()
+        if k == 3:
+            torch.testing.assert_close(latents.double(), z - times[3] * v, rtol=1e-4, atol=1e-5)
+            continue
+        for i in range(4):
+            mean, std, _ = flow_sde(v[i], z[i], times[k], times[k + 1], times[1])
+            end = chain.states[i, k + 1].double()
+            assert ((end - mean) / std).std().item() == pytest.approx(1.0, abs=0.3)
+            assert chain.log_probs[i, k].item() == pytest.approx(gaussian(end, mean, std).item(), abs=1e-4)
+            torch.testing.assert_close(chain.means[i, k].double(), mean, rtol=1e-4, atol=1e-5)
+
+
+def test_steps_outside_the_window_take_no_noise(policy):
+    spec = RolloutSpec("flow_sde", 6, window=(2, 4))
+    one, schedule, chain = walk(policy, spec)
+    other, _, again = walk(policy, spec, noise_seed=1)
+    assert chain.states.shape[1] == 3
+    assert torch.equal(chain.times, schedule[2:5])
+    assert torch.equal(chain.states[:, 0], again.states[:, 0])  # the same until the window starts
+    assert not torch.equal(chain.states[:, 1], again.states[:, 1])
+    assert not torch.equal(one, other)
+    start = policy.prior(image_generators(1, 0, 0, range(4)))
+    conditioning, rows = policy.encode_each(["a red circle"] * 4)
+
+    @torch.no_grad()
+    def euler(z, first, stop):
+        for t, t_next in list(zip(schedule, [*schedule[1:], torch.tensor(0.0)], strict=True))[first:stop]:
+            z = z - (t - t_next) * policy(z, t.expand(4), conditioning.select(rows))
+        return z
+
+    torch.testing.assert_close(chain.states[:, 0], euler(start, 0, 2), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(one, euler(chain.states[:, -1], 4, 6), rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_depends_on_no_other(policy):
+    whole, _, chain = walk(policy, CHAIN)
+    cut, _, parts = walk(policy, CHAIN, batch_size=3)
+    torch.testing.assert_close(whole, cut, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(chain.log_probs, parts.log_probs, rtol=1e-4, atol=1e-5)
+    alone, _, _ = walk(policy, CHAIN, images=1)
+    torch.testing.assert_close(whole[:1], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_shared_initial_noise_is_one_a_group_and_the_chain_parts_its_images(policy):
+    rollout = roll(policy, MixGRPO(RolloutSpec("flow_sde", 5, shared_noise=True)))
+    starts = rollout.trajectory.states[:, 0]
+    assert torch.equal(starts[0], starts[2])
+    assert not torch.equal(starts[0], starts[3])
+    assert not torch.equal(rollout.latents[0], rollout.latents[1])
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize(("steps", "window"), [(6, (0, 2)), (6, (2, 5)), (6, None), (3, (0, 3))])
+def test_network_calls_are_what_is_paid(policy, steps, window, guidance):
+    spec = RolloutSpec("flow_sde", steps, guidance, window=window, tail=0.4)
+    ledger = PassLedger()
+    ledger.attach(policy.network)
+    _, schedule, _ = walk(policy, spec)
+    assert ledger.counts["update"]["without_grad"] == 4 * spec.network_calls * (2 if guidance > 1 else 1)
+    assert len(schedule) == spec.network_calls
+
+
+class GaussianField(SD3Policy):
+    """The velocity of Gaussian data N(mu, c^2): linear in z, so its ODE has a solution in closed form."""
+
+    mu, c = 0.8, 0.3
+
+    def predict(self, z, t, cond):
+        a, b = (value.view(-1, 1, 1, 1) for value in self.path.coefficients(t))
+        x_hat = self.mu + a * self.c**2 / (a**2 * self.c**2 + b**2) * (z - a * self.mu)
+        return (z - x_hat) / b
+
+    def exact(self, z, t):
+        return self.mu + self.c * (z - (1 - t) * self.mu) / torch.sqrt((1 - t) ** 2 * self.c**2 + t**2)
+
+
+def test_a_flash_tail_ends_at_zero_on_the_exact_solution(tiny_sd3):
+    policy = GaussianField(str(tiny_sd3), max_sequence_length=1).load()
+    assert isinstance(policy.path, RectifiedFlow)
+    errors = {}
+    for tail in (0.4, None):
+        latents, schedule, chain = walk(policy, RolloutSpec("flow_sde", 25, window=(0, 4), tail=tail))
+        exact = policy.exact(chain.states[:, -1], chain.times[-1])
+        errors[tail] = (latents - exact).abs().max().item()
+    assert len(schedule) == 25
+    assert errors[0.4] < errors[None] / 2  # 9 steps of the second order beat 21 of the first
+    fine, _, chain = walk(policy, RolloutSpec("flow_sde", 200, window=(0, 4), tail=1.0))
+    torch.testing.assert_close(fine, policy.exact(chain.states[:, -1], chain.times[-1]), rtol=1e-3, atol=3e-3)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_a_tail_on_the_vp_path_is_diffusers_own_from_there_on(unet_folder, prediction):
+    policy = UNetPolicy(str(unet_folder(prediction))).load()
+    latents, schedule, chain = walk(policy, RolloutSpec("ddim_sde", 20, window=(0, 10), tail=1.0))
+    scheduler = policy.scheduler("dpm++", 10)
+    scheduler.set_timesteps(timesteps=policy.path.index(schedule[10:]).tolist())
+    conditioning, rows = policy.encode_each(["a red circle"] * 4)
+    z = chain.states[:, -1]
+    with torch.no_grad():
+        for timestep, t in zip(scheduler.timesteps, schedule[10:], strict=True):
+            prediction_at = policy(z, t.expand(4), conditioning.select(rows))
+            z = scheduler.step(prediction_at, timestep, z, return_dict=False)[0]
+    torch.testing.assert_close(latents, z, rtol=1e-3, atol=1e-4)
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+METHODS = {
+    "flow_sde": lambda: FlowGRPO(CHAIN, kl_weight=0.0),
+    "guidance": lambda: FlowGRPO(RolloutSpec("flow_sde", 4, guidance=3.0), kl_weight=0.0),
+    "cps": lambda: FlowGRPO(RolloutSpec("cps", 4), kl_weight=0.0),
+    "guard": lambda: FlowGRPO(CHAIN, kl_weight=0.0, guard=True),
+    "dance": lambda: DanceGRPO(RolloutSpec("dance_sde", 6)),
+    "mix": lambda: MixGRPO(RolloutSpec("flow_sde", 6), window_size=2),
+}
+
+
+@pytest.mark.parametrize("lora", [None, 2], ids=["full", "lora"])
+@pytest.mark.parametrize("name", METHODS)
+def test_ratio_is_one_before_any_update_and_not_after(tiny_sd3, name, lora):
+    policy, objective = load_sd3(tiny_sd3, lora_rank=lora), METHODS[name]()
+    _, experience = prepared(policy, objective)
+    assert objective.loss(policy, experience)[1]["ratio_deviation"].max() < 1e-6
+    nudge(policy, 0.1)
+    loss, metrics = objective.loss(policy, experience)
+    assert metrics["ratio_deviation"].max() > 1e-5
+    assert metrics["ratio_deviation"].shape == metrics["clip_fraction"].shape == (6,)
+    assert gradient(policy, loss).isfinite().all()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_micro_batches_do_not_change_the_gradient(policy, name):
+    objective = METHODS[name]()
+    _, experience = prepared(policy, objective)
+    whole = gradient(policy, objective.loss(policy, experience)[0])
+    parts = experience.micro_batches(2)
+    cut = sum(gradient(policy, objective.loss(policy, micro)[0]) / len(parts) for micro in parts)
+    torch.testing.assert_close(whole, cut, rtol=1e-2, atol=1e-3 * whole.abs().max().item())
+
+
+def test_a_constant_added_to_all_rewards_changes_nothing(policy):
+    rewards, groups = torch.tensor([0.1, 0.5, 0.2, 0.9, 0.3, 0.4]), torch.tensor([0, 0, 0, 1, 1, 1])
+    found = []
+    for shift in (0.0, 2.0):
+        objective = FlowGRPO(CHAIN, kl_weight=0.0)
+        _, experience = prepared(policy, objective, advantages=group_advantages(rewards + shift, groups))
+        found.append(gradient(policy, objective.loss(policy, experience)[0]))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4 * found[0].abs().max().item())
+
+
+def test_advantages_are_clamped_at_the_published_five(policy):
+    wide = torch.tensor([9.0, -7.0, 1.0, 0.0, 4.9, -4.9])
+    _, experience = prepared(policy, FlowGRPO(CHAIN, kl_weight=0.0), advantages=wide)
+    assert experience.advantages.tolist() == pytest.approx([5.0, -5.0, 1.0, 0.0, 4.9, -4.9])
+    _, experience = prepared(policy, FlowGRPO(CHAIN, kl_weight=0.0, advantage_clip=None), advantages=wide)
+    assert experience.advantages.tolist() == pytest.approx(wide.tolist())
+
+
+@pytest.mark.parametrize("lora", [None, 2], ids=["full", "lora"])
+@pytest.mark.parametrize("reference_guidance", [None, 1.0])
+def test_reference_means_are_those_of_the_start(tiny_sd3, lora, reference_guidance):
+    policy, ledger = load_sd3(tiny_sd3, lora_rank=lora), PassLedger()
+    spec = RolloutSpec("flow_sde", 4, guidance=2.0)
+    objective = FlowGRPO(spec, kl_weight=0.1, reference_guidance=reference_guidance)
+    objective.setup(policy)
+    start = {name: p.detach().clone() for name, p in trainable_parameters(policy).items()}
+    nudge(policy, 0.05)
+    moved = {name: p.detach().clone() for name, p in trainable_parameters(policy).items()}
+    rollout = roll(policy, objective)
+    ledger.attach(policy.network)
+    experience = objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=2, updates=1, ledger=ledger)
+    assert ledger.counts == {"reference": {"with_grad": 0, "without_grad": 18 * (1 if reference_guidance else 2)}}
+    assert all(torch.equal(p, moved[name]) for name, p in trainable_parameters(policy).items())
+    with torch.no_grad():
+        for name, p in trainable_parameters(policy).items():
+            p.copy_(start[name])
+        steps = Steps(rollout)
+        outputs = steps.outputs(policy, reference_guidance or 2.0)
+    expected = torch.stack([mean for mean, _, _ in steps.distributions(outputs)]).unflatten(0, (6, 3))
+    torch.testing.assert_close(experience.extras["reference_mean"].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_weights_come_back_when_the_reference_fails(policy):
+    objective = FlowGRPO(CHAIN)
+    objective.setup(policy)
+    rollout = roll(policy, objective)
+    nudge(policy)
+    before = {name: p.detach().clone() for name, p in trainable_parameters(policy).items()}
+    rollout.conditioning.tensors["tokens"] = rollout.conditioning.tensors["tokens"][..., :-1]
+    with pytest.raises(RuntimeError):
+        objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1)
+    assert all(torch.equal(p, before[name]) for name, p in trainable_parameters(policy).items())
+
+
+def test_without_kl_nothing_is_kept(policy):
+    objective = FlowGRPO(CHAIN, kl_weight=0.0)
+    _, experience = prepared(policy, objective)
+    assert objective.copies == {}
+    assert set(experience.extras) == {"before", "after", "log_prob", "t", "t_next", "second_time"}
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("objective", "line"),
+    [
+        (FlowGRPO(RolloutSpec("euler")), "solver=euler is an ODE.*FlowGRPO.*Use flow_sde or cps or dance_sde"),
+        (MixGRPO(RolloutSpec("dpm++")), "solver=dpm.*is an ODE.*MixGRPO"),
+        (MixGRPO(RolloutSpec("euler", shared_noise=True)), "solver=euler is an ODE"),
+        (DanceGRPO(RolloutSpec("unipc")), "solver=unipc is an ODE.*DanceGRPO"),
+        (DDPO(RolloutSpec("ddim")), "solver=ddim is an ODE.*DDPO.*Use ddim_sde"),
+        (FlowGRPO(RolloutSpec("flow_sde", 1)), "steps=1 leaves FlowGRPO nothing"),
+        (FlowGRPO(RolloutSpec("flow_sde", noise_level=0.0)), "noise_level=0.0 gives flow_sde no likelihood"),
+        (FlowGRPO(RolloutSpec("cps", noise_level=2.0)), "noise_level=2.0 gives cps no likelihood"),
+        (FlowGRPO(RolloutSpec("flow_sde", 5, window=(3, 5))), r"window=\[3, 5\] holds the last of 5.*Use \[3, 4\]"),
+        (FlowGRPO(RolloutSpec("flow_sde", 5), fast=True, fast_window=5), "fast_window=5 does not fit.*at most 4"),
+        (FlowGRPO(RolloutSpec("flow_sde", 5, window=(0, 2)), fast=True), "rollout.window is set by FlowGRPO itself"),
+        (FlowGRPO(RolloutSpec("cps", 5), guard=True), "guard=true is made for a Gaussian"),
+        (MixGRPO(RolloutSpec("flow_sde", 4)), "window_size=4 does not fit.*at most 3, or steps=5"),
+        (MixGRPO(RolloutSpec("flow_sde", 9, window=(0, 2))), "rollout.window is set by MixGRPO itself"),
+        (MixGRPO(RolloutSpec("flow_sde", 9, tail=0.5)), "rollout.tail is set by MixGRPO itself"),
+    ],
+)
+def test_settings_that_cannot_train_are_one_line_before_and_at_loading(policy, objective, line):
+    (fault,) = objective.check(SIZES)
+    assert len(fault.splitlines()) == 1
+    with pytest.raises(ValueError, match=line):
+        objective.setup(policy)
+    objective.rollout_spec(0)  # the module asks for it beside the faults
+
+
+@pytest.mark.parametrize("method", [FlowGRPO, MixGRPO, DanceGRPO, DDPO])
+def test_the_defaults_are_sound(method):
+    objective = method()
+    assert objective.check(SIZES) == []
+    assert objective.rollout.solver in ODE_OF
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "named"),
+    [
+        (FlowGRPO, {"clip": 0.0}, "clip=0.0"),
+        (FlowGRPO, {"kl_weight": -1.0}, "kl_weight=-1.0"),
+        (FlowGRPO, {"advantage_clip": 0.0}, "advantage_clip=0.0"),
+        (FlowGRPO, {"reference_guidance": 0.5}, "reference_guidance=0.5"),
+        (FlowGRPO, {"fast_window": 0}, "fast_window=0"),
+        (MixGRPO, {"window_size": 0}, "window_size=0"),
+        (MixGRPO, {"window_strategy": "backwards"}, "window_strategy=backwards"),
+        (MixGRPO, {"window_stride": 0}, "window_stride=0"),
+        (MixGRPO, {"window_interval": 0}, "window_interval=0"),
+        (MixGRPO, {"flash_share": 0.0}, "flash_share=0.0"),
+        (MixGRPO, {"decay_rate": -0.1}, "decay_rate=-0.1"),
+        (DanceGRPO, {"train_fraction": 0.0}, "train_fraction=0.0"),
+    ],
+)
+def test_bad_options_are_named(method, options, named):
+    with pytest.raises(ValueError, match=named):
+        method(**options)
+
+
+def test_passes_follow_updates_guidance_and_reference():
+    guided = RolloutSpec("flow_sde", 6, guidance=2.0)
+    sizes = Sizes(2, 4, updates_per_iteration=3)
+    assert FlowGRPO(guided).passes_per_image(sizes) == {"rollout": 12, "update": 30, "reference": 10}
+    assert FlowGRPO(guided, reference_guidance=1.0).passes_per_image(sizes)["reference"] == 5
+    split = Sizes(2, 4, updates_per_iteration=4, split_updates=True)
+    assert FlowGRPO(guided, fast=True).passes_per_image(split) == {"rollout": 12, "update": 4, "reference": 4}
+    assert DanceGRPO(RolloutSpec("dance_sde", 11)).passes_per_image(split) == {"rollout": 11, "update": 6}

@@ -1,0 +1,131 @@
+"""MixGRPO: its window over the iterations, Flash, and its loss in float64."""
+
+import math
+
+import pytest
+import torch
+from chain_in_float64 import (
+    Steps,
+    assert_same_direction,
+    between,
+    expected_gradient,
+    gradient,
+    load_sd3,
+    nudge,
+    prepared,
+    roll,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_vgrpo.objectives import MixGRPO
+from lit_vgrpo.rollout import RolloutSpec
+
+STRATEGIES = ("progressive", "random", "decay", "frozen")
+
+
+def starts(objective, iterations):
+    return [objective.rollout_spec(iteration).window[0] for iteration in range(iterations)]
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    steps=st.integers(2, 60),
+    size=st.integers(1, 59),
+    stride=st.integers(1, 9),
+    interval=st.integers(1, 400),
+    strategy=st.sampled_from(STRATEGIES),
+    flash=st.booleans(),
+)
+def test_the_window_is_never_short_over_2000_iterations(steps, size, stride, interval, strategy, flash):
+    size = min(size, steps - 1)
+    objective = MixGRPO(
+        RolloutSpec("flow_sde", steps), size, strategy, window_stride=stride, window_interval=interval, flash=flash
+    )
+    seen = set()
+    for iteration in range(2000):
+        spec = objective.rollout_spec(iteration)
+        first, stop = spec.window
+        assert len(spec.sde_steps) == stop - first == size
+        assert first >= 0
+        assert stop <= steps - 1
+        seen.add(first)
+    assert objective.rollout_spec(0).window[0] == 0 or strategy == "random"
+    if strategy == "progressive" and interval == 1:
+        assert seen == set(range(0, steps - size, stride))
+
+
+def test_progressive_moves_by_one_every_interval_and_starts_over():
+    objective = MixGRPO()
+    expected = [(iteration // 25) % 21 for iteration in range(1200)]  # places 0 .. 25 - 1 - 4
+    assert starts(objective, 1200) == expected
+    assert objective.rollout_spec(524).window == (20, 24)
+    assert objective.rollout_spec(525).window == (0, 4)
+
+
+def test_stride_and_interval():
+    objective = MixGRPO(RolloutSpec("flow_sde", 10), 3, window_stride=4, window_interval=2)
+    assert starts(objective, 8) == [0, 0, 4, 4, 0, 0, 4, 4]
+
+
+def test_decay_stays_shorter_at_later_places():
+    objective = MixGRPO(window_strategy="decay", window_interval=20)
+    visits = starts(objective, 2000)
+    one_way = visits[: next(i for i in range(1, 2000) if visits[i - 1] == 20 and visits[i] == 0)]
+    stays = [one_way.count(place) for place in range(21)]
+    assert one_way == sorted(one_way)
+    assert stays == [max(1, round(20 * math.exp(-0.1 * max(0, place - 13)))) for place in range(21)]
+    assert stays[:14] == [20] * 14
+    assert stays[20] == 10
+    fast = MixGRPO(window_strategy="decay", window_interval=2, decay_rate=5.0, decay_from=0)
+    assert starts(fast, 5) == [0, 0, 1, 2, 3]
+
+
+def test_random_visits_every_place_and_frozen_one():
+    assert set(starts(MixGRPO(window_strategy="random"), 400)) == set(range(21))
+    assert starts(MixGRPO(window_strategy="random"), 50) == starts(MixGRPO(window_strategy="random"), 50)
+    assert set(starts(MixGRPO(window_strategy="frozen"), 400)) == {0}
+
+
+def test_flash_regrids_what_follows_the_window():
+    objective = MixGRPO(flash=True)
+    assert [objective.rollout_spec(i).network_calls for i in (0, 25, 500)] == [4 + 9, 5 + 8, 24 + 1]
+    assert MixGRPO().rollout_spec(0).network_calls == 25
+
+
+@pytest.mark.parametrize("lora", [None, 2], ids=["full", "lora"])
+@pytest.mark.parametrize("iteration", [0, 3])
+@pytest.mark.parametrize("options", [{}, {"flash": True}, {"kl_weight": 0.5}])
+def test_loss_and_gradient_in_float64(tiny_sd3, iteration, options, lora):
+    policy = load_sd3(tiny_sd3, lora_rank=lora)
+    objective = MixGRPO(RolloutSpec("flow_sde", 7), 2, window_interval=1, **options)
+    rollout, experience = prepared(policy, objective, iteration=iteration)
+    steps = Steps(rollout)
+    assert steps.chain.log_probs.shape == (6, 2)
+    with torch.no_grad():
+        old = steps.outputs(policy, 1.0)
+    nudge(policy, 0.1 if lora else 0.02)
+    weight, outputs = options.get("kl_weight", 0.0), steps.outputs(policy, 1.0)
+    objective.clip = between(steps.loss(outputs, old, 1.0)[1])
+    expected, direction = expected_gradient(
+        policy, outputs, lambda outputs: steps.loss(outputs, old, objective.clip, kl_weight=weight)[0]
+    )
+    loss, _ = objective.loss(policy, experience)
+    assert loss.item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    assert_same_direction(gradient(policy, loss), direction, 5e-3)
+
+
+def test_only_the_window_is_kept(tiny_sd3):
+    policy = load_sd3(tiny_sd3)
+    objective = MixGRPO(RolloutSpec("flow_sde", 9), window_interval=1)
+    rollout = roll(policy, objective, iteration=2)
+    assert rollout.trajectory.states.shape[1] == 5
+    assert torch.equal(rollout.trajectory.times, rollout.schedule[2:7])
+    assert rollout.trajectory.second_time == rollout.schedule[1].item()
+
+
+def test_published_settings():
+    objective = MixGRPO()
+    assert (objective.advantage_std, objective.advantage_aggregate) == ("group", "advantages")
+    assert (objective.window_size, objective.clip, objective.kl_weight) == (4, 1e-4, 0.0)
+    assert (objective.rollout.steps, objective.rollout.shared_noise) == (25, True)

@@ -1,0 +1,190 @@
+"""Every method through the same Trainer: what it costs, that it trains, and that it resumes."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from helpers import make_data, make_module, make_trainer, weights
+from lightning.pytorch.plugins import MixedPrecision
+
+from lit_vgrpo import (
+    AWM,
+    DDPO,
+    DGPO,
+    VGRPO,
+    DanceGRPO,
+    DiffusionNFT,
+    FlowGRPO,
+    MixGRPO,
+    RolloutSpec,
+    SD3Policy,
+    UNetPolicy,
+)
+from lit_vgrpo.callbacks import EMA
+
+S = 6  # sampling steps: enough for MixGRPO's window of four
+SDE = {"solver": "flow_sde", "steps": S}
+SHARED = {**SDE, "shared_noise": True}
+GUIDED = RolloutSpec(**SDE, guidance=2.0)
+
+# Network passes an image: rollout, train with gradient, train without. One update an iteration, but where split.
+COSTS = {
+    "V-GRPO, one step": (lambda: VGRPO(RolloutSpec(steps=S)), 1, (S, 4, 0)),
+    "V-GRPO, three steps": (lambda: VGRPO(RolloutSpec(steps=S), clip=0.01), 3, (S, 3 * 4, 4)),
+    "Flow-GRPO, guidance, KL": (lambda: FlowGRPO(GUIDED, kl_weight=0.04), 1, (2 * S, 2 * (S - 1), 2 * (S - 1))),
+    "MixGRPO, window 4": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4), 1, (S, 4, 0)),
+    "DiffusionNFT": (lambda: DiffusionNFT(RolloutSpec(steps=S)), 1, (S, S - 1, 2 * (S - 1))),
+    "DGPO, no guidance": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5), 1, (S, 4, 8)),
+    "AWM": (lambda: AWM(RolloutSpec(steps=S)), 1, (S, 6, 12)),
+}
+METHODS = {
+    **COSTS,
+    "Flow-GRPO, fast": (lambda: FlowGRPO(RolloutSpec(**SDE), fast=True), 1, (S, 2, 2)),
+    "Flow-GRPO, cps": (lambda: FlowGRPO(RolloutSpec("cps", S), kl_weight=0.0), 1, (S, S - 1, 0)),
+    "Flow-GRPO, guard": (lambda: FlowGRPO(RolloutSpec(**SDE), guard=True, kl_weight=0.0), 1, (S, S - 1, 0)),
+    "MixGRPO, Flash": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, flash=True), 1, (4 + 1, 4, 0)),
+    "DanceGRPO": (lambda: DanceGRPO(RolloutSpec("dance_sde", S, shared_noise=True)), 1, (S, 3, 0)),
+    "DGPO, moving": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5, reference="moving"), 1, (S, 4, 4)),
+}
+ON_UNET = {
+    "V-GRPO": (lambda: VGRPO(RolloutSpec("ddim", S)), 1, (S, 4, 0)),
+    "DDPO": (lambda: DDPO(RolloutSpec("ddim_sde", S)), 1, (S, S - 1, 0)),
+    "DiffusionNFT": (lambda: DiffusionNFT(RolloutSpec("ddim", S)), 1, (S, S - 1, 2 * (S - 1))),
+    "DGPO": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5), 1, (S, 4, 8)),
+}
+
+
+def run(folder, tmp_path, make, updates, iterations=1, policy=None, ckpt=None, **data):
+    module = make_module(folder, make())
+    if policy is not None:
+        module.policy = policy
+    trainer = make_trainer(tmp_path, iterations)
+    sizes = {"heldout_limit": 1, "updates_per_iteration": updates, **data}
+    trainer.fit(module, datamodule=make_data(**sizes), ckpt_path=ckpt)
+    return module, trainer
+
+
+def paid(module):
+    """Passes an image: rollout, with gradient, without."""
+    counts = module.ledger.training_counts()
+    rollout = counts.pop("rollout")
+    assert rollout["with_grad"] == 0
+    update = [sum(count[kind] for count in counts.values()) for kind in ("with_grad", "without_grad")]
+    return tuple(total / module.images_seen for total in (rollout["without_grad"], *update))
+
+
+def check_costs(module, trainer, expected):
+    assert paid(module) == expected
+    counts = module.ledger.training_counts()
+    planned = module.objective.passes_per_image(trainer.datamodule.sizes)
+    assert planned == {phase: sum(count.values()) / module.images_seen for phase, count in counts.items()}
+
+
+@pytest.mark.parametrize("lora", [None, 2], ids=["full", "lora"])
+@pytest.mark.parametrize("name", METHODS)
+def test_costs_what_the_table_says_and_moves_the_weights(tiny_sd3, tmp_path, name, lora):
+    make, updates, expected = METHODS[name]
+    policy = SD3Policy(str(tiny_sd3), max_sequence_length=1, lora_rank=lora)
+    module, trainer = run(tiny_sd3, tmp_path, make, updates, policy=policy)
+    check_costs(module, trainer, expected)
+    moved = [not torch.equal(p.cpu(), module.reference.tensors[n]) for n, p in weights(module).items()]
+    assert sum(moved) >= len(moved) / 2 - 1
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("name", ON_UNET)
+def test_the_same_on_the_variance_preserving_path(unet_folder, tmp_path, name, prediction):
+    folder = unet_folder(prediction)
+    make, updates, expected = ON_UNET[name]
+    module, trainer = run(folder, tmp_path, make, updates, policy=UNetPolicy(str(folder)))
+    check_costs(module, trainer, expected)
+    assert all(value.isfinite().all() for value in weights(module).values())
+
+
+@pytest.mark.parametrize("name", [*METHODS])
+def test_resume_is_bit_exact(tiny_sd3, tmp_path, name):
+    make, _, _ = METHODS[name]
+    sizes = {"updates_per_iteration": 2, "split_updates": "V-GRPO" not in name}
+    whole, _ = run(tiny_sd3, tmp_path, make, iterations=3, **{"updates": 2, **sizes})
+    _, trainer = run(tiny_sd3, tmp_path, make, iterations=1, **{"updates": 2, **sizes})
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = run(tiny_sd3, tmp_path, make, iterations=3, ckpt=tmp_path / "half.ckpt", **{"updates": 2, **sizes})
+    expected = weights(whole)
+    assert all(torch.equal(value, expected[key]) for key, value in weights(resumed).items())
+    assert resumed.objective.num_updates == whole.objective.num_updates == 6
+    for copy, tensors in whole.objective.copies.items():
+        for key, value in tensors.tensors.items():
+            assert torch.equal(resumed.objective.copies[copy].tensors[key], value)
+    assert [e.passes for e in resumed.evaluations] == [e.passes for e in whole.evaluations]
+
+
+def test_split_updates_train_each_image_once(tiny_sd3, tmp_path):
+    def make():
+        return MixGRPO(RolloutSpec(**SHARED), window_size=4)
+
+    module, trainer = run(tiny_sd3, tmp_path, make, 2, split_updates=True)
+    assert trainer.global_step == 2
+    check_costs(module, trainer, (S, 4, 0))
+    assert float(torch.cat(module.record.metrics["ratio_deviation"])[:4].max()) < 1e-6
+
+
+def test_a_method_on_the_wrong_path_is_refused_before_loading(tiny_unet, tiny_sd3, tmp_path):
+    for policy, objective, line in [
+        (UNetPolicy(str(tiny_unet)), AWM(RolloutSpec("ddim")), "AWM does not work on UNetPolicy"),
+        (UNetPolicy(str(tiny_unet)), FlowGRPO(), "FlowGRPO does not work on UNetPolicy"),
+        (SD3Policy(str(tiny_sd3)), DDPO(), "DDPO does not work on SD3Policy"),
+    ]:
+        module = make_module(tiny_sd3, objective)
+        module.policy = policy
+        with pytest.raises(ValueError, match=line):
+            make_trainer(tmp_path).fit(module, datamodule=make_data())
+        assert not policy.loaded
+
+
+class Scaled(MixedPrecision):
+    """A gradient scaler on the CPU, without the half precision that needs one."""
+
+    def __init__(self):
+        super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**120))
+
+    def forward_context(self):
+        return nullcontext()
+
+
+class Loud:
+    def loss(self, policy, micro):
+        loss, metrics = super().loss(policy, micro)
+        return 1e9 * loss, metrics
+
+
+class Overflowing(Loud, DGPO):
+    pass
+
+
+class OverflowingAnchor(Loud, VGRPO):
+    pass
+
+
+@pytest.mark.parametrize("copy", ["old", "anchor"])
+def test_a_step_that_the_scaler_skips_moves_no_clock(tiny_sd3, tmp_path, copy):
+    objective = {
+        "old": Overflowing(RolloutSpec("dpm++", S), noisiest=5, old_decay_rate=0.2),
+        "anchor": OverflowingAnchor(RolloutSpec(steps=2), kl_weight=1.0, anchor_decay=0.3),
+    }[copy]
+    module, ema = make_module(tiny_sd3, objective), EMA(0.5)
+    trainer = make_trainer(tmp_path, 1, [ema], plugins=[Scaled()])
+    trainer.fit(module, datamodule=make_data(heldout_limit=1, updates_per_iteration=2))
+    assert trainer.precision_plugin.scaler.get_scale() == 2.0**118  # halved twice
+    assert (module.objective.num_updates, ema.num_updates) == (0, 0)
+    for name, tensor in module.objective.copies[copy].tensors.items():
+        assert torch.equal(tensor, module.reference.tensors[name])
+
+
+def test_a_checkpoint_of_another_method_is_refused_and_holds_no_reference(tiny_sd3, tmp_path):
+    _, trainer = run(tiny_sd3, tmp_path, METHODS["DiffusionNFT"][0], 1)
+    trainer.save_checkpoint(tmp_path / "nft.ckpt")
+    saved = torch.load(tmp_path / "nft.ckpt", weights_only=True)["lit_vgrpo"]["objective"]
+    assert saved.keys() == {"num_updates", "copies"}
+    assert saved["copies"].keys() == {"old"}
+    with pytest.raises(RuntimeError, match=r"other copies of the weights \(old\) than AWM does \(ema\)"):
+        run(tiny_sd3, tmp_path, METHODS["AWM"][0], 1, iterations=2, ckpt=tmp_path / "nft.ckpt")

@@ -1,0 +1,149 @@
+"""SDE steps against float64 arithmetic, diffusers, and the exact solution of a Gaussian's field."""
+
+import math
+from itertools import pairwise
+
+import chain_in_float64 as reference
+import diffusers
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_vgrpo.policies import RectifiedFlow, VariancePreserving
+from lit_vgrpo.solvers import (
+    DEFAULT_NOISE,
+    FLOW_SDES,
+    ODE_OF,
+    VP_SDES,
+    Transition,
+    log_prob,
+    regrid,
+    tail_steps,
+    transition,
+)
+
+TIMES = torch.tensor([1.0, 0.83, 0.4, 0.07])
+NEXT = torch.tensor([0.9, 0.7, 0.37, 0.01])
+SECOND = 0.9
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def step_of(solver, path=None, level=None):
+    z, v = draw(4, 2, 3, 3), draw(4, 2, 3, 3, seed=1)
+    return z, v, transition(solver, path or RectifiedFlow(), v, z, TIMES, NEXT, level, SECOND)
+
+
+@pytest.mark.parametrize("solver", FLOW_SDES)
+@pytest.mark.parametrize("level", [None, 0.4])
+def test_flow_steps_equal_the_formulas(solver, level):
+    z, v, step = step_of(solver, level=level)
+    formula = getattr(reference, solver)
+    for i, (t, t_next) in enumerate(zip(TIMES.double().tolist(), NEXT.double().tolist(), strict=True)):
+        used = DEFAULT_NOISE[solver] if level is None else level
+        mean, std, diffusion = formula(v[i].double(), z[i].double(), t, t_next, SECOND, used)
+        torch.testing.assert_close(step.mean[i].double(), mean, rtol=1e-5, atol=1e-5)
+        assert step.std[i].item() == pytest.approx(std, rel=1e-5)
+        assert step.diffusion[i].item() == pytest.approx(diffusion, rel=1e-5)
+    assert step.std.shape == step.diffusion.shape == (4, 1, 1, 1)
+    assert step.mean.dtype == step.std.dtype == torch.float32
+
+
+@pytest.mark.parametrize("solver", FLOW_SDES)
+def test_without_noise_a_flow_step_is_eulers(solver):
+    z, v, step = step_of(solver, level=0.0)
+    euler = z - v * (TIMES - NEXT).view(-1, 1, 1, 1)
+    torch.testing.assert_close(step.mean, euler, rtol=1e-6, atol=1e-6)
+    assert step.std.abs().max() == 0
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("eta", [1.0, 0.5, 0.0])
+def test_ddim_step_is_diffusers_own(prediction, eta):
+    scheduler = diffusers.DDIMScheduler(
+        prediction_type=prediction, clip_sample=False, set_alpha_to_one=True, timestep_spacing="trailing"
+    )
+    scheduler.set_timesteps(10)
+    path = VariancePreserving(scheduler.alphas_cumprod, "eps" if prediction == "epsilon" else "v")
+    z, out = draw(1, 2, 3, 3), draw(1, 2, 3, 3, seed=1)
+    for timestep in scheduler.timesteps:
+        before = timestep - 100
+        mean = scheduler.step(out, timestep, z, eta=eta, variance_noise=torch.zeros_like(z)).prev_sample
+        times = (path.time(torch.tensor([k])) for k in (timestep, max(before, -1)))
+        step = transition("ddim_sde", path, out, z, *times, eta)
+        torch.testing.assert_close(step.mean, mean, rtol=1e-4, atol=1e-5)
+        variance = eta**2 * scheduler._get_variance(timestep, before)
+        assert step.std.square().item() == pytest.approx(float(variance), rel=2e-3, abs=1e-7)
+
+
+@pytest.mark.parametrize("solver", ["flow_sde", "dance_sde"])
+def test_the_sdes_keep_the_marginals_of_the_flow(solver):
+    """On the field of Gaussian data N(mu, c^2), fine steps must end at that mean and spread, noise or not."""
+    mu, c, steps = 0.8, 0.3, 400
+    z, generator = draw(1, 20000), torch.Generator().manual_seed(3)
+    grid = torch.linspace(0.999, 0, steps + 1)
+    for t, t_next in pairwise(grid):
+        total = (1 - t) ** 2 * c**2 + t**2
+        x_hat = mu + (1 - t) * c**2 / total * (z - (1 - t) * mu)
+        step = transition(solver, RectifiedFlow(), (z - x_hat) / t, z, t[None], t_next[None], 0.7, 0.99)
+        z = step.mean + step.std * torch.randn(z.shape, generator=generator)
+    assert z.mean().item() == pytest.approx(mu, abs=0.01)
+    assert z.std().item() == pytest.approx(c, abs=0.02)
+
+
+def test_log_prob_is_the_mean_density_of_a_gaussian():
+    _, _, step = step_of("flow_sde")
+    sample = step.mean + step.std * draw(4, 2, 3, 3, seed=2)
+    exact = torch.distributions.Normal(step.mean.double(), step.std.double()).log_prob(sample.double())
+    torch.testing.assert_close(
+        log_prob("flow_sde", sample, step).double(), exact.flatten(1).mean(1), rtol=1e-5, atol=1e-5
+    )
+    squared = -((sample - step.mean).double() ** 2).flatten(1).mean(1)
+    torch.testing.assert_close(log_prob("cps", sample, step).double(), squared, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("solver", [*FLOW_SDES, *VP_SDES])
+def test_a_step_without_noise_divides_by_nothing(solver):
+    mean = torch.zeros(2, 3, requires_grad=True)
+    std = torch.tensor([[0.0], [1.0]])
+    value = log_prob(solver, torch.ones(2, 3), Transition(mean, std, std))
+    assert value.isfinite().all()
+    (grad,) = torch.autograd.grad(value.sum(), mean)
+    assert grad.isfinite().all()
+
+
+def test_every_sde_has_a_noise_level_and_an_ode():
+    assert set(DEFAULT_NOISE) == set(ODE_OF) == {*FLOW_SDES, *VP_SDES}
+
+
+def test_an_ode_is_no_transition():
+    with pytest.raises(ValueError, match="solver=euler is no SDE. Use flow_sde or cps or dance_sde or ddim_sde"):
+        transition("euler", RectifiedFlow(), draw(1, 2), draw(1, 2), TIMES[:1], NEXT[:1])
+
+
+@given(remaining=st.integers(0, 100), share=st.floats(0.01, 1.0))
+def test_tail_steps_are_the_share_and_never_none(remaining, share):
+    steps = tail_steps(remaining, share)
+    assert steps == (0 if not remaining else min(remaining, max(1, math.ceil(share * remaining))))
+
+
+@given(remaining=st.integers(1, 40), data=st.data())
+def test_regrid_goes_the_same_way_in_fewer_steps(remaining, data):
+    steps = data.draw(st.integers(1, remaining))
+    times = torch.linspace(0.9, 0, remaining + 1) ** 2
+    grid = regrid(times, steps)
+    assert grid.shape == (steps + 1,)
+    assert grid[0] == times[0]
+    assert grid[-1] == 0
+    assert (grid[:-1] > grid[1:]).all()
+    if steps == remaining:
+        torch.testing.assert_close(grid, times)
+
+
+def test_regrid_keeps_the_spacing():
+    times = torch.tensor([1.0, 0.9, 0.7, 0.3, 0.0])
+    torch.testing.assert_close(regrid(times, 2), torch.tensor([1.0, 0.7, 0.0]))
+    torch.testing.assert_close(regrid(times, 3), torch.tensor([1.0, 0.9 - 0.2 / 3, 0.7 - 0.4 * 2 / 3, 0.0]))
