@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_vgrpo.advantages import combined_advantages
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.ledger import PassLedger
-from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.objectives.base import Objective, update_order
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.record import Evaluation, IterationRecord, Stopwatch
 from lit_vgrpo.rewards import Reward, RewardBatch, RewardError, as_weighted
@@ -207,7 +207,7 @@ class VGRPOModule(L.LightningModule):
             )
         self.record, advantages = self.score(batch, rollout, seconds)
         with _timed(seconds, "prepare"):
-            return self.objective.prepare(
+            experience = self.objective.prepare(
                 self.policy,
                 rollout,
                 advantages,
@@ -215,6 +215,11 @@ class VGRPOModule(L.LightningModule):
                 updates=batch.updates,
                 ledger=self.ledger,
             )
+        if not batch.split_updates:
+            return experience
+        order = update_order(len(batch.prompts), batch.group_size, batch.updates)
+        self.record.local_group_ids = self.record.local_group_ids[order]
+        return experience.select(order.to(experience.latents.device))
 
     def score(self, batch: PromptBatch, rollout: Rollout, seconds: dict[str, float]) -> tuple[IterationRecord, Tensor]:
         """Reward every image and compare it with its group; statistics are those of all ranks' images.

@@ -176,7 +176,7 @@ class Experience:
     def __len__(self) -> int:
         return len(self.latents)
 
-    def select(self, index: slice) -> Experience:
+    def select(self, index: slice | Tensor) -> Experience:
         """The rows of some images, e.g. a micro-batch."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("latents", "advantages", "rows"):

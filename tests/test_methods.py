@@ -21,6 +21,7 @@ from lit_vgrpo import (
     UNetPolicy,
 )
 from lit_vgrpo.callbacks import EMA
+from lit_vgrpo.objectives.base import update_order
 
 S = 6  # sampling steps: enough for MixGRPO's window of four
 SDE = {"solver": "flow_sde", "steps": S}
@@ -126,6 +127,29 @@ def test_split_updates_train_each_image_once(tiny_sd3, tmp_path):
     assert trainer.global_step == 2
     check_costs(module, trainer, (S, 4, 0))
     assert float(torch.cat(module.record.metrics["ratio_deviation"])[:4].max()) < 1e-6
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_an_update_takes_the_same_groups_on_any_number_of_ranks(ranks):
+    groups, size, updates = 8, 3, 2
+    shares = [set(), set()]
+    for rank in range(ranks):
+        mine = groups // ranks
+        order = update_order(mine, size, updates).reshape(updates, -1)
+        for update, images in enumerate(order):
+            shares[update] |= {rank * mine * size + int(image) for image in images}
+    assert shares == [{g * size + i for g in range(u, groups, 2) for i in range(size)} for u in (0, 1)]
+
+
+def test_a_split_iteration_trains_every_image_with_its_own_values(tiny_sd3, tmp_path):
+    def make():
+        return MixGRPO(RolloutSpec(**SHARED), window_size=4)
+
+    module, _ = run(tiny_sd3, tmp_path, make, 2, split_updates=True, prompts_per_iteration=4, micro_batch_size=2)
+    assert module.record.local_group_ids.tolist() == [0] * 4 + [2] * 4 + [1] * 4 + [3] * 4
+    deviation = torch.cat(module.record.metrics["ratio_deviation"])
+    assert len(deviation) == 16
+    assert deviation[:8].max() < 1e-6 < deviation[8:].min()
 
 
 def test_a_method_on_the_wrong_path_is_refused_before_loading(tiny_unet, tiny_sd3, tmp_path):

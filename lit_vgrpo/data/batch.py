@@ -23,6 +23,7 @@ class PromptBatch:
             all ranks.
         group_size: images to make per prompt; 1 for held-out batches.
         updates: optimizer steps of the iteration; 0 for held-out batches.
+        split_updates: each optimizer step takes its own share of the images.
         micro_batches_per_update: micro-batches of one optimizer step; 0 for held-out batches.
         micro_batch_size: images of one forward and backward pass; for held-out batches the number of images.
     """
@@ -35,6 +36,7 @@ class PromptBatch:
     slots: list[int] = field(default_factory=list)
     group_size: int = 1
     updates: int = 0
+    split_updates: bool = False
     micro_batches_per_update: int = 0
     micro_batch_size: int = 1
 

@@ -23,6 +23,7 @@ class IterationDataset(Dataset[PromptBatch]):
     def __init__(self, rows: Rows, sizes: Sizes, num_replicas: int = 1, rank: int = 0, seed: int = 0) -> None:
         self.rows = rows
         self.plan = sizes.plan(num_replicas)
+        self.split_updates = sizes.split_updates
         self.slots = rank_slots(sizes.prompts_per_iteration, num_replicas, rank)
         self.seed = seed
 
@@ -42,6 +43,7 @@ class IterationDataset(Dataset[PromptBatch]):
             slots=list(self.slots),
             group_size=self.plan.group_size,
             updates=self.plan.updates_per_iteration,
+            split_updates=self.split_updates,
             micro_batches_per_update=self.plan.micro_batches_per_update,
             micro_batch_size=self.plan.micro_batch_size,
         )

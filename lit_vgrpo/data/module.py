@@ -54,9 +54,7 @@ class PromptDataModule(L.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.sizes = Sizes(
-            prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates
-        )
+        self.sizes = Sizes(prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates)
         for fault in self.sizes.type_faults():
             raise TypeError(fault)
         for fault in self.sizes.value_faults():

@@ -206,3 +206,18 @@ def group_layout(slots: Sequence[int], group_size: int) -> tuple[Tensor, Tensor]
     rows = torch.arange(len(slots)).repeat_interleave(group_size)
     image_ids = torch.tensor(slots, dtype=torch.int64)[rows] * group_size + torch.arange(group_size).repeat(len(slots))
     return rows, image_ids
+
+
+def update_order(num_groups: int, group_size: int, updates: int) -> Tensor:
+    """The order ``(B,)`` in which a rank's images are shared out to updates, one share after the other.
+
+    Group k goes to update ``k % updates``, so that an update trains on the same groups whatever the number of ranks.
+    Where a rank's groups do not divide, the images stay in their order, and the shares depend on the ranks.
+
+    >>> update_order(num_groups=4, group_size=2, updates=2).tolist()
+    [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    groups = torch.arange(num_groups)
+    if num_groups % updates == 0:
+        groups = groups.reshape(-1, updates).T.flatten()
+    return (groups[:, None] * group_size + torch.arange(group_size)).flatten()
