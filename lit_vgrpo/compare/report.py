@@ -12,7 +12,7 @@ from typing import Any
 
 from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.compare.options import Options
-from lit_vgrpo.compare.results import Curve, Row
+from lit_vgrpo.compare.results import YARDSTICK, Curve, Row
 
 CSV_COLUMNS = ("method", "settings", "seed", "iteration", "reward", "images", "passes", "cpu_seconds", "train_seconds")
 NOTE = (
@@ -86,6 +86,24 @@ def target_table(rows: Sequence[Row], target: float) -> str:
     return markdown_table(header, lines)
 
 
+def verdict(rows: Sequence[Row], target: float) -> str:
+    """Who was cheaper than V-GRPO with the same settings; empty where V-GRPO did not take part."""
+    yardsticks = {row.settings: row.targets[target] for row in rows if row.method == YARDSTICK}
+    others = [row for row in rows if row.method != YARDSTICK and row.settings in yardsticks]
+    if not others:
+        return ""
+    cheaper = []
+    for row in others:
+        ratio = row.targets[target]["cpu_ratio"]
+        if ratio is not None and ratio < 1:
+            cheaper.append(f"{row.name} ({ratio:.2f} of its CPU seconds)")
+        elif row.targets[target]["mean"] is not None and yardsticks[row.settings]["mean"] is None:
+            cheaper.append(f"{row.name} (V-GRPO did not reach it with every seed)")
+    if not cheaper:
+        return "No method reached it with every seed for less CPU time than V-GRPO with the same kind of settings."
+    return f"V-GRPO lost to: {', '.join(cheaper)}."
+
+
 def faults_text(curves: Sequence[Curve]) -> str:
     """The runs that failed, a line each; empty where none did."""
     lines = [f"{c.method} {c.settings}, seed {c.seed}, failed: {c.fault}" for c in curves if c.fault]
@@ -96,11 +114,11 @@ def tables(rows: Sequence[Row], targets: Sequence[float]) -> str:
     """All tables with their headings, and what failed."""
     parts = ["## Held-out reward", reward_table(rows)]
     for target in targets:
-        parts += [f"## To reach {target:g}", target_table(rows, target)]
+        parts += [f"## To reach {target:g}", target_table(rows, target), verdict(rows, target)]
     failed = faults_text([curve for row in rows for curve in row.curves])
     if failed:
         parts += ["## Failed runs", failed]
-    return "\n\n".join([*parts, NOTE])
+    return "\n\n".join(part for part in [*parts, NOTE] if part)
 
 
 def write_report(options: Options, rows: Sequence[Row]) -> str:

@@ -9,7 +9,7 @@ from PIL import Image
 from lit_vgrpo.compare.options import parse_options
 from lit_vgrpo.compare.picture import averaged, draw
 from lit_vgrpo.compare.plan import Entrant
-from lit_vgrpo.compare.report import reward_table, tables, target_table, write_report
+from lit_vgrpo.compare.report import reward_table, tables, target_table, verdict, write_report
 from lit_vgrpo.compare.results import Curve, cost_of, rows_of
 from lit_vgrpo.compare.sweep import best_of, final_reward, trials_of, tuned_block, write_sweep
 
@@ -103,6 +103,21 @@ def test_when_vgrpo_missed_the_target_nobody_has_a_ratio():
     rows = rows_of([curve("vgrpo", 0, [0.2, 0.3]), curve("nft", 0, [0.2, 0.9])], [0.5])
     assert cells(target_table(rows, 0.5), "nft", "published")[-1] == "-"
     assert cells(target_table(rows, 0.5), "nft", "published")[1] == "2.1"
+
+
+def test_a_lost_race_is_said():
+    curves = [
+        curve("vgrpo", 0, [0.2, 0.8]),
+        curve("nft", 0, [0.2, 0.8], seconds=5.0),
+        curve("dgpo", 0, [0.2, 0.8], seconds=20.0),
+        curve("vgrpo", 0, [0.2, 0.3], settings="tuned"),
+        curve("dgpo", 0, [0.2, 0.8], settings="tuned"),
+    ]
+    assert verdict(rows_of(curves, [0.6]), 0.6) == (
+        "V-GRPO lost to: nft published (0.50 of its CPU seconds), dgpo tuned (V-GRPO did not reach it with every seed)."
+    )
+    assert "No method reached it" in verdict(rows_of([curves[0], curves[2]], [0.6]), 0.6)
+    assert verdict(rows_of([curves[1]], [0.6]), 0.6) == ""
 
 
 def test_a_failed_seed_is_said_and_not_hidden():
