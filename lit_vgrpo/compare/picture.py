@@ -15,7 +15,6 @@ from lit_vgrpo.compare.results import Curve, Row
 # Okabe and Ito's palette, told apart with any kind of colour vision; then two greys.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A800", "#777777", "#AAAAAA")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
-DASHES: dict[str, Any] = {"published": (0, (4, 2)), "tuned": "solid"}
 PANELS = (
     ("cpu_seconds", "process CPU time (s)"),
     ("passes", "network passes (1000 images)"),
@@ -34,7 +33,7 @@ def averaged(curves: Sequence[Curve], cost: str) -> tuple[list[float], list[floa
 
 
 def draw(path: Path, rows: Sequence[Row], targets: Sequence[float], title: str) -> None:
-    """Draw mean lines with bands from the lowest to the highest seed.
+    """Draw mean lines with bands from the lowest to the highest seed; a row of panels for each kind of settings.
 
     Args:
         path: a ``.png`` file.
@@ -42,46 +41,41 @@ def draw(path: Path, rows: Sequence[Row], targets: Sequence[float], title: str) 
         targets: drawn as thin lines.
     """
     shown = [row for row in rows if row.finished]
-    dashes = DASHES if len({row.settings for row in shown}) > 1 else {}
     methods = list(dict.fromkeys(row.method for row in rows))
-    legend_rows = -(-max(1, len(shown)) // 5)
-    figure = Figure(figsize=(13.5, 4.6 + 0.25 * legend_rows), layout="constrained")
+    kinds = list(dict.fromkeys(row.settings for row in shown)) or [""]
+    figure = Figure(figsize=(15, 0.8 + 4.1 * len(kinds)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(PANELS), sharey=True)
-    for axis, (cost, label) in zip(axes, PANELS, strict=True):
-        for row in shown:
-            number = methods.index(row.method)
-            colour = COLOURS[number % len(COLOURS)]
-            x, mean, low, high = averaged(row.finished, cost)
-            axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-            axis.plot(
-                x,
-                mean,
-                color=colour,
-                linestyle=dashes.get(row.settings, "solid"),
-                linewidth=1.8,
-                marker=MARKERS[number % len(MARKERS)],
-                markersize=4,
-                label=_label(row),
-            )
-        for target in targets:
-            axis.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
+    grid = figure.subplots(len(kinds), len(PANELS), sharex="col", sharey=True, squeeze=False)
+    for axes, kind in zip(grid, kinds, strict=True):
+        of_kind = [row for row in shown if row.settings == kind]
+        for axis, (cost, _) in zip(axes, PANELS, strict=True):
+            _draw_panel(axis, of_kind, cost, methods, targets)
+        axes[0].set_ylabel(f"held-out reward, {kind}" if len(kinds) > 1 else "held-out reward")
+        if of_kind:
+            axes[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, handlelength=2.5)
+    for axis, (_, label) in zip(grid[-1], PANELS, strict=True):
         axis.set_xlabel(label)
-        axis.set_xlim(left=0)
-        axis.grid(alpha=0.25, linewidth=0.6)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("held-out reward")
     figure.suptitle(title)
-    handles, labels = axes[0].get_legend_handles_labels()
-    if handles:
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=min(5, len(handles)), frameon=False, handlelength=3
-        )
     draft = path.with_suffix(".tmp.png")
     figure.savefig(draft, dpi=130)
     draft.replace(path)
 
 
+def _draw_panel(axis: Any, rows: Sequence[Row], cost: str, methods: Sequence[str], targets: Sequence[float]) -> None:
+    for row in rows:
+        number = methods.index(row.method)
+        colour = COLOURS[number % len(COLOURS)]
+        x, mean, low, high = averaged(row.finished, cost)
+        axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        marker = MARKERS[number % len(MARKERS)]
+        axis.plot(x, mean, color=colour, linewidth=1.8, marker=marker, markersize=4, label=_label(row))
+    for target in targets:
+        axis.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
+    axis.set_xlim(left=0)
+    axis.grid(alpha=0.25, linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def _label(row: Row) -> str:
     done, planned = len(row.finished), len(row.curves)
-    return row.name if done == planned else f"{row.name} ({done} of {planned} seeds)"
+    return row.method if done == planned else f"{row.method} ({done} of {planned} seeds)"

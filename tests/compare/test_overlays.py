@@ -216,7 +216,7 @@ def test_an_override_that_a_method_undoes_is_refused(tiny_recipe):
         (fault,) = faults_of(entrants, parse_options([*words, word]))
         assert fault.startswith(f"{key} has no effect: the overlay of vgrpo sets it.")
     kept = ["model.objective.rollout.steps=3", "data.group_size=4", "model.optimizer.weight_decay=0.5"]
-    (entrant,) = entrants(parse_options([*words, *kept]))
+    (entrant,) = entrants(parse_options([*words, "--settings", "published", *kept]))
     assert entrant.recipe["model"]["objective"]["init_args"]["rollout"]["steps"] == 3
     assert entrant.recipe["model"]["evaluation"]["steps"] == 3
 
