@@ -203,7 +203,9 @@ def test_the_last_error_of_a_log(tmp_path):
 
 
 def test_progress_is_read_from_the_table(tiny_recipe, capsys):
-    (run,) = planned(tiny_recipe, "--methods", "vgrpo", "--seeds", "1", "--iterations", "4", "--out", "x")
+    (run,) = planned(
+        tiny_recipe, "--methods", "vgrpo", "--settings", "published", "--seeds", "1", "--iterations", "4", "--out", "x"
+    )
     status = Status(run)
     status.read()
     assert status.iteration == 0
@@ -219,7 +221,9 @@ def test_progress_is_read_from_the_table(tiny_recipe, capsys):
 
 
 def test_a_terminal_gets_lines_that_are_redrawn(tiny_recipe, monkeypatch):
-    (run,) = planned(tiny_recipe, "--methods", "vgrpo", "--seeds", "1", "--iterations", "4", "--out", "x")
+    (run,) = planned(
+        tiny_recipe, "--methods", "vgrpo", "--settings", "published", "--seeds", "1", "--iterations", "4", "--out", "x"
+    )
 
     class Terminal(list):
         isatty = staticmethod(lambda: True)

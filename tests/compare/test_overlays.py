@@ -145,7 +145,9 @@ def test_the_methods_of_the_race_are_there():
 
 
 def test_a_merged_recipe_runs_by_itself(tmp_path, monkeypatch, tiny_recipe):
-    options = parse_options([str(tiny_recipe), "--methods", "vgrpo", "--seeds", "1", "--out", "out"])
+    options = parse_options(
+        [str(tiny_recipe), "--methods", "vgrpo", "--settings", "published", "--seeds", "1", "--out", "out"]
+    )
     runs = runs_of(options, entrants(options))
     cli = build([str(runs[0].recipe)], make_folder=False)
     assert cli.faults() == []
