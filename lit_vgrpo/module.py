@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +15,7 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.ledger import PassLedger
 from lit_vgrpo.objectives.base import Objective, update_order
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.record import Evaluation, IterationRecord, Stopwatch
+from lit_vgrpo.record import Evaluation, IterationRecord, Stopwatch, timed
 from lit_vgrpo.rewards import Reward, RewardBatch, RewardError, as_weighted
 from lit_vgrpo.rollout import STREAM_HELDOUT, Experience, Rollout, RolloutSpec, image_generators, sample
 from lit_vgrpo.sizes import Sizes
@@ -194,7 +191,7 @@ class VGRPOModule(L.LightningModule):
     def collect(self, batch: PromptBatch) -> Experience:
         """Roll out, score, compare within groups, and prepare what the updates need."""
         seconds: dict[str, float] = {}
-        with self.ledger.phase("rollout"), _timed(seconds, "rollout"):
+        with self.ledger.phase("rollout"), timed(seconds, "rollout"):
             rollout = self.objective.collect(
                 self.policy,
                 batch.prompts,
@@ -206,7 +203,7 @@ class VGRPOModule(L.LightningModule):
                 self.rollout_batch_size,
             )
         self.record, advantages = self.score(batch, rollout, seconds)
-        with _timed(seconds, "prepare"):
+        with timed(seconds, "prepare"):
             experience = self.objective.prepare(
                 self.policy,
                 rollout,
@@ -267,9 +264,9 @@ class VGRPOModule(L.LightningModule):
         scored = []
         for start in range(0, len(rollout), self.policy.decode_batch_size):
             part = slice(start, start + self.policy.decode_batch_size)
-            with _timed(seconds, "decode"):
+            with timed(seconds, "decode"):
                 images = self.policy.decode(rollout.latents[part])
-            with _timed(seconds, "reward"):
+            with timed(seconds, "reward"):
                 scored.append(self.reward.score(images, prompts[part], rows[part]))
         return RewardBatch.joined(scored)
 
@@ -389,13 +386,6 @@ class VGRPOModule(L.LightningModule):
         self.images_seen = state["images_seen"]
         self.stopwatch.load_state_dict(state["stopwatch"])
         self.evaluations = [Evaluation(**values) for values in state["evaluations"]]
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def _nanmean(values: Tensor) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -53,6 +55,14 @@ class IterationRecord:
     def mean(self, name: str) -> float | None:
         """A metric's mean over all steps."""
         return float(torch.cat(self.metrics[name]).mean()) if name in self.metrics else None
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the wall time of the block to ``seconds[name]``."""
+    start = time.perf_counter()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 class Stopwatch:

@@ -55,6 +55,7 @@ def draw(path: Path, rows: Sequence[Row], targets: Sequence[float], title: str) 
             axes[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, handlelength=2.5)
     for axis, (_, label) in zip(grid[-1], PANELS, strict=True):
         axis.set_xlabel(label)
+        axis.set_xlim(left=0)  # once all is drawn: it ends the automatic choice of the right edge
     figure.suptitle(title)
     draft = path.with_suffix(".tmp.png")
     figure.savefig(draft, dpi=130)
@@ -71,7 +72,6 @@ def _draw_panel(axis: Any, rows: Sequence[Row], cost: str, methods: Sequence[str
         axis.plot(x, mean, color=colour, linewidth=1.8, marker=marker, markersize=4, label=_label(row))
     for target in targets:
         axis.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
-    axis.set_xlim(left=0)
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
 
