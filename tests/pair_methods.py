@@ -128,3 +128,15 @@ def assert_same_gradient(found, expected, rtol=1e-3):
     """Equal up to ``rtol`` of the gradient's length."""
     assert expected.norm() > 0
     assert (found - expected).norm() <= rtol * expected.norm()
+
+
+def assert_state_comes_back(policy, objective, other):
+    """``other``, set up anew, takes over the clock and every moving copy of ``objective``."""
+    other.setup(policy)
+    spread_copies(policy, objective)
+    objective.num_updates = 7
+    other.load_state_dict(objective.state_dict())
+    assert other.num_updates == 7
+    assert "reference" not in objective.state_dict()["copies"]  # it comes from the policy's own checkpoint
+    for name, tensors in objective.state_dict()["copies"].items():
+        assert all(torch.equal(tensor, other.copies[name].tensors[key]) for key, tensor in tensors.items())

@@ -6,6 +6,7 @@ from pair_methods import (
     ADVANTAGES,
     Pairs64,
     assert_same_gradient,
+    assert_state_comes_back,
     loss_and_gradient,
     nudge,
     pixel_mean,
@@ -27,11 +28,6 @@ from lit_vgrpo.sizes import Sizes
 @pytest.fixture(params=[None, 4], ids=["full", "lora"])
 def network(request, tiny_sd3):
     return SD3Policy(str(tiny_sd3), max_sequence_length=1, lora_rank=request.param).load()
-
-
-@pytest.fixture
-def policy(tiny_sd3):
-    return SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
 
 
 def small(**options):
@@ -186,15 +182,7 @@ def test_the_weights_are_put_back_when_a_pass_fails(policy):
 
 
 def test_the_state_comes_back(policy):
-    objective, other = small(), small()
-    other.setup(policy)
-    spread_copies(policy, objective)
-    objective.num_updates = 7
-    other.load_state_dict(objective.state_dict())
-    assert other.num_updates == 7
-    assert "reference" not in objective.state_dict()["copies"]  # it comes from the policy's own checkpoint
-    for name, tensors in objective.state_dict()["copies"].items():
-        assert all(torch.equal(tensor, other.copies[name].tensors[key]) for key, tensor in tensors.items())
+    assert_state_comes_back(policy, small(), small())
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,6 @@ SIZES = Sizes(prompts_per_iteration=2, group_size=GROUP)
 CHAIN = RolloutSpec("flow_sde", steps=4)
 
 
-@pytest.fixture
-def policy(tiny_sd3):
-    return load_sd3(tiny_sd3)
-
-
 def walk(policy, spec, images=4, noise_seed=0, **options):
     conditioning, rows = policy.encode_each(["a red circle"] * images)
     start = policy.prior(image_generators(1, 0, 0, range(images)))

@@ -21,11 +21,6 @@ from lit_vgrpo.rollout import RolloutSpec
 SPEC = RolloutSpec("dance_sde", 6, shared_noise=True)
 
 
-@pytest.fixture
-def policy(tiny_sd3):
-    return load_sd3(tiny_sd3)
-
-
 @pytest.mark.parametrize("lora", [None, 2], ids=["full", "lora"])
 def test_loss_and_gradient_in_float64(tiny_sd3, lora):
     policy, objective = load_sd3(tiny_sd3, lora_rank=lora), DanceGRPO(SPEC)

@@ -6,6 +6,7 @@ from pair_methods import (
     ADVANTAGES,
     Pairs64,
     assert_same_gradient,
+    assert_state_comes_back,
     loss_and_gradient,
     nudge,
     pixel_mean,
@@ -19,23 +20,8 @@ from lit_vgrpo.advantages import group_advantages
 from lit_vgrpo.ledger import PassLedger
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT
 from lit_vgrpo.objectives.nft import nft_decay, optimality
-from lit_vgrpo.policies import SD3Policy, UNetPolicy
 from lit_vgrpo.rollout import RolloutSpec
 from lit_vgrpo.sizes import Sizes
-
-
-@pytest.fixture
-def policy(tiny_sd3):
-    return SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
-
-
-@pytest.fixture
-def network(request, tiny_sd3, unet_folder):
-    kind, _, adapter = request.param.partition("-")
-    options = {"lora_rank": 4} if adapter else {}
-    if kind == "flow":
-        return SD3Policy(str(tiny_sd3), max_sequence_length=1, **options).load()
-    return UNetPolicy(str(unet_folder(kind)), **options).load()
 
 
 def spec_for(policy, steps=4):
@@ -193,15 +179,7 @@ def test_the_weights_are_put_back_when_a_pass_fails(policy):
 
 
 def test_the_state_comes_back(policy):
-    objective, other = DiffusionNFT(RolloutSpec(steps=2)), DiffusionNFT(RolloutSpec(steps=2))
-    other.setup(policy)
-    spread_copies(policy, objective)
-    objective.num_updates = 7
-    other.load_state_dict(objective.state_dict())
-    assert other.num_updates == 7
-    assert "reference" not in objective.state_dict()["copies"]  # it comes from the policy's own checkpoint
-    for name, tensors in objective.state_dict()["copies"].items():
-        assert all(torch.equal(tensor, other.copies[name].tensors[key]) for key, tensor in tensors.items())
+    assert_state_comes_back(policy, DiffusionNFT(RolloutSpec(steps=2)), DiffusionNFT(RolloutSpec(steps=2)))
 
 
 @pytest.mark.parametrize(

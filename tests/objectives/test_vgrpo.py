@@ -8,7 +8,7 @@ import torch
 
 from lit_vgrpo.ledger import PassLedger
 from lit_vgrpo.objectives import VGRPO, clipped_surrogate
-from lit_vgrpo.policies import SD3Policy, UNetPolicy
+from lit_vgrpo.policies import UNetPolicy
 from lit_vgrpo.rollout import RolloutSpec
 from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import trainable_parameters
@@ -17,11 +17,6 @@ PROMPTS = ["a red circle on the left", "a blue square on the right"]
 GROUP = 3
 SIZES = Sizes(prompts_per_iteration=2, group_size=GROUP, micro_batch_size=6)
 ADVANTAGES = torch.tensor([1.0, -0.5, -0.5, 0.0, 2.0, -2.0])
-
-
-@pytest.fixture
-def policy(tiny_sd3):
-    return SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
 
 
 def roll(policy, objective, seed=0):
