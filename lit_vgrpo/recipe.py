@@ -90,7 +90,7 @@ def read_recipe(command: Command) -> dict[str, Any]:
         UserError: it is not YAML, not a mapping, or an interpolation leads nowhere.
     """
     with _readable(command.recipe):
-        plain = _plain_recipe(command)
+        plain, _ = _plain_recipe(command)
         for key, text in command.overrides:
             _set(plain, key, text)
         resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
@@ -108,21 +108,25 @@ def parser_config(command: Command) -> Iterator[tuple[Path, str | None]]:
     Raises:
         UserError: as :func:`read_recipe`.
     """
-    wanted = command.other_objective
     with _readable(command.recipe):
-        given = OmegaConf.to_container(OmegaConf.load(command.recipe), resolve=False)
-        plain = _plain_recipe(command)
-    if plain == given or wanted is None:
+        plain, was_changed = _plain_recipe(command)
+    if not was_changed:
         yield command.recipe, None
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / command.recipe.name
         OmegaConf.save(OmegaConf.create(plain), path)
-        yield path, f"{wanted} starts from its own defaults: of the recipe's objective only rollout is kept."
+        yield (
+            path,
+            f"{command.other_objective} starts from its own defaults: of the recipe's objective only rollout is kept.",
+        )
 
 
-def _plain_recipe(command: Command) -> dict[Any, Any]:
-    """The file as plain values, not resolved; without settings of a training method that an override replaces."""
+def _plain_recipe(command: Command) -> tuple[dict[Any, Any], bool]:
+    """The file as plain values, not resolved, and whether it was changed.
+
+    Where an override names another training method, the settings of the file's own are left out.
+    """
     loaded = OmegaConf.load(command.recipe)
     if not OmegaConf.is_dict(loaded):
         raise UserError(f"{command.recipe} is no recipe: its top level must be a mapping with model: and data:.")
@@ -130,12 +134,13 @@ def _plain_recipe(command: Command) -> dict[Any, Any]:
     assert isinstance(plain, dict)
     wanted, model = command.other_objective, plain.get("model")
     if wanted is None or not isinstance(model, dict) or not isinstance(model.get("objective"), dict):
-        return plain
+        return plain, False
     own, settings = str(model["objective"].get("class_path")), model["objective"].get("init_args") or {}
-    if own.rpartition(".")[2] != wanted.rpartition(".")[2]:
-        kept = {name: value for name, value in settings.items() if name in KEPT_SETTINGS}
-        model["objective"] = {"class_path": wanted, "init_args": kept}
-    return plain
+    if own.rpartition(".")[2] == wanted.rpartition(".")[2]:
+        return plain, False
+    kept = {name: value for name, value in settings.items() if name in KEPT_SETTINGS}
+    model["objective"] = {"class_path": wanted, "init_args": kept}
+    return plain, True
 
 
 @contextmanager

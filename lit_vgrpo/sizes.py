@@ -69,7 +69,12 @@ class Sizes:
     @property
     def uses_per_image(self) -> int:
         """How many updates of an iteration train on one image."""
-        return 1 if self.split_updates else self.updates_per_iteration
+        return self.updates_per_iteration // self._shares
+
+    @property
+    def _shares(self) -> int:
+        """Into how many shares the images of an iteration are cut."""
+        return self.updates_per_iteration if self.split_updates else 1
 
     def _numbers(self) -> dict[str, int]:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "split_updates"}
@@ -115,7 +120,7 @@ class Sizes:
                 f"updates_per_iteration={self.updates_per_iteration} cannot share out the {images} images of a rank. "
                 f"Use {_either(working)}, or split_updates=false."
             ]
-        share = images // (self.updates_per_iteration if self.split_updates else 1)
+        share = images // self._shares
         if share % self.micro_batch_size:
             working = _nearest_divisors(share, self.micro_batch_size)
             whose = "one update on a rank" if self.split_updates else "a rank"
@@ -136,8 +141,7 @@ class Sizes:
             raise ValueError(faults[0])
         groups = self.prompts_per_iteration // world_size
         images = groups * self.group_size
-        shares = self.updates_per_iteration if self.split_updates else 1
-        micro_batches = images // shares // self.micro_batch_size
+        micro_batches = images // self._shares // self.micro_batch_size
         return Plan(
             prompts_per_iteration=self.prompts_per_iteration,
             group_size=self.group_size,
@@ -147,7 +151,7 @@ class Sizes:
             images_per_iteration=self.prompts_per_iteration * self.group_size,
             groups_per_rank=groups,
             images_per_rank=images,
-            images_per_update=self.prompts_per_iteration * self.group_size // shares,
+            images_per_update=self.prompts_per_iteration * self.group_size // self._shares,
             micro_batches_per_update=micro_batches,
             steps_per_iteration=micro_batches * self.updates_per_iteration,
         )
