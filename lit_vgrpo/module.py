@@ -155,8 +155,9 @@ class VGRPOModule(L.LightningModule):
             return
         self.policy.load()
         self.ledger.attach(self.policy.network)
-        self.reference = Snapshot(self.policy, device="cpu")
         self.objective.setup(self.policy)
+        # A method that needs the start holds it already; one copy of it is enough.
+        self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")
 
     def configure_optimizers(self) -> Any:
         config = self.optimizer_config

@@ -176,6 +176,20 @@ class Experience:
     def __len__(self) -> int:
         return len(self.latents)
 
+    @classmethod
+    def of(
+        cls, rollout: Rollout, advantages: Tensor, pairs: Pairs | None = None, extras: dict[str, Tensor] | None = None
+    ) -> Experience:
+        """A rollout's images with their advantages, beside which everything else is the method's own."""
+        return cls(
+            latents=rollout.latents,
+            advantages=advantages.to(rollout.latents.device),
+            conditioning=rollout.conditioning,
+            rows=rollout.rows,
+            pairs=pairs,
+            extras=extras or {},
+        )
+
     def select(self, index: slice | Tensor) -> Experience:
         """The rows of some images, e.g. a micro-batch."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -143,21 +143,14 @@ class AWM(Objective):
         updates: int,
         ledger: PassLedger | None = None,
     ) -> Experience:
-        experience = Experience(
-            latents=rollout.latents,
-            advantages=advantages.to(rollout.latents.device) / self.advantage_scale,
-            conditioning=rollout.conditioning,
-            rows=rollout.rows,
-            pairs=pairs_at(policy, rollout, self._draw_times(rollout, micro_batch_size), shared=False),
-        )
-        ledger = ledger or PassLedger()
+        pairs = pairs_at(policy, rollout, self._draw_times(rollout, micro_batch_size), shared=False)
+        experience = Experience.of(rollout, advantages / self.advantage_scale, pairs)
         if updates > 1:
-            with ledger.phase("old"):
+            with (ledger or PassLedger()).phase("old"):
                 errors = stored_errors(policy, experience, micro_batch_size, "v", None)
             experience.extras["old_log_likelihood"] = self._log_likelihood(experience, errors)
         for name in self._pulls():
-            self.copies[name].to(policy.device)
-            with ledger.phase(name), self.copies[name].swapped_into(policy):
+            with self.with_copy(policy, name, ledger):
                 experience.extras[f"{name}_prediction"] = stored_predictions(policy, experience, micro_batch_size)
         return experience
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -157,6 +157,14 @@ class Objective(ABC):
 
     def after_iteration(self, policy: Policy) -> None:  # noqa: B027
         """Move the copies that follow iterations."""
+
+    @contextmanager
+    def with_copy(self, policy: Policy, name: str, ledger: PassLedger | None = None) -> Iterator[None]:
+        """The weights of ``copies[name]`` in place of the policy's, and the passes inside booked under that name."""
+        copy = self.copies[name]
+        copy.to(policy.device)
+        with (ledger or PassLedger()).phase(name), copy.swapped_into(policy):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only; the frozen reference comes from the policy's own checkpoint."""

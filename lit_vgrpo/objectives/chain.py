@@ -171,17 +171,9 @@ class ChainObjective(Objective):
     ) -> Experience:
         if self.advantage_clip is not None:
             advantages = advantages.clamp(-self.advantage_clip, self.advantage_clip)
-        experience = Experience(
-            latents=rollout.latents,
-            advantages=advantages.to(rollout.latents.device),
-            conditioning=rollout.conditioning,
-            rows=rollout.rows,
-            extras=self._chosen(rollout),
-        )
+        experience = Experience.of(rollout, advantages, extras=self._chosen(rollout))
         if self.kl_weight > 0:
-            reference = self.copies["reference"]
-            reference.to(policy.device)
-            with (ledger or PassLedger()).phase("reference"), reference.swapped_into(policy):
+            with self.with_copy(policy, "reference", ledger):
                 parts = experience.micro_batches(micro_batch_size)
                 means = [self._transition(policy, micro, self._reference_guidance).mean for micro in parts]
             experience.extras["reference_mean"] = torch.cat(means)

@@ -110,7 +110,7 @@ class Denoising(Objective):
             times="uniform",
             shift=self.time_shift,
         )
-        return Experience(rollout.latents, advantages, rollout.conditioning, rollout.rows, pairs)
+        return Experience.of(rollout, advantages, pairs)
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         _, error, _ = predict_pairs(policy, micro, self.space, None)

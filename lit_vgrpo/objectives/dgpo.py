@@ -155,19 +155,15 @@ class DGPO(Objective):
         picked = torch.randperm(self.noisiest, generator=generator)[: self.num_times]
         device = rollout.latents.device
         _, index, counts = torch.unique(rollout.group_ids, return_inverse=True, return_counts=True)
-        experience = Experience(
-            latents=rollout.latents,
-            advantages=advantages.to(device),
-            conditioning=rollout.conditioning,
-            rows=rollout.rows,
-            pairs=pairs_at(policy, rollout, rollout.schedule.cpu()[picked], shared=True),
-            extras={"group_ids": rollout.group_ids.to(device), "group_size": counts[index].to(device)},
+        experience = Experience.of(
+            rollout,
+            advantages,
+            pairs_at(policy, rollout, rollout.schedule.cpu()[picked], shared=True),
+            {"group_ids": rollout.group_ids.to(device), "group_size": counts[index].to(device)},
         )
-        for copy in self.copies.values():
-            copy.to(policy.device)
         if "reference" in self.copies:
             micros = experience.micro_batches(micro_batch_size)
-            with (ledger or PassLedger()).phase("reference"), self.copies["reference"].swapped_into(policy):
+            with self.with_copy(policy, "reference", ledger):
                 for micro in micros:
                     self._store_reference(micro, *self._losses(policy, micro))
             for name in micros[0].extras.keys() - experience.extras.keys():
@@ -188,8 +184,7 @@ class DGPO(Objective):
     def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
         """What the old policy says, which moves with every update; and the groups' weights where they are spread."""
         _require_whole_groups(micros)
-        ledger = ledger or PassLedger()
-        with ledger.phase("old"), self.copies["old"].swapped_into(policy):
+        with self.with_copy(policy, "old", ledger):
             for micro in micros:
                 prediction, losses = self._losses(policy, micro)
                 micro.extras["old_loss"] = losses
@@ -197,7 +192,7 @@ class DGPO(Objective):
                     self._store_reference(micro, prediction, losses)
         if all(_holds_whole_groups(micro) for micro in micros):
             return
-        with ledger.phase("group"), torch.no_grad():
+        with (ledger or PassLedger()).phase("group"), torch.no_grad():
             losses = torch.cat([self._losses(policy, micro)[1] for micro in micros])
         advantages = torch.cat([micro.advantages for micro in micros])
         weights = group_weights(losses, _joined(micros, "reference_loss"), advantages, *_groups(micros), self.beta)

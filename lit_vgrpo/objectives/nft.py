@@ -171,21 +171,13 @@ class DiffusionNFT(Objective):
         schedule, num_times = rollout.schedule.cpu(), self.times_an_image()
         generators = image_generators(STREAM_TIMES, rollout.seed, rollout.iteration, rollout.image_ids.tolist())
         picked = [torch.randperm(len(schedule), generator=generator)[:num_times] for generator in generators]
-        experience = Experience(
-            latents=rollout.latents,
-            advantages=advantages.to(rollout.latents.device),
-            conditioning=rollout.conditioning,
-            rows=rollout.rows,
-            pairs=pairs_at(policy, rollout, schedule[torch.stack(picked)], shared=False),
-        )
-        ledger = ledger or PassLedger()
-        for copy in self.copies.values():
-            copy.to(policy.device)
-        with ledger.phase("old"), self.copies["old"].swapped_into(policy):
+        pairs = pairs_at(policy, rollout, schedule[torch.stack(picked)], shared=False)
+        experience = Experience.of(rollout, advantages, pairs)
+        with self.with_copy(policy, "old", ledger):
             errors = stored_errors(policy, experience, micro_batch_size, "x", self.scale_cap)
         experience.extras["old_error"] = errors
         if "reference" in self.copies:
-            with ledger.phase("reference"), self.copies["reference"].swapped_into(policy):
+            with self.with_copy(policy, "reference", ledger):
                 predictions = stored_predictions(policy, experience, micro_batch_size)
             experience.extras["reference_prediction"] = predictions
         return experience

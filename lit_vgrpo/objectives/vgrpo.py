@@ -130,30 +130,23 @@ class VGRPO(Objective):
         updates: int,
         ledger: PassLedger | None = None,
     ) -> Experience:
-        experience = Experience(
-            latents=rollout.latents,
-            advantages=soft_clip(advantages, self.soft_clip).to(rollout.latents.device),
-            conditioning=rollout.conditioning,
-            rows=rollout.rows,
-            pairs=rollout_pairs(
-                policy,
-                rollout,
-                self.num_mc_samples,
-                shared=self.share_pairs,
-                stratified=self.stratify,
-                times=self.times,
-                shift=self.time_shift,
-            ),
+        pairs = rollout_pairs(
+            policy,
+            rollout,
+            self.num_mc_samples,
+            shared=self.share_pairs,
+            stratified=self.stratify,
+            times=self.times,
+            shift=self.time_shift,
         )
-        ledger = ledger or PassLedger()
+        experience = Experience.of(rollout, soft_clip(advantages, self.soft_clip), pairs)
         # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes of its own.
         if updates > 1:
             wanted = {"old_surrogate"} if self.anchor is not None or self.kl_weight == 0 else _STORED
-            with ledger.phase("old"):
+            with (ledger or PassLedger()).phase("old"):
                 experience.extras |= self._stored(policy, experience, micro_batch_size, wanted)
         if self.anchor is not None:
-            self.anchor.to(policy.device)
-            with ledger.phase("anchor"), self.anchor.swapped_into(policy):
+            with self.with_copy(policy, "anchor", ledger):
                 experience.extras |= self._stored(policy, experience, micro_batch_size, {"kl_prediction"})
         return experience
 
