@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lit_vgrpo.module import VGRPOModule
@@ -17,7 +16,8 @@ from lit_vgrpo.snapshots import Snapshot
 class EMA(L.Callback):
     """Averages the trainable weights, counted in optimizer steps; evaluation and export use the average.
 
-    The average is float32 and part of the checkpoint; training always goes on from the weights themselves.
+    The average is float32 and part of the checkpoint; training always goes on from the weights themselves. Where a
+    strategy shards the weights, the average is sharded alike.
 
     Args:
         decay: share of the old average that one optimizer step keeps.
@@ -25,7 +25,6 @@ class EMA(L.Callback):
 
     Raises:
         ValueError: a decay outside [0, 1).
-        RuntimeError: a strategy that shards weights.
     """
 
     def __init__(self, decay: float = 0.99, warmup: bool = True) -> None:
@@ -39,13 +38,6 @@ class EMA(L.Callback):
         self._restored: dict[str, Tensor] | None = None
         self._swap: ExitStack | None = None
         self._swapped = False
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-            raise RuntimeError(
-                f"EMA does not work with {type(trainer.strategy).__name__}, which shards weights. "
-                "Use trainer.strategy=ddp, or leave the EMA callback out."
-            )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.average = Snapshot(pl_module)
@@ -97,6 +89,7 @@ class EMA(L.Callback):
             self._swapped = False
 
     def state_dict(self) -> dict[str, Any]:
+        """The whole average, on rank 0 where it is sharded; all ranks must call it."""
         if self.average is None:
             return {}
         return {"num_updates": self.num_updates, "average": self.average.state_dict()}

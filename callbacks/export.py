@@ -8,6 +8,8 @@ import lightning as L
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.shards import full, is_sharded, local
+from lit_vgrpo.snapshots import trainable_parameters
 
 
 class Export(L.Callback):
@@ -24,7 +26,12 @@ class Export(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, VGRPOModule)
-        if trainer.is_global_zero:
-            with averaged_weights(trainer, pl_module):
-                pl_module.policy.save(Path(trainer.default_root_dir) / self.folder)
+        policy = pl_module.policy
+        with averaged_weights(trainer, pl_module):
+            trained = trainable_parameters(policy.network)
+            # All ranks help to gather what is sharded, rank 0 writes it.
+            sharded = any(is_sharded(p) for p in trained.values())
+            weights = {name: full(p, local(p)) for name, p in trained.items()} if sharded else None
+            if trainer.is_global_zero:
+                policy.save(Path(trainer.default_root_dir) / self.folder, weights)
         trainer.strategy.barrier("export")

@@ -58,6 +58,15 @@ def test_other_weights_are_refused():
         copy.load_state_dict({})
 
 
+def test_a_copy_is_saved_whole_and_taken_over_whole():
+    module = network()
+    copy, other = Snapshot(module), Snapshot(module)
+    other.tensors["0.bias"].add_(1)
+    copy.load_state_dict(other.state_dict())
+    assert copy.state_dict().keys() == {"0.weight", "0.bias"}
+    assert torch.equal(copy.tensors["0.bias"], module[0].bias.detach() + 1)
+
+
 def test_a_copy_is_float32_and_survives_a_half_precision_policy():
     module = network().to(torch.bfloat16)
     copy = Snapshot(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, quiet_libraries, source_of
 from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.policies.export import save_policy
 from lit_vgrpo.policies.paths import ProbabilityPath
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -346,22 +347,17 @@ class Policy(nn.Module):
             sizes.append(pixels // factor)
         return self.network.config.in_channels, sizes[0], sizes[1]
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> Path:
         """Write what was trained so that diffusers loads it back.
 
         LoRA: a folder for ``pipe.load_lora_weights``. Full weights: a folder for ``DiffusionPipeline.from_pretrained``.
-        """
-        folder = Path(folder)
-        if self.lora_rank is None:
-            with quiet_libraries():
-                self.pipeline.save_pretrained(folder)
-            return folder
-        from peft.utils import get_peft_model_state_dict
 
-        layers = self.lora_names(get_peft_model_state_dict(self.network))
-        metadata = {f"{self.network_name}_lora_adapter_metadata": self.network.peft_config["default"].to_dict()}
-        self.pipeline.save_lora_weights(folder, **{f"{self.network_name}_lora_layers": layers}, **metadata)
-        return folder
+        Args:
+            folder: where to.
+            weights: the trained tensors by their names in the network, whole, where the network itself holds shards.
+        """
+        save_policy(self, Path(folder), weights)
+        return Path(folder)
 
     def lora_names(self, layers: dict[str, Tensor]) -> dict[str, Tensor]:
         """The adapter's tensors under the names that the family's pipeline reads."""

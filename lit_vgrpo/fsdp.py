@@ -1,0 +1,86 @@
+"""FSDP2, torch's fully sharded data parallelism, as a Lightning strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lit_vgrpo.portable import PortableCheckpoints
+from lit_vgrpo.shards import full, is_sharded
+
+
+class FSDP2(PortableCheckpoints, ModelParallelStrategy):
+    """Torch's fully sharded data parallelism over all processes; see :func:`shard`."""
+
+    def __init__(self) -> None:
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    @override
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        # Not in configure_model: the weights of a checkpoint are read between the two, whole.
+        network: Any = self.lightning_module.policy.network  # type: ignore[union-attr]
+        if not any(is_sharded(p) for p in network.parameters()):
+            shard(network, self.device_mesh["data_parallel"])
+        super().setup(trainer)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's own ``state_dict``, whole on rank 0; all ranks must call it."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        saved = optimizer.state_dict()
+        state = {
+            index: {key: full(v, v.to_local()) if isinstance(v, DTensor) else v for key, v in values.items()}
+            for index, values in saved["state"].items()
+        }
+        return {**saved, "state": state}
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        saved = checkpoint["optimizer_states"][0]
+        state = {}
+        for index, parameter in enumerate(self._trained.values()):
+            if index in saved["state"]:
+                values = saved["state"][index]
+                state[index] = {k: _sharded_like(parameter, v) if v.ndim else v for k, v in values.items()}
+        self.optimizers[0].load_state_dict({**saved, "state": state})
+
+
+def _sharded_like(parameter: Tensor, whole: Tensor) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    return distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+
+
+def shard(network: nn.Module, mesh: Any) -> None:
+    """Shard a diffusers network over a mesh, block by block, with ``fully_shard``.
+
+    Every module gives its whole weights back after each forward pass, the root too: rollouts run many passes without a
+    backward, and between them copies of the weights may be swapped in.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    for module in [*_blocks(network), network]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+
+
+def _blocks(module: nn.Module, names: frozenset[str] | None = None) -> list[nn.Module]:
+    """The outermost modules of the classes that diffusers says must not be split over devices."""
+    names = frozenset(getattr(module, "_no_split_modules", None) or ()) if names is None else names
+    found = []
+    for child in module.children():
+        found += [child] if type(child).__name__ in names else _blocks(child, names)
+    return found

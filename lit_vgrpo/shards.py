@@ -1,0 +1,121 @@
+"""How a parameter is stored: whole, as a shard of a DTensor (FSDP2), or as a partition of DeepSpeed's ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def _is_zero3(parameter: Any) -> bool:
+    return hasattr(parameter, "ds_tensor")
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether this rank holds only a part of the parameter."""
+    return isinstance(parameter, DTensor) or _is_zero3(parameter)
+
+
+def shape_of(parameter: Any) -> torch.Size:
+    """The shape of the whole parameter."""
+    return torch.Size(parameter.ds_shape) if _is_zero3(parameter) else parameter.shape
+
+
+@torch.no_grad()
+def local(parameter: Any) -> Tensor:
+    """This rank's own values, to be read, or written to through :func:`write`."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    if _is_zero3(parameter):
+        return parameter.ds_tensor.detach()
+    return parameter.detach()
+
+
+@torch.no_grad()
+def write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Put local values in place of the parameters' own, whatever their type and device."""
+    for name, parameter in parameters.items():
+        local(parameter).copy_(values[name])
+    _forget_gathered(parameters.values())
+
+
+def _forget_gathered(parameters: Iterable[Any]) -> None:
+    """ZeRO-3 keeps small parameters gathered, and fetches others ahead: both would still be the old values."""
+    for parameter in parameters:
+        if _is_zero3(parameter):
+            parameter._z3_optimizer.empty_partition_cache()  # of the whole model
+            return
+
+
+@torch.no_grad()
+def gradients(parameters: Iterable[Any]) -> list[Tensor]:
+    """This rank's gradients, or its shards of them, as they are when an optimizer step is due.
+
+    ZeRO has reduced them by then and keeps them outside ``.grad``.
+    """
+    found: list[Tensor | None] = []
+    for parameter in parameters:
+        if _is_zero3(parameter):
+            found.append(parameter._z3_optimizer.get_local_fp32_grad_for_param(parameter))
+        elif hasattr(parameter, "_hp_mapping"):
+            part = parameter._hp_mapping  # None where all of it belongs to other ranks
+            found.append(part and part.get_lp_grad_fragment(parameter._index_in_param_group))
+        elif parameter.grad is not None:
+            found.append(local(parameter.grad))
+    return [gradient for gradient in found if gradient is not None]
+
+
+@torch.no_grad()
+def cut(parameter: Any, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor of the parameter's shape, as long as :func:`local`."""
+    if isinstance(parameter, DTensor):
+        # None: every rank has the whole tensor and takes its own part of it, so nothing is sent.
+        placed = whole.to(parameter.device_mesh.device_type)
+        return distribute_tensor(placed, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+    if _is_zero3(parameter):
+        size, rank = parameter.ds_tensor.numel(), dist.get_rank(parameter.ds_process_group)
+        part = whole.flatten()[rank * size : (rank + 1) * size]
+        return F.pad(part, (0, size - part.numel()))  # the last partition is filled up
+    return whole
+
+
+@torch.no_grad()
+def full(parameter: Any, values: Tensor) -> Tensor:
+    """The whole of what every rank holds ``values`` of, laid out as :func:`local` is; all ranks must call it.
+
+    Returns:
+        On rank 0 the whole tensor, on the CPU where it had to be gathered. On the other ranks only its shape, on the
+        meta device: they never need the values, and a node's memory need not hold them many times.
+    """
+    if not is_sharded(parameter):
+        return values
+    whole = _gather_dtensor(parameter, values) if isinstance(parameter, DTensor) else _gather_zero3(parameter, values)
+    return whole.to("cpu" if dist.get_rank() == 0 else "meta")
+
+
+def _gather_dtensor(parameter: DTensor, values: Tensor) -> Tensor:
+    mesh = parameter.device_mesh
+    shards = DTensor.from_local(
+        values.to(mesh.device_type),
+        mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return shards.full_tensor()
+
+
+def _gather_zero3(parameter: Any, values: Tensor) -> Tensor:
+    from deepspeed.accelerator import get_accelerator
+
+    group = parameter.ds_process_group
+    values = values.to(get_accelerator().current_device_name()).contiguous()
+    whole = values.new_empty(values.numel() * dist.get_world_size(group))
+    dist.all_gather_into_tensor(whole, values, group=group)
+    return whole[: parameter.ds_numel].view(parameter.ds_shape)

@@ -1,0 +1,127 @@
+"""Small runs under one strategy after the other, as one process of one or two: ``worker.py SPEC.json``.
+
+A run is ``{name, strategy, iterations, ...}``; it leaves ``NAME.ckpt``, and on rank 0 ``NAME.pt`` with what it showed.
+"""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import lightning as L
+import torch
+from helpers import make_data, make_module, make_trainer
+
+from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec, SD3Policy
+from lit_vgrpo.callbacks import EMA, Export, RewardLogger, SampleGrid, averaged_weights
+
+torch.set_num_threads(1)
+PROMPTS = ["a red circle on the left", "a blue square on the right"]
+
+
+class Stirred(SD3Policy):
+    """Starts away from the tiny network's own start, where many weights are zero and so are gradients."""
+
+    def load(self):
+        if self.loaded:
+            return self
+        super().load()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.network.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+        return self
+
+
+class Broken(VGRPO):
+    """On the last rank alone, the losses of the third update are not numbers."""
+
+    updates = 0
+
+    def before_update(self, policy, micros, ledger=None):
+        super().before_update(policy, micros, ledger)
+        self.updates += 1
+
+    def loss(self, policy, micro):
+        loss, metrics = super().loss(policy, micro)
+        is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+        return loss * (math.nan if self.updates == 3 and is_last else 1.0), metrics
+
+
+class Witness(L.Callback):
+    """Keeps the rewards, gradient norms and images of a run; the images with the weights, the average, the weights."""
+
+    def __init__(self):
+        self.seen = {"rewards": [], "norms": []}
+        self._heldout = {}
+
+    def update(self, images, batch):
+        self._heldout |= zip(batch.slots, images.cpu(), strict=True)
+
+    def compute(self, module):
+        """Held-out images, drawn with the average in the moment after a step."""
+        shape = next(iter(self._heldout.values())).shape
+        images = torch.stack([self._heldout.get(slot, torch.zeros(shape)) for slot in range(2)])
+        self.seen["heldout"] = module.all_ranks(images[None]).sum(0)
+        self._heldout = {}
+        return {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch.is_last:
+            self.seen["rewards"].append(pl_module.record.rewards.clone())
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.seen["norms"].append(trainer.callback_metrics["policy/grad_norm"].clone())
+
+    def on_train_end(self, trainer, pl_module):
+        def draw():
+            return pl_module.generate(PROMPTS, [0, 1]).cpu()
+
+        self.seen["images"] = draw()
+        with averaged_weights(trainer, pl_module):
+            self.seen["averaged"] = draw()
+        self.seen["after_swap"] = draw()
+        network = pl_module.policy.network
+        self.seen["dtypes"] = sorted({f"{p.requires_grad} {p.dtype}" for p in network.parameters()})
+        self.seen["steps"] = trainer.global_step
+        self.seen["updates"] = pl_module.objective.num_updates
+
+
+def train(run, folder, sd3):
+    lora = run.get("lora", False)
+    method = Broken if run.get("broken") else VGRPO
+    module = make_module(
+        sd3,
+        method(RolloutSpec(steps=2), num_mc_samples=2, kl_weight=0.5, anchor_decay=0.3, soft_clip=3.0),
+        # A larger eps: where a gradient is only rounding noise, as that of a key's bias is, Adam makes a step of it.
+        optimizer=OptimizerConfig(lr=2e-4 if lora else 2e-5, warmup_steps=3, eps=1e-6),
+        rollout_batch_size=2,
+        non_finite="skip",
+    )
+    dtype = run.get("dtype", "float32")
+    module.policy = Stirred(sd3, max_sequence_length=1, lora_rank=64 if lora else None, dtype=dtype)
+    witness = Witness()
+    module.heldout_observers.append(witness)
+    callbacks = [EMA(0.8, warmup=False), RewardLogger(), witness]
+    if run.get("writes"):
+        callbacks += [SampleGrid(2, 1, every_n_iterations=2), Export(f"{run['name']}-export")]
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = {"strategy": run["strategy"]} if run["strategy"] else {}
+    trainer = make_trainer(folder, run["iterations"], callbacks, devices=world, gradient_clip_val=0.05, **chosen)
+    data = make_data(**{"micro_batch_size": 2, "updates_per_iteration": 2, **run.get("data", {})})
+    start = str(folder / f"{run['start']}.ckpt") if "start" in run else None
+    trainer.fit(module, datamodule=data, ckpt_path=start)
+    trainer.save_checkpoint(folder / f"{run['name']}.ckpt")
+    if trainer.is_global_zero:
+        torch.save(witness.seen, folder / f"{run['name']}.pt")
+
+
+if __name__ == "__main__":
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    for each in spec["runs"]:
+        print(each, flush=True)
+        train(each, Path(spec["folder"]), spec["sd3"])
