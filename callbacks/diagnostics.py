@@ -35,8 +35,9 @@ class SurrogateDiagnostics(L.Callback):
         values = record.first_update("surrogate")
         if values is None:
             return
+        values, groups = pl_module.all_ranks(values), pl_module.all_ranks(record.local_group_ids)
         metrics = {
             "surrogate/cv": coefficient_of_variation(values),
-            "surrogate/cv_within": coefficient_of_variation(values, record.local_group_ids.to(values.device)),
+            "surrogate/cv_within": coefficient_of_variation(values, groups.to(values.device)),
         }
-        pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1, sync_dist=trainer.world_size > 1)
+        pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)

@@ -8,10 +8,12 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_vgrpo.advantages import no_spread_share
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.strategies import ZeRO
 
 
 class RewardLogger(L.Callback):
@@ -29,24 +31,28 @@ class RewardLogger(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch.is_first:
+        if batch.is_first or not self._started:  # a run may go on in the middle of an iteration
             self._started = time.perf_counter()
             self._norms = []
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
         if gradients:
-            self._norms.append(torch.nn.utils.get_total_norm(gradients))
+            norm = torch.nn.utils.get_total_norm(gradients)
+            self._norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if isinstance(trainer.strategy, ZeRO) and (batch.step + 1) % batch.micro_batches_per_update == 0:
+            norm = trainer.strategy.last_gradient_norm()  # known only after the step
+            self._norms += [] if norm is None else [torch.tensor(norm)]
         if not batch.is_last:
             return
         assert isinstance(pl_module, VGRPOModule)
         metrics = self._local(pl_module, time.perf_counter() - self._started)
         pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1, sync_dist=trainer.world_size > 1)
-        pl_module.log_dict(self._global(trainer, pl_module), on_step=False, on_epoch=True, batch_size=1)
+        pl_module.log_dict(self._global(pl_module), on_step=False, on_epoch=True, batch_size=1)
 
     def _local(self, module: VGRPOModule, seconds: float) -> dict[str, float]:
         """What each rank sees of its own images, to be averaged."""
@@ -64,11 +70,11 @@ class RewardLogger(L.Callback):
         metrics["time/iteration_s"] = seconds
         return metrics
 
-    def _global(self, trainer: L.Trainer, module: VGRPOModule) -> dict[str, float]:
+    def _global(self, module: VGRPOModule) -> dict[str, float]:
         """What is already the same on every rank."""
         record = module.record
         assert record is not None
-        passes = module.ledger.training_passes() * trainer.world_size
+        passes = module.ledger.training_passes()
         metrics = {
             "cost/passes_per_image": passes / module.images_seen,
             "cost/images": float(module.images_seen),
@@ -76,7 +82,9 @@ class RewardLogger(L.Callback):
             "cost/cpu_s": module.stopwatch.cpu_s,
         }
         for phase, count in module.ledger.training_counts().items():
-            metrics |= {f"passes/{phase}_{kind}": float(n * trainer.world_size) for kind, n in count.items() if n}
+            metrics |= {f"passes/{phase}_{kind}": float(n) for kind, n in count.items() if n}
+        if module.guard.action == "skip":
+            metrics["policy/skipped_updates"] = float(module.guard.skipped)
         if not module.objective.needs_reward:
             return metrics
         scored = record.rewards[~record.rewards.isnan()]

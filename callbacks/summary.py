@@ -40,7 +40,7 @@ class RunSummary(L.Callback):
             self.heldout_start = dict(pl_module.heldout)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._outcome = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+        self._outcome = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
 
@@ -67,22 +67,18 @@ class RunSummary(L.Callback):
         end = {name.removeprefix("heldout/"): value for name, value in pl_module.heldout.items()}
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        passes = pl_module.ledger.state_dict()
         summary = {
             "outcome": self._outcome,
             "heldout_reward_start": _plain(self.heldout_start.get("heldout/reward")),
             "heldout_reward_end": _plain(end.pop("reward", None)),
-            "reward_parts_end": {name: _plain(value) for name, value in end.items()},
+            "reward_parts_end": {name: _plain(end.pop(name)) for name in pl_module.reward.part_names if name in end},
+            "heldout_metrics_end": {name: _plain(value) for name, value in end.items()},
             "iterations": trainer.current_epoch,
             "optimizer_steps": trainer.global_step,
             "images": pl_module.images_seen,
             "train_seconds": round(pl_module.stopwatch.wall_s, 3),
             "cpu_seconds": round(pl_module.stopwatch.cpu_s, 3),
-            # Ranks do equal work, so rank 0 speaks for all.
-            "network_passes": {
-                phase: {kind: count * trainer.world_size for kind, count in counts.items()}
-                for phase, counts in passes.items()
-            },
+            "network_passes": pl_module.ledger.state_dict(),
             "peak_memory_bytes": peak_memory_bytes(),
             "evaluations": [_evaluation(evaluation) for evaluation in pl_module.evaluations],
             "seed": pl_module.seed,

@@ -14,9 +14,13 @@ class PassLedger:
     """Counts the images that go through a network, by hooking it; classifier-free guidance counts twice.
 
     A backward pass is not counted, and neither is a recomputation by activation checkpointing.
+
+    Attributes:
+        ranks: how many do the same amount of work; what one of them does is counted that often.
     """
 
     def __init__(self) -> None:
+        self.ranks = 1
         self.counts: dict[str, dict[str, int]] = {}
         self._phase = "update"
 
@@ -26,7 +30,7 @@ class PassLedger:
     def _count(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sample = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim > 1)
         phase = self.counts.setdefault(self._phase, {"with_grad": 0, "without_grad": 0})
-        phase["with_grad" if torch.is_grad_enabled() else "without_grad"] += len(sample)
+        phase["with_grad" if torch.is_grad_enabled() else "without_grad"] += len(sample) * self.ranks
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

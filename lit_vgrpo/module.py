@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import warnings
 from typing import Any, Literal
 
 import lightning as L
@@ -12,39 +11,21 @@ from torch import Tensor
 
 from lit_vgrpo.advantages import combined_advantages
 from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.guard import NonFinite, NonFiniteGuard
+from lit_vgrpo.heldout import HeldOutObserver, HeldOutScores
+from lit_vgrpo.iteration import Iteration
 from lit_vgrpo.ledger import PassLedger
-from lit_vgrpo.objectives.base import Objective, update_order
+from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.optimizer import OptimizerConfig
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.record import Evaluation, IterationRecord, Stopwatch, timed
 from lit_vgrpo.rewards import Reward, RewardBatch, RewardError, as_weighted
-from lit_vgrpo.rollout import STREAM_HELDOUT, Experience, Rollout, RolloutSpec, image_generators, sample
+from lit_vgrpo.rollout import STREAM_HELDOUT, Rollout, RolloutSpec, image_generators, sample
+from lit_vgrpo.scoring import decode_and_score
+from lit_vgrpo.shards import gradients
 from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import Snapshot, trainable_parameters
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW over the trainable weights.
-
-    Args:
-        lr: learning rate after warm-up; constant from there on.
-        betas: decay of the first and second moment.
-        weight_decay: decoupled weight decay.
-        eps: term added to the denominator.
-        warmup_steps: optimizer steps over which the rate rises linearly.
-    """
-
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 1e-4
-    eps: float = 1e-8
-    warmup_steps: int = 0
-
-    def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"model.optimizer.lr={self.lr} does not train. Use a positive number such as 3e-4.")
-        if self.warmup_steps < 0:
-            raise ValueError(f"model.optimizer.warmup_steps={self.warmup_steps} is negative. Use 0 or more.")
+from lit_vgrpo.strategies import strategy_fault
 
 
 class VGRPOModule(L.LightningModule):
@@ -64,6 +45,8 @@ class VGRPOModule(L.LightningModule):
         evaluation: how held-out images are sampled, by an ODE; null takes the objective's rollout, without noise.
         rollout_batch_size: images a network pass while sampling; null takes all of a rank's at once.
         evaluate_at_start: score the held-out prompts once before training.
+        non_finite: what to do with an update whose loss or gradient is not finite on any rank: stop with the reason,
+            or skip it on all of them.
         seed: fixes all rollout noise, pairs and held-out noise.
     """
 
@@ -78,6 +61,7 @@ class VGRPOModule(L.LightningModule):
         evaluation: RolloutSpec | None = None,
         rollout_batch_size: int | None = None,
         evaluate_at_start: bool = True,
+        non_finite: NonFinite = "stop",
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -93,18 +77,22 @@ class VGRPOModule(L.LightningModule):
         self.rollout_batch_size = rollout_batch_size
         self.evaluate_at_start = evaluate_at_start
         self.seed = seed
+        self.guard = NonFiniteGuard(non_finite)
         self.ledger = PassLedger()
         self.images_seen = 0
         self.record: IterationRecord | None = None
         self.heldout: dict[str, float] = {}
         self.heldout_step = -1
+        self.heldout_observers: list[HeldOutObserver] = []
         self.evaluations: list[Evaluation] = []
         self.stopwatch = Stopwatch()
         self.reference: Snapshot | None = None
-        self._steps: list[Experience] = []
-        self._heldout_scores: list[RewardBatch] = []
+        self._iteration: Iteration | None = None
+        self._saved_iteration: dict[str, Any] | None = None
+        self._batch: PromptBatch | None = None
+        self._heldout_scores = HeldOutScores()
         self._resumed = False
-        self._is_last_step = False
+        self._is_refused = False
         self._has_moved = False
         # Checkpoints hold only what is trained; the frozen rest comes from the policy's own checkpoint.
         self.strict_loading = False
@@ -114,20 +102,12 @@ class VGRPOModule(L.LightningModule):
     def check(self, sizes: Sizes) -> list[str]:
         """Faults of the policy, the objective and the reward that can be found without loading weights."""
         faults = [*self.policy.check(), *self.reward.check()]
-        family, method = type(self.policy).__name__, type(self.objective).__name__
-        if self.policy.path_kind not in self.objective.path_kinds:
-            path = {"flow": "a rectified flow", "vp": "a variance-preserving path"}[self.policy.path_kind]
-            return [*faults, f"model.objective={method} does not work on {family}: it is not defined on {path}."]
-        faults += self.objective.check(sizes)
-        spec = self.objective.rollout_spec(0)
-        known = self.policy.sde_solvers if spec.is_sde else self.policy.solvers
-        if spec.solver not in known:
-            options = " or ".join((*self.policy.solvers, *self.policy.sde_solvers))
-            faults.append(f"model.objective.rollout.solver={spec.solver} is not a solver of {family}. Use {options}.")
+        faults += [*self.objective.policy_faults(type(self.policy)), *self.objective.check(sizes)]
         if self.evaluation is not None and self.evaluation.solver not in self.policy.solvers:
             options = " or ".join(self.policy.solvers)
             faults.append(
-                f"model.evaluation.solver={self.evaluation.solver} is not an ODE solver of {family}. Use {options}."
+                f"model.evaluation.solver={self.evaluation.solver} is not an ODE solver of "
+                f"{type(self.policy).__name__}. Use {options}."
             )
         return faults
 
@@ -140,8 +120,9 @@ class VGRPOModule(L.LightningModule):
                 "VGRPOModule takes its sizes from the data module. "
                 "Call trainer.fit(module, datamodule=PromptDataModule(...))."
             )
-        for fault in self.check(sizes):
-            raise ValueError(fault)
+        for fault in (strategy_fault(self.trainer.strategy), *self.check(sizes)):
+            if fault is not None:
+                raise ValueError(fault)
         needed = sizes.plan(self.trainer.world_size).micro_batches_per_update
         if self.trainer.accumulate_grad_batches not in (1, needed):
             raise ValueError(
@@ -155,41 +136,41 @@ class VGRPOModule(L.LightningModule):
             return
         self.policy.load()
         self.ledger.attach(self.policy.network)
+        self.ledger.ranks = self.trainer.world_size if self._trainer is not None else 1
+        self.objective.all_ranks = self.all_ranks
         self.objective.setup(self.policy)
         # A method that needs the start holds it already; one copy of it is enough.
         self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")
 
     def configure_optimizers(self) -> Any:
-        config = self.optimizer_config
-        optimizer = torch.optim.AdamW(
-            list(trainable_parameters(self.policy).values()),
-            lr=config.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            eps=config.eps,
-        )
-        if not config.warmup_steps:
-            return optimizer
-        warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / config.warmup_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
+        return self.optimizer_config.build(trainable_parameters(self.policy).values())
 
     # --- Algorithm 1 -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
-        if batch.is_first:
-            experience = self.collect(batch)
-            self._steps = experience.micro_batches(batch.micro_batch_size)
-        self._is_last_step = batch.is_last
-        position, per_update = batch.step % len(self._steps), batch.micro_batches_per_update
+        iteration = self._iteration_of(batch)
+        position, per_update = batch.step % len(iteration.micros), batch.micro_batches_per_update
         if position % per_update == 0:
-            self.objective.before_update(self.policy, self._steps[position : position + per_update], self.ledger)
-        micro = self._steps[position]
-        loss, metrics = self.objective.loss(self.policy, micro)
-        assert self.record is not None
-        self.record.add(loss, metrics)
+            micros = iteration.micros[position : position + per_update]
+            self.objective.before_update(self.policy, micros, self.ledger)
+        loss, metrics = self.objective.loss(self.policy, iteration.micros[position])
+        iteration.record.add(loss, metrics)
+        self.guard.watch(loss)
         return loss
 
-    def collect(self, batch: PromptBatch) -> Experience:
+    def _iteration_of(self, batch: PromptBatch) -> Iteration:
+        """The iteration that a step belongs to: the one under way, a new one, or the rest of a saved one."""
+        self._batch = batch
+        if self._saved_iteration is not None:
+            self._iteration = Iteration.restored(self._saved_iteration, batch, self.device)
+            self._saved_iteration = None
+        elif batch.is_first:
+            self._iteration = self.collect(batch)
+        assert self._iteration is not None
+        self.record = self._iteration.record
+        return self._iteration
+
+    def collect(self, batch: PromptBatch) -> Iteration:
         """Roll out, score, compare within groups, and prepare what the updates need."""
         seconds: dict[str, float] = {}
         with self.ledger.phase("rollout"), timed(seconds, "rollout"):
@@ -202,8 +183,9 @@ class VGRPOModule(L.LightningModule):
                 batch.iteration,
                 self.seed,
                 self.rollout_batch_size,
+                batch.members,
             )
-        self.record, advantages = self.score(batch, rollout, seconds)
+        record, advantages = self.score(batch, rollout, seconds)
         with timed(seconds, "prepare"):
             experience = self.objective.prepare(
                 self.policy,
@@ -213,11 +195,12 @@ class VGRPOModule(L.LightningModule):
                 updates=batch.updates,
                 ledger=self.ledger,
             )
-        if not batch.split_updates:
-            return experience
-        order = update_order(len(batch.prompts), batch.group_size, batch.updates)
-        self.record.local_group_ids = self.record.local_group_ids[order]
-        return experience.select(order.to(experience.latents.device))
+        if batch.order is None:
+            return Iteration(experience, rollout.image_ids, record, batch.micro_batch_size)
+        order = torch.tensor(batch.order)
+        record.local_group_ids = record.local_group_ids[order]
+        shared_out = experience.select(order.to(experience.latents.device))
+        return Iteration(shared_out, rollout.image_ids[order], record, batch.micro_batch_size)
 
     def score(self, batch: PromptBatch, rollout: Rollout, seconds: dict[str, float]) -> tuple[IterationRecord, Tensor]:
         """Reward every image and compare it with its group; statistics are those of all ranks' images.
@@ -225,7 +208,7 @@ class VGRPOModule(L.LightningModule):
         Raises:
             RewardError: every image of the iteration failed.
         """
-        scores = self._decode_and_score(batch, rollout, seconds)
+        scores = self._scores(batch, rollout, seconds)
         rewards, group_ids = self.all_ranks(scores.total.cpu()), self.all_ranks(rollout.group_ids)
         self.images_seen += len(rewards)
         if rewards.isnan().all():
@@ -248,7 +231,7 @@ class VGRPOModule(L.LightningModule):
             iteration=batch.iteration,
             rewards=rewards,
             group_ids=group_ids,
-            parts={name: _nanmean(part) for name, part in parts.items()},
+            parts={name: float(part.nanmean()) for name, part in parts.items()},
             errors=scores.errors,
             local_group_ids=rollout.group_ids,
             images=len(rewards),
@@ -256,35 +239,50 @@ class VGRPOModule(L.LightningModule):
         )
         return record, advantages[local].to(self.device)
 
-    def _decode_and_score(self, batch: PromptBatch, rollout: Rollout, seconds: dict[str, float]) -> RewardBatch:
-        """Scores of this rank's images; pixels exist for one decoded batch at a time."""
+    def _scores(self, batch: PromptBatch, rollout: Rollout, seconds: dict[str, float]) -> RewardBatch:
         if not self.objective.needs_reward:
             return RewardBatch(torch.zeros(len(rollout)), {}, torch.ones(len(rollout), dtype=torch.bool))
-        prompts = [prompt for prompt in batch.prompts for _ in range(batch.group_size)]
-        rows = [row for row in batch.rows for _ in range(batch.group_size)]
-        scored = []
-        for start in range(0, len(rollout), self.policy.decode_batch_size):
-            part = slice(start, start + self.policy.decode_batch_size)
-            with timed(seconds, "decode"):
-                images = self.policy.decode(rollout.latents[part])
-            with timed(seconds, "reward"):
-                scored.append(self.reward.score(images, prompts[part], rows[part]))
-        return RewardBatch.joined(scored)
+        prompts = [prompt for prompt in batch.prompts for _ in batch.members]
+        rows = [row for row in batch.rows for _ in batch.members]
+        return decode_and_score(self.policy, self.reward, rollout.latents, prompts, rows, seconds)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = list(trainable_parameters(self.policy).values())
+        # A gradient scaler looks for overflows itself, and finding one now and then is how it works.
+        found = [] if self._scale is not None else gradients(parameters)
+        self._is_refused = self.guard.refuses(found, self.all_ranks, self._place)
+        if self._is_refused:
+            for p in parameters:
+                p.grad = None  # an optimizer leaves a weight without gradient as it is, moments and all
+
+    @property
+    def _scale(self) -> float | None:
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        return None if scaler is None else scaler.get_scale()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        scale = scaler.get_scale() if scaler is not None else 0.0
+        before = self._scale
         super().optimizer_step(*args, **kwargs)
+        after = self._scale
         # A gradient scaler lowers its scale when it skips a step: then no clock may move.
-        if scaler is None or scaler.get_scale() >= scale:
+        if not self._is_refused and (before is None or after is None or after >= before):
             self.objective.after_update(self.policy)
             self._has_moved = True
+        assert self._iteration is not None
+        assert self._batch is not None
+        self._iteration.updates_done += 1
         # Here and not at the batch's end, where a checkpoint callback may already have saved the state.
-        if self._is_last_step:
+        if self._batch.is_last:
             if self._has_moved:
                 self.objective.after_iteration(self.policy)
             self._has_moved = False
-            self._steps = []
+            self._iteration = None
+
+    @property
+    def _place(self) -> str:
+        assert self._batch is not None
+        update = self._batch.step // self._batch.micro_batches_per_update
+        return f"in update {update + 1} of iteration {self._batch.iteration}"
 
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
         self.stopwatch.start()
@@ -326,8 +324,10 @@ class VGRPOModule(L.LightningModule):
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         with self.ledger.phase("evaluation"):
-            images = self.generate(batch.prompts, batch.slots)
-        self._heldout_scores.append(self.reward.score(images, batch.prompts, batch.rows))
+            images = self.generate(*batch.padded())[: len(batch.slots)]
+        for observer in self.heldout_observers:
+            observer.update(images, batch)
+        self._heldout_scores.add(self.reward.score(images, batch.prompts, batch.rows))
 
     def on_validation_epoch_end(self) -> None:
         self._finish_heldout()
@@ -335,20 +335,16 @@ class VGRPOModule(L.LightningModule):
 
     def _finish_heldout(self) -> None:
         """Mean held-out reward and parts over all ranks, into ``self.heldout``."""
-        scores = RewardBatch.joined(self._heldout_scores)
-        self._heldout_scores = []
-        totals = {"heldout/reward": scores.total, **{f"heldout/{name}": part for name, part in scores.parts.items()}}
-        sums = torch.stack([torch.stack([v.nansum(), (~v.isnan()).sum()]) for v in totals.values()]).double()
-        sums = self.all_ranks(sums[None]).sum(dim=0)
-        means = (sums[:, 0] / sums[:, 1]).tolist()
-        self.heldout = dict(zip(totals, means, strict=True))
+        self.heldout = self._heldout_scores.means(self.all_ranks)
+        for observer in self.heldout_observers:
+            self.heldout |= observer.compute(self)
         self.heldout_step = self.trainer.global_step
         evaluation = Evaluation(
             # The trainer's own count is behind by one while an epoch is being validated.
             iteration=self.record.iteration + 1 if self.record is not None else self.trainer.current_epoch,
-            reward=means[0],
+            reward=self.heldout["heldout/reward"],
             images=self.images_seen,
-            passes=self.ledger.training_passes() * self.trainer.world_size,
+            passes=self.ledger.training_passes(),
             train_seconds=self.stopwatch.wall_s,
             cpu_seconds=self.stopwatch.cpu_s,
         )
@@ -363,8 +359,11 @@ class VGRPOModule(L.LightningModule):
             "objective": self.objective.state_dict(),
             "ledger": self.ledger.state_dict(),
             "images_seen": self.images_seen,
+            "skipped_updates": self.guard.skipped,
             "stopwatch": self.stopwatch.state_dict(),
             "evaluations": [evaluation.as_dict() for evaluation in self.evaluations],
+            # The images of an iteration that was cut short, so that no rollout is paid twice.
+            "iteration": self._iteration.state_dict(self.all_ranks) if self._iteration is not None else None,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -376,18 +375,25 @@ class VGRPOModule(L.LightningModule):
                 "Resume with the recipe that wrote it (RUN/config.yaml)."
             )
         self._resumed = True
-        # The images of an iteration are not saved: one that was cut short starts over, with the same noise.
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        if not progress["is_last_batch"]:
-            progress["current"] = dict.fromkeys(progress["current"], 0)
-            progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
         state = checkpoint["lit_vgrpo"]
         self.objective.load_state_dict(state["objective"])
         self.ledger.load_state_dict(state["ledger"])
-        self.images_seen = state["images_seen"]
+        self.images_seen, self.guard.skipped = state["images_seen"], state["skipped_updates"]
         self.stopwatch.load_state_dict(state["stopwatch"])
         self.evaluations = [Evaluation(**values) for values in state["evaluations"]]
+        self._saved_iteration = state["iteration"]
+        self._rewind(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"])
 
-
-def _nanmean(values: Tensor) -> float:
-    return float(values.nanmean()) if len(values) else math.nan
+    def _rewind(self, progress: dict[str, Any]) -> None:
+        """Let an iteration that was cut short go on after its last whole update, on this number of ranks."""
+        if progress["is_last_batch"]:
+            return
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        plan = datamodule.sizes.plan(self.trainer.world_size)
+        done = self._saved_iteration["updates_done"] if self._saved_iteration is not None else 0
+        steps = done * plan.micro_batches_per_update
+        # Lightning cannot know that the sampler starts at the right step.
+        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
+        progress["current"] = dict.fromkeys(progress["current"], steps)
+        progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
+        datamodule.first_step = steps

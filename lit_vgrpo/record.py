@@ -27,6 +27,7 @@ class IterationRecord:
         metrics: for each loss metric the per-image values of every step, this rank's.
         losses: loss of every step, this rank's.
         seconds: wall time by phase (rollout, decode, reward, prepare).
+        is_whole: False where the run went on in the middle of the iteration: metrics and losses are those of the rest.
     """
 
     iteration: int
@@ -39,6 +40,7 @@ class IterationRecord:
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    is_whole: bool = True
 
     def add(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:
         """Book one step."""
@@ -47,8 +49,8 @@ class IterationRecord:
             self.metrics.setdefault(name, []).append(values)
 
     def first_update(self, name: str) -> Tensor | None:
-        """A metric's values for all of this rank's images in the first update, in the rollout's order."""
-        if name not in self.metrics:
+        """A metric's values for all of this rank's images in the first update, in the order of ``local_group_ids``."""
+        if name not in self.metrics or not self.is_whole:
             return None
         return torch.cat(self.metrics[name])[: len(self.local_group_ids)]
 

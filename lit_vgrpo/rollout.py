@@ -134,6 +134,7 @@ class Rollout:
         schedule: the sampler's own times ``(S,)``, float32 in (0, 1], noisiest first.
         iteration: number of the iteration, from 0.
         seed: the run's seed.
+        group_size: images of a whole group; other ranks may hold some of them.
         spec: how the images were sampled.
         trajectory: the SDE steps, for a method that trains on them.
     """
@@ -146,6 +147,7 @@ class Rollout:
     schedule: Tensor
     iteration: int
     seed: int
+    group_size: int
     spec: RolloutSpec = field(default_factory=RolloutSpec)
     trajectory: Trajectory | None = None
 

@@ -15,10 +15,11 @@ class Plan:
     prompts_per_iteration: int
     group_size: int
     updates_per_iteration: int
-    micro_batch_size: int
+    micro_batch_size: int  # no more than one update's images on a rank
     world_size: int
     images_per_iteration: int
     groups_per_rank: int
+    ranks_per_group: int  # more than 1 where groups are cut over ranks
     images_per_rank: int
     images_per_update: int
     micro_batches_per_update: int
@@ -35,7 +36,7 @@ class Plan:
             ("prompts", str(self.prompts_per_iteration)),
             ("images", f"{self.images_per_iteration} ({self.group_size} a prompt)"),
             ("ranks", str(self.world_size)),
-            ("groups a rank", str(self.groups_per_rank)),
+            ("groups a rank", str(self.groups_per_rank) if self.ranks_per_group == 1 else f"1/{self.ranks_per_group}"),
             ("images a rank", str(self.images_per_rank)),
             ("micro-batches an update", f"{self.micro_batches_per_update} of {self.micro_batch_size} images"),
             ("updates", f"{self.updates_per_iteration} on {self.images_per_update} images each"),
@@ -56,7 +57,7 @@ class Sizes:
         prompts_per_iteration: prompts, hence groups, of one iteration over all ranks.
         group_size: images per prompt, at least 2.
         updates_per_iteration: optimizer steps of one iteration.
-        micro_batch_size: images one rank takes through one forward and backward pass.
+        micro_batch_size: most images one rank takes through one forward and backward pass.
         split_updates: every update takes its own share of the images, instead of all of them.
     """
 
@@ -99,6 +100,46 @@ class Sizes:
                 faults.append(f"{name}={value} is too small. Use 1 or more.")
         return faults
 
+    def update_of(self, slot: int, member: int) -> int:
+        """The update that trains on image ``member`` of group ``slot``, where every update takes its own share.
+
+        Whole groups are dealt out in turn where there are enough of them, else the images of each group, so that an
+        update trains on the same images on any number of ranks.
+        """
+        updates = self.updates_per_iteration
+        if self.prompts_per_iteration % updates == 0:
+            return slot % updates
+        if self.group_size % updates == 0:
+            return member % updates
+        return (slot * self.group_size + member) * updates // (self.prompts_per_iteration * self.group_size)
+
+    def rank_share(self, world_size: int, rank: int) -> tuple[range, range]:
+        """The group slots of a rank, and which images of each it makes: all of them, unless groups are cut."""
+        plan = self.plan(world_size)
+        if plan.ranks_per_group == 1:
+            first = rank * plan.groups_per_rank
+            return range(first, first + plan.groups_per_rank), range(self.group_size)
+        slot, part = divmod(rank, plan.ranks_per_group)
+        return range(slot, slot + 1), range(part * plan.images_per_rank, (part + 1) * plan.images_per_rank)
+
+    def _divides_over(self, world_size: int) -> bool:
+        """Whether every rank gets as many whole groups, or as large a part of one."""
+        prompts = self.prompts_per_iteration
+        if world_size <= prompts:
+            return prompts % world_size == 0
+        return world_size % prompts == 0 and self.group_size % (world_size // prompts) == 0
+
+    def _shares_out_over(self, world_size: int) -> bool:
+        """Whether a rank has as many images for each update as for every other."""
+        prompts, updates = self.prompts_per_iteration, self.updates_per_iteration
+        if not self.split_updates:
+            return True
+        if prompts % updates == 0:
+            return prompts % (world_size * updates) == 0
+        if self.group_size % updates == 0:
+            return self.group_size // max(1, world_size // prompts) % updates == 0
+        return world_size == 1 and prompts * self.group_size % updates == 0
+
     def faults(self, world_size: int) -> list[str]:
         """All faults of these sizes on ``world_size`` ranks, one line each; empty when they fit."""
         faults = self.value_faults()
@@ -106,22 +147,28 @@ class Sizes:
             faults.append(f"world_size={world_size} is too small. Use 1 or more ranks.")
         if faults:
             return faults
-        prompts, group = self.prompts_per_iteration, self.group_size
-        if prompts % world_size:
-            counts = _divisors(prompts, max(DEVICE_COUNTS_NAMED, world_size))
+        prompts, updates = self.prompts_per_iteration, self.updates_per_iteration
+        images = prompts * self.group_size
+        if self.split_updates and images % updates:
+            working = _nearest_divisors(images, updates)
             return [
-                f"prompts_per_iteration={prompts} cannot be split over {world_size} ranks. "
-                f"Use a multiple of {world_size}, or trainer.devices {_either(counts)}."
-            ]
-        images = prompts // world_size * group
-        if self.split_updates and images % self.updates_per_iteration:
-            working = _nearest_divisors(images, self.updates_per_iteration)
-            return [
-                f"updates_per_iteration={self.updates_per_iteration} cannot share out the {images} images of a rank. "
+                f"updates_per_iteration={updates} cannot share out {images} images. "
                 f"Use {_either(working)}, or split_updates=false."
             ]
-        share = images // self._shares
-        if share % self.micro_batch_size:
+        counts = range(1, max(DEVICE_COUNTS_NAMED, world_size) + 1)
+        if not self._divides_over(world_size):
+            return [
+                f"prompts_per_iteration={prompts} cannot be split over {world_size} ranks. "
+                f"Use a multiple of {world_size}, or trainer.devices {_either([*filter(self._divides_over, counts)])}."
+            ]
+        if not self._shares_out_over(world_size):
+            working = [n for n in counts if self._divides_over(n) and self._shares_out_over(n)]
+            return [
+                f"updates_per_iteration={updates} cannot share out the images alike on {world_size} ranks. "
+                f"Use split_updates=false, or trainer.devices {_either(working)}."
+            ]
+        share = images // world_size // self._shares
+        if share % min(self.micro_batch_size, share):
             working = _nearest_divisors(share, self.micro_batch_size)
             whose = "one update on a rank" if self.split_updates else "a rank"
             return [
@@ -139,19 +186,20 @@ class Sizes:
         faults = self.faults(world_size)
         if faults:
             raise ValueError(faults[0])
-        groups = self.prompts_per_iteration // world_size
-        images = groups * self.group_size
-        micro_batches = images // self._shares // self.micro_batch_size
+        images = self.prompts_per_iteration * self.group_size
+        share = images // world_size // self._shares
+        micro_batches = max(1, share // self.micro_batch_size)
         return Plan(
             prompts_per_iteration=self.prompts_per_iteration,
             group_size=self.group_size,
             updates_per_iteration=self.updates_per_iteration,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_size=min(self.micro_batch_size, share),
             world_size=world_size,
-            images_per_iteration=self.prompts_per_iteration * self.group_size,
-            groups_per_rank=groups,
-            images_per_rank=images,
-            images_per_update=self.prompts_per_iteration * self.group_size // self._shares,
+            images_per_iteration=images,
+            groups_per_rank=max(1, self.prompts_per_iteration // world_size),
+            ranks_per_group=max(1, world_size // self.prompts_per_iteration),
+            images_per_rank=images // world_size,
+            images_per_update=images // self._shares,
             micro_batches_per_update=micro_batches,
             steps_per_iteration=micro_batches * self.updates_per_iteration,
         )

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from all_methods import METHODS, SHARED, S
 from helpers import make_data, make_module, make_trainer, weights
 from lightning.pytorch.plugins import MixedPrecision
 
@@ -12,7 +13,6 @@ from lit_vgrpo import (
     DDPO,
     DGPO,
     VGRPO,
-    DanceGRPO,
     DiffusionNFT,
     FlowGRPO,
     MixGRPO,
@@ -21,32 +21,10 @@ from lit_vgrpo import (
     UNetPolicy,
 )
 from lit_vgrpo.callbacks import EMA
-from lit_vgrpo.objectives.base import update_order
+from lit_vgrpo.data.datasets import IterationDataset
+from lit_vgrpo.objectives.base import group_layout
+from lit_vgrpo.sizes import Sizes
 
-S = 6  # sampling steps: enough for MixGRPO's window of four
-SDE = {"solver": "flow_sde", "steps": S}
-SHARED = {**SDE, "shared_noise": True}
-GUIDED = RolloutSpec(**SDE, guidance=2.0)
-
-# Network passes an image: rollout, train with gradient, train without. One update an iteration, but where split.
-COSTS = {
-    "V-GRPO, one step": (lambda: VGRPO(RolloutSpec(steps=S)), 1, (S, 4, 0)),
-    "V-GRPO, three steps": (lambda: VGRPO(RolloutSpec(steps=S), clip=0.01), 3, (S, 3 * 4, 4)),
-    "Flow-GRPO, guidance, KL": (lambda: FlowGRPO(GUIDED, kl_weight=0.04), 1, (2 * S, 2 * (S - 1), 2 * (S - 1))),
-    "MixGRPO, window 4": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4), 1, (S, 4, 0)),
-    "DiffusionNFT": (lambda: DiffusionNFT(RolloutSpec(steps=S)), 1, (S, S - 1, 2 * (S - 1))),
-    "DGPO, no guidance": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5), 1, (S, 4, 8)),
-    "AWM": (lambda: AWM(RolloutSpec(steps=S)), 1, (S, 6, 12)),
-}
-METHODS = {
-    **COSTS,
-    "Flow-GRPO, fast": (lambda: FlowGRPO(RolloutSpec(**SDE), fast=True), 1, (S, 2, 2)),
-    "Flow-GRPO, cps": (lambda: FlowGRPO(RolloutSpec("cps", S), kl_weight=0.0), 1, (S, S - 1, 0)),
-    "Flow-GRPO, guard": (lambda: FlowGRPO(RolloutSpec(**SDE), guard=True, kl_weight=0.0), 1, (S, S - 1, 0)),
-    "MixGRPO, Flash": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, flash=True), 1, (4 + 1, 4, 0)),
-    "DanceGRPO": (lambda: DanceGRPO(RolloutSpec("dance_sde", S, shared_noise=True)), 1, (S, 3, 0)),
-    "DGPO, moving": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5, reference="moving"), 1, (S, 4, 4)),
-}
 ON_UNET = {
     "V-GRPO": (lambda: VGRPO(RolloutSpec("ddim", S)), 1, (S, 4, 0)),
     "DDPO": (lambda: DDPO(RolloutSpec("ddim_sde", S)), 1, (S, S - 1, 0)),
@@ -129,16 +107,25 @@ def test_split_updates_train_each_image_once(tiny_sd3, tmp_path):
     assert float(torch.cat(module.record.metrics["ratio_deviation"])[:4].max()) < 1e-6
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_an_update_takes_the_same_groups_on_any_number_of_ranks(ranks):
-    groups, size, updates = 8, 3, 2
-    shares = [set(), set()]
-    for rank in range(ranks):
-        mine = groups // ranks
-        order = update_order(mine, size, updates).reshape(updates, -1)
-        for update, images in enumerate(order):
-            shares[update] |= {rank * mine * size + int(image) for image in images}
-    assert shares == [{g * size + i for g in range(u, groups, 2) for i in range(size)} for u in (0, 1)]
+@pytest.mark.parametrize(
+    ("prompts", "group", "ranks"),
+    [(8, 3, [1, 2, 4]), (3, 4, [1, 3, 6]), (1, 4, [1, 2]), (5, 3, [1])],
+    ids=["whole groups", "cut groups", "one group", "neither divides"],
+)
+def test_an_update_takes_the_same_images_on_any_number_of_ranks(prompts, group, ranks):
+    updates = 3 if prompts == 5 else 2
+    sizes = Sizes(prompts, group, updates, 1, split_updates=True)
+    found = []
+    for world in ranks:
+        shares = [set() for _ in range(updates)]
+        for rank in range(world):
+            batch = IterationDataset([{"prompt": "a"}], sizes, world, rank)[0]
+            _, ids = group_layout(batch.slots, group, batch.members)
+            for share, part in zip(shares, ids[batch.order].chunk(updates), strict=True):
+                share |= set(part.tolist())
+        assert sum(map(len, shares)) == prompts * group
+        found.append(shares)
+    assert all(shares == found[0] for shares in found)
 
 
 def test_a_split_iteration_trains_every_image_with_its_own_values(tiny_sd3, tmp_path):

@@ -49,7 +49,28 @@ def test_what_is_no_integer_is_refused(value):
 def test_an_uneven_micro_batch_names_its_neighbours():
     assert Sizes(8, 16, 1, 24).faults(2) == ["micro_batch_size=24 cannot split the 64 images of a rank. Use 16 or 32."]
     assert Sizes(8, 16, 1, 15).faults(2)[0].endswith("Use 8 or 16.")
-    assert Sizes(2, 4, 1, 100).faults(1)[0].endswith("Use 8.")
+    assert Sizes(2, 4, 1, 5).faults(1)[0].endswith("Use 4 or 8.")
+
+
+def test_a_micro_batch_is_no_larger_than_what_a_rank_has():
+    assert [Sizes(32, 4, 1, 32).plan(ranks).micro_batch_size for ranks in (1, 2, 8, 64)] == [32, 32, 16, 2]
+
+
+def test_groups_are_cut_where_there_are_more_ranks_than_prompts():
+    sizes = Sizes(2, 6, 1, 8)
+    plan = sizes.plan(4)
+    assert (plan.groups_per_rank, plan.ranks_per_group, plan.images_per_rank) == (1, 2, 3)
+    assert "groups a rank            1/2" in plan.table().splitlines()
+    shares = [sizes.rank_share(4, rank) for rank in range(4)]
+    assert [(list(slots), list(members)) for slots, members in shares] == [
+        ([0], [0, 1, 2]),
+        ([0], [3, 4, 5]),
+        ([1], [0, 1, 2]),
+        ([1], [3, 4, 5]),
+    ]
+    assert sizes.faults(8) == [
+        "prompts_per_iteration=2 cannot be split over 8 ranks. Use a multiple of 8, or trainer.devices 1, 2, 4 or 6."
+    ]
 
 
 def test_every_update_goes_through_all_images():
@@ -67,11 +88,19 @@ def test_split_updates_share_out_the_images():
 
 def test_split_updates_that_do_not_divide_name_what_would():
     assert Sizes(8, 4, 5, 4, split_updates=True).faults(1) == [
-        "updates_per_iteration=5 cannot share out the 32 images of a rank. Use 4 or 8, or split_updates=false."
+        "updates_per_iteration=5 cannot share out 32 images. Use 4 or 8, or split_updates=false."
     ]
-    assert Sizes(8, 4, 4, 16, split_updates=True).faults(1) == [
-        "micro_batch_size=16 cannot split the 8 images of one update on a rank. Use 8."
+    assert Sizes(8, 4, 4, 3, split_updates=True).faults(1) == [
+        "micro_batch_size=3 cannot split the 8 images of one update on a rank. Use 2 or 4."
     ]
+
+
+def test_split_updates_that_other_ranks_would_cut_otherwise_are_refused():
+    assert Sizes(4, 4, 4, 1, split_updates=True).faults(2) == [
+        "updates_per_iteration=4 cannot share out the images alike on 2 ranks. "
+        "Use split_updates=false, or trainer.devices 1."
+    ]
+    assert Sizes(3, 4, 2, 1, split_updates=True).faults(12)[0].endswith("or trainer.devices 1, 3 or 6.")
 
 
 def test_every_fault_of_the_values_is_told():
@@ -94,13 +123,20 @@ def test_the_table_is_aligned_and_counts_passes():
 @given(small, small, small, small, small)
 def test_a_plan_uses_every_image_once_an_update_or_is_refused(prompts, group, updates, micro, world):
     sizes = Sizes(prompts, group, updates, micro)
-    fits = group >= 2 and prompts % world == 0 and (prompts // world * group) % micro == 0
+    whole = prompts % world == 0
+    cut = world % prompts == 0 and group % (world // prompts) == 0
+    images = prompts * group // world
+    fits = group >= 2 and (whole or cut) and (images <= micro or images % micro == 0)
     assert (not sizes.faults(world)) == fits
     if fits:
         plan = sizes.plan(world)
         assert plan.images_per_rank * world == plan.images_per_iteration == prompts * group
-        assert plan.micro_batches_per_update * micro == plan.images_per_rank
-        assert plan.groups_per_rank * group == plan.images_per_rank
+        assert plan.micro_batches_per_update * plan.micro_batch_size == plan.images_per_rank
+        assert plan.groups_per_rank * group == plan.images_per_rank * plan.ranks_per_group
+        shares = [sizes.rank_share(world, rank) for rank in range(world)]
+        assert [(s, m) for slots, members in shares for s in slots for m in members] == [
+            (s, m) for s in range(prompts) for m in range(group)
+        ]
         assert plan.micro_batches_per_update * updates == plan.steps_per_iteration
 
 

@@ -21,11 +21,13 @@ class PromptBatch:
         rows: the prompts' rows with their extra fields, as long as ``prompts``.
         slots: training: the group's number over all ranks, 0..P-1 (the group id); held-out: the image's number over
             all ranks.
-        group_size: images to make per prompt; 1 for held-out batches.
+        group_size: images of a group over all ranks; 1 for held-out batches.
+        members: which images of each group this rank makes: all of them, unless groups are cut over ranks.
         updates: optimizer steps of the iteration; 0 for held-out batches.
-        split_updates: each optimizer step takes its own share of the images.
+        order: the order in which this rank's images are shared out, where each optimizer step takes its own; else None.
         micro_batches_per_update: micro-batches of one optimizer step; 0 for held-out batches.
-        micro_batch_size: images of one forward and backward pass; for held-out batches the number of images.
+        micro_batch_size: images of one forward and backward pass; for held-out batches the most that any rank has in
+            this one.
     """
 
     iteration: int
@@ -35,10 +37,19 @@ class PromptBatch:
     rows: list[dict[str, Any]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     group_size: int = 1
+    members: list[int] = field(default_factory=lambda: [0])
     updates: int = 0
-    split_updates: bool = False
+    order: list[int] | None = None
     micro_batches_per_update: int = 0
     micro_batch_size: int = 1
+
+    def padded(self) -> tuple[list[str], list[int]]:
+        """Prompts and numbers of a held-out batch, the last one repeated to the size of the largest on any rank.
+
+        The passes of a sharded network need all ranks, so one with fewer images must make an image again.
+        """
+        missing = self.micro_batch_size - len(self.slots)
+        return [*self.prompts, *self.prompts[-1:] * missing], [*self.slots, *self.slots[-1:] * missing]
 
     @property
     def is_first(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.data.sampler import prompt_indices, rank_slots
+from lit_vgrpo.data.sampler import prompt_indices
 from lit_vgrpo.sizes import Sizes
 
 Rows = list[dict[str, Any]]
@@ -23,8 +23,11 @@ class IterationDataset(Dataset[PromptBatch]):
     def __init__(self, rows: Rows, sizes: Sizes, num_replicas: int = 1, rank: int = 0, seed: int = 0) -> None:
         self.rows = rows
         self.plan = sizes.plan(num_replicas)
-        self.split_updates = sizes.split_updates
-        self.slots = rank_slots(sizes.prompts_per_iteration, num_replicas, rank)
+        self.slots, self.members = sizes.rank_share(num_replicas, rank)
+        self.order: list[int] | None = None
+        if sizes.split_updates:
+            update_of = [sizes.update_of(slot, member) for slot in self.slots for member in self.members]
+            self.order = sorted(range(len(update_of)), key=update_of.__getitem__)
         self.seed = seed
 
     def __len__(self) -> int:
@@ -42,8 +45,9 @@ class IterationDataset(Dataset[PromptBatch]):
             rows=rows,
             slots=list(self.slots),
             group_size=self.plan.group_size,
+            members=list(self.members),
             updates=self.plan.updates_per_iteration,
-            split_updates=self.split_updates,
+            order=self.order,
             micro_batches_per_update=self.plan.micro_batches_per_update,
             micro_batch_size=self.plan.micro_batch_size,
         )
@@ -65,9 +69,11 @@ class HeldOutDataset(Dataset[PromptBatch]):
         self.rows = rows
         self.images_per_prompt = images_per_prompt
         images = len(rows) * images_per_prompt
-        share = _even_parts(0, images, num_replicas)[rank]
         largest = -(-images // num_replicas)
-        self.parts = _even_parts(share.start, share.stop, -(-largest // batch_size))
+        shares = _even_parts(0, images, num_replicas)
+        of_ranks = [_even_parts(share.start, share.stop, -(-largest // batch_size)) for share in shares]
+        self.parts = of_ranks[rank]
+        self.largest = [max(map(len, parts)) for parts in zip(*of_ranks, strict=True)]
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -82,7 +88,7 @@ class HeldOutDataset(Dataset[PromptBatch]):
             prompts=[row["prompt"] for row in rows],
             rows=rows,
             slots=list(part),
-            micro_batch_size=len(part),
+            micro_batch_size=self.largest[index],
         )
 
 

@@ -27,7 +27,7 @@ class PromptDataModule(L.LightningDataModule):
         group_size: images per prompt, at least 2.
         heldout: prompt file of the evaluation; None for no evaluation.
         updates_per_iteration: optimizer steps of one iteration.
-        micro_batch_size: images a rank takes through one forward and backward pass.
+        micro_batch_size: most images a rank takes through one forward and backward pass.
         split_updates: every update takes its own share of the images, instead of all of them.
         heldout_images_per_prompt: images made for each held-out prompt.
         heldout_limit: take only the first so many held-out prompts.
@@ -74,6 +74,7 @@ class PromptDataModule(L.LightningDataModule):
         self.heldout_limit = heldout_limit
         self.eval_batch_size = eval_batch_size
         self.seed = seed
+        self.first_step = 0  # where the first iteration goes on, when a run continues in the middle of one
         self._train_rows: Rows | None = None
         self._heldout_rows: Rows | None = None
 
@@ -96,7 +97,7 @@ class PromptDataModule(L.LightningDataModule):
         self.setup()
         assert self._train_rows is not None
         dataset = IterationDataset(self._train_rows, self.sizes, self._world_size, self._rank, self.seed)
-        sampler = GroupSampler(dataset, len(dataset), self._world_size, self._rank, self.seed)
+        sampler = GroupSampler(dataset, len(dataset), self._world_size, self._rank, self.seed, self.first_step)
         return _loader(dataset, sampler)
 
     def val_dataloader(self) -> DataLoader[PromptBatch] | list[Any]:

@@ -32,21 +32,6 @@ def prompt_indices(seed: int, iteration: int, prompts_per_iteration: int, datase
     return [_shuffled_pass(seed, pass_index, dataset_size)[offset] for pass_index, offset in places]
 
 
-def rank_slots(prompts_per_iteration: int, num_replicas: int, rank: int) -> range:
-    """The contiguous group slots that ``rank`` owns; whole groups, the same number on every rank.
-
-    Raises:
-        ValueError: the prompts cannot be split evenly over the ranks.
-    """
-    if prompts_per_iteration % num_replicas:
-        raise ValueError(
-            f"prompts_per_iteration={prompts_per_iteration} cannot be split over {num_replicas} ranks. "
-            f"Use a multiple of {num_replicas}."
-        )
-    share = prompts_per_iteration // num_replicas
-    return range(rank * share, (rank + 1) * share)
-
-
 class GroupSampler(DistributedSampler[Any]):
     """Yields the steps of one iteration in order: ``iteration * steps + step``.
 
@@ -59,17 +44,26 @@ class GroupSampler(DistributedSampler[Any]):
         num_replicas: ranks.
         rank: this rank.
         seed: kept for the record; the order of prompts comes from :func:`prompt_indices`.
+        first_step: where the first iteration goes on that was stopped in its middle; later ones start at 0.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], steps_per_iteration: int, num_replicas: int = 1, rank: int = 0, seed: int = 0
+        self,
+        dataset: Dataset[Any],
+        steps_per_iteration: int,
+        num_replicas: int = 1,
+        rank: int = 0,
+        seed: int = 0,
+        first_step: int = 0,
     ) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=False, seed=seed)
         self.steps_per_iteration = steps_per_iteration
+        self.first_step = first_step
 
     def __iter__(self) -> Iterator[int]:
         start = self.epoch * self.steps_per_iteration
-        return iter(range(start, start + self.steps_per_iteration))
+        first, self.first_step = self.first_step, 0
+        return iter(range(start + first, start + self.steps_per_iteration))
 
     def __len__(self) -> int:
         return self.steps_per_iteration

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
 
@@ -38,6 +38,7 @@ class Objective(ABC):
         copies: the copies of the trained weights that the method keeps, by name; part of the checkpoint, but for
             ``"reference"``, which is that of the start.
         num_updates: gradient steps done, over all iterations; the clock of whatever decays by steps.
+        all_ranks: concatenates every rank's ``(B, ...)`` in rank order; the trainer's module sets it.
     """
 
     needs_reward: ClassVar[bool] = True
@@ -48,6 +49,7 @@ class Objective(ABC):
     def __init__(self) -> None:
         self.copies: dict[str, Snapshot] = {}
         self.num_updates = 0
+        self.all_ranks: Callable[[Tensor], Tensor] = lambda values: values
 
     @abstractmethod
     def rollout_spec(self, iteration: int) -> RolloutSpec:
@@ -56,6 +58,18 @@ class Objective(ABC):
     def check(self, sizes: Sizes) -> list[str]:
         """Settings that cannot work together, a line each."""
         return self.rollout_spec(0).faults()
+
+    def policy_faults(self, policy: type[Policy]) -> list[str]:
+        """Why this method does not work on a family of policies: at most one line."""
+        if policy.path_kind not in self.path_kinds:
+            path = {"flow": "a rectified flow", "vp": "a variance-preserving path"}[policy.path_kind]
+            method = type(self).__name__
+            return [f"model.objective={method} does not work on {policy.__name__}: it is not defined on {path}."]
+        spec = self.rollout_spec(0)
+        if spec.solver in (policy.sde_solvers if spec.is_sde else policy.solvers):
+            return []
+        options = " or ".join((*policy.solvers, *policy.sde_solvers))
+        return [f"model.objective.rollout.solver={spec.solver} is not a solver of {policy.__name__}. Use {options}."]
 
     def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
         """Network passes an image by phase of the ledger; guidance counts twice, a backward is not counted."""
@@ -79,17 +93,19 @@ class Objective(ABC):
         iteration: int,
         seed: int,
         batch_size: int | None = None,
+        members: Sequence[int] | None = None,
     ) -> Rollout:
-        """Sample ``group_size`` images for each prompt.
+        """Sample ``group_size`` images for each prompt, or the ``members`` of each group.
 
         Args:
             prompts: one a group.
             rows: the prompts' data rows, one a group.
             slots: global number of each group in the iteration; with ``seed`` and ``iteration`` it fixes the noise.
             batch_size: images a network pass; ``None`` takes all at once.
+            members: which images of each group to make, where other ranks make the others; ``None`` for all.
         """
         spec = self.rollout_spec(iteration)
-        group_rows, image_ids = group_layout(slots, group_size)
+        group_rows, image_ids = group_layout(slots, group_size, members)
         conditioning = policy.encode(prompts)
         if spec.shared_noise:
             groups = policy.prior(image_generators(STREAM_GROUP_NOISE, seed, iteration, list(slots)))
@@ -115,6 +131,7 @@ class Objective(ABC):
             schedule=schedule,
             iteration=iteration,
             seed=seed,
+            group_size=group_size,
             spec=spec,
             trajectory=trajectory,
         )
@@ -209,23 +226,12 @@ def require(holds: bool, name: str, value: object, advice: str) -> None:
         raise ValueError(f"model.objective.{name}={value} cannot be used. {advice}.")
 
 
-def group_layout(slots: Sequence[int], group_size: int) -> tuple[Tensor, Tensor]:
-    """For images laid out group by group: each image's row among the groups, and its global index; both ``(B,)``."""
-    rows = torch.arange(len(slots)).repeat_interleave(group_size)
-    image_ids = torch.tensor(slots, dtype=torch.int64)[rows] * group_size + torch.arange(group_size).repeat(len(slots))
-    return rows, image_ids
+def group_layout(slots: Sequence[int], group_size: int, members: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """For images laid out group by group: each image's row among the groups, and its global index; both ``(B,)``.
 
-
-def update_order(num_groups: int, group_size: int, updates: int) -> Tensor:
-    """The order ``(B,)`` in which a rank's images are shared out to updates, one share after the other.
-
-    Group k goes to update ``k % updates``, so that an update trains on the same groups whatever the number of ranks.
-    Where a rank's groups do not divide, the images stay in their order, and the shares depend on the ranks.
-
-    >>> update_order(num_groups=4, group_size=2, updates=2).tolist()
-    [0, 1, 4, 5, 2, 3, 6, 7]
+    >>> group_layout([3], group_size=4, members=range(2, 4))
+    (tensor([0, 0]), tensor([14, 15]))
     """
-    groups = torch.arange(num_groups)
-    if num_groups % updates == 0:
-        groups = groups.reshape(-1, updates).T.flatten()
-    return (groups[:, None] * group_size + torch.arange(group_size)).flatten()
+    own = torch.arange(group_size) if members is None else torch.tensor(members, dtype=torch.int64)
+    rows = torch.arange(len(slots)).repeat_interleave(len(own))
+    return rows, torch.tensor(slots, dtype=torch.int64)[rows] * group_size + own.repeat(len(slots))

@@ -74,8 +74,9 @@ class Denoising(Objective):
         iteration: int,
         seed: int,
         batch_size: int | None = None,
+        members: Sequence[int] | None = None,
     ) -> Rollout:
-        group_rows, image_ids = group_layout(slots, group_size)
+        group_rows, image_ids = group_layout(slots, group_size, members)
         picked = group_rows.tolist()
         generators = image_generators(STREAM_DATA, seed, iteration, image_ids.tolist())
         images, captions = self.images([prompts[i] for i in picked], [rows[i] for i in picked], generators)
@@ -89,6 +90,7 @@ class Denoising(Objective):
             schedule=torch.empty(0),
             iteration=iteration,
             seed=seed,
+            group_size=group_size,
         )
 
     def prepare(

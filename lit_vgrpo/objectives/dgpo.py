@@ -154,12 +154,14 @@ class DGPO(Objective):
         generator = seeded_generator(rollout.seed, STREAM_TIMES, rollout.iteration)
         picked = torch.randperm(self.noisiest, generator=generator)[: self.num_times]
         device = rollout.latents.device
-        _, index, counts = torch.unique(rollout.group_ids, return_inverse=True, return_counts=True)
         experience = Experience.of(
             rollout,
             advantages,
             pairs_at(policy, rollout, rollout.schedule.cpu()[picked], shared=True),
-            {"group_ids": rollout.group_ids.to(device), "group_size": counts[index].to(device)},
+            {
+                "group_ids": rollout.group_ids.to(device),
+                "group_size": torch.full((len(rollout),), rollout.group_size, device=device),
+            },
         )
         if "reference" in self.copies:
             micros = experience.micro_batches(micro_batch_size)
@@ -183,21 +185,39 @@ class DGPO(Objective):
 
     def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
         """What the old policy says, which moves with every update; and the groups' weights where they are spread."""
-        _require_whole_groups(micros)
         with self.with_copy(policy, "old", ledger):
             for micro in micros:
                 prediction, losses = self._losses(policy, micro)
                 micro.extras["old_loss"] = losses
                 if self.reference == "moving":
                     self._store_reference(micro, prediction, losses)
-        if all(_holds_whole_groups(micro) for micro in micros):
+        if all(_cut_group(*_groups([micro])) is None for micro in micros):
             return
         with (ledger or PassLedger()).phase("group"), torch.no_grad():
             losses = torch.cat([self._losses(policy, micro)[1] for micro in micros])
-        advantages = torch.cat([micro.advantages for micro in micros])
-        weights = group_weights(losses, _joined(micros, "reference_loss"), advantages, *_groups(micros), self.beta)
+        weights = self._weights_of_spread_groups(micros, losses)
         for micro, weight in zip(micros, weights.split([len(m) for m in micros]), strict=True):
             micro.extras["group_weight"] = weight
+
+    def _weights_of_spread_groups(self, micros: Sequence[Experience], losses: Tensor) -> Tensor:
+        """The weight of each image's group ``(B,)``, where groups lie in several micro-batches or on several ranks."""
+        own, _ = ids, sizes = _groups(micros)
+        reference = _joined(micros, "reference_loss")
+        advantages = torch.cat([micro.advantages for micro in micros])
+        if _cut_group(ids, sizes) is not None:
+            # Every rank gets here or none, since all hold equal parts.
+            ids, sizes, losses, reference, advantages = (
+                self.all_ranks(values).to(own.device) for values in (ids, sizes, losses, reference, advantages)
+            )
+            cut = _cut_group(ids, sizes)
+            if cut is not None:
+                raise ValueError(
+                    "An update holds {} of the {} images of group {}, but DGPO compares whole groups. "
+                    "Use data.split_updates=false.".format(*cut)
+                )
+        weights = group_weights(losses, reference, advantages, ids, sizes, self.beta)
+        first = (ids == own[:, None]).int().argmax(dim=1)  # an image of the same group, wherever it lies
+        return weights[first]
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         prediction, losses = self._losses(policy, micro)
@@ -234,25 +254,12 @@ def _groups(micros: Sequence[Experience]) -> tuple[Tensor, Tensor]:
     return _joined(micros, "group_ids"), _joined(micros, "group_size")
 
 
-def _group_counts(micros: Sequence[Experience]) -> tuple[Tensor, Tensor, Tensor]:
-    """The group ids of the micro-batches, how many images of each are there, and how many it has; each ``(K,)``."""
-    ids, sizes = _groups(micros)
+def _cut_group(ids: Tensor, sizes: Tensor) -> tuple[int, int, int] | None:
+    """How many images of a group are there, how many it has, and its id, for the first that is not whole."""
     groups, index, counts = torch.unique(ids, return_inverse=True, return_counts=True)
-    return groups, counts, torch.empty_like(counts).scatter_(0, index, sizes)
-
-
-def _holds_whole_groups(micro: Experience) -> bool:
-    _, counts, sizes = _group_counts([micro])
-    return bool((counts == sizes).all())
-
-
-def _require_whole_groups(micros: Sequence[Experience]) -> None:
-    groups, counts, sizes = _group_counts(micros)
-    short = (counts != sizes).nonzero()
-    if len(short):
-        k = int(short[0])
-        raise ValueError(
-            f"An update holds {int(counts[k])} of the {int(sizes[k])} images of group {int(groups[k])} on this rank, "
-            "but DGPO compares whole groups. Use data.split_updates=false, or a data.updates_per_iteration that "
-            "divides the groups of a rank."
-        )
+    whole = torch.empty_like(counts).scatter_(0, index, sizes)
+    short = (counts != whole).nonzero()
+    if not len(short):
+        return None
+    k = int(short[0])
+    return int(counts[k]), int(whole[k]), int(groups[k])

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_fault
-from lit_vgrpo.data.sampler import GroupSampler, LocalSampler, prompt_indices, rank_slots
+from lit_vgrpo.data.sampler import GroupSampler, LocalSampler, prompt_indices
 from lit_vgrpo.sizes import Sizes
 
 ROWS = [{"prompt": f"prompt {i}", "number": i} for i in range(7)]
@@ -26,19 +26,6 @@ def test_the_order_changes_with_the_pass_and_the_seed_and_is_pinned():
     assert first == [7, 1, 3, 6, 4, 0, 2, 5]  # a recipe's prompts may not change between versions
 
 
-@settings(deadline=None)
-@given(st.integers(1, 8), st.integers(1, 8))
-def test_the_ranks_split_the_slots(world, groups_per_rank):
-    prompts = world * groups_per_rank
-    slots = [slot for rank in range(world) for slot in rank_slots(prompts, world, rank)]
-    assert slots == list(range(prompts))
-
-
-def test_slots_that_cannot_be_split_are_refused():
-    with pytest.raises(ValueError, match="Use a multiple of 3"):
-        rank_slots(8, 3, 0)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 9), st.integers(0, 3))
 def test_prompts_do_not_depend_on_the_number_of_ranks(world, iteration, seed):
@@ -48,6 +35,15 @@ def test_prompts_do_not_depend_on_the_number_of_ranks(world, iteration, seed):
     assert [p for batch in together for p in batch.prompts] == alone.prompts
     assert [r for batch in together for r in batch.rows] == alone.rows
     assert [s for batch in together for s in batch.slots] == alone.slots == list(range(12))
+    assert {tuple(batch.members) for batch in together} == {tuple(range(4))}
+
+
+def test_ranks_that_share_a_group_have_its_prompt_and_different_images():
+    batches = _batches(Sizes(3, 4, 1, 4), 6, 1, 0, step=0)
+    alone = _batches(Sizes(3, 4, 1, 4), 1, 1, 0, step=0)[0]
+    assert [batch.slots for batch in batches] == [[0], [0], [1], [1], [2], [2]]
+    assert [batch.members for batch in batches] == [[0, 1], [2, 3]] * 3
+    assert [batch.prompts for batch in batches] == [[alone.prompts[i // 2]] for i in range(6)]
 
 
 def _batches(sizes, world, iteration, seed, step):
@@ -82,6 +78,13 @@ def test_the_group_sampler_walks_through_one_iteration(iteration, steps, world):
         assert len(sampler) == steps
 
 
+def test_the_group_sampler_goes_on_in_the_middle_once():
+    sampler = GroupSampler(ROWS, 4, first_step=3)
+    sampler.set_epoch(2)
+    assert [list(sampler), list(sampler)] == [[11], [8, 9, 10, 11]]
+    assert len(sampler) == 4
+
+
 def test_lightning_leaves_both_samplers_in_place():
     assert isinstance(GroupSampler(ROWS, 4), DistributedSampler)
     assert isinstance(LocalSampler(ROWS), DistributedSampler)
@@ -108,6 +111,8 @@ def test_every_held_out_image_is_made_once_with_as_many_batches_on_every_rank(pr
         assert (batch.iteration, batch.step, batch.num_steps, batch.group_size) == (-1, -1, 0, 1)
         assert not batch.is_first
         assert not batch.is_last
+    for index in range(len(ranks[0])):
+        assert {dataset[index].micro_batch_size for dataset in ranks} == {max(len(d[index].slots) for d in ranks)}
 
 
 def test_one_rank_gets_full_held_out_batches():

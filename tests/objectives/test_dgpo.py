@@ -267,7 +267,7 @@ def test_a_group_must_be_whole_in_every_update(policy):
     objective.setup(policy)
     experience = prepare(policy, objective)
     objective.before_update(policy, [rows_of(experience, [0, 1, 2])])
-    with pytest.raises(ValueError, match="2 of the 3 images of group 1 on this rank"):
+    with pytest.raises(ValueError, match="2 of the 3 images of group 1, but DGPO compares whole groups"):
         objective.before_update(policy, experience.micro_batches(5)[:1])
 
 

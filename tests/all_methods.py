@@ -1,0 +1,28 @@
+"""Every training method in a small setting, and what it costs."""
+
+from lit_vgrpo import AWM, DGPO, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec
+
+S = 6  # sampling steps: enough for MixGRPO's window of four
+SDE = {"solver": "flow_sde", "steps": S}
+SHARED = {**SDE, "shared_noise": True}
+GUIDED = RolloutSpec(**SDE, guidance=2.0)
+
+# Network passes an image: rollout, train with gradient, train without. One update an iteration, but where split.
+COSTS = {
+    "V-GRPO, one step": (lambda: VGRPO(RolloutSpec(steps=S)), 1, (S, 4, 0)),
+    "V-GRPO, three steps": (lambda: VGRPO(RolloutSpec(steps=S), clip=0.01), 3, (S, 3 * 4, 4)),
+    "Flow-GRPO, guidance, KL": (lambda: FlowGRPO(GUIDED, kl_weight=0.04), 1, (2 * S, 2 * (S - 1), 2 * (S - 1))),
+    "MixGRPO, window 4": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4), 1, (S, 4, 0)),
+    "DiffusionNFT": (lambda: DiffusionNFT(RolloutSpec(steps=S)), 1, (S, S - 1, 2 * (S - 1))),
+    "DGPO, no guidance": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5), 1, (S, 4, 8)),
+    "AWM": (lambda: AWM(RolloutSpec(steps=S)), 1, (S, 6, 12)),
+}
+METHODS = {
+    **COSTS,
+    "Flow-GRPO, fast": (lambda: FlowGRPO(RolloutSpec(**SDE), fast=True), 1, (S, 2, 2)),
+    "Flow-GRPO, cps": (lambda: FlowGRPO(RolloutSpec("cps", S), kl_weight=0.0), 1, (S, S - 1, 0)),
+    "Flow-GRPO, guard": (lambda: FlowGRPO(RolloutSpec(**SDE), guard=True, kl_weight=0.0), 1, (S, S - 1, 0)),
+    "MixGRPO, Flash": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, flash=True), 1, (4 + 1, 4, 0)),
+    "DanceGRPO": (lambda: DanceGRPO(RolloutSpec("dance_sde", S, shared_noise=True)), 1, (S, 3, 0)),
+    "DGPO, moving": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5, reference="moving"), 1, (S, 4, 4)),
+}

@@ -1,0 +1,121 @@
+"""Run by torchrun: trains what each job names on its ranks, and writes what came out of it.
+
+    torchrun --nproc-per-node 2 tests/ranks.py POLICY_FOLDER OUT JOB [JOB ...]
+
+A job is ``name|key=value,...``: a name of all_methods.METHODS, "skip" or "stop", and options of the data module;
+``middle=1`` saves within iteration 1 after its first update. A checkpoint OUT/name.ckpt is continued.
+"""
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from all_methods import METHODS
+from helpers import make_data, make_module, make_trainer
+
+from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
+from lit_vgrpo.callbacks import EMA
+from lit_vgrpo.snapshots import Snapshot
+from lit_vgrpo.training import leave_together
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+STRATEGY = os.environ.get("STRATEGY", "ddp")
+DATA = {"prompts_per_iteration": 4, "group_size": 4, "micro_batch_size": 4, "heldout_limit": 5, "eval_batch_size": 2}
+
+
+class Broken(VGRPO):
+    """On the last rank alone, the loss of one micro-batch in the third update is not a number."""
+
+    def __init__(self):
+        super().__init__(RolloutSpec(steps=2))
+        self.started = 0
+
+    def before_update(self, policy, micros, ledger=None):
+        self.started += 1
+
+    def loss(self, policy, micro):
+        loss, metrics = super().loss(policy, micro)
+        return loss * (math.nan if self.started == 3 and RANK == WORLD - 1 else 1), metrics
+
+
+def options(text):
+    pairs = (pair.split("=") for pair in text.split(",") if pair)
+    return {key: value == "true" if value in ("true", "false") else int(value) for key, value in pairs}
+
+
+def job(folder, out, text):
+    name, _, words = text.partition("|")
+    chosen = options(words)
+    # A larger eps: Adam makes whole steps of the rounding noise of a gradient that is zero, as that of a key bias is.
+    module = make_module(
+        folder,
+        Broken() if name in ("skip", "stop") else METHODS[name][0](),
+        optimizer=OptimizerConfig(lr=1e-4, eps=1e-6),
+        non_finite="skip" if name == "skip" else "stop",
+    )
+    ema, seen = EMA(0.5), Seen()
+    module.heldout_observers.append(seen)
+    callbacks = [ema, seen, SaveInTheMiddle(chosen.pop("middle", -1), Path(out) / f"{name}.middle.ckpt")]
+    ckpt = Path(out) / f"{name}.ckpt"
+    ranks = {"strategy": STRATEGY, "devices": WORLD} if WORLD > 1 else {}
+    trainer = make_trainer(out, chosen.pop("iterations", 3), callbacks, gradient_clip_val=0.5, **ranks)
+    error = ""
+    try:
+        data = make_data(**{**DATA, **chosen})
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt if ckpt.exists() else None)
+    except FloatingPointError as stopped:
+        error = str(stopped)
+    result = {
+        "weights": Snapshot(module).state_dict(),
+        "ema": ema.average.state_dict(),
+        "rewards": seen.rewards,
+        "images": seen.images,
+        "ranks": trainer.world_size,
+        "groups": module.record.group_ids,
+        "updates": module.objective.num_updates,
+        "skipped": module.guard.skipped,
+        "error": error,
+    }
+    torch.save(result, Path(out) / f"{name}.{RANK}.pt")
+
+
+class SaveInTheMiddle(L.Callback):
+    def __init__(self, iteration, path):
+        self.iteration, self.path = iteration, path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if (batch.iteration, batch.step + 1) == (self.iteration, batch.micro_batches_per_update):
+            trainer.save_checkpoint(self.path)
+
+
+class Seen(L.Callback):
+    """Keeps every iteration's rewards, and a number that stands for each held-out image."""
+
+    def __init__(self):
+        self.rewards, self.images, self._means = [], [], {}
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.rewards.append(pl_module.record.rewards)
+
+    def update(self, images, batch):
+        positions = torch.linspace(0, 1, images[0].numel()).reshape(images[0].shape)
+        self._means |= zip(batch.slots, (images * positions).mean(dim=(1, 2, 3)).tolist(), strict=True)
+
+    def compute(self, module):
+        numbers = torch.zeros(DATA["heldout_limit"], dtype=torch.float64)
+        for slot, value in self._means.items():
+            numbers[slot] = value
+        self._means = {}
+        self.images.append(module.all_ranks(numbers[None]).sum(0))
+        return {}
+
+
+if __name__ == "__main__":
+    folder, out, *jobs = sys.argv[1:]
+    torch.set_num_threads(1)
+    for text in jobs:
+        job(folder, out, text)
+    leave_together()

@@ -1,0 +1,100 @@
+import math
+
+import pytest
+import torch
+from helpers import make_data, make_module, make_trainer, weights
+
+from lit_vgrpo import VGRPO, RolloutSpec
+from lit_vgrpo.callbacks import EMA
+from lit_vgrpo.guard import MOST_IN_A_ROW, NonFiniteGuard
+
+GOOD, BAD = torch.tensor([1.0, -2.0]), torch.tensor([1.0, math.inf])
+
+
+def alone(values):
+    return values
+
+
+def beside_a_rank_with(loss, gradient):
+    return lambda values: torch.cat([values, torch.tensor([[loss, gradient]])])
+
+
+def test_what_is_finite_passes():
+    guard = NonFiniteGuard()
+    guard.watch(torch.tensor(1.0))
+    assert not guard.refuses([GOOD, GOOD], alone, "now")
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient", "others", "message"),
+    [
+        (math.nan, GOOD, alone, "The loss is not finite, in update 1."),
+        (0.0, BAD, alone, "The gradient is not finite, in update 1."),
+        (0.0, GOOD, beside_a_rank_with(1, 1), "The loss is not finite on rank 1 of 2, in update 1."),
+        (0.0, GOOD, beside_a_rank_with(0, 1), "The gradient is not finite on rank 1 of 2, in update 1."),
+    ],
+)
+def test_stop_says_what_where_and_what_to_do(loss, gradient, others, message):
+    guard = NonFiniteGuard()
+    guard.watch(torch.tensor(1.0))
+    guard.watch(torch.tensor(loss))
+    with pytest.raises(FloatingPointError, match="model.non_finite=skip") as stopped:
+        guard.refuses([GOOD, gradient], others, "in update 1")
+    assert str(stopped.value).startswith(message)
+
+
+def test_skip_counts_and_gives_up_at_last():
+    guard = NonFiniteGuard("skip")
+    assert guard.refuses([BAD], alone, "now")
+    assert not guard.refuses([GOOD], alone, "now")
+    for _ in range(MOST_IN_A_ROW - 1):
+        assert guard.refuses([], alone, "now", overflow=True)
+    assert guard.skipped == MOST_IN_A_ROW
+    with pytest.raises(FloatingPointError, match=f"for {MOST_IN_A_ROW} updates in a row"):
+        guard.refuses([BAD], alone, "now")
+
+
+def test_an_unknown_action_is_refused():
+    with pytest.raises(ValueError, match="non_finite=ignore is not known. Use stop or skip"):
+        NonFiniteGuard("ignore")
+
+
+class Once(VGRPO):
+    """A loss that is no number in the second update, in one of its micro-batches."""
+
+    started = 0
+
+    def before_update(self, policy, micros, ledger=None):
+        self.started, self.left = self.started + 1, len(micros)
+
+    def loss(self, policy, micro):
+        loss, metrics = super().loss(policy, micro)
+        self.left -= 1
+        return loss * (math.nan if self.started == 2 and self.left == 1 else 1), metrics
+
+
+def train(folder, tmp_path, iterations, action, **options):
+    module, ema = make_module(folder, Once(RolloutSpec(steps=2)), non_finite=action, **options), EMA(0.5)
+    trainer = make_trainer(tmp_path, iterations, [ema])
+    trainer.fit(module, datamodule=make_data(heldout_limit=1, micro_batch_size=2))
+    return module, trainer, ema
+
+
+def test_a_skipped_update_leaves_weights_moments_and_clocks(tiny_sd3, tmp_path):
+    before, first, first_ema = train(tiny_sd3, tmp_path, 1, "skip")
+    after, trainer, ema = train(tiny_sd3, tmp_path, 2, "skip")
+    assert all(torch.equal(value, weights(before)[name]) for name, value in weights(after).items())
+    assert (after.objective.num_updates, ema.num_updates, after.guard.skipped) == (1, 1, 1)
+    for name, value in first_ema.average.tensors.items():
+        assert torch.equal(ema.average.tensors[name], value)
+    states = [fit.optimizers[0].state_dict()["state"] for fit in (first, trainer)]
+    for index, state in states[0].items():
+        assert all(torch.equal(value, states[1][index][key]) for key, value in state.items())
+
+
+def test_stop_leaves_the_weights_as_they_were(tiny_sd3, tmp_path):
+    before, *_ = train(tiny_sd3, tmp_path, 1, "stop")
+    module = make_module(tiny_sd3, Once(RolloutSpec(steps=2)))
+    with pytest.raises(FloatingPointError, match="The loss is not finite, in update 1 of iteration 1. No weight"):
+        make_trainer(tmp_path, 3).fit(module, datamodule=make_data(heldout_limit=1, micro_batch_size=2))
+    assert all(torch.equal(value, weights(before)[name]) for name, value in weights(module).items())

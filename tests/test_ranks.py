@@ -1,0 +1,96 @@
+"""The same recipe on another number of ranks: the same images, the same rewards, the same weights."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+WHOLE = "iterations=5"
+# Two prompts on four ranks: every group is cut in two.
+CUT = "iterations=3,prompts_per_iteration=2,micro_batch_size=2"
+JOBS = {
+    "V-GRPO, three steps": "updates_per_iteration=3",
+    "MixGRPO, window 4": "updates_per_iteration=2,split_updates=true",
+    "DanceGRPO": "",
+    "DiffusionNFT": "",
+    "DGPO, no guidance": "updates_per_iteration=2",
+    "AWM": "",
+}
+CUT_JOBS = ["V-GRPO, three steps", "DGPO, no guidance", "DGPO, moving", "AWM"]
+
+
+def train(out, ranks, jobs):
+    """What each rank ended with, by job."""
+    out.mkdir(exist_ok=True)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    script = [str(HERE / "ranks.py"), "shipped:assets/tiny_sd3", str(out)]
+    command = [*(launch if ranks > 1 else [sys.executable]), *script, *(f"{name}|{words}" for name, words in jobs)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {
+        name: [torch.load(out / f"{name}.{rank}.pt", weights_only=True) for rank in range(ranks)] for name, _ in jobs
+    }
+
+
+def assert_same(name, one, other, tolerance):
+    for key in ("rewards", "images"):
+        for a, b in zip(one[key], other[key], strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=tolerance, msg=lambda m, k=key: f"{name}, {k}: {m}")
+    for key in ("weights", "ema"):
+        for parameter, value in one[key].items():
+            torch.testing.assert_close(other[key][parameter], value, rtol=0, atol=tolerance, msg=f"{name}: {parameter}")
+
+
+@pytest.mark.parametrize("ranks", [2, 4], ids=["whole groups", "cut groups"])
+def test_every_method_does_the_same_work(tmp_path, ranks):
+    if ranks == 2:
+        jobs = [(name, f"{WHOLE},{words}") for name, words in JOBS.items()]
+    else:
+        jobs = [(name, CUT) for name in CUT_JOBS]
+    alone, together = train(tmp_path / "alone", 1, jobs), train(tmp_path / "together", ranks, jobs)
+    for name, (one,) in alone.items():
+        first, *others = together[name]
+        assert (one["ranks"], first["ranks"]) == (1, ranks)
+        assert torch.equal(one["groups"], first["groups"])
+        assert one["updates"] == first["updates"]
+        assert_same(name, one, first, 1e-5)
+        for other in others:
+            assert_same(name, first, other, 0)
+
+
+def test_the_middle_of_an_iteration_goes_on_with_another_number_of_ranks(tmp_path):
+    sizes = "iterations=2,updates_per_iteration=2,middle=1"
+    jobs = [
+        ("V-GRPO, three steps", sizes),
+        ("MixGRPO, window 4", f"{sizes},split_updates=true"),
+        ("DGPO, moving", sizes),
+    ]
+    found = {ranks: train(tmp_path / str(ranks), ranks, jobs) for ranks in (1, 2)}
+    for before, after in [(2, 1), (1, 2)]:
+        out = tmp_path / f"{before} then {after}"
+        out.mkdir()
+        for name, _ in jobs:
+            shutil.copy(tmp_path / str(before) / f"{name}.middle.ckpt", out / f"{name}.ckpt")
+        continued = train(out, after, jobs)
+        for name, _ in jobs:
+            whole, rest = found[1][name][0], continued[name][0]
+            assert (rest["ranks"], rest["updates"], len(rest["rewards"])) == (after, 4, 1)
+            assert_same(name, {**whole, "rewards": whole["rewards"][1:], "images": whole["images"][2:]}, rest, 1e-5)
+
+
+def test_a_loss_that_is_no_number_on_one_rank_stops_or_skips_on_all(tmp_path):
+    found = train(tmp_path / "ranks", 2, [("skip", "iterations=4"), ("stop", "iterations=4")])
+    for rank in found["skip"]:
+        assert (rank["updates"], rank["skipped"], rank["error"]) == (3, 1, "")
+    assert_same("skip", *found["skip"], 0)
+    for rank in found["stop"]:
+        assert rank["updates"] == 2
+        assert rank["error"].startswith("The loss is not finite on rank 1 of 2, in update 1 of iteration 2.")
+    assert_same("stop", *found["stop"], 0)
+    assert all(value.isfinite().all() for value in found["skip"][0]["weights"].values())

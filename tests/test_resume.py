@@ -1,0 +1,109 @@
+"""A run that goes on from a checkpoint ends where the undisturbed run does, bit for bit."""
+
+import lightning as L
+import pytest
+import torch
+from all_methods import METHODS
+from helpers import make_data, make_module, make_trainer, weights
+
+from lit_vgrpo.callbacks import EMA
+
+
+class SaveAt(L.Callback):
+    """Saves after one step of one iteration."""
+
+    def __init__(self, path, iteration, step):
+        self.path, self.when = path, (iteration, step)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if (batch.iteration, batch.step) == self.when:
+            trainer.save_checkpoint(self.path)
+
+
+class Counting:
+    """Counts the rollouts of a module's objective."""
+
+    def __init__(self, objective):
+        self.calls, self._collect = 0, objective.collect
+        objective.collect = self
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self._collect(*args, **kwargs)
+
+
+def run(folder, tmp_path, make, iterations, callbacks=(), ckpt=None, **data):
+    ema = EMA(0.5)
+    module = make_module(folder, make())
+    rollouts = Counting(module.objective)
+    trainer = make_trainer(tmp_path, iterations, [ema, *callbacks])
+    trainer.fit(module, datamodule=make_data(heldout_limit=1, updates_per_iteration=2, **data), ckpt_path=ckpt)
+    return module, trainer, ema, rollouts.calls
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+# With 8 images: the step after the first of two updates, and one in the middle of the second's gradients.
+WHOLE_UPDATE = {"micro_batch_size": 4}
+MIDDLE = {"micro_batch_size": 2}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_in_the_middle_of_an_iteration(tiny_sd3, tmp_path, name):
+    make, _, _ = METHODS[name]
+    split = "V-GRPO" not in name
+    steps = 1 if split else 2  # of one update
+    saver = SaveAt(tmp_path / "middle.ckpt", 1, steps - 1)
+    sizes = {**WHOLE_UPDATE, "split_updates": split}
+    whole, trainer, average, rollouts = run(tiny_sd3, tmp_path, make, 3, [saver], **sizes)
+    assert rollouts == 3
+    resumed, again, average_again, rollouts = run(tiny_sd3, tmp_path, make, 3, ckpt=tmp_path / "middle.ckpt", **sizes)
+    assert rollouts == 1  # the images of the iteration that was cut short were in the checkpoint
+    assert again.global_step == trainer.global_step == 6
+    assert same(weights(resumed), weights(whole))
+    assert same(average_again.average.tensors, average.average.tensors)
+    assert average_again.num_updates == average.num_updates
+    for copy, snapshot in whole.objective.copies.items():
+        assert same(resumed.objective.copies[copy].tensors, snapshot.tensors)
+    assert resumed.objective.num_updates == whole.objective.num_updates == 6
+    assert resumed.ledger.counts == whole.ledger.counts
+    assert resumed.images_seen == whole.images_seen
+
+
+@pytest.mark.parametrize("step", range(7))
+@pytest.mark.parametrize("name", ["V-GRPO, three steps", "DGPO, moving"])
+def test_after_any_step(tiny_sd3, tmp_path, name, step):
+    """Gradients that were not yet used are computed again, with what the update needs of the weights before it."""
+    make, _, _ = METHODS[name]
+    saver = SaveAt(tmp_path / "middle.ckpt", 0, step)
+    whole, *_ = run(tiny_sd3, tmp_path, make, 2, [saver], **MIDDLE)
+    resumed, trainer, _, rollouts = run(tiny_sd3, tmp_path, make, 2, ckpt=tmp_path / "middle.ckpt", **MIDDLE)
+    assert trainer.global_step == 4
+    assert rollouts == 1
+    assert same(weights(resumed), weights(whole))
+
+
+def test_the_middle_of_an_iteration_goes_on_with_other_micro_batches(tiny_sd3, tmp_path):
+    make, _, _ = METHODS["V-GRPO, three steps"]
+    whole, *_ = run(tiny_sd3, tmp_path, make, 2, [SaveAt(tmp_path / "middle.ckpt", 1, 1)], micro_batch_size=4)
+    resumed, trainer, *_ = run(tiny_sd3, tmp_path, make, 2, ckpt=tmp_path / "middle.ckpt", micro_batch_size=2)
+    assert trainer.global_step == 4
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(resumed)[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_images_of_other_sizes_are_refused(tiny_sd3, tmp_path):
+    make, _, _ = METHODS["AWM"]
+    saver = SaveAt(tmp_path / "middle.ckpt", 1, 1)
+    run(tiny_sd3, tmp_path, make, 2, [saver], micro_batch_size=4)
+    with pytest.raises(RuntimeError, match="within iteration 1, with other prompts or sizes"):
+        run(tiny_sd3, tmp_path, make, 2, ckpt=tmp_path / "middle.ckpt", micro_batch_size=4, group_size=8)
+
+
+def test_the_checkpoint_loads_with_weights_only(tiny_sd3, tmp_path):
+    run(tiny_sd3, tmp_path, METHODS["DGPO, moving"][0], 1, [SaveAt(tmp_path / "middle.ckpt", 0, 0)], **WHOLE_UPDATE)
+    saved = torch.load(tmp_path / "middle.ckpt", weights_only=True)["lit_vgrpo"]["iteration"]
+    assert len(saved["image_ids"]) == 8
+    assert saved["updates_done"] == 0
