@@ -3,6 +3,7 @@
 from lit_vgrpo.callbacks.diagnostics import SurrogateDiagnostics
 from lit_vgrpo.callbacks.ema import EMA, averaged_weights
 from lit_vgrpo.callbacks.export import Export
+from lit_vgrpo.callbacks.fid import FID
 from lit_vgrpo.callbacks.progress import ProgressBar
 from lit_vgrpo.callbacks.rewards import RewardLogger
 from lit_vgrpo.callbacks.samples import SampleGrid
@@ -10,6 +11,7 @@ from lit_vgrpo.callbacks.summary import RunSummary
 
 __all__ = [
     "EMA",
+    "FID",
     "Export",
     "ProgressBar",
     "RewardLogger",

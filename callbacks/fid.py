@@ -1,0 +1,201 @@
+"""Distance of the held-out images to real ones: FID and KID."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.data.datasets import HeldOutDataset, held_out_fault
+from lit_vgrpo.data.prompts import read_prompts
+from lit_vgrpo.metrics import FeatureSums, KeptFeatures, Reference, feature_network, frechet_distance, kernel_distance
+from lit_vgrpo.metrics.ranks import raise_together
+from lit_vgrpo.metrics.reference import reference_faults, reference_statistics
+from lit_vgrpo.module import VGRPOModule
+
+FIRST_OWN_IMAGE = 1 << 30
+"""Number of the first image of a set of its own: far above those of the held-out images, so that no noise is shared."""
+
+
+class FID(L.Callback):
+    """Logs ``heldout/fid@N`` of N held-out images, and ``heldout/kid@N``; with the EMA's weights where there are any.
+
+    The held-out images of the data module cost no further sampling; ``prompts`` makes a set of its own instead. Every
+    rank sums the features of its own images in float64, and the sums are added up once an evaluation, so that each
+    image counts once on any number of ranks. The distance depends on N: compare equal N only.
+
+    Args:
+        reference: folder of real images, or the ``.npz`` file of their statistics that
+            ``python -m lit_vgrpo.metrics`` writes.
+        features: ``inception`` (clean-fid's), a TorchScript file, or a folder or hub name of a vision model of
+            transformers.
+        size: pixels of the square that images are resized to; null takes the network's own.
+        kid: log KID too, which keeps the features of all images: 8 kB each with Inception, on every rank.
+        every_n_evaluations: measure at every so manieth held-out evaluation, the first and the last always.
+        prompts: prompt file of a set of its own; null takes the held-out images.
+        images_per_prompt: images of each of those prompts.
+        batch_size: most of those images in one batch of a rank; also most images in a pass of the feature network.
+
+    Raises:
+        ValueError: a number that is too small, or a size that the network cannot take.
+    """
+
+    def __init__(
+        self,
+        reference: str,
+        features: str = "inception",
+        size: int | None = None,
+        kid: bool = False,
+        every_n_evaluations: int = 1,
+        prompts: str | None = None,
+        images_per_prompt: int = 1,
+        batch_size: int = 32,
+    ) -> None:
+        numbers = {
+            "every_n_evaluations": every_n_evaluations,
+            "images_per_prompt": images_per_prompt,
+            "batch_size": batch_size,
+        }
+        for name, value in numbers.items():
+            if value < 1:
+                raise ValueError(f"FID {name}={value} is too small. Use 1 or more.")
+        self.reference = reference
+        self.network = feature_network(features, size, batch_size)
+        self.kid = kid
+        self.every_n_evaluations = every_n_evaluations
+        self.prompts = prompts
+        self.images_per_prompt = images_per_prompt
+        self.batch_size = batch_size
+        self.evaluations = 0
+        self._trainer: L.Trainer | None = None
+        self._statistics: Reference | None = None
+        self._sums: FeatureSums | None = None
+        self._kept: KeptFeatures | None = None
+        self._has_warned = False
+        self._has_ended = False
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(reference=self.reference, features=self.network.source, prompts=self.prompts)
+
+    def check(self, world_size: int = 1) -> list[str]:
+        """The faults that can be found without loading weights, one line each."""
+        faults = [*self.network.check(), *reference_faults(self.reference)]
+        if self.prompts is None:
+            return faults
+        try:
+            prompts = len(read_prompts(self.prompts))
+        except ValueError as error:
+            return [*faults, str(error)]
+        if held_out_fault(prompts * self.images_per_prompt, self.batch_size, world_size):
+            faults.append(
+                f"FID of {prompts} prompts cannot be spread over {world_size} ranks with images_per_prompt="
+                f"{self.images_per_prompt} and batch_size={self.batch_size}. Use images_per_prompt="
+                f"{-(-world_size // prompts)} or more, and batch_size=2 or more."
+            )
+        return faults
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        assert isinstance(pl_module, VGRPOModule)
+        faults = self.check(trainer.world_size)
+        if getattr(getattr(trainer, "datamodule", None), "heldout", None) is None:
+            faults.append("FID is measured at held-out evaluations, and there are none. Set data.heldout.")
+        # a file may be missing on one machine only: then all ranks stop, and none waits
+        raise_together(ValueError(faults[0]) if faults else None)
+        self._trainer = trainer
+        if self not in pl_module.heldout_observers:
+            pl_module.heldout_observers.append(self)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._has_ended = False
+        self._prepare(pl_module)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._sums, self._kept = None, None  # of an evaluation that was cut short
+        self._prepare(pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._has_ended = True
+
+    def update(self, images: Tensor, batch: PromptBatch) -> None:
+        """Take a batch of this rank's held-out images; nothing where a set of its own is made."""
+        if self.prompts is None and self._is_due:
+            self._add(images, batch.slots)
+
+    def compute(self, module: VGRPOModule) -> dict[str, float]:
+        """The distances of this evaluation's images, the same on every rank; empty where it is not due."""
+        is_due, self.evaluations = self._is_due, self.evaluations + 1
+        if not is_due:
+            return {}
+        self._prepare(module)
+        if self.prompts is not None:
+            self._generate(module, self.prompts)
+        try:
+            return self._distances(module)
+        finally:
+            self._sums, self._kept = None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"evaluations": self.evaluations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.evaluations = state_dict["evaluations"]
+
+    @property
+    def _is_due(self) -> bool:
+        return self.evaluations % self.every_n_evaluations == 0 or self._is_last
+
+    @property
+    def _is_last(self) -> bool:
+        trainer = self._trainer
+        if trainer is None:
+            return True
+        epochs_end = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
+        # not trainer.should_stop: a signal sets it on one rank before another, and all must agree
+        return self._has_ended or epochs_end or 0 <= trainer.max_steps <= trainer.global_step
+
+    def _prepare(self, pl_module: L.LightningModule) -> None:
+        """Load the network and the reference, once; all ranks together."""
+        if self._statistics is None:
+            self.network.to(pl_module.device)
+            self._statistics = reference_statistics(self.reference, self.network, keep_features=self.kid)
+
+    def _add(self, images: Tensor, numbers: list[int]) -> None:
+        features = self.network(images)
+        if self._sums is None:
+            self._sums = FeatureSums(self.network.dimension)
+            self._kept = KeptFeatures(self.network.dimension) if self.kid else None
+        self._sums.add(features)
+        if self._kept is not None:
+            self._kept.add(features, numbers)
+
+    def _generate(self, module: VGRPOModule, prompts: str) -> None:
+        rank, world_size = module.global_rank, module.trainer.world_size
+        shares = HeldOutDataset(read_prompts(prompts), self.images_per_prompt, self.batch_size, world_size, rank)
+        for index in range(len(shares)):
+            batch = shares[index]
+            batch_prompts, slots = batch.padded()
+            with module.ledger.phase("evaluation"):
+                images = module.generate(batch_prompts, [FIRST_OWN_IMAGE + slot for slot in slots])
+            self._add(images[: len(batch.slots)], batch.slots)
+
+    def _distances(self, module: VGRPOModule) -> dict[str, float]:
+        assert self._statistics is not None
+        sums = (self._sums or FeatureSums(self.network.dimension)).reduced()
+        if sums.count <= sums.dimension and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"FID of {sums.count} images with {sums.dimension} features is biased upwards. Compare it with equal "
+                "numbers of images only, or use kid=true."
+            )
+        values = {f"heldout/fid@{sums.count}": frechet_distance(sums, self._statistics)}
+        if self.kid:
+            kept = (self._kept or KeptFeatures(self.network.dimension)).gathered()
+            assert self._statistics.features is not None
+            device = module.device if module.device.type == "cuda" else torch.device("cpu")  # MPS has no float64
+            values[f"heldout/kid@{sums.count}"] = kernel_distance(kept.to(device), self._statistics.features)
+        return values

@@ -1,0 +1,40 @@
+"""``python -m lit_vgrpo.metrics FOLDER FILE.npz``: the statistics of a folder of images, for ``FID.reference``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from lit_vgrpo.hub import LoadError
+from lit_vgrpo.metrics.features import INCEPTION, feature_network
+from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX, reference_statistics
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Write the file; 2 for a mistake, with one line that says which."""
+    parser = argparse.ArgumentParser(prog="python -m lit_vgrpo.metrics", description=__doc__)
+    parser.add_argument("folder", help="folder of images")
+    parser.add_argument("file", help=f"the {STATISTICS_SUFFIX} file to write")
+    parser.add_argument("--features", default=INCEPTION, help="inception, a TorchScript file or a transformers folder")
+    parser.add_argument("--size", type=int, help="pixels of the square that images are resized to")
+    parser.add_argument("--kid", action="store_true", help="keep every image's features, for KID")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(args)
+    if not options.file.endswith(STATISTICS_SUFFIX):
+        parser.error(f"{options.file} does not end in {STATISTICS_SUFFIX}")
+    try:
+        network = feature_network(options.features, options.size).to(options.device)
+        reference = reference_statistics(options.folder, network, options.kid)
+        reference.save(options.file)
+    except (ValueError, OSError, LoadError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.file}: {reference.count} images, {len(reference.mean)} features of {network.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

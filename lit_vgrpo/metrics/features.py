@@ -1,0 +1,305 @@
+"""Networks that turn pictures into feature vectors, fed as clean-fid feeds its own."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lit_vgrpo.hub import LoadError, explain_unloadable, quiet_libraries, source_of
+from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.rewards.base import to_uint8
+
+INCEPTION = "inception"
+INCEPTION_FILE = "inception-2015-12-05.pt"
+INCEPTION_SIDE = 299
+TORCHSCRIPT_SUFFIXES = (".pt", ".pts")
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+CONFIG_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
+
+Pixels = npt.NDArray[np.uint8]
+"""One picture, ``(H, W, 3)``."""
+
+
+class FeatureNetwork(ABC):
+    """A frozen network from pictures to features; building one loads nothing, the first call does.
+
+    Args:
+        source: where the weights are.
+        side: pixels of the square that every picture is resized to; ``None`` takes the network's own.
+        batch_size: most pictures in one forward pass.
+
+    Attributes:
+        device: where the network runs; see :meth:`to`.
+    """
+
+    def __init__(self, source: str, side: int | None = None, batch_size: int = 32) -> None:
+        for what, value in (("size", side), ("batch_size", batch_size)):
+            if value is not None and value < 1:
+                raise ValueError(f"{what}={value} of the feature network is too small. Use 1 or more.")
+        self.source = source
+        self.side = side
+        self.batch_size = batch_size
+        self.device = torch.device("cpu")
+        self._model: Any = None
+
+    @abstractmethod
+    def check(self) -> list[str]:
+        """The faults that can be found without loading weights, one line each."""
+
+    @abstractmethod
+    def _load(self) -> Any:
+        """The model on the CPU; also sets ``side`` where it is not set."""
+
+    @abstractmethod
+    def _forward(self, pixels: Tensor) -> Tensor:
+        """Features ``(B, D)`` of resized pixels ``(B, 3, side, side)``, float32 in [0, 255]."""
+
+    @abstractmethod
+    def _files(self) -> Iterable[Path]:
+        """The files that make the network what it is."""
+
+    @cached_property
+    def name(self) -> str:
+        """What statistics are labelled with: the network's name, a hash of its files, and the side in pixels."""
+        self.load()
+        digest = hashlib.sha256()
+        for file in self._files():
+            digest.update(file_sha256(file).encode())
+        return f"{Path(self.source).name}@{digest.hexdigest()[:16]}/{self.side}"
+
+    def made(self, name: str) -> bool:
+        """Whether features labelled ``name`` are this network's, also where its file was called otherwise."""
+        return name.partition("@")[2] == self.name.partition("@")[2]
+
+    @cached_property
+    def dimension(self) -> int:
+        """Length ``D`` of a feature vector, found by looking at one black picture."""
+        return self.of_pixels([np.zeros((8, 8, 3), dtype=np.uint8)]).shape[1]
+
+    def load(self) -> None:
+        """Load the weights; a second call does nothing.
+
+        Raises:
+            LoadError: one of the faults of :meth:`check`, or files that do not hold what they should.
+        """
+        if self._model is not None:
+            return
+        for fault in self.check():
+            raise LoadError(fault)
+        with warnings.catch_warnings():
+            # TorchScript is what clean-fid's network is published in, however deprecated
+            warnings.filterwarnings("ignore", message=".*torch.jit.*", category=FutureWarning)
+            model = self._load()
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        self._model = model.eval().to(self.device)
+
+    def to(self, device: torch.device | str) -> FeatureNetwork:
+        """Move to a device; returns itself."""
+        self.device = torch.device(device)
+        if self._model is not None:
+            self._model.to(self.device)
+        return self
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Features of images, which are first rounded to what a file would hold.
+
+        Args:
+            images: shape ``(B, 3, H, W)``, float in [0, 1], on any device.
+
+        Returns:
+            Shape ``(B, D)``, float32, on ``device``.
+        """
+        return self.of_pixels(list(to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()))
+
+    @torch.no_grad()
+    def of_pixels(self, pictures: Sequence[Pixels]) -> Tensor:
+        """Features ``(B, D)``, float32, of pictures ``(H, W, 3)`` in uint8, which may differ in size."""
+        self.load()
+        assert self.side is not None
+        parts = []
+        for start in range(0, len(pictures), self.batch_size):
+            pixels = np.stack([clean_resize(p, self.side) for p in pictures[start : start + self.batch_size]])
+            # whatever precision the trainer runs in: autocast would change the statistics
+            with torch.autocast(self.device.type, enabled=False):
+                features = self._forward(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().to(self.device))
+            if features.ndim > 2:
+                features = features.flatten(1)
+            if features.ndim != 2 or len(features) != len(pixels):
+                raise LoadError(
+                    f"{self.source} gives features of shape {tuple(features.shape)} for {len(pixels)} images. "
+                    "Set features to a network that gives (B, D)."
+                )
+            parts.append(features.float())
+        return torch.cat(parts) if parts else torch.zeros(0, self.dimension, dtype=torch.float32, device=self.device)
+
+
+class TorchScriptFeatures(FeatureNetwork):
+    """A TorchScript file of a network from ``(B, 3, side, side)`` in [0, 255] to ``(B, D)``; 299 pixels by default."""
+
+    def __init__(self, source: str, side: int | None = None, batch_size: int = 32) -> None:
+        super().__init__(source, INCEPTION_SIDE if side is None else side, batch_size)
+        self.path = resolve_path(source)
+
+    def check(self) -> list[str]:
+        if not self.path.is_file():
+            return [f"{self.path} does not exist. Set features to a TorchScript file, or to {INCEPTION}."]
+        return []
+
+    def _load(self) -> Any:
+        try:
+            return torch.jit.load(str(self.path), map_location="cpu")
+        except (RuntimeError, ValueError) as error:
+            raise LoadError(
+                f"{self.path} is no TorchScript file. Save one with torch.jit.script(net).save()."
+            ) from error
+
+    def _forward(self, pixels: Tensor) -> Tensor:
+        features = self._model(pixels)
+        if not isinstance(features, Tensor):
+            raise LoadError(f"{self.path} returns {type(features).__name__}. Save a network that returns a tensor.")
+        return features
+
+    def _files(self) -> list[Path]:
+        return [self.path]
+
+
+class InceptionFeatures(FeatureNetwork):
+    """The Inception network of clean-fid, whose features FID is defined on: 2048 of them."""
+
+    def __init__(self, batch_size: int = 32) -> None:
+        super().__init__(INCEPTION, INCEPTION_SIDE, batch_size)
+
+    @property
+    def path(self) -> Path:
+        """Where the weights are looked for: beside those that torch.hub downloads."""
+        return Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
+
+    def check(self) -> list[str]:
+        if self.path.is_file():
+            return []
+        get = f"from cleanfid.downloads_helper import check_download_inception as get; get('{self.path.parent}')"
+        return [
+            f'features={INCEPTION} needs {self.path}, which does not exist. Put it there (python -c "{get}"), '
+            "or set features to a TorchScript file or a transformers folder."
+        ]
+
+    def _load(self) -> Any:
+        from cleanfid.inception_torchscript import InceptionV3W
+
+        try:
+            return InceptionV3W(str(self.path.parent), download=False)
+        except (RuntimeError, ValueError, AttributeError) as error:
+            raise LoadError(
+                f"{self.path} is not clean-fid's Inception network. Remove it and fetch it anew."
+            ) from error
+
+    def _forward(self, pixels: Tensor) -> Tensor:
+        features: Tensor = self._model(pixels)
+        return features
+
+    def _files(self) -> list[Path]:
+        return [self.path]
+
+
+class TransformersFeatures(FeatureNetwork):
+    """A vision model of transformers (CLIP, SigLIP, DINOv2, ...): its image embedding, or else its pooled output.
+
+    Pictures are resized to a square as clean-fid does, whatever the model's own processor would cut away, and then
+    normalised with the processor's mean and deviation.
+    """
+
+    def check(self) -> list[str]:
+        fault = explain_unloadable(self.source, "config.json", "features")
+        return [fault] if fault else []
+
+    def _load(self) -> Any:
+        from transformers import AutoImageProcessor, AutoModel
+
+        try:
+            with quiet_libraries():
+                processor: Any = AutoImageProcessor.from_pretrained(source_of(self.source))
+                model = AutoModel.from_pretrained(source_of(self.source), dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0].rstrip(".")
+            raise LoadError(
+                f"Cannot load {self.source}: {reason}. Set features to a folder with a vision model and its processor."
+            ) from error
+        self.side = self.side or _processor_side(processor)
+        moments = (processor.image_mean, processor.image_std)
+        self._mean, self._std = (torch.tensor(values, dtype=torch.float32).view(1, 3, 1, 1) for values in moments)
+        return model
+
+    def _forward(self, pixels: Tensor) -> Tensor:
+        inputs = (pixels / 255 - self._mean.to(pixels)) / self._std.to(pixels)
+        if hasattr(self._model, "get_image_features"):
+            output = self._model.get_image_features(pixel_values=inputs)
+        else:
+            output = self._model(pixel_values=inputs)
+        features = output if isinstance(output, Tensor) else getattr(output, "pooler_output", None)
+        if features is None:
+            raise LoadError(f"{self.source} has no pooled output. Set features to a vision model that has one.")
+        return features
+
+    def _files(self) -> list[Path]:
+        from transformers.utils import cached_file
+
+        config = cached_file(source_of(self.source), "config.json")
+        assert config is not None
+        files = Path(config).parent.iterdir()
+        return sorted(file for file in files if file.suffix in WEIGHT_SUFFIXES or file.name in CONFIG_FILES)
+
+
+def feature_network(source: str = INCEPTION, size: int | None = None, batch_size: int = 32) -> FeatureNetwork:
+    """The feature network that a recipe names.
+
+    Args:
+        source: ``inception`` (clean-fid's), a TorchScript file (``.pt``, ``.pts``), or a folder or hub name of a
+            vision model of transformers.
+        size: pixels of the square that every picture is resized to; ``None`` takes the network's own.
+        batch_size: most pictures in one forward pass.
+
+    Raises:
+        ValueError: a size that the network cannot take.
+    """
+    if source == INCEPTION:
+        if size not in (None, INCEPTION_SIDE):
+            raise ValueError(
+                f"size={size} does not fit features={INCEPTION}, which takes {INCEPTION_SIDE}. Leave it out."
+            )
+        return InceptionFeatures(batch_size)
+    if Path(source).suffix.lower() in TORCHSCRIPT_SUFFIXES:
+        return TorchScriptFeatures(source, size, batch_size)
+    return TransformersFeatures(source, size, batch_size)
+
+
+def clean_resize(picture: Pixels, side: int) -> npt.NDArray[np.float32]:
+    """A picture ``(H, W, 3)`` as ``(side, side, 3)``, float32 in [0, 255]: clean-fid's antialiased bicubic filter."""
+    from cleanfid.resize import make_resizer
+
+    resized: npt.NDArray[np.float32] = make_resizer("PIL", False, "bicubic", (side, side))(picture)
+    return resized
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _processor_side(processor: Any) -> int:
+    size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
+    return int(next(size[key] for key in ("height", "shortest_edge") if size.get(key)))

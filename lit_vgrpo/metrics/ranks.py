@@ -1,0 +1,66 @@
+"""What metrics ask of the other ranks; without a process group every function is the identity."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """This rank and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if _is_group() else (0, 1)
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum of every rank's tensor of one shape, on the CPU; one all-reduce."""
+    if not _is_group():
+        return values
+    total = values.to(_device(), copy=True)
+    dist.all_reduce(total)
+    return total.cpu()
+
+
+def rows_of_all_ranks(values: Tensor) -> Tensor:
+    """Every rank's rows ``(n, ...)`` in rank order, on the CPU; ranks may have different numbers of rows."""
+    if not _is_group():
+        return values
+    rank, world_size = rank_and_world_size()
+    counts = sum_over_ranks(torch.eye(world_size, dtype=torch.int64)[rank] * len(values)).tolist()
+    padded = values.new_zeros((max(counts), *values.shape[1:]), device=_device())
+    padded[: len(values)] = values
+    parts = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:count].cpu() for part, count in zip(parts, counts, strict=True)])
+
+
+def objects_of_all_ranks(value: T) -> list[T]:
+    """Every rank's small object, in rank order."""
+    if not _is_group():
+        return [value]
+    gathered: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raise on every rank what failed on any, so that no rank waits for it in the next collective."""
+    failed = [other for other in objects_of_all_ranks(error) if other is not None]
+    if error is not None:
+        raise error
+    if failed:
+        raise failed[0]
+
+
+def _is_group() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _device() -> torch.device:
+    # a group of NCCL alone takes no CPU tensors
+    is_cpu_able = "gloo" in str(dist.get_backend_config())
+    return torch.device("cpu") if is_cpu_able else torch.device("cuda", torch.cuda.current_device())

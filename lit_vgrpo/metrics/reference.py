@@ -1,0 +1,244 @@
+"""What generated images are compared with: the features' statistics of a folder of images, or a file of them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lit_vgrpo.metrics.features import FeatureNetwork, InceptionFeatures, Pixels
+from lit_vgrpo.metrics.fid import FeatureSums
+from lit_vgrpo.metrics.kid import KeptFeatures
+from lit_vgrpo.metrics.ranks import objects_of_all_ranks, raise_together, rank_and_world_size
+from lit_vgrpo.paths import resolve_path
+
+IMAGE_SUFFIXES = frozenset({".bmp", ".jpg", ".jpeg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+STATISTICS_SUFFIX = ".npz"
+_OURS = ("mean", "cov", "count", "network", "images_sha256", "sha256")
+_CLEAN_FID = ("mu", "sigma")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Statistics of the reference images.
+
+    Attributes:
+        mean: shape ``(D,)``, float64.
+        cov: shape ``(D, D)``, float64.
+        count: number of images; ``None`` in a file of clean-fid's, which does not say.
+        network: name of the feature network.
+        images_sha256: hash of the images' names and contents; empty where unknown.
+        features: shape ``(count, D)``, float32, in the order of the images' names; for KID, otherwise ``None``.
+    """
+
+    mean: Tensor
+    cov: Tensor
+    count: int | None
+    network: str
+    images_sha256: str = ""
+    features: Tensor | None = None
+
+    def save(self, path: str | Path) -> None:
+        """Write to an ``.npz`` file, whole or not at all."""
+        arrays = {
+            "mean": self.mean.numpy(),
+            "cov": self.cov.numpy(),
+            "count": np.array(-1 if self.count is None else self.count),
+            "network": np.array(self.network),
+            "images_sha256": np.array(self.images_sha256),
+        }
+        if self.features is not None:
+            arrays["features"] = self.features.numpy()
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with draft.open("wb") as stream:
+                np.savez(stream, allow_pickle=False, sha256=np.array(_digest(arrays)), **arrays)
+            os.replace(draft, target)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path, network: FeatureNetwork) -> Reference:
+        """Read a file that :meth:`save` wrote, or one of clean-fid's for its Inception network.
+
+        Raises:
+            ValueError: it is no such file, was changed, or was made with another feature network.
+        """
+        path = Path(path)
+        arrays = _arrays(path)
+        if not set(_OURS) <= set(arrays):
+            if not isinstance(network, InceptionFeatures):
+                raise ValueError(
+                    f"{path} holds clean-fid's statistics, which are those of its Inception network. "
+                    "Use features=inception, or give a folder of images instead."
+                )
+            return cls(torch.from_numpy(arrays["mu"]).double(), torch.from_numpy(arrays["sigma"]).double(), None, "")
+        recorded = str(arrays.pop("sha256"))
+        if _digest(arrays) != recorded:
+            raise ValueError(f"{path} does not match its own hash {recorded[:16]}: it was changed. Make it anew.")
+        made_with = str(arrays["network"])
+        if not network.made(made_with):
+            raise ValueError(
+                f"{path} was made with the feature network {made_with}, not with {network.name}. "
+                "Set features to that network, or make the file anew."
+            )
+        count = int(arrays["count"])
+        return cls(
+            mean=torch.from_numpy(arrays["mean"]),
+            cov=torch.from_numpy(arrays["cov"]),
+            count=None if count < 0 else count,
+            network=made_with,
+            images_sha256=str(arrays["images_sha256"]),
+            features=torch.from_numpy(arrays["features"]) if "features" in arrays else None,
+        )
+
+
+def reference_faults(source: str | Path) -> list[str]:
+    """What is wrong with a reference, as far as it shows without a feature network, one line each."""
+    try:
+        path = resolve_path(source)
+        if path.suffix.lower() == STATISTICS_SUFFIX:
+            _arrays(path)
+        else:
+            image_files(path)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def reference_statistics(source: str | Path, network: FeatureNetwork, keep_features: bool = False) -> Reference:
+    """The statistics of a folder of images, each rank taking its share, or those of an ``.npz`` file.
+
+    Every rank must ask, and what fails on one is raised on all. Each image is hashed with its name, so that a saved
+    file says what it was made from.
+
+    Args:
+        source: the folder, searched through all levels, or the file.
+        network: the feature network.
+        keep_features: keep every image's features too, for KID.
+
+    Raises:
+        ValueError: a fault of :func:`reference_faults`, an image that cannot be read, or a file that does not fit.
+        LoadError: the network cannot be loaded.
+    """
+    path = resolve_path(source)
+    local: Reference | _Share | None = None
+    error: Exception | None = None
+    try:
+        if path.suffix.lower() == STATISTICS_SUFFIX:
+            local = _from_file(path, network, keep_features)
+        else:
+            local = _Share(path, network, keep_features)
+    except (ValueError, RuntimeError, OSError) as failure:
+        error = failure
+    raise_together(error)
+    assert local is not None
+    return local if isinstance(local, Reference) else local.reduced()
+
+
+class _Share:
+    """One rank's share of a folder: every so manieth image, by name."""
+
+    def __init__(self, folder: Path, network: FeatureNetwork, keep_features: bool) -> None:
+        rank, world_size = rank_and_world_size()
+        files = image_files(folder)
+        self.names = [file.relative_to(folder).as_posix() for file in files]
+        self.network = network
+        self.sums = FeatureSums(network.dimension)
+        self.kept = KeptFeatures(network.dimension) if keep_features else None
+        self.hashes: dict[int, str] = {}
+        numbers = range(rank, len(files), world_size)
+        for start in range(0, len(numbers), network.batch_size):
+            self._add(files, list(numbers[start : start + network.batch_size]))
+
+    def _add(self, files: list[Path], numbers: list[int]) -> None:
+        pictures = []
+        for number in numbers:
+            picture, self.hashes[number] = _read(files[number])
+            pictures.append(picture)
+        features = self.network.of_pixels(pictures)
+        self.sums.add(features)
+        if self.kept is not None:
+            self.kept.add(features, numbers)
+
+    def reduced(self) -> Reference:
+        total = self.sums.reduced()
+        hashes = {number: sha for share in objects_of_all_ranks(self.hashes) for number, sha in share.items()}
+        listing = "".join(f"{name}\0{hashes[number]}\n" for number, name in enumerate(self.names))
+        return Reference(
+            mean=total.mean,
+            cov=total.cov,
+            count=total.count,
+            network=self.network.name,
+            images_sha256=hashlib.sha256(listing.encode()).hexdigest(),
+            features=self.kept.gathered() if self.kept is not None else None,
+        )
+
+
+def _from_file(path: Path, network: FeatureNetwork, keep_features: bool) -> Reference:
+    reference = Reference.load(path, network)
+    if keep_features and reference.features is None:
+        raise ValueError(f"{path} holds no features, which KID needs. Give the folder of images instead.")
+    if len(reference.mean) != network.dimension:
+        raise ValueError(
+            f"{path} holds statistics of {len(reference.mean)} features, but {network.name} has {network.dimension}. "
+            "Give another file."
+        )
+    return reference
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images of a folder and of those within it, by their names.
+
+    Raises:
+        ValueError: no such folder, or fewer than two images in it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"reference={folder} is neither a folder nor a {STATISTICS_SUFFIX} file. Give one of them.")
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+    if len(files) < 2:
+        raise ValueError(
+            f"reference={folder} holds {len(files)} images. Give a folder with thousands of them, at least two."
+        )
+    return files
+
+
+def _read(file: Path) -> tuple[Pixels, str]:
+    try:
+        data = file.read_bytes()
+        with Image.open(io.BytesIO(data)) as picture:
+            return np.array(picture.convert("RGB")), hashlib.sha256(data).hexdigest()
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{file} is no image that can be read. Remove it from the reference folder.") from error
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    if not path.is_file():
+        raise ValueError(f"reference={path} does not exist. Give a folder of images or an {STATISTICS_SUFFIX} file.")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is no {STATISTICS_SUFFIX} file that can be read. Make it anew.") from error
+    if not (set(_OURS) <= set(arrays) or set(_CLEAN_FID) <= set(arrays)):
+        raise ValueError(f"{path} holds no statistics but {', '.join(arrays) or 'nothing'}. Give another file.")
+    return arrays
+
+
+def _digest(arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        value = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name}\0{value.dtype.str}\0{value.shape}\0".encode())
+        digest.update(value.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,57 @@
+"""A small run with FID and KID on any number of ranks: ``fid_worker.py SPEC.json``; each rank writes what it found."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import lightning as L
+import torch
+from helpers import make_data, make_module, make_trainer
+
+from lit_vgrpo import OptimizerConfig
+from lit_vgrpo import strategies as _  # noqa: F401  known to Lightning by name from here on
+from lit_vgrpo.callbacks import EMA, FID
+
+torch.set_num_threads(1)
+
+
+class Witness(L.Callback):
+    """Keeps what every evaluation found."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_start(self, trainer, pl_module):
+        self.found.append(dict(pl_module.heldout))
+
+    def on_validation_end(self, trainer, pl_module):
+        self.found.append(dict(pl_module.heldout))
+
+
+def main(spec):
+    torch.manual_seed(0)
+    # image by image, since the last bit of a pixel depends on what else is in its batch
+    alone = {"policy_options": {"decode_batch_size": 1}, "rollout_batch_size": 1}
+    module = make_module(spec["sd3"], optimizer=OptimizerConfig(lr=1e-3), **alone)
+    options = {"features": spec["script"], "kid": True}
+    witness = Witness()
+    callbacks = [
+        EMA(0.5),
+        FID(spec["real"], **options),
+        FID(spec["real"], prompts=spec["prompts"], images_per_prompt=3, batch_size=4, **options),
+        witness,
+    ]
+    data = make_data(heldout_limit=7, heldout_images_per_prompt=3, eval_batch_size=4)
+    parallel = {"devices": spec["devices"], "strategy": spec["strategy"]} if spec["devices"] > 1 else {}
+    trainer = make_trainer(spec["out"], 1, callbacks, **parallel)
+    trainer.fit(module, datamodule=data)
+    Path(spec["out"], f"{spec['devices']}-{trainer.global_rank}.json").write_text(json.dumps(witness.found))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

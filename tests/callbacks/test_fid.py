@@ -1,0 +1,217 @@
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from feature_networks import SmallNetwork, pictures, save_script
+from helpers import make_data, make_module, make_trainer
+
+from lit_vgrpo.callbacks import EMA, FID, RunSummary, averaged_weights
+from lit_vgrpo.callbacks.fid import FIRST_OWN_IMAGE
+from lit_vgrpo.hub import LoadError
+from lit_vgrpo.metrics import FeatureSums, feature_network, frechet_distance, kernel_distance, reference_statistics
+from lit_vgrpo.module import VGRPOModule
+
+WORKER = Path(__file__).parent / "fid_worker.py"
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    torch.manual_seed(1)
+    return str(save_script(SmallNetwork(), tmp_path_factory.mktemp("network") / "small.pt"))
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("real")
+    for index, data in enumerate(pictures(0, 11)):
+        (folder / f"{index}.png").write_bytes(data)
+    return str(folder)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text("a red circle\na blue square\na green triangle\n")
+    return str(path)
+
+
+class Watch(RunSummary):
+    """Keeps every evaluation's numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def on_train_start(self, trainer, pl_module):
+        self.found.append(dict(pl_module.heldout))
+        super().on_train_start(trainer, pl_module)
+
+    def on_validation_end(self, trainer, pl_module):
+        self.found.append(dict(pl_module.heldout))
+
+
+def train(folder, tmp_path, callbacks, iterations=2, data=None, ckpt=None, **options):
+    module = make_module(folder)
+    trainer = make_trainer(tmp_path, iterations, callbacks, **options)
+    sizes = {"heldout_limit": 4, "heldout_images_per_prompt": 2, "eval_batch_size": 3, **(data or {})}
+    trainer.fit(module, datamodule=make_data(**sizes), ckpt_path=ckpt)
+    return module, trainer
+
+
+def distances(images, script, real):
+    network = feature_network(script)
+    reference = reference_statistics(real, network, keep_features=True)
+    features, sums = network(images), FeatureSums(network.dimension)
+    sums.add(features)
+    return frechet_distance(sums, reference), kernel_distance(features, reference.features)
+
+
+def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, script, real):
+    """The last evaluation is RunSummary's own, after training: it too is of the EMA's weights."""
+    callbacks = [EMA(0.7), FID(real, script, kid=True), RunSummary()]
+    module, trainer = train(tiny_sd3, tmp_path, callbacks, 3, {"eval_batch_size": 8}, check_val_every_n_epoch=2)
+    rows = [prompt for prompt in make_data(heldout_limit=4).heldout_prompts()[:4] for _ in range(2)]
+    trained = distances(module.generate(rows, list(range(8))), script, real)
+    with averaged_weights(trainer, module):
+        expected = distances(module.generate(rows, list(range(8))), script, real)
+    found = module.heldout["heldout/fid@8"], module.heldout["heldout/kid@8"]
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert found != pytest.approx(trained, rel=1e-5)
+    assert {"heldout/reward", "heldout/brightness", "heldout/fid@8", "heldout/kid@8"} == module.heldout.keys()
+    assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "finished"
+
+
+def test_no_image_is_sampled_for_it(tiny_sd3, tmp_path, script, real):
+    alone, _ = train(tiny_sd3, tmp_path, [])
+    measured, _ = train(tiny_sd3, tmp_path, [FID(real, script)])
+    assert measured.ledger.state_dict() == alone.ledger.state_dict()
+    assert measured.heldout["heldout/reward"] == alone.heldout["heldout/reward"]
+
+
+def test_a_set_of_its_own(tiny_sd3, tmp_path, script, real, prompts):
+    module, _ = train(tiny_sd3, tmp_path, [FID(real, script, prompts=prompts, images_per_prompt=2)])
+    rows = [prompt for prompt in Path(prompts).read_text().splitlines() for _ in range(2)]
+    images = module.generate(rows, [FIRST_OWN_IMAGE + index for index in range(6)])
+    assert module.heldout["heldout/fid@6"] == pytest.approx(distances(images, script, real)[0], rel=1e-4)
+    assert not torch.equal(images, module.generate(rows, list(range(6))))
+
+
+def test_how_often(tiny_sd3, tmp_path, script, real):
+    """At the start, at every third evaluation, and at the last."""
+    watch = Watch()
+    _, trainer = train(tiny_sd3, tmp_path, [FID(real, script, every_n_evaluations=3), watch], 4)
+    measured = ["heldout/fid@8" in found for found in watch.found]
+    assert measured == [True, False, False, True, True]
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    # after five evaluations: the one after the next is due
+    again = Watch()
+    callbacks = [FID(real, script, every_n_evaluations=3), again]
+    train(tiny_sd3, tmp_path, callbacks, 8, ckpt=tmp_path / "x.ckpt")
+    assert ["heldout/fid@8" in found for found in again.found[1:]] == [False, True, False, True]
+
+
+def test_a_run_that_stops_early_is_measured_at_its_end(tiny_sd3, tmp_path, script, real):
+    class Stop(RunSummary):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.should_stop = True
+
+    options = {"every_n_evaluations": 10}
+    module, _ = train(tiny_sd3, tmp_path, [FID(real, script, **options), Stop()], 9, check_val_every_n_epoch=5)
+    assert module.heldout_step == 1
+    assert "heldout/fid@8" in module.heldout
+
+
+def test_nothing_of_it_is_trained_or_saved(tiny_sd3, tmp_path, script, real):
+    fid = FID(real, script)
+    module, trainer = train(tiny_sd3, tmp_path, [fid], 1)
+    assert not [name for name, _ in module.named_modules() if "fid" in name.lower()]
+    assert not any(p.requires_grad for p in fid.network._model.parameters())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    saved = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    assert saved["callbacks"][fid.state_key] == {"evaluations": 2}
+
+
+def test_two_of_them(tiny_sd3, tmp_path, script, real, prompts):
+    callbacks = [FID(real, script), FID(real, script, prompts=prompts)]
+    module, _ = train(tiny_sd3, tmp_path, callbacks, 1)
+    assert {"heldout/fid@8", "heldout/fid@3"} <= module.heldout.keys()
+    assert module.heldout_observers == callbacks
+
+
+def test_too_few_images_are_mentioned_once(tiny_sd3, tmp_path, script, real):
+    with pytest.warns(UserWarning, match="FID of 4 images with 6 features is biased upwards") as caught:
+        train(tiny_sd3, tmp_path, [FID(real, script)], data={"heldout_images_per_prompt": 1})
+    assert sum("biased" in str(warning.message) for warning in caught) == 1
+
+
+def test_validation_alone(tiny_sd3, tmp_path, script, real):
+    trainer = make_trainer(tmp_path, 1, [FID(real, script)])
+    (found,) = trainer.validate(make_module(tiny_sd3), datamodule=make_data(heldout_limit=8), verbose=False)
+    assert found["heldout/fid@8"] > 0
+
+
+@pytest.mark.parametrize("option", ["every_n_evaluations", "images_per_prompt", "batch_size", "size"])
+def test_numbers_that_are_too_small(option):
+    with pytest.raises(ValueError, match=f"{option}=0"):
+        FID("x", "y.pt", **{option: 0})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reference": "nowhere"}, "reference=nowhere is neither a folder nor a .npz file"),
+        ({"reference": "{tmp}"}, "holds 0 images"),
+        ({"features": "missing.pt"}, "missing.pt does not exist"),
+        ({"prompts": "missing.txt"}, "missing.txt does not exist"),
+        ({"prompts": "{tmp}/one.txt"}, "FID of 1 prompts cannot be spread over 2 ranks with images_per_prompt=1"),
+    ],
+)
+def test_faults(tmp_path, script, real, options, message):
+    (tmp_path / "one.txt").write_text("a red circle\n")
+    options = {name: text.format(tmp=tmp_path) for name, text in options.items()}
+    (fault,) = FID(**{"reference": real, "features": script, **options}).check(world_size=2)
+    assert message in fault
+    assert "\n" not in fault
+
+
+def test_a_fault_ends_the_run_before_training(tiny_sd3, tmp_path, script, real, monkeypatch):
+    monkeypatch.setattr(VGRPOModule, "training_step", lambda *_: pytest.fail("it trained"))
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    for index in range(3):
+        (torn / f"{index}.png").write_bytes(Path(real, f"{index}.png").read_bytes()[: 60 if index == 2 else None])
+    cases = [
+        (FID("nowhere", script), {}, ValueError, "reference=nowhere is neither"),
+        (FID(str(torn), script), {}, ValueError, "2.png is no image that can be read"),
+        (FID(real, script), {"heldout": None}, ValueError, "there are none. Set data.heldout"),
+        (FID(real, str(torn / "0.png") + ".pt"), {}, ValueError, "0.png.pt does not exist"),
+    ]
+    (torn / "text.pt").write_text("no network")
+    cases.append((FID(real, str(torn / "text.pt")), {}, LoadError, "text.pt is no TorchScript file"))
+    for fid, data, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            train(tiny_sd3, tmp_path, [fid], data={"heldout_images_per_prompt": 1, **data})
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_two_ranks_find_what_one_finds(tiny_sd3, tmp_path, script, real, prompts, strategy):
+    """21 held-out images and 9 of its own do not divide by two; KID's subsets are of the same images."""
+    spec = {"sd3": str(tiny_sd3), "script": script, "real": real, "prompts": prompts, "out": str(tmp_path)}
+    runpy.run_path(str(WORKER))["main"]({**spec, "devices": 1})
+    (tmp_path / "spec.json").write_text(json.dumps({**spec, "devices": 2, "strategy": strategy}))
+    command = [sys.executable, str(WORKER), str(tmp_path / "spec.json")]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, first, second = (json.loads((tmp_path / name).read_text()) for name in ("1-0.json", "2-0.json", "2-1.json"))
+    keys = ["heldout/fid@21", "heldout/kid@21", "heldout/fid@9", "heldout/kid@9"]
+    assert first == second
+    assert len(one) == len(first) == 2
+    for expected, found, tolerance in zip(one, first, (1e-6, 1e-3), strict=True):  # trained weights differ in rounding
+        assert expected.keys() == found.keys()
+        assert [found[key] for key in keys] == pytest.approx([expected[key] for key in keys], rel=tolerance)

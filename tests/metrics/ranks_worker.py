@@ -1,0 +1,49 @@
+"""What two ranks give together: ``ranks_worker.py SPEC.json RANK``; each rank writes what it got."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lit_vgrpo.metrics import FeatureSums, KeptFeatures, feature_network, reference_statistics
+from lit_vgrpo.metrics.ranks import raise_together
+
+
+def main(spec, rank):
+    rendezvous = f"file://{spec['out']}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    features = torch.tensor(spec["features"], dtype=torch.float64)
+    numbers = list(range(len(features)))
+    share = numbers[:4] if rank == 0 else numbers[4:]
+    sums, kept = FeatureSums(features.shape[1]), KeptFeatures(features.shape[1])
+    sums.add(features[share])
+    kept.add(features[share], [len(features) - number for number in share])
+    total = sums.reduced()
+    found = {"count": total.count, "cov": total.cov.tolist(), "kept": kept.gathered().tolist()}
+    # a rank without any image takes part like the others
+    some, none = KeptFeatures(2), FeatureSums(2)
+    if rank == 0:
+        some.add(torch.ones(1, 2), [0])
+        none.add(torch.ones(1, 2))
+    found["one"] = [some.gathered().tolist(), none.reduced().count]
+    network = feature_network(spec["script"])
+    reference = reference_statistics(spec["real"], network, keep_features=True)
+    reference.save(Path(spec["out"], f"{rank}.npz"))
+    found["errors"] = []
+    attempts = (
+        lambda: reference_statistics(spec["torn"], network),
+        lambda: raise_together(KeyError("rank 1") if rank == 1 else None),
+    )
+    for attempt in attempts:
+        try:
+            attempt()
+        except (ValueError, KeyError) as error:
+            found["errors"].append(f"{type(error).__name__} {error}")
+    Path(spec["out"], f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))

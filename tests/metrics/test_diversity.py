@@ -1,0 +1,25 @@
+import math
+
+import pytest
+import torch
+
+from lit_vgrpo.metrics import diversity, mean_pairwise_distance
+
+
+def test_distances_by_hand():
+    features = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-3.0, 0.0]])
+    assert mean_pairwise_distance(features) == pytest.approx((1 + 2 + 1) / 3)
+    pairs = [5**0.5, 4, 13**0.5]
+    assert mean_pairwise_distance(features, "euclidean") == pytest.approx(sum(pairs) / 3)
+    with pytest.raises(ValueError, match="distance='l1' is unknown"):
+        mean_pairwise_distance(features, "l1")
+
+
+def test_only_images_of_one_prompt_are_compared():
+    features = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0], [0.0, 5.0], [1.0, 1.0]])
+    found = diversity(features, ["a", "b", "a", "b", "c"])
+    assert list(found) == ["a", "b", "c"]
+    assert found["a"] == pytest.approx(0, abs=1e-12)
+    assert found["b"] == pytest.approx(0, abs=1e-12)
+    assert math.isnan(found["c"])
+    assert diversity(features[:2], ["a", "a"])["a"] == pytest.approx(1)

@@ -1,0 +1,178 @@
+import re
+
+import numpy as np
+import pytest
+import torch
+from cleanfid import fid as clean_fid
+from cleanfid.inception_torchscript import InceptionV3W
+from cleanfid.resize import build_resizer
+from feature_networks import save_script
+from torch import nn
+
+from lit_vgrpo.hub import LoadError
+from lit_vgrpo.metrics import feature_network, reference_statistics
+from lit_vgrpo.metrics.features import INCEPTION_FILE, clean_resize
+
+
+class Stem(nn.Module):
+    """Stands where Inception's layers do: 2048 values of a normalised picture."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2048, 8, stride=100)
+
+    def forward(self, x):
+        return torch.tanh(self.conv(x)).mean(dim=(2, 3))
+
+
+class Wrapper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = Stem()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.fixture
+def inception_home(tmp_path, monkeypatch):
+    """A folder where the Inception file is looked for; a file of its shape with other weights is in it."""
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    torch.manual_seed(0)
+    save_script(Wrapper(), tmp_path / "checkpoints" / INCEPTION_FILE)
+    return tmp_path / "checkpoints"
+
+
+def test_resize_is_clean_fids():
+    picture = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
+    np.testing.assert_array_equal(clean_resize(picture, 299), build_resizer("clean")(picture))
+    assert clean_resize(picture, 16).shape == (16, 16, 3)
+
+
+def test_images_are_rounded_once(network):
+    """A float image has the features of the file that it would be saved to."""
+    images = torch.rand(3, 3, 20, 24, generator=torch.Generator().manual_seed(0))
+    files = [(np.asarray(image.permute(1, 2, 0)) * 255).round().astype(np.uint8) for image in images]
+    features = network(images)
+    assert features.dtype == torch.float32
+    assert features.shape == (3, 6) == (3, network.dimension)
+    torch.testing.assert_close(features, network.of_pixels(files), rtol=0, atol=0)
+
+
+def test_a_batch_has_no_effect(script):
+    images = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    small, large = feature_network(str(script), batch_size=2), feature_network(str(script))
+    torch.testing.assert_close(small(images), large(images), rtol=1e-5, atol=1e-5)
+    assert large(images[:0]).shape == (0, 6)
+
+
+def test_autocast_does_not_reach_the_network(network):
+    images = torch.rand(2, 3, 16, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = network(images)
+    assert torch.equal(inside, network(images))
+
+
+def test_size(script):
+    assert feature_network(str(script), 32)(torch.rand(2, 3, 16, 16)).shape == (2, 6)
+    assert feature_network(str(script), 32).name != feature_network(str(script)).name
+    with pytest.raises(ValueError, match="size=0 of the feature network is too small"):
+        feature_network(str(script), 0)
+
+
+def test_the_name_is_that_of_the_weights(script, torch_network, tmp_path):
+    copied = tmp_path / "renamed.pt"
+    copied.write_bytes(script.read_bytes())
+    network = feature_network(str(script))
+    assert network.made(feature_network(str(copied)).name)
+    other = save_script(nn.Sequential(torch_network, nn.ReLU()), tmp_path / script.name)
+    assert not network.made(feature_network(str(other)).name)
+
+
+def test_inception_is_clean_fids(inception_home, folders):
+    model = InceptionV3W(str(inception_home), download=False).eval()
+    expected = clean_fid.get_folder_features(
+        str(folders[0]), model, num_workers=0, device=torch.device("cpu"), verbose=False
+    )
+    found = reference_statistics(folders[0], feature_network(), keep_features=True).features
+    assert found.shape == (17, 2048)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_inception_that_is_missing(inception_home):
+    file = inception_home / INCEPTION_FILE
+    file.unlink()
+    (fault,) = feature_network().check()
+    assert re.match(rf"features=inception needs {file}, which does not exist. Put it there \(python -c ", fault)
+    with pytest.raises(LoadError, match="or set features to a TorchScript file or a transformers folder"):
+        feature_network().load()
+    with pytest.raises(ValueError, match="size=64 does not fit features=inception"):
+        feature_network(size=64)
+
+
+def test_a_transformers_folder(tiny_clip):
+    from PIL import Image
+    from transformers import CLIPModel, CLIPProcessor
+
+    model, processor = CLIPModel.from_pretrained(tiny_clip).eval(), CLIPProcessor.from_pretrained(tiny_clip)
+    network = feature_network(str(tiny_clip))
+    network.load()
+    picture = np.random.default_rng(0).integers(0, 256, (network.side, network.side, 3), dtype=np.uint8)
+    pixels = processor(images=Image.fromarray(picture), return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        expected = model.get_image_features(pixels)
+    expected = expected if isinstance(expected, torch.Tensor) else expected.pooler_output
+    torch.testing.assert_close(network.of_pixels([picture]), expected, rtol=1e-4, atol=1e-5)
+    assert network.dimension == expected.shape[1]
+
+
+def test_a_vision_model_with_pooled_output(tmp_path):
+    from transformers import Dinov2Config, Dinov2Model, ViTImageProcessor
+
+    config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    model = Dinov2Model(config).eval()
+    model.save_pretrained(tmp_path)
+    ViTImageProcessor(size={"height": 28, "width": 28}, image_mean=[0.4] * 3, image_std=[0.2] * 3).save_pretrained(
+        tmp_path
+    )
+    network = feature_network(str(tmp_path))
+    picture = np.random.default_rng(0).integers(0, 256, (28, 28, 3), dtype=np.uint8)
+    pixels = (torch.from_numpy(picture).permute(2, 0, 1)[None] / 255 - 0.4) / 0.2
+    with torch.no_grad():
+        expected = model(pixel_values=pixels).pooler_output
+    torch.testing.assert_close(network.of_pixels([picture]), expected, rtol=1e-4, atol=1e-5)
+    assert network.side == 28
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("missing.pt", r"missing.pt does not exist. Set features to a TorchScript file, or to inception"),
+        ("./missing", r"missing is not a folder. Set features to a folder that holds config.json"),
+        ("nobody/nothing", r"Cannot load nobody/nothing: not in the local cache and HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_networks_that_cannot_be_loaded(source, message):
+    network = feature_network(source)
+    with pytest.raises(LoadError, match=message):
+        network(torch.zeros(1, 3, 8, 8))
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+class Scalar(nn.Module):
+    def forward(self, x):
+        return x.mean()
+
+
+def test_files_that_hold_something_else(tmp_path):
+    (tmp_path / "text.pt").write_text("no network")
+    with pytest.raises(LoadError, match=r"text.pt is no TorchScript file. Save one with"):
+        feature_network(str(tmp_path / "text.pt")).load()
+    for wrong, message in ((Pair(), "returns tuple"), (Scalar(), r"gives features of shape \(\) for 1 images")):
+        with pytest.raises(LoadError, match=message):
+            _ = feature_network(str(save_script(wrong, tmp_path / "wrong.pt"))).dimension

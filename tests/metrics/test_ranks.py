@@ -1,0 +1,68 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lit_vgrpo.metrics import Reference, reference_statistics
+
+WORKER = Path(__file__).parent / "ranks_worker.py"
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory, folders, script):
+    """Two ranks ran with it; one of the three images of its torn folder is none."""
+    out, torn = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("torn")
+    for index, file in enumerate(sorted(folders[0].glob("*.png"))[:3]):
+        (torn / f"{index}.png").write_bytes(b"no picture" if index == 1 else file.read_bytes())
+    features = torch.randn(11, 3, generator=torch.Generator().manual_seed(0)).tolist()
+    values = {"out": out, "real": folders[1], "torn": torn, "script": script}
+    spec = {"features": features, **{name: str(path) for name, path in values.items()}}
+    (out / "spec.json").write_text(json.dumps(spec))
+    ranks = [
+        subprocess.Popen([sys.executable, str(WORKER), str(out / "spec.json"), str(rank)], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=180)
+            assert rank.returncode == 0, errors.decode()[-2000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return spec
+
+
+@pytest.fixture(scope="module")
+def found(spec):
+    first, second = (json.loads(Path(spec["out"], f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    return first
+
+
+def test_sums_of_unequal_shares(spec, found):
+    assert found["count"] == 11
+    np.testing.assert_allclose(found["cov"], np.cov(np.array(spec["features"]), rowvar=False), rtol=1e-9)
+
+
+def test_features_of_unequal_shares_in_the_images_order(spec, found):
+    np.testing.assert_allclose(found["kept"], spec["features"][::-1], rtol=1e-6)
+    assert found["one"] == [[[1, 1]], 1]
+
+
+def test_each_rank_has_the_whole_reference(spec, found, network):
+    alone = reference_statistics(spec["real"], network, keep_features=True)
+    for rank in range(2):
+        read = Reference.load(Path(spec["out"], f"{rank}.npz"), network)
+        assert (read.count, read.images_sha256) == (23, alone.images_sha256)
+        torch.testing.assert_close(read.cov, alone.cov, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(read.features, alone.features, rtol=1e-5, atol=1e-5)
+
+
+def test_what_fails_on_one_rank_is_raised_on_both(found):
+    torn, other = found["errors"]
+    assert torn.endswith("1.png is no image that can be read. Remove it from the reference folder.")
+    assert other == "KeyError 'rank 1'"

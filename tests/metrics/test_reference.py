@@ -1,0 +1,104 @@
+import numpy as np
+import pytest
+import torch
+from feature_networks import save_script
+from torch import nn
+
+from lit_vgrpo.metrics import Reference, feature_network, reference_faults, reference_statistics
+from lit_vgrpo.metrics.__main__ import main
+
+
+def test_a_file_holds_all_of_it(folders, network, tmp_path):
+    made = reference_statistics(folders[1], network, keep_features=True)
+    made.save(tmp_path / "deep" / "real.npz")
+    read = reference_statistics(tmp_path / "deep" / "real.npz", network, keep_features=True)
+    for name in ("mean", "cov", "features"):
+        assert torch.equal(getattr(read, name), getattr(made, name))
+    assert (read.count, read.network, read.images_sha256) == (23, network.name, made.images_sha256)
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["real.npz"]
+
+
+def test_the_hash_is_that_of_names_and_contents(folders, network, tmp_path):
+    files = sorted(folders[0].glob("*.png"))[:3]
+    hashes = set()
+    for names in ("abc", "abd"):
+        folder = tmp_path / names
+        folder.mkdir()
+        for name, file in zip(names, files, strict=True):
+            (folder / f"{name}.png").write_bytes(file.read_bytes())
+        hashes.add(reference_statistics(folder, network).images_sha256)
+    (tmp_path / "abc" / "a.png").write_bytes(files[1].read_bytes())
+    hashes.add(reference_statistics(tmp_path / "abc", network).images_sha256)
+    assert len(hashes) == 3
+
+
+def test_a_file_of_another_network_is_refused(folders, network, torch_network, tmp_path):
+    reference_statistics(folders[0], network).save(tmp_path / "x.npz")
+    other = save_script(nn.Sequential(torch_network, nn.Tanh()), tmp_path / "other.pt")
+    with pytest.raises(
+        ValueError, match=r"x.npz was made with the feature network small.pt@\w+/299, not with other.pt@"
+    ):
+        reference_statistics(tmp_path / "x.npz", feature_network(str(other)))
+    with pytest.raises(ValueError, match=r"299, not with small.pt@\w+/32"):
+        reference_statistics(tmp_path / "x.npz", feature_network(network.source, 32))
+
+
+def test_a_changed_file_is_refused(folders, network, tmp_path):
+    reference_statistics(folders[0], network).save(tmp_path / "x.npz")
+    arrays = dict(np.load(tmp_path / "x.npz"))
+    arrays["mean"][0] += 1e-6
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(ValueError, match=r"x.npz does not match its own hash \w{16}: it was changed"):
+        reference_statistics(tmp_path / "x.npz", network)
+
+
+def test_kid_needs_the_features(folders, network, tmp_path):
+    reference_statistics(folders[0], network).save(tmp_path / "x.npz")
+    with pytest.raises(ValueError, match=r"x.npz holds no features, which KID needs"):
+        reference_statistics(tmp_path / "x.npz", network, keep_features=True)
+
+
+def test_clean_fids_own_file_goes_with_its_network_only(network, tmp_path):
+    np.savez(tmp_path / "ffhq.npz", mu=np.zeros(6), sigma=np.eye(6))
+    assert reference_faults(tmp_path / "ffhq.npz") == []
+    with pytest.raises(ValueError, match=r"ffhq.npz holds clean-fid's statistics"):
+        reference_statistics(tmp_path / "ffhq.npz", network)
+    read = Reference.load(tmp_path / "ffhq.npz", feature_network())
+    assert read.cov.trace() == 6
+    assert read.count is None
+
+
+def test_faults(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04 torn")
+    np.savez(tmp_path / "other.npz", weights=np.zeros(3))
+    expected = {
+        "nowhere": "nowhere is neither a folder nor a .npz file",
+        "empty": "empty holds 0 images",
+        "nowhere.npz": "nowhere.npz does not exist",
+        "torn.npz": "torn.npz is no .npz file that can be read",
+        "other.npz": "other.npz holds no statistics but weights",
+    }
+    for name, message in expected.items():
+        (fault,) = reference_faults(tmp_path / name)
+        assert message in fault
+        assert "\n" not in fault
+    assert reference_faults("shipped:../../x") != []
+
+
+def test_a_file_that_is_no_image(folders, network, tmp_path):
+    for index, file in enumerate(sorted(folders[0].glob("*.png"))[:3]):
+        (tmp_path / f"{index}.png").write_bytes(file.read_bytes())
+    for data in (b"no picture", (tmp_path / "2.png").read_bytes()[:200]):
+        (tmp_path / "1.png").write_bytes(data)
+        with pytest.raises(ValueError, match=r"1.png is no image that can be read. Remove it"):
+            reference_statistics(tmp_path, network)
+
+
+def test_the_command(folders, network, tmp_path, capsys):
+    options = ["--features", network.source, "--kid", "--device", "cpu"]
+    assert main([str(folders[1]), str(tmp_path / "real.npz"), *options]) == 0
+    assert "real.npz: 23 images, 6 features of small.pt@" in capsys.readouterr().out
+    assert Reference.load(tmp_path / "real.npz", network).features.shape == (23, 6)
+    assert main([str(tmp_path / "nowhere"), str(tmp_path / "x.npz"), *options]) == 2
+    assert capsys.readouterr().err.startswith("Error: reference=")
