@@ -25,8 +25,22 @@ class Verb(NamedTuple):
 
 
 VERBS: dict[str, Verb] = {
-    "run": Verb("lit_vgrpo.cli:run", "RECIPE.yaml [key=value ...]", "train a recipe; a shipped one goes by its name"),
-    "check": Verb("lit_vgrpo.check:check", "RECIPE.yaml [key=value ...]", "find every fault of a recipe, no training"),
+    "run": Verb(
+        "lit_vgrpo.cli:run",
+        "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--resume]",
+        "train a recipe; a shipped one goes by its name",
+    ),
+    "check": Verb(
+        "lit_vgrpo.check:check",
+        "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...]",
+        "find every fault of a recipe, no training",
+    ),
+    "eval": Verb(
+        "lit_vgrpo.evaluation.cli:evaluate",
+        "RUN [--ema] [--reference] [--checkpoint FILE] [--fid-reference FOLDER] [--features NETWORK] [--out FILE.json] "
+        "[key=value ...]",
+        "score the held-out prompts with a run's weights, with confidence intervals",
+    ),
     "compare": Verb(
         "lit_vgrpo.compare.cli:compare",
         "RECIPE.yaml [key=value ...] [--methods vgrpo,mixgrpo,...] [--seeds 3] [--target 0.6,0.7] "
@@ -44,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: the arguments after the program's name; ``None`` reads ``sys.argv``.
 
     Returns:
-        The exit status: 0, 1 for a failure while training, 2 for a mistake of the user, 130 after Ctrl-C.
+        The exit status: 0, 1 for a failure while training, 2 for a mistake of the user, 130 after Ctrl-C, 143 after
+        SIGTERM.
     """
     args = sys.argv[1:] if argv is None else list(argv)
     if args and args[0] in VERBS:
