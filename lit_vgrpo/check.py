@@ -15,6 +15,8 @@ from lit_vgrpo.recipe import parse_command, read_recipe
 from lit_vgrpo.schema import sound_parts
 
 SMALLEST_NEED = 100 * 2**20
+CHECKPOINTS_AT_ONCE = 3
+"""The last one, the one before it, and the one that is being written."""
 COPIES_OF_WEIGHTS = 4
 """Weights, Adam's two moments and the average: what a checkpoint of a fully trained network holds."""
 
@@ -62,14 +64,14 @@ def further_faults(args: Sequence[str]) -> list[str]:
 
 
 def disk_faults(cli: RecipeCLI) -> list[str]:
-    """Faults of the place of the run folder: not writable, or less room than two checkpoints need, at a guess."""
+    """Faults of the place of the run folder: not writable, or less room than its checkpoints need, at a guess."""
     place = next(parent for parent in cli.folder.absolute().parents if parent.is_dir())
     if not os.access(place, os.W_OK):
         return [f"Cannot create the run folder {cli.folder}: {place} is not writable. Set run_dir=/another/folder."]
-    need, free = 2 * checkpoint_bytes(cli), shutil.disk_usage(place).free
+    need, free = CHECKPOINTS_AT_ONCE * checkpoint_bytes(cli), shutil.disk_usage(place).free
     if free >= need:
         return []
-    room = f"{free / 2**30:.1f} GiB free, two checkpoints need about {need / 2**30:.1f}"
+    room = f"{free / 2**30:.1f} GiB free, three checkpoints need about {need / 2**30:.1f}"
     return [f"{place} has {room}. Set run_dir=/another/disk."]
 
 

@@ -6,33 +6,44 @@ import logging
 import os
 import random
 import sys
-import traceback
 import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
 from typing_extensions import override
 
 from lit_vgrpo import callbacks as our_callbacks
 from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so that their classes go by short names
+from lit_vgrpo.checkpoint_file import CheckpointDamage, read
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, from_parser, one_line, report
-from lit_vgrpo.hub import LoadError
 from lit_vgrpo.interrupt import RunCheckpoint
+from lit_vgrpo.metrics_table import MetricsTable, rows_up_to
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.recipe import Command, parse_command, parser_config, read_recipe
-from lit_vgrpo.rewards.base import RewardError
-from lit_vgrpo.run_folder import CONFIG_NAME, RunFolder, is_first_process, release, reserve
+from lit_vgrpo.recipe_changes import RecipeInCheckpoint, refuse_changes
+from lit_vgrpo.resume import Resumption, last_good_checkpoint, resumed_folder
+from lit_vgrpo.run_folder import (
+    CONFIG_NAME,
+    FolderLock,
+    RunFolder,
+    is_first_process,
+    release,
+    reopen,
+    reserve,
+    write_whole,
+)
 from lit_vgrpo.schema import CONSTRUCTOR_ERRORS, recipe_faults
+from lit_vgrpo.training import train
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
@@ -40,6 +51,7 @@ TOP_LEVEL: dict[str, Any] = {
     "name": str | None,
     "run_dir": str | None,
     "ckpt_path": str | None,
+    "allow_changes": bool,
     "seed_everything": bool | int,
     "trainer": Trainer,
     "model": VGRPOModule,
@@ -80,7 +92,11 @@ class RecipeCLI(LightningCLI):
         self.command = command
         self.make_folder = make_folder
         self.folder = Path()
+        self.lock = FolderLock()
         self.checkpoints = RunCheckpoint()
+        self.resumption: Resumption | None = None
+        self.carried = RecipeInCheckpoint({})
+        self.allowed_changes: list[str] = []
         with parser_config(command) as (config, self.note):
             super().__init__(
                 VGRPOModule,
@@ -101,6 +117,9 @@ class RecipeCLI(LightningCLI):
             "--run_dir", type=str | None, default=None, help="Folder to write to; runs/NAME by default."
         )
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="Checkpoint to continue from.")
+        parser.add_argument(
+            "--allow_changes", type=bool, default=False, help="Continue although the checkpoint has another recipe."
+        )
         for target, source in LINKED.items():
             parser.link_arguments(source, target, compute_fn=fixed_seed)
 
@@ -112,17 +131,71 @@ class RecipeCLI(LightningCLI):
         self.config.name = self.config.name or self.command.recipe.stem
         if self.config.trainer.default_root_dir is not None:
             raise UserError("trainer.default_root_dir is set by the command. Use run_dir=... instead.")
-        ckpt_path = self.config.ckpt_path
-        if ckpt_path is not None and not Path(ckpt_path).exists():
-            raise UserError(f"ckpt_path={ckpt_path} does not exist. Give a checkpoint of an earlier run.")
-        if ckpt_path is not None and Path(ckpt_path).is_file() and not is_zipfile(ckpt_path):
-            raise UserError(f"ckpt_path={ckpt_path} is not a checkpoint, or half of one. Give another of its folder.")
+        if self.command.resume:
+            self.resumption = last_good_checkpoint(self._resumed_folder(), _say_on_first)
+
+    def _resumed_folder(self) -> Path:
+        typed = dict(self.command.overrides).get("run_dir")
+        # A config.yaml may have moved, with its folder, away from the run_dir that it names.
+        named = None if self.command.recipe.name == CONFIG_NAME else self.config.run_dir
+        return resumed_folder(self.command.recipe, typed or named)
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """What to continue from: the run folder's own checkpoint, or the one the user named."""
+        if self.resumption is not None and self.resumption.checkpoint is not None:
+            return str(self.resumption.checkpoint)
+        return self.config.ckpt_path
+
+    @override
+    def instantiate_classes(self) -> None:
+        super().instantiate_classes()
+        try:
+            self.carried.recipe = self.plain_recipe()
+            self._check_checkpoint()
+        except UserError:
+            self.give_back()
+            raise
+
+    def plain_recipe(self) -> dict[str, Any]:
+        """The recipe as plain values, with what the classes make of their defaults."""
+        text = self.parser.dump(self.config, skip_none=False)
+        plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        assert isinstance(plain, dict)
+        recipe = {str(key): value for key, value in plain.items()}
+        optimizer = vars(self.model.optimizer_config).items()
+        recipe["model"] |= {
+            "optimizer": {key: list(value) if isinstance(value, tuple) else value for key, value in optimizer},
+            "advantage_std": self.model.advantage_std,
+            "advantage_aggregate": self.model.advantage_aggregate,
+        }
+        clipping = recipe["trainer"].get("gradient_clip_algorithm") or "norm"
+        recipe["trainer"] |= {"precision": self.trainer.precision, "gradient_clip_algorithm": clipping}
+        return recipe
+
+    def _check_checkpoint(self) -> None:
+        path = self.ckpt_path
+        if path is None:
+            return
+        what = f"ckpt_path={path}" if self.resumption is None else path
+        if not Path(path).exists():
+            raise UserError(f"{what} does not exist. Give a checkpoint of an earlier run.")
+        if Path(path).is_dir():
+            return
+        try:
+            checkpoint = read(Path(path))
+        except CheckpointDamage as damage:
+            raise UserError(f"{what} {damage}. Give another checkpoint of its folder.") from damage
+        self.allowed_changes = refuse_changes(checkpoint, self.carried.recipe, self.config.allow_changes, what)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         base = Path(self.config.run_dir or Path("runs") / self.config.name).expanduser()
         self.make_folder = self.make_folder and is_first_process()
-        self.folder = reserve(base) if self.make_folder else base
+        self.folder = self.resumption.folder if self.resumption is not None else base
+        if self.make_folder:
+            self.folder = reserve(base) if self.resumption is None else reopen(self.folder)
+            self.lock.take(self.folder)
         try:
             return self._trainer_in(self.folder)
         except (MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
@@ -131,12 +204,13 @@ class RecipeCLI(LightningCLI):
 
     def _trainer_in(self, folder: Path) -> Trainer:
         settings = self.config_init.trainer
+        progress = self.resumption.progress if self.resumption is not None else None
         loggers = _as_list(settings.logger, Logger)
         if not any(isinstance(logger, CSVLogger) for logger in loggers):
-            # name and version empty: the table lies in the run folder itself
-            loggers.insert(0, CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1))
+            loggers.insert(0, MetricsTable(folder, rows_up_to(progress) if self.resumption is not None else None))
         if settings.logger in (None, True):
-            loggers.append(TensorBoardLogger(folder, name="", version="tensorboard"))
+            purge: Any = {"purge_step": progress.optimizer_steps} if progress is not None else {}
+            loggers.append(TensorBoardLogger(folder, name="", version="tensorboard", **purge))
         return super().instantiate_trainer(
             default_root_dir=str(folder),
             logger=loggers,
@@ -148,8 +222,11 @@ class RecipeCLI(LightningCLI):
         if self.config.trainer.enable_progress_bar is not False:
             wanted.append(our_callbacks.ProgressBar)
         added = [cls() for cls in wanted if not any(isinstance(callback, cls) for callback in chosen)]
-        callbacks: list[Callback] = [RunFolder(), *chosen, *added]
-        if self.config.trainer.enable_checkpointing is not False:
+        callbacks: list[Callback] = [RunFolder(self.ckpt_path), self.carried, *chosen, *added]
+        own = [callback for callback in chosen if isinstance(callback, RunCheckpoint)]
+        if own:
+            self.checkpoints = own[0]
+        elif self.config.trainer.enable_checkpointing is not False:
             if any(isinstance(callback, ModelCheckpoint) for callback in chosen):
                 self.checkpoints.every_n_iterations = 0
             callbacks.append(self.checkpoints)
@@ -157,7 +234,10 @@ class RecipeCLI(LightningCLI):
 
     def faults(self) -> list[str]:
         """What is wrong with the parts, found without loading a weight."""
-        return [*self.model.check(self.datamodule.sizes), *self.datamodule.check(self.trainer.world_size)]
+        ranks, callbacks = self.trainer.world_size, self.trainer.callbacks  # type: ignore[attr-defined]
+        fids = [callback for callback in callbacks if isinstance(callback, our_callbacks.FID)]
+        of_callbacks = [fault for fid in fids for fault in fid.check(ranks)]
+        return [*self.model.check(self.datamodule.sizes), *self.datamodule.check(ranks), *of_callbacks]
 
     def plan(self) -> str:
         """What the sizes make of this world size, as a table."""
@@ -165,18 +245,34 @@ class RecipeCLI(LightningCLI):
         passes = self.model.objective.passes_per_image(sizes)
         return sizes.plan(self.trainer.world_size).table(passes)
 
+    def opening(self) -> list[str]:
+        """What to say before training."""
+        lines = [self.note] if self.note is not None else []
+        lines += [f"Changed: {change}" for change in self.allowed_changes]
+        lines += [self.plan(), f"Run folder: {self.folder}"]
+        if self.resumption is not None:
+            lines.append(self.resumption.opening)
+        return lines
+
     def save_recipe(self) -> None:
-        """Write ``config.yaml``, itself a recipe."""
-        if not self.make_folder:
+        """Write ``config.yaml``, itself a recipe; the one of a run that goes on stays."""
+        if not self.make_folder or (self.resumption is not None and (self.folder / CONFIG_NAME).exists()):
             return
-        text = self.parser.dump(self.config, skip_none=False)
+        config = self.config.clone()
+        config.allow_changes = False  # was said for one checkpoint
         header = f"# lightning run {self.folder / CONFIG_NAME}\n"
-        (self.folder / CONFIG_NAME).write_text(header + text)
+        write_whole(self.folder / CONFIG_NAME, header + self.parser.dump(config, skip_none=False))
 
     def give_back(self) -> None:
         """Remove the run folder if nothing was written to it."""
+        self.lock.release()
         if self.make_folder:
             release(self.folder)
+
+
+def _say_on_first(line: str) -> None:
+    if is_first_process():
+        report([line])
 
 
 def _as_list(value: Any, kind: type) -> list[Any]:
@@ -224,77 +320,26 @@ def guarded(body: Callable[[Sequence[str]], int], args: Sequence[str]) -> int:
 
 
 def run(args: Sequence[str]) -> int:
-    """Train a recipe: ``RECIPE.yaml [key=value ...]``.
+    """Train a recipe: ``RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--resume]``.
 
     Returns:
-        The exit status: 0, 1 when training failed, 2 for a mistake in the recipe, 130 after Ctrl-C.
+        The exit status: 0, 1 when training failed, 2 for a mistake in the recipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
     return guarded(_run, args)
 
 
 def _run(args: Sequence[str]) -> int:
     cli = build(args)
-    faults = cli.faults()
-    if faults:
-        cli.give_back()
-        raise UserError(*faults)
-    cli.save_recipe()
-    if is_first_process():
-        if cli.note is not None:
-            print(cli.note)
-        print(f"{cli.plan()}\nRun folder: {cli.folder}", flush=True)
-    return _fit(cli)
-
-
-def _fit(cli: RecipeCLI) -> int:
-    checkpoints = cli.checkpoints
     try:
-        with checkpoints.listening():
-            cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.config.ckpt_path)
-    except (SystemExit, KeyboardInterrupt):
-        if not checkpoints.interrupted:
-            raise
-    except RewardError as error:
-        report([str(error)])
-        return 1
-    except LoadError as error:
-        raise UserError(str(error)) from error
-    except (RuntimeError, ValueError, KeyError) as error:
-        if checkpoints.training:
-            raise
-        if cli.config.ckpt_path is not None:
-            raise UserError(f"Cannot continue from ckpt_path={cli.config.ckpt_path}: {one_line(error)}") from error
-        if isinstance(error, KeyError) or not _is_a_refusal(error):
-            raise
-        raise UserError(str(error)) from error
-    if is_first_process():
-        _say_how_it_went(cli)
-    if not checkpoints.interrupted:
-        return 0
-    if is_first_process():
-        print(f"Interrupted: {_what_was_saved(cli)}", file=sys.stderr)
-    return 130
-
-
-def _is_a_refusal(error: Exception) -> bool:
-    """Whether an error before training was raised by Lightning or by us: they check settings, others break."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and bool({"lightning", "lit_vgrpo", "callbacks"} & set(Path(frames[-1].filename).parts))
-
-
-def _say_how_it_went(cli: RecipeCLI) -> None:
-    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
-        if not isinstance(callback, our_callbacks.RunSummary):
-            continue
-        # A run that was continued and stopped at once has a start but no end.
-        start, end = (scores.get("heldout/reward") for scores in (callback.heldout_start, cli.model.heldout))
-        if start is not None and end is not None:
-            print(f"Held-out reward {start:.3f} before, {end:.3f} after {cli.trainer.current_epoch} iterations.")
-    print(f"Everything is in {cli.folder}: summary.json, metrics.csv, samples, checkpoints.", flush=True)
-
-
-def _what_was_saved(cli: RecipeCLI) -> str:
-    path = cli.checkpoints.saved
-    if path is None:
-        return "nothing to save before the first iteration."
-    return f"{path} is saved. Continue: lightning run {path.parent.parent / CONFIG_NAME} ckpt_path={path}"
+        faults = cli.faults()
+        if faults:
+            raise UserError(*faults)
+        if cli.resumption is not None and cli.resumption.is_over(cli.trainer):
+            _say_on_first(f"{cli.folder} is finished: {cli.resumption.done}. To go on, add trainer.max_epochs=N.")
+            return 0
+        cli.save_recipe()
+        if is_first_process():
+            print("\n".join(cli.opening()), flush=True)
+        return train(cli)
+    finally:
+        cli.give_back()

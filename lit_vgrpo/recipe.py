@@ -1,11 +1,11 @@
-"""What was typed, and the recipe file it names."""
+"""What was typed, and the recipe files it names."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_vgrpo.errors import UserError, nearest
+from lit_vgrpo.merge import merged
 from lit_vgrpo.paths import shipped_root
 
+RESUME = "--resume"
+NO_OVERLAYS = ("compare", "assets", "prompts")
+"""Folders of the shipped files that hold no overlays; those of a comparison have a form of their own."""
 OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
 KEPT_SETTINGS = ("rollout",)
 """What one method's settings mean to another. A KL weight of one says nothing about that of the other."""
@@ -23,10 +27,19 @@ KEPT_SETTINGS = ("rollout",)
 
 @dataclass
 class Command:
-    """A parsed command line: the recipe's file and the overrides as ``(key, text)``."""
+    """A parsed command line.
+
+    Attributes:
+        recipe: the recipe's file.
+        overrides: ``(key, text)``, in the order they were typed.
+        overlays: files that are laid over the recipe, one after the other, before the overrides.
+        resume: ``--resume``: continue in the run folder itself.
+    """
 
     recipe: Path
     overrides: list[tuple[str, str]]
+    overlays: list[Path] = field(default_factory=list)
+    resume: bool = False
 
     def parser_args(self, config: Path) -> list[str]:
         return [f"--config={config}", *(f"--{key}={text}" for key, text in self.overrides)]
@@ -39,30 +52,31 @@ class Command:
 
 
 def parse_command(args: Sequence[str]) -> Command:
-    """Split ``RECIPE key=value --key=value --key value`` into its parts.
+    """Split ``RECIPE [OVERLAY ...] key=value --key=value --key value [--resume]`` into its parts.
 
     Raises:
-        UserError: no recipe, two recipes, an option without a value, or a recipe that does not exist.
+        UserError: no recipe, an option without a value, or a recipe or an overlay that does not exist.
     """
-    recipe: str | None = None
+    files: list[str] = []
     overrides: list[tuple[str, str]] = []
+    resume = False
     pending = list(args)
     while pending:
         word = pending.pop(0)
         key, equals, text = word.removeprefix("--").partition("=")
-        if equals and key:
+        if word == RESUME:
+            resume = True
+        elif equals and key:
             overrides.append((key, text))
         elif word.startswith("--"):
             if not pending:
                 raise UserError(f"{word} has no value. Write {key}=VALUE.")
             overrides.append((key, pending.pop(0)))
-        elif recipe is None:
-            recipe = word
         else:
-            raise UserError(f"{word!r} is neither the recipe ({recipe}) nor an override. Write overrides as key=value.")
-    if recipe is None:
+            files.append(word)
+    if not files:
         raise UserError("No recipe given. Try: lightning run tiny_shapes")
-    return Command(find_recipe(recipe), overrides)
+    return Command(find_recipe(files[0]), overrides, [find_overlay(name) for name in files[1:]], resume)
 
 
 def find_recipe(text: str) -> Path:
@@ -71,16 +85,42 @@ def find_recipe(text: str) -> Path:
     Raises:
         UserError: there is none of that name.
     """
+    return _find(text, shipped_recipes(), "recipe", "")
+
+
+def find_overlay(text: str) -> Path:
+    """The file of an overlay: a path, or the name of a shipped one such as ``strategy/zero2``.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    return _find(text, {**shipped_overlays(), **shipped_recipes()}, "overlay", " An override is written key=value.")
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes installed with the package, by name."""
+    return {file.stem: file for file in sorted(shipped_root().glob("*.yaml"))}
+
+
+def shipped_overlays() -> dict[str, Path]:
+    """The overlays installed with the package, by name: ``folder/stem``."""
+    found = sorted(shipped_root().glob("*/*.yaml"))
+    return {f"{file.parent.name}/{file.stem}": file for file in found if file.parent.name not in NO_OVERLAYS}
+
+
+def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
     path = Path(text).expanduser()
     if path.is_file():
         return path
-    shipped = {file.stem: file for file in shipped_root().glob("*.yaml")}
-    if path.stem in shipped and path.parent.name in ("", "recipes") and path.suffix in ("", ".yaml"):
-        return shipped[path.stem]
-    what = "is a folder, not a recipe" if path.is_dir() else "is no recipe: no such file, and not a shipped name"
-    guess = nearest(path.stem, shipped)
-    hint = f"Did you mean {guess}?" if guess else f"Shipped: {', '.join(sorted(shipped))}."
-    raise UserError(f"{text} {what}. {hint}")
+    name = text.removesuffix(".yaml").removeprefix("recipes/")
+    if name in shipped:
+        return shipped[name]
+    fault = f"is a folder, not a {what}" if path.is_dir() else f"is no {what}: no such file, and not a shipped name"
+    # Where only the last part was typed, that is what is compared.
+    parts = {known.rpartition("/")[2]: known for known in shipped}
+    guess = nearest(name, shipped) or parts.get(nearest(path.stem, parts) or "")
+    meant = f"Did you mean {guess}?" if guess else f"Shipped: {', '.join(shipped)}."
+    raise UserError(f"{text} {fault}. {meant}{hint}")
 
 
 def read_recipe(command: Command) -> dict[str, Any]:
@@ -89,8 +129,8 @@ def read_recipe(command: Command) -> dict[str, Any]:
     Raises:
         UserError: it is not YAML, not a mapping, or an interpolation leads nowhere.
     """
+    plain, _ = _plain_recipe(command)
     with _readable(command.recipe):
-        plain, _ = _plain_recipe(command)
         for key, text in command.overrides:
             _set(plain, key, text)
         resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
@@ -100,7 +140,7 @@ def read_recipe(command: Command) -> dict[str, Any]:
 
 @contextmanager
 def parser_config(command: Command) -> Iterator[tuple[Path, str | None]]:
-    """The file for the parser to read, and a line to say where it is not the recipe as it stands.
+    """The file for the parser to read, and a line to say where it is not the recipe as it was typed.
 
     Where an override names another training method, the settings of the recipe's own are left out: the parser would
     keep those that both happen to have.
@@ -108,30 +148,26 @@ def parser_config(command: Command) -> Iterator[tuple[Path, str | None]]:
     Raises:
         UserError: as :func:`read_recipe`.
     """
-    with _readable(command.recipe):
-        plain, was_changed = _plain_recipe(command)
-    if not was_changed:
+    plain, swapped = _plain_recipe(command)
+    if not swapped and not command.overlays:
         yield command.recipe, None
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / command.recipe.name
         OmegaConf.save(OmegaConf.create(plain), path)
-        yield (
-            path,
-            f"{command.other_objective} starts from its own defaults: of the recipe's objective only rollout is kept.",
-        )
+        method = command.other_objective
+        kept = f"{method} starts from its own defaults: of the recipe's objective only rollout is kept."
+        yield path, kept if swapped else None
 
 
 def _plain_recipe(command: Command) -> tuple[dict[Any, Any], bool]:
-    """The file as plain values, not resolved, and whether it was changed.
+    """Recipe and overlays as plain values, not resolved, and whether the training method was swapped.
 
-    Where an override names another training method, the settings of the file's own are left out.
+    Where an override names another training method, the settings of the files' own are left out.
     """
-    loaded = OmegaConf.load(command.recipe)
-    if not OmegaConf.is_dict(loaded):
-        raise UserError(f"{command.recipe} is no recipe: its top level must be a mapping with model: and data:.")
-    plain = OmegaConf.to_container(loaded, resolve=False)
-    assert isinstance(plain, dict)
+    plain = _plain_file(command.recipe)
+    for overlay in command.overlays:
+        plain = merged(plain, _plain_file(overlay))
     wanted, model = command.other_objective, plain.get("model")
     if wanted is None or not isinstance(model, dict) or not isinstance(model.get("objective"), dict):
         return plain, False
@@ -141,6 +177,16 @@ def _plain_recipe(command: Command) -> tuple[dict[Any, Any], bool]:
     kept = {name: value for name, value in settings.items() if name in KEPT_SETTINGS}
     model["objective"] = {"class_path": wanted, "init_args": kept}
     return plain, True
+
+
+def _plain_file(path: Path) -> dict[Any, Any]:
+    with _readable(path):
+        loaded = OmegaConf.load(path)
+        if not OmegaConf.is_dict(loaded):
+            raise UserError(f"{path} is no recipe: its top level must be a mapping such as model: and data:.")
+        plain = OmegaConf.to_container(loaded, resolve=False)
+    assert isinstance(plain, dict)
+    return plain
 
 
 @contextmanager

@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lit_vgrpo.errors import UserError
 
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
+
 CONFIG_NAME = "config.yaml"
+CHECKPOINTS = "checkpoints"
 
 
 def candidates(base: Path) -> Iterator[Path]:
@@ -51,6 +59,59 @@ def reserve(base: Path) -> Path:
     raise AssertionError("unreachable: the candidates never end")
 
 
+def reopen(folder: Path) -> Path:
+    """The folder of a run that goes on; made where there is none yet.
+
+    Raises:
+        UserError: the folder cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"Cannot create the run folder {folder}: {error.strerror}. Set run_dir=/another/folder."
+        ) from error
+    return folder
+
+
+class FolderLock:
+    """Keeps a second run out of a folder for as long as this process lives, also if it is killed."""
+
+    def __init__(self) -> None:
+        self._handle: int | None = None
+
+    def take(self, folder: Path) -> None:
+        """Lock a folder.
+
+        Raises:
+            UserError: another process has it.
+        """
+        if fcntl is None:
+            return
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise UserError(f"Another process is still writing to {folder}. Wait for it, or stop it.") from error
+        except OSError:  # a file system without locks
+            os.close(handle)
+            return
+        self._handle = handle
+
+    def release(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that it is never half there."""
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_text(text)
+    os.replace(draft, path)
+
+
 def release(folder: Path) -> None:
     """Give back a folder in which nothing was written."""
     try:
@@ -69,9 +130,24 @@ class RunFolder(Callback):
     """Tells every rank the folder that the first one created.
 
     Children of a distributed run start before they can ask; until ``setup`` they hold the name that was asked for.
+
+    Args:
+        ckpt_path: what this rank is about to continue from.
+
+    Raises:
+        RuntimeError: the ranks found different checkpoints.
     """
+
+    def __init__(self, ckpt_path: str | None = None) -> None:
+        self.ckpt_path = ckpt_path
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         folder = trainer.strategy.broadcast(trainer.default_root_dir)
         trainer._default_root_dir = folder  # type: ignore[attr-defined]  # set by the Trainer, read-only in public
+        agreed = trainer.strategy.broadcast(self.ckpt_path)
+        if trainer.strategy.reduce_boolean_decision(agreed != self.ckpt_path, all=False):
+            raise RuntimeError(
+                f"The ranks do not see the same checkpoints: rank 0 continues from {agreed}, "
+                f"rank {trainer.global_rank} from {self.ckpt_path}. Use a run folder that all machines share."
+            )

@@ -63,7 +63,7 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
         ("trainer.precision=17", "trainer.precision=17 is not a choice."),
         ("trainer.default_root_dir=x", "trainer.default_root_dir is set by the command. Use run_dir=... instead."),
         ("ckpt_path=none.ckpt", "ckpt_path=none.ckpt does not exist."),
-        ("ckpt_path=tiny.yaml", "ckpt_path=tiny.yaml is not a checkpoint"),
+        ("ckpt_path=tiny.yaml", "ckpt_path=tiny.yaml is torn, or no checkpoint"),
         ("run_dir=tiny.yaml/x", "Cannot create the run folder tiny.yaml/x: "),
     ],
 )
@@ -191,6 +191,7 @@ def test_a_checkpoint_of_another_recipe_is_one_line(tiny_recipe, capfd):
     assert run([str(tiny_recipe), "ckpt_path=runs/lora/checkpoints/last.ckpt"]) == 2
     err = capfd.readouterr().err
     assert "Cannot continue from ckpt_path=runs/lora/checkpoints/last.ckpt: " in err
+    assert "model.policy.lora_rank: 2 in the checkpoint, null now" in err
     assert "Traceback" not in err
 
 
@@ -227,7 +228,7 @@ def test_ctrl_c_saves_a_checkpoint_that_continues(tiny_recipe, times, capfd):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
     checkpoint = Path("runs/tiny/checkpoints/interrupted.ckpt")
-    assert f"lightning run runs/tiny/config.yaml ckpt_path={checkpoint}" in output
+    assert f"{checkpoint} is saved. Continue: lightning run runs/tiny/config.yaml --resume" in output
     assert "Traceback" not in output
     done = torch.load(checkpoint, weights_only=True)["epoch"]
     limit = f"trainer.max_epochs={done + 3}"

@@ -20,7 +20,8 @@ def test_overrides_come_in_three_forms(tiny_recipe):
         ([], "No recipe given"),
         (["x=1"], "No recipe given"),
         (["tiny_shapes", "--x"], "--x has no value. Write x=VALUE."),
-        (["tiny_shapes", "other.yaml"], "'other.yaml' is neither the recipe"),
+        (["tiny_shapes", "other.yaml"], "other.yaml is no overlay: .* An override is written key=value."),
+        (["tiny_shapes", "trainer.max_epochs", "5"], "trainer.max_epochs is no overlay"),
         (["tiny_shape"], "tiny_shape is no recipe: .* Did you mean tiny_shapes?"),
         (["zzz.yaml"], "zzz.yaml is no recipe: .* Shipped: .*tiny_unet"),
     ],
@@ -62,6 +63,48 @@ def test_a_binary_recipe(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"r\.yaml"):
         read_recipe(parse_command([str(path)]))
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """A folder of recipes and overlays in place of the installed ones."""
+    root = tmp_path / "shipped"
+    (root / "strategy").mkdir(parents=True)
+    (root / "base.yaml").write_text(
+        "trainer: {max_epochs: 3, callbacks: [EMA], strategy: {class_path: DDP, init_args: {timeout: 5}}}\n"
+        "data: {group_size: 4, micro_batch_size: '${data.group_size}'}\n"
+    )
+    (root / "strategy" / "zero2.yaml").write_text("trainer: {strategy: {class_path: ZeRO, init_args: {stage: 2}}}\n")
+    monkeypatch.setattr("lit_vgrpo.recipe.shipped_root", lambda: root)
+    monkeypatch.chdir(tmp_path)
+    return root
+
+
+@pytest.mark.parametrize("name", ["strategy/zero2", "strategy/zero2.yaml", "recipes/strategy/zero2.yaml"])
+def test_overlays_are_laid_over_the_recipe_in_order(name, shipped, tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("trainer: {max_epochs: 5, callbacks: [Export]}\ndata: {group_size: 8}\n")
+    command = parse_command(["base", name, str(own), "trainer.max_epochs=7"])
+    assert read_recipe(command) == {
+        "trainer": {
+            "max_epochs": 7,
+            "callbacks": ["Export"],
+            "strategy": {"class_path": "ZeRO", "init_args": {"stage": 2}},
+        },
+        "data": {"group_size": 8, "micro_batch_size": 8},
+    }
+
+
+@pytest.mark.parametrize("name", ["strategy/zero", "zero2", "strategy/zreo2.yaml"])
+def test_an_overlay_that_does_not_exist_names_the_near_one(name, shipped):
+    with pytest.raises(UserError, match=f"{name} is no overlay: .* Did you mean strategy/zero2?"):
+        parse_command(["base", name])
+
+
+def test_resume_takes_no_value():
+    command = parse_command(["--resume", "tiny_shapes", "x=1"])
+    assert command.resume
+    assert command.overrides == [("x", "1")]
 
 
 def test_another_method_keeps_the_rollout_and_nothing_else_of_the_recipes_own(tiny_recipe):

@@ -107,7 +107,19 @@ def test_a_plain_loop_without_lightning_learns():
 
 
 @pytest.mark.parametrize(
-    "part", ["objectives", "policies", "rewards", "surrogate", "advantages", "rollout", "snapshots", "ledger", "tiny"]
+    "part",
+    [
+        "metrics",
+        "objectives",
+        "policies",
+        "rewards",
+        "surrogate",
+        "advantages",
+        "rollout",
+        "snapshots",
+        "ledger",
+        "tiny",
+    ],
 )
 def test_the_parts_import_no_lightning(part):
     done = run_python(

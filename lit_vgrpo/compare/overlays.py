@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_vgrpo.errors import UserError, nearest, suggestion, unknown_option
+from lit_vgrpo.merge import merged
 from lit_vgrpo.paths import shipped_root
 from lit_vgrpo.rollout import RolloutSpec
 
@@ -119,19 +120,6 @@ def _overlay_faults(path: Path, overlay: Overlay) -> Iterator[str]:
     for key, values in overlay.sweep.items():
         if not isinstance(values, list) or not values:
             yield f"{path}: sweep.{key}={values!r} must be a list of the values to try."
-
-
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``over`` laid over ``base``, key by key; a list or a plain value replaces. Neither is changed.
-
-    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
-    {'a': {'b': 3, 'c': 2}}
-    """
-    result = copy.deepcopy(dict(base))
-    for key, value in over.items():
-        old = result.get(key)
-        result[key] = merged(old, value) if _is_map(old) and _is_map(value) else copy.deepcopy(value)
-    return result
 
 
 def put(recipe: dict[str, Any], key: str, value: Any) -> None:

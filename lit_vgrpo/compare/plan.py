@@ -15,8 +15,9 @@ import yaml
 
 from lit_vgrpo.cli import build
 from lit_vgrpo.compare.options import SETTINGS, Options
-from lit_vgrpo.compare.overlays import Overlay, find_overlay, for_race, leaves, merged, put, read_overlay, with_overlay
+from lit_vgrpo.compare.overlays import Overlay, find_overlay, for_race, leaves, put, read_overlay, with_overlay
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.merge import merged
 
 
 @dataclass

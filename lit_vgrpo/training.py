@@ -1,0 +1,143 @@
+"""From a built recipe to an exit status: trains, and says in a line how it ended."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from lit_vgrpo.callbacks import RunSummary
+from lit_vgrpo.errors import UserError, one_line, report
+from lit_vgrpo.hub import LoadError
+from lit_vgrpo.resume import how_to_resume, last_words
+from lit_vgrpo.rewards.base import RewardError
+from lit_vgrpo.run_folder import is_first_process
+from lit_vgrpo.watchdog import GRACE_S, watched
+
+if TYPE_CHECKING:
+    from lit_vgrpo.cli import RecipeCLI
+
+FINISHED, FAILED, MISTAKE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+
+
+def train(cli: RecipeCLI) -> int:
+    """Fit, and turn whatever ends it into lines and an exit status.
+
+    Returns:
+        0; 1 when training failed or its end could not be saved; 130 after Ctrl-C, 143 after SIGTERM.
+
+    Raises:
+        UserError: the checkpoint or the recipe was refused before training began.
+    """
+    checkpoints = cli.checkpoints
+    with watched(cli.trainer) as watch:
+        try:
+            with checkpoints.listening():
+                if cli.resumption is not None and cli.resumption.is_at_end(cli.trainer):
+                    close(cli.trainer)
+                cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.ckpt_path)
+        except (SystemExit, KeyboardInterrupt):
+            if not checkpoints.interrupted and not checkpoints.terminated:
+                raise
+        except (RewardError, FloatingPointError) as error:
+            report([str(error)])
+            _say_it_failed(cli)
+            return FAILED
+        except LoadError as error:
+            raise UserError(str(error)) from error
+        except Exception as error:
+            if not checkpoints.training:
+                fault = _refusal(cli, error)
+                if fault is None:
+                    raise
+                raise fault from error
+            if not watch.says_who_died():
+                traceback.print_exception(error)
+                _say_it_failed(cli)
+            watch.stop(GRACE_S)
+            return FAILED
+    status = _how_it_went(cli)
+    if status == FINISHED:  # otherwise a rank may be gone already
+        leave_together()
+    return status
+
+
+def leave_together() -> None:
+    """Close the connection between ranks once all have finished; one that just ends may abort the others' threads."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _say_it_failed(cli: RecipeCLI) -> None:
+    if is_first_process():
+        print(f"Training failed. {last_words(cli.folder)}", file=sys.stderr, flush=True)
+
+
+def close(trainer: Trainer) -> None:
+    """Let a run whose last iteration is behind it still do what belongs to the end: evaluate, export, sum up.
+
+    Lightning's loop does nothing at all where no iteration is left.
+    """
+    loop = trainer.fit_loop
+    run = loop.run
+
+    def run_to_the_end() -> None:
+        run()
+        loop.on_run_start()
+        loop.on_run_end()
+
+    loop.run = run_to_the_end  # type: ignore[method-assign]
+
+
+def _refusal(cli: RecipeCLI, error: Exception) -> UserError | None:
+    """An error before training as the user's mistake; ``None`` where it is not one."""
+    if not isinstance(error, RuntimeError | ValueError | KeyError):
+        return None
+    if cli.ckpt_path is not None:
+        return UserError(f"Cannot continue from ckpt_path={cli.ckpt_path}: {one_line(error)}")
+    if isinstance(error, KeyError) or not _is_a_refusal(error):
+        return None
+    return UserError(str(error))
+
+
+def _is_a_refusal(error: Exception) -> bool:
+    """Whether an error before training was raised by Lightning or by us: they check settings, others break."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and bool({"lightning", "lit_vgrpo", "callbacks"} & set(Path(frames[-1].filename).parts))
+
+
+def _how_it_went(cli: RecipeCLI) -> int:
+    checkpoints = cli.checkpoints
+    stopped = checkpoints.interrupted or checkpoints.terminated
+    if is_first_process():
+        if not stopped:
+            _say_rewards(cli)
+        print(f"Everything is in {cli.folder}: summary.json, metrics.csv, samples, checkpoints.", flush=True)
+        if stopped:
+            word = "Terminated" if checkpoints.terminated else "Interrupted"
+            print(f"{word}: {_what_was_saved(cli)}", file=sys.stderr, flush=True)
+    if checkpoints.unsaved is not None:
+        return FAILED
+    if checkpoints.terminated:
+        return TERMINATED
+    return INTERRUPTED if checkpoints.interrupted else FINISHED
+
+
+def _say_rewards(cli: RecipeCLI) -> None:
+    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, RunSummary):
+            continue
+        start, end = (scores.get("heldout/reward") for scores in (callback.heldout_start, cli.model.heldout))
+        if start is not None and end is not None:
+            print(f"Held-out reward {start:.3f} before, {end:.3f} after {cli.trainer.current_epoch} iterations.")
+
+
+def _what_was_saved(cli: RecipeCLI) -> str:
+    path = cli.checkpoints.saved
+    what = f"{path} is saved." if path is not None else "nothing new was saved."
+    return f"{what} {how_to_resume(cli.folder)}"

@@ -1,0 +1,24 @@
+"""``kill -9`` and ``--resume`` through the command; benchmarks/kill_and_resume.py does it twenty times."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kill_and_resume.py"
+WORDS = [
+    "trainer.max_epochs=12",
+    "trainer.callbacks=[EMA,{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]",
+    "data.updates_per_iteration=2",
+    "data.micro_batch_size=2",
+]
+
+
+def test_a_run_that_is_killed_twice_ends_like_one_undisturbed(tiny_recipe):
+    command = [sys.executable, str(SCRIPT), "--recipe", str(tiny_recipe), "--kills", "2", "--seed", "4", "--out", "out"]
+    done = subprocess.run([*command, *WORDS], text=True, timeout=400, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(Path("out/kill_and_resume.json").read_text())
+    assert result["differences"] == []
+    assert result["kills"] == 2
+    assert result["while"]["training"] >= 1

@@ -1,0 +1,59 @@
+"""The table of a run that goes on holds what came before, once."""
+
+import pytest
+
+from lit_vgrpo.metrics_table import MetricsTable, read_table, rows_up_to
+from lit_vgrpo.resume import Progress
+
+
+def table(folder, keep=None):
+    return MetricsTable(folder, keep)
+
+
+def log(logger, *rows):
+    for row in rows:
+        logger.log_metrics(row, step=int(row.get("epoch", 0)) * 2)
+
+
+def test_rows_go_on_after_the_checkpoint_and_new_columns_join(tmp_path):
+    log(table(tmp_path), {"heldout": 0.5}, {"a": 1.0, "epoch": 0}, {"a": 2.0, "epoch": 1}, {"a": 3.0, "epoch": 2})
+    again = table(tmp_path, rows_up_to(Progress(iterations=2, optimizer_steps=4, images=8, batches=8)))
+    log(again, {"a": 4.0, "epoch": 2}, {"b": 5.0, "epoch": 3})
+    columns, rows = read_table(tmp_path / "metrics.csv")
+    assert columns == ["a", "b", "epoch", "heldout", "step"]
+    assert [(row["epoch"], row["a"], row["b"], row["heldout"]) for row in rows] == [
+        ("", "", "", "0.5"),
+        ("0", "1.0", "", ""),
+        ("1", "2.0", "", ""),
+        ("2", "4.0", "", ""),
+        ("3", "", "5.0", ""),
+    ]
+
+
+def test_a_new_run_starts_a_new_table(tmp_path):
+    log(table(tmp_path), {"a": 1.0})
+    log(table(tmp_path), {"b": 2.0})
+    assert read_table(tmp_path / "metrics.csv") == (["b", "step"], [{"b": "2.0", "step": "0"}])
+
+
+def test_a_line_that_was_being_written_is_left_out(tmp_path):
+    log(table(tmp_path), {"a": 1.25, "epoch": 0}, {"a": 2.25, "epoch": 1})
+    path = tmp_path / "metrics.csv"
+    whole = path.read_text()
+    for cut in (1, 4, 7):
+        path.write_text(whole[:-cut])
+        assert [row["a"] for row in read_table(path)[1]] == ["1.25"]
+
+
+def test_nothing_is_lost_while_the_header_changes(tmp_path, monkeypatch):
+    logger = table(tmp_path)
+    log(logger, {"a": 1.0})
+    before = (tmp_path / "metrics.csv").read_text()
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lit_vgrpo.metrics_table.os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        log(logger, {"b": 2.0})
+    assert (tmp_path / "metrics.csv").read_text() == before
