@@ -29,6 +29,7 @@ class Iteration:
         record: what callbacks read of it.
         micros: the experience cut into micro-batches.
         updates_done: optimizer steps taken, or left out.
+        has_moved: at least one of them was taken.
     """
 
     experience: Experience
@@ -36,6 +37,7 @@ class Iteration:
     record: IterationRecord
     micro_batch_size: int
     updates_done: int = 0
+    has_moved: bool = False
     micros: list[Experience] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +52,7 @@ class Iteration:
         own, record = self.experience, self.record
         state: dict[str, Any] = {
             "updates_done": self.updates_done,
+            "has_moved": self.has_moved,
             "image_ids": all_ranks(self.image_ids),
             "latents": all_ranks(own.latents),
             "advantages": all_ranks(own.advantages),
@@ -103,7 +106,8 @@ class Iteration:
             extras={name: value[position].to(device) for name, value in state["extras"].items()},
         )
         record = IterationRecord(**state["record"], local_group_ids=wanted // batch.group_size, is_whole=False)
-        return cls(experience, wanted, record, batch.micro_batch_size, state["updates_done"])
+        done, has_moved = state["updates_done"], state["has_moved"]
+        return cls(experience, wanted, record, batch.micro_batch_size, done, has_moved)
 
 
 def _table(rows: Tensor, values: dict[str, Tensor], all_ranks: Gather) -> tuple[Tensor, dict[str, Tensor]]:

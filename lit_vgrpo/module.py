@@ -93,7 +93,6 @@ class VGRPOModule(L.LightningModule):
         self._heldout_scores = HeldOutScores()
         self._resumed = False
         self._is_refused = False
-        self._has_moved = False
         # Checkpoints hold only what is trained; the frozen rest comes from the policy's own checkpoint.
         self.strict_loading = False
 
@@ -264,18 +263,17 @@ class VGRPOModule(L.LightningModule):
         before = self._scale
         super().optimizer_step(*args, **kwargs)
         after = self._scale
+        assert self._iteration is not None
+        assert self._batch is not None
         # A gradient scaler lowers its scale when it skips a step: then no clock may move.
         if not self._is_refused and (before is None or after is None or after >= before):
             self.objective.after_update(self.policy)
-            self._has_moved = True
-        assert self._iteration is not None
-        assert self._batch is not None
+            self._iteration.has_moved = True
         self._iteration.updates_done += 1
         # Here and not at the batch's end, where a checkpoint callback may already have saved the state.
         if self._batch.is_last:
-            if self._has_moved:
+            if self._iteration.has_moved:
                 self.objective.after_iteration(self.policy)
-            self._has_moved = False
             self._iteration = None
 
     @property

@@ -1,11 +1,14 @@
 """A run that goes on from a checkpoint ends where the undisturbed run does, bit for bit."""
 
+import math
+
 import lightning as L
 import pytest
 import torch
 from all_methods import METHODS
 from helpers import make_data, make_module, make_trainer, weights
 
+from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA
 
 
@@ -92,6 +95,30 @@ def test_the_middle_of_an_iteration_goes_on_with_other_micro_batches(tiny_sd3, t
     assert trainer.global_step == 4
     for name, value in weights(whole).items():
         torch.testing.assert_close(weights(resumed)[name], value, rtol=1e-3, atol=1e-4)
+
+
+class OneUpdate(VGRPO):
+    """From the second update on the loss is not a number, so that one update is taken and the others are left out."""
+
+    def loss(self, policy, micro):
+        loss, metrics = super().loss(policy, micro)
+        return loss * (1 if self.num_updates == 0 else math.nan), metrics
+
+
+def test_copies_that_follow_iterations_remember_the_update_before_the_stop(tiny_sd3, tmp_path):
+    def run(callbacks, ckpt=None):
+        objective = OneUpdate(RolloutSpec(steps=2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3)
+        module = make_module(tiny_sd3, objective, non_finite="skip")
+        data = make_data(heldout_limit=1, updates_per_iteration=2, **WHOLE_UPDATE)
+        make_trainer(tmp_path, 1, callbacks).fit(module, datamodule=data, ckpt_path=ckpt)
+        assert (objective.num_updates, module.guard.skipped) == (1, 1)
+        return module
+
+    whole = run([SaveAt(tmp_path / "middle.ckpt", 0, 1)])
+    resumed = run([], tmp_path / "middle.ckpt")
+    anchor = whole.objective.anchor.tensors
+    assert not same(anchor, {name: value.to("cpu") for name, value in whole.reference.tensors.items()})
+    assert same(resumed.objective.anchor.tensors, anchor)
 
 
 def test_images_of_other_sizes_are_refused(tiny_sd3, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 
 from lit_vgrpo.errors import UserError, suggestion
 from lit_vgrpo.recipe import Command, parse_command, read_recipe
+from lit_vgrpo.words import split_words
 
 VALUES = ("methods", "seeds", "first-seed", "target", "settings", "iterations", "evaluate-every", "jobs", "out")
 FLAGS = ("sweep",)
@@ -64,9 +65,10 @@ def parse_options(args: Sequence[str]) -> Options:
     Raises:
         UserError: with every fault of the options that was found.
     """
-    given, rest = _split(args)
+    taken = {key: f"is set by the comparison. Use {option}." for key, option in INSTEAD.items()}
+    given, rest = split_words(args, "compare", VALUES, FLAGS, taken)
     command = parse_command(rest)
-    faults = [f"{key} is set by the comparison. Use {INSTEAD[key]}." for key, _ in command.overrides if key in INSTEAD]
+    faults = [f"{key} {taken[key]}" for key, _ in command.overrides if key in taken]
     faults += [f"{key} is set by the comparison. Leave it out." for key, _ in command.overrides if key in FIXED]
     base = read_recipe(command)
     sweep = "sweep" in given
@@ -116,35 +118,6 @@ def parse_options(args: Sequence[str]) -> Options:
         out=Path(given.get("out", f"runs/{kind}-{command.recipe.stem}")).expanduser(),
         sweep=sweep,
     )
-
-
-def _split(args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Our options by name, and the words that are left."""
-    given: dict[str, str] = {}
-    rest = []
-    pending = list(args)
-    while pending:
-        word = pending.pop(0)
-        name, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or "." in name:
-            rest.append(word)
-            if word.startswith("--") and not equals and pending:
-                rest.append(pending.pop(0))
-            continue
-        name = name.replace("_", "-")
-        if name in FLAGS and not equals:
-            given[name] = ""
-            continue
-        if name not in VALUES:
-            if name.replace("-", "_") in INSTEAD:
-                raise UserError(f"{word} is set by the comparison. Use {INSTEAD[name.replace('-', '_')]}.")
-            raise UserError(f"--{name} is not an option of compare. {suggestion(name, (*VALUES, *FLAGS))}")
-        if name in given:
-            raise UserError(f"--{name} is given twice. Write several values with commas: --{name} a,b.")
-        if not equals and not pending:
-            raise UserError(f"--{name} has no value. Write --{name} VALUE.")
-        given[name] = text if equals else pending.pop(0)
-    return given, rest
 
 
 def _whole_number(name: str, text: str, least: int, faults: list[str]) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from lit_vgrpo.errors import UserError, nearest, suggestion
 from lit_vgrpo.evaluation.scores import AVERAGE, REFERENCE, TRAINED
 from lit_vgrpo.run_folder import CHECKPOINTS, CONFIG_NAME
+from lit_vgrpo.words import split_words
 
 FLAGS = {"ema": AVERAGE, "reference": REFERENCE}
 VALUES = ("checkpoint", "fid-reference", "features", "out")
@@ -44,7 +45,7 @@ def parse_options(args: Sequence[str]) -> Options:
     Raises:
         UserError: an unknown option, or what was named is not there.
     """
-    given, rest = _split(args)
+    given, rest = split_words(args, "eval", VALUES, FLAGS)
     named = next((word for word in rest if "=" not in word), None)
     if named is None:
         raise UserError("No run given. Try: lightning eval runs/tiny_shapes")
@@ -117,28 +118,3 @@ def _runs_near(path: Path) -> str:
         return "Train one first: lightning run tiny_shapes"
     guess = nearest(path.name, runs)
     return f"Did you mean {runs[guess]}?" if guess else suggestion("", map(str, runs.values()))
-
-
-def _split(args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Our options by name, and the words that are left, overrides as ``key=value``."""
-    given: dict[str, str] = {}
-    rest = []
-    pending = list(args)
-    while pending:
-        word = pending.pop(0)
-        name, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--"):
-            rest.append(word)
-        elif name in FLAGS and not equals:
-            given[name] = ""
-        elif name in VALUES or "." in name:
-            if not equals and not pending:
-                raise UserError(f"--{name} has no value. Write --{name} VALUE.")
-            text = text if equals else pending.pop(0)
-            if name in VALUES:
-                given[name] = text
-            else:
-                rest.append(f"{name}={text}")
-        else:
-            raise UserError(f"--{name} is not an option of eval. {suggestion(name, (*FLAGS, *VALUES))}")
-    return given, rest

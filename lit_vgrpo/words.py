@@ -1,0 +1,56 @@
+"""The words after a verb: its own options, and those that go to the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from lit_vgrpo.errors import UserError, suggestion
+
+
+def split_words(
+    args: Sequence[str],
+    verb: str,
+    values: Collection[str],
+    flags: Collection[str],
+    taken: Mapping[str, str] | None = None,
+) -> tuple[dict[str, str], list[str]]:
+    """A verb's options by name, and the words that are left, overrides as ``key=value``.
+
+    Args:
+        values: options that take a value, as ``--name VALUE`` or ``--name=VALUE``.
+        flags: options that take none.
+        taken: what to say of a setting that the verb makes itself.
+
+    Raises:
+        UserError: an unknown option, one without its value, or one that is given twice.
+
+    >>> split_words(["tiny", "--out", "x", "--a.b=1"], "eval", ["out"], [])
+    ({'out': 'x'}, ['tiny', 'a.b=1'])
+    """
+    given: dict[str, str] = {}
+    rest = []
+    pending = list(args)
+    while pending:
+        word = pending.pop(0)
+        key, equals, text = word.removeprefix("--").partition("=")
+        name = key.replace("_", "-")
+        if not word.startswith("--"):
+            rest.append(word)
+            continue
+        if name in flags and not equals:
+            given[name] = ""
+            continue
+        if name not in values and "." not in name:
+            if taken is not None and key in taken:
+                raise UserError(f"{word} {taken[key]}")
+            raise UserError(f"--{name} is not an option of {verb}. {suggestion(name, (*values, *flags))}")
+        if name in given:
+            raise UserError(f"--{name} is given twice. Write several values with commas: --{name} a,b.")
+        if not equals and not pending:
+            raise UserError(f"--{name} has no value. Write --{name} VALUE.")
+        text = text if equals else pending.pop(0)
+        if name in values:
+            given[name] = text
+        else:
+            rest.append(f"{key}={text}")
+    return given, rest
