@@ -60,10 +60,9 @@ def train(cli: RecipeCLI) -> int:
                 _say_it_failed(cli)
             watch.stop(GRACE_S)
             return FAILED
-    status = _how_it_went(cli)
-    if status == FINISHED:  # otherwise a rank may be gone already
-        leave_together()
-    return status
+        else:
+            leave_together()
+    return _how_it_went(cli)
 
 
 def leave_together() -> None:
