@@ -43,6 +43,7 @@ from lit_vgrpo.run_folder import (
     write_whole,
 )
 from lit_vgrpo.schema import CONSTRUCTOR_ERRORS, recipe_faults
+from lit_vgrpo.strategies import strategy_fault
 from lit_vgrpo.training import train
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
@@ -237,7 +238,9 @@ class RecipeCLI(LightningCLI):
         ranks, callbacks = self.trainer.world_size, self.trainer.callbacks  # type: ignore[attr-defined]
         fids = [callback for callback in callbacks if isinstance(callback, our_callbacks.FID)]
         of_callbacks = [fault for fid in fids for fault in fid.check(ranks)]
-        return [*self.model.check(self.datamodule.sizes), *self.datamodule.check(ranks), *of_callbacks]
+        of_strategy = strategy_fault(self.trainer.strategy)
+        faults = [*self.model.check(self.datamodule.sizes), *self.datamodule.check(ranks), *of_callbacks]
+        return faults if of_strategy is None else [of_strategy, *faults]
 
     def plan(self) -> str:
         """What the sizes make of this world size, as a table."""

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lit_vgrpo.errors import UserError, nearest
 from lit_vgrpo.merge import merged
 from lit_vgrpo.paths import shipped_root
+from lit_vgrpo.run_folder import CONFIG_NAME
 
 RESUME = "--resume"
 NO_OVERLAYS = ("compare", "assets", "prompts")
@@ -80,12 +81,15 @@ def parse_command(args: Sequence[str]) -> Command:
 
 
 def find_recipe(text: str) -> Path:
-    """The file of a recipe: a path, or the name of a shipped one, with or without ``recipes/`` and ``.yaml``.
+    """The file of a recipe: a path, a shipped name with or without ``recipes/`` and ``.yaml``, or a run folder.
 
     Raises:
         UserError: there is none of that name.
     """
-    return _find(text, shipped_recipes(), "recipe", "")
+    shipped, of_run = shipped_recipes(), Path(text).expanduser() / CONFIG_NAME
+    if of_run.is_file() and text not in shipped:
+        return of_run
+    return _find(text, shipped, "recipe", "")
 
 
 def find_overlay(text: str) -> Path:

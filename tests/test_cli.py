@@ -131,13 +131,24 @@ def test_a_reward_of_ones_own_in_the_working_directory(tiny_recipe, monkeypatch)
     assert metrics("runs/tiny")[0].keys() >= {"reward/redness"}
 
 
-def test_a_strategy_that_cannot_run_here_is_one_line(tiny_recipe):
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "trainer.strategy=deepspeed",
+            "trainer.strategy=DeepSpeedStrategy writes checkpoints that only it can read.",
+        ),
+        ("trainer.accelerator=gpu", "trainer: No supported gpu backend found!"),
+    ],
+)
+def test_a_strategy_that_cannot_run_here_is_one_line(tiny_recipe, override, line):
     # In a process of its own: a strategy leaves its rank in the environment.
-    process = start(str(tiny_recipe), "trainer.strategy=deepspeed")
+    process = start(str(tiny_recipe), override)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 2, output
-    assert "The DeepSpeed strategy is only supported on CUDA GPUs" in output.splitlines()[-1]
+    assert output.splitlines()[-1].startswith(line), output
     assert "Traceback" not in output
+    assert not Path("runs/tiny").exists()
 
 
 def test_two_runs_with_resume_equal_one(tiny_recipe):

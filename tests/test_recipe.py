@@ -6,7 +6,7 @@ import pytest
 
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.paths import shipped_root
-from lit_vgrpo.recipe import find_recipe, parse_command, read_recipe
+from lit_vgrpo.recipe import find_recipe, parse_command, read_recipe, shipped_recipes
 
 
 def test_overrides_come_in_three_forms(tiny_recipe):
@@ -99,6 +99,15 @@ def test_overlays_are_laid_over_the_recipe_in_order(name, shipped, tmp_path):
 def test_an_overlay_that_does_not_exist_names_the_near_one(name, shipped):
     with pytest.raises(UserError, match=f"{name} is no overlay: .* Did you mean strategy/zero2?"):
         parse_command(["base", name])
+
+
+def test_a_run_folder_stands_for_the_recipe_in_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("two", "tiny_shapes"):
+        Path(name).mkdir()
+        Path(name, "config.yaml").write_text("data: {}")
+    assert parse_command(["two", "--resume"]).recipe == Path("two/config.yaml")
+    assert parse_command(["tiny_shapes"]).recipe == shipped_recipes()["tiny_shapes"]
 
 
 def test_resume_takes_no_value():
