@@ -24,13 +24,13 @@ JOBS = {
 CUT_JOBS = ["V-GRPO, three steps", "DGPO, no guidance", "DGPO, moving", "AWM"]
 
 
-def train(out, ranks, jobs):
-    """What each rank ended with, by job."""
+def train(out, ranks, jobs, strategy="ddp"):
+    """What each rank ended with, by job; where weights are sharded, rank 0 has them whole."""
     out.mkdir(exist_ok=True)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     script = [str(HERE / "ranks.py"), "shipped:assets/tiny_sd3", str(out)]
     command = [*(launch if ranks > 1 else [sys.executable]), *script, *(f"{name}|{words}" for name, words in jobs)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "STRATEGY": strategy}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return {
@@ -62,6 +62,18 @@ def test_every_method_does_the_same_work(tmp_path, ranks):
         assert_same(name, one, first, 1e-5)
         for other in others:
             assert_same(name, first, other, 0)
+
+
+def test_methods_with_copies_of_their_own_do_the_same_work_on_sharded_weights(tmp_path):
+    sizes = "iterations=3,updates_per_iteration=2"
+    jobs = [("DGPO, moving", sizes), ("AWM", sizes), ("MixGRPO, window 4", f"{sizes},split_updates=true")]
+    alone = train(tmp_path / "alone", 1, jobs)
+    for strategy in ("zero3", "fsdp2"):
+        together = train(tmp_path / strategy, 2, jobs, strategy)
+        for name, (one,) in alone.items():
+            first = together[name][0]
+            assert (first["ranks"], first["updates"]) == (2, 6)
+            assert_same(f"{name}, {strategy}", one, first, 1e-5)
 
 
 def test_the_middle_of_an_iteration_goes_on_with_another_number_of_ranks(tmp_path):
