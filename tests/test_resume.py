@@ -60,6 +60,8 @@ def test_in_the_middle_of_an_iteration(tiny_sd3, tmp_path, name):
     steps = 1 if split else 2  # of one update
     saver = SaveAt(tmp_path / "middle.ckpt", 1, steps - 1)
     sizes = {**WHOLE_UPDATE, "split_updates": split}
+    if split:  # groups 0 and 2 to the first update, 1 and 3 to the second: another order than that of the rollout
+        sizes |= {"prompts_per_iteration": 4, "group_size": 2}
     whole, trainer, average, rollouts = run(tiny_sd3, tmp_path, make, 3, [saver], **sizes)
     assert rollouts == 3
     resumed, again, average_again, rollouts = run(tiny_sd3, tmp_path, make, 3, ckpt=tmp_path / "middle.ckpt", **sizes)
