@@ -97,7 +97,8 @@ class PromptDataModule(L.LightningDataModule):
         self.setup()
         assert self._train_rows is not None
         dataset = IterationDataset(self._train_rows, self.sizes, self._world_size, self._rank, self.seed)
-        sampler = GroupSampler(dataset, len(dataset), self._world_size, self._rank, self.seed, self.first_step)
+        first_step, self.first_step = self.first_step, 0  # of one iteration only
+        sampler = GroupSampler(dataset, len(dataset), self._world_size, self._rank, self.seed, first_step)
         return _loader(dataset, sampler)
 
     def val_dataloader(self) -> DataLoader[PromptBatch] | list[Any]:

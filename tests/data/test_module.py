@@ -126,6 +126,14 @@ def test_check_tells_every_fault(files, tmp_path):
     assert data_module(files).check(world_size=2) == []
 
 
+def test_only_the_first_loader_goes_on_in_the_middle(files):
+    data = data_module(files)
+    data.first_step = 1
+    steps = [[batch.step for batch in data.train_dataloader()] for _ in range(2)]
+    assert steps[0] == steps[1][1:]
+    assert steps[1][0] == 0
+
+
 def test_held_out_images_that_do_not_reach_every_rank_are_a_fault(files):
     assert data_module(files, prompts_per_iteration=8).check(8) == [
         "5 held-out images cannot be spread over 8 ranks. Use heldout_images_per_prompt=2 or more, or fewer ranks."
