@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import resource
 import sys
@@ -17,6 +16,7 @@ import torch
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.paths import write_whole
 from lit_vgrpo.record import Evaluation
 
 PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
@@ -85,10 +85,7 @@ class RunSummary(L.Callback):
             "world_size": trainer.world_size,
             "versions": {"python": platform.python_version(), **versions()},
         }
-        target = folder / self.filename
-        draft = target.with_suffix(".tmp")
-        draft.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(draft, target)
+        write_whole(folder / self.filename, json.dumps(summary, indent=2) + "\n")
 
 
 def peak_memory_bytes() -> int:

@@ -29,6 +29,7 @@ from lit_vgrpo.errors import UserError, from_parser, one_line, report
 from lit_vgrpo.interrupt import RunCheckpoint
 from lit_vgrpo.metrics_table import MetricsTable, rows_up_to
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.paths import write_whole
 from lit_vgrpo.recipe import Command, parse_command, parser_config, read_recipe
 from lit_vgrpo.recipe_changes import RecipeInCheckpoint, refuse_changes
 from lit_vgrpo.resume import Resumption, last_good_checkpoint, resumed_folder
@@ -40,7 +41,6 @@ from lit_vgrpo.run_folder import (
     release,
     reopen,
     reserve,
-    write_whole,
 )
 from lit_vgrpo.schema import CONSTRUCTOR_ERRORS, recipe_faults
 from lit_vgrpo.strategies import strategy_fault
@@ -133,7 +133,7 @@ class RecipeCLI(LightningCLI):
         if self.config.trainer.default_root_dir is not None:
             raise UserError("trainer.default_root_dir is set by the command. Use run_dir=... instead.")
         if self.command.resume:
-            self.resumption = last_good_checkpoint(self._resumed_folder(), _say_on_first)
+            self.resumption = last_good_checkpoint(self._resumed_folder(), say_on_first)
 
     def _resumed_folder(self) -> Path:
         typed = dict(self.command.overrides).get("run_dir")
@@ -273,7 +273,8 @@ class RecipeCLI(LightningCLI):
             release(self.folder)
 
 
-def _say_on_first(line: str) -> None:
+def say_on_first(line: str) -> None:
+    """A line on stderr from the process that speaks for all ranks."""
     if is_first_process():
         report([line])
 
@@ -338,7 +339,7 @@ def _run(args: Sequence[str]) -> int:
         if faults:
             raise UserError(*faults)
         if cli.resumption is not None and cli.resumption.is_over(cli.trainer):
-            _say_on_first(f"{cli.folder} is finished: {cli.resumption.done}. To go on, add trainer.max_epochs=N.")
+            say_on_first(f"{cli.folder} is finished: {cli.resumption.done}. To go on, add trainer.max_epochs=N.")
             return 0
         cli.save_recipe()
         if is_first_process():

@@ -8,13 +8,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_vgrpo.portable import PortableCheckpoints
-from lit_vgrpo.shards import full, is_sharded
+from lit_vgrpo.shards import full, is_sharded, laid_out_as
 
 
 class FSDP2(PortableCheckpoints, ModelParallelStrategy):
@@ -55,14 +55,9 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
         for index, parameter in enumerate(self._trained.values()):
             if index in saved["state"]:
                 values = saved["state"][index]
-                state[index] = {k: _sharded_like(parameter, v) if v.ndim else v for k, v in values.items()}
+                assert isinstance(parameter, DTensor)
+                state[index] = {k: laid_out_as(parameter, v) if v.ndim else v for k, v in values.items()}
         self.optimizers[0].load_state_dict({**saved, "state": state})
-
-
-def _sharded_like(parameter: Tensor, whole: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    mesh = parameter.device_mesh
-    return distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
 
 
 def shard(network: nn.Module, mesh: Any) -> None:

@@ -50,8 +50,7 @@ class NonFiniteGuard:
             FloatingPointError: on every rank, where the action is to stop.
         """
         losses, self._losses = self._losses, []
-        loss_is_bad = bool(losses) and not bool(torch.stack(losses).isfinite().all())
-        gradient_is_bad = overflow or not all(bool(gradient.isfinite().all()) for gradient in gradients)
+        loss_is_bad, gradient_is_bad = not _all_finite(losses), overflow or not _all_finite(gradients)
         found = all_ranks(torch.tensor([[int(loss_is_bad), int(gradient_is_bad)]])).bool()
         if not found.any():
             self._in_a_row = 0
@@ -69,3 +68,8 @@ class NonFiniteGuard:
         raise FloatingPointError(
             f"The {what} is not finite{where}{often}, {when}. No weight was changed by it. {advice}"
         )
+
+
+def _all_finite(tensors: Iterable[Tensor]) -> bool:
+    found = [tensor.isfinite().all() for tensor in tensors]
+    return not found or bool(torch.stack(found).all())  # the device is waited for once

@@ -1,7 +1,8 @@
-"""Paths that a recipe may name."""
+"""Paths that a recipe may name, and small files that are never half there."""
 
 from __future__ import annotations
 
+import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -27,3 +28,15 @@ def resolve_path(text: str | Path) -> Path:
     if root.resolve() not in (path, *path.parents):
         raise ValueError(f"{text} leaves the shipped recipes folder {root}. Give a path without '..'.")
     return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file in UTF-8, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    draft = path.with_name(f"{path.name}.tmp")
+    with draft.open("w", newline="", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(draft, path)

@@ -105,13 +105,6 @@ class FolderLock:
             self._handle = None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is never half there."""
-    draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(text)
-    os.replace(draft, path)
-
-
 def release(folder: Path) -> None:
     """Give back a folder in which nothing was written."""
     try:

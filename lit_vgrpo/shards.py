@@ -74,14 +74,19 @@ def gradients(parameters: Iterable[Any]) -> list[Tensor]:
 def cut(parameter: Any, whole: Tensor) -> Tensor:
     """This rank's part of a whole tensor of the parameter's shape, as long as :func:`local`."""
     if isinstance(parameter, DTensor):
-        # None: every rank has the whole tensor and takes its own part of it, so nothing is sent.
-        placed = whole.to(parameter.device_mesh.device_type)
-        return distribute_tensor(placed, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+        return laid_out_as(parameter, whole).to_local()
     if _is_zero3(parameter):
         size, rank = parameter.ds_tensor.numel(), dist.get_rank(parameter.ds_process_group)
         part = whole.flatten()[rank * size : (rank + 1) * size]
         return F.pad(part, (0, size - part.numel()))  # the last partition is filled up
     return whole
+
+
+def laid_out_as(parameter: DTensor, whole: Tensor) -> DTensor:
+    """A whole tensor, which every rank has, sharded as the parameter is."""
+    mesh = parameter.device_mesh
+    # None: every rank takes its own part of what it has, so nothing is sent.
+    return distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
 
 
 @torch.no_grad()

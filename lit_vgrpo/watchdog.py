@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ class Watch:
         """The work is done, or has failed: from here on every rank may end, and has so many seconds to do so."""
 
 
-class _Thread(Watch):
+class _Thread(Watch, ABC):
     def __init__(self, folder: Callable[[], Path]) -> None:
         self._folder = folder
         self._done = threading.Event()
@@ -93,8 +94,9 @@ class _Thread(Watch):
     def _speaks(self) -> bool:
         return True
 
+    @abstractmethod
     def _death(self) -> str | None:
-        raise NotImplementedError
+        """How a rank that is watched died, in a sentence; ``None`` while all live."""
 
 
 class ChildrenWatch(_Thread):

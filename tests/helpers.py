@@ -1,5 +1,7 @@
 """Small real runs, without the command."""
 
+import socket
+
 import lightning as L
 
 from lit_vgrpo import VGRPO, OptimizerConfig, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
@@ -43,8 +45,14 @@ def make_trainer(folder, iterations=2, callbacks=(), **options):
     )
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 def weights(module):
     return {name: p.detach().clone() for name, p in module.policy.named_parameters() if p.requires_grad}
 
 
-__all__ = ["Brightness", "ShapesReward", "make_data", "make_module", "make_trainer", "weights"]
+__all__ = ["Brightness", "ShapesReward", "free_port", "make_data", "make_module", "make_trainer", "weights"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ from typing import Any
 from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.compare.options import Options
 from lit_vgrpo.compare.results import YARDSTICK, Curve, Row
+from lit_vgrpo.paths import write_whole
 
 CSV_COLUMNS = ("method", "settings", "seed", "iteration", "reward", "images", "passes", "cpu_seconds", "train_seconds")
 NOTE = (
@@ -130,12 +132,12 @@ def write_report(options: Options, rows: Sequence[Row]) -> str:
     text = tables(rows, options.targets)
     curves = [curve for row in rows for curve in row.curves]
     content = {**setting(options), "targets": options.targets, "methods": [as_plain(row) for row in rows]}
-    write(options.out / "compare.json", json.dumps(content, indent=2) + "\n")
+    write_whole(options.out / "compare.json", json.dumps(content, indent=2) + "\n")
     write_csv(options.out / "compare.csv", CSV_COLUMNS, csv_rows(curves))
     seeds = ", ".join(map(str, options.seeds))
     head = f"# {options.command.recipe.stem}: methods compared\n\n    {options.line}\n\n"
     head += f"{options.iterations} iterations, seeds {seeds}; evaluated every {options.evaluate_every} iterations.\n\n"
-    write(options.out / "compare.md", f"{head}![held-out reward](compare.png)\n\n{text}\n")
+    write_whole(options.out / "compare.md", f"{head}![held-out reward](compare.png)\n\n{text}\n")
     return text
 
 
@@ -183,19 +185,11 @@ def csv_rows(curves: Iterable[Curve]) -> list[dict[str, Any]]:
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
     """Write a table, whole or not at all."""
-    draft = path.with_suffix(".tmp")
-    with open(draft, "w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(draft, path)
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(text)
-    os.replace(draft, path)
+    lines = io.StringIO(newline="")
+    writer = csv.DictWriter(lines, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, lines.getvalue())
 
 
 def _reward(value: float | None) -> str:

@@ -12,8 +12,9 @@ import yaml
 
 from lit_vgrpo.compare.options import Options
 from lit_vgrpo.compare.plan import Entrant, tuned_part
-from lit_vgrpo.compare.report import faults_text, markdown_table, setting, write, write_csv
+from lit_vgrpo.compare.report import faults_text, markdown_table, setting, write_csv
 from lit_vgrpo.compare.results import Curve
+from lit_vgrpo.paths import write_whole
 
 LAST = 2
 """Evaluations whose mean is the final reward: one alone would reward a lucky oscillation."""
@@ -99,10 +100,10 @@ def write_sweep(options: Options, trials: Sequence[Trial]) -> str:
     seeds = ", ".join(map(str, options.seeds))
     head = f"# {options.command.recipe.stem}: sweep\n\n    {options.line}\n\n{options.iterations} iterations, seeds "
     head += f"{seeds}. The final reward is the mean of the last {LAST} evaluations on the held-out prompts.\n\n"
-    write(options.out / "sweep.md", f"{head}{text}\n")
+    write_whole(options.out / "sweep.md", f"{head}{text}\n")
     write_csv(options.out / "sweep.csv", CSV_COLUMNS, [row for trial in trials for row in _csv_rows(trial)])
     content = {**setting(options), "trials": [_as_plain(trial, best) for trial in trials]}
-    write(options.out / "sweep.json", json.dumps(content, indent=2) + "\n")
+    write_whole(options.out / "sweep.json", json.dumps(content, indent=2) + "\n")
     return text
 
 

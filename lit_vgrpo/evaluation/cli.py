@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.callbacks import FID
 from lit_vgrpo.callbacks.summary import versions
-from lit_vgrpo.cli import RecipeCLI, build, guarded
+from lit_vgrpo.cli import RecipeCLI, build, guarded, say_on_first
 from lit_vgrpo.data.datasets import Rows, held_out_fault
 from lit_vgrpo.data.prompts import read_prompts
 from lit_vgrpo.errors import UserError, report
@@ -85,7 +85,7 @@ def _evaluate(args: Sequence[str]) -> int:
 
 
 def _last_good(run: Path) -> Path:
-    found = last_good_checkpoint(run, lambda line: print(line, file=sys.stderr) if is_first_process() else None)
+    found = last_good_checkpoint(run, say_on_first)
     if found.checkpoint is None:
         raise UserError(no_checkpoint(run))
     return found.checkpoint

@@ -6,9 +6,7 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ from torch import Tensor
 from lit_vgrpo.evaluation.scores import REFERENCE, ImageScores
 from lit_vgrpo.metrics.bootstrap import bootstrap_interval
 from lit_vgrpo.metrics.diversity import diversity
+from lit_vgrpo.paths import write_whole
+from lit_vgrpo.run_folder import candidates
 
 LEVEL, RESAMPLES = 0.95, 2000
 INTERVAL = {"level": LEVEL, "resamples": RESAMPLES, "of": "prompts"}
@@ -92,16 +92,16 @@ def write(report: dict[str, Any], scores: Mapping[str, ImageScores], wanted: Pat
         for prompt, image, *values in zip(own.prompts, own.image_ids, *columns, strict=True):
             writer.writerow([prompt, image, variant, *("" if math.isnan(value) else value for value in values)])
     path = _reserved(wanted)
-    _put(path.with_suffix(".csv"), lines.getvalue())
-    _put(path, json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n")
+    write_whole(path.with_suffix(".csv"), lines.getvalue())
+    write_whole(path, json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n")
     return path, path.with_suffix(".csv")
 
 
 def _reserved(wanted: Path) -> Path:
     """``eval.json``, ``eval-2.json``, ...: the first that does not exist, created empty."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        path = wanted if number == 1 else wanted.with_stem(f"{wanted.stem}-{number}")
+    for stem in candidates(wanted.with_suffix("")):
+        path = stem.with_name(stem.name + wanted.suffix)
         if path.with_suffix(".csv").exists():
             continue
         try:
@@ -109,14 +109,7 @@ def _reserved(wanted: Path) -> Path:
         except FileExistsError:
             continue
         return path
-    raise AssertionError("unreachable: the numbers never end")
-
-
-def _put(path: Path, text: str) -> None:
-    draft = path.with_suffix(f"{path.suffix}.tmp")
-    with draft.open("w", newline="", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(draft, path)
+    raise AssertionError("unreachable: the candidates never end")
 
 
 def _plain(value: Any) -> Any:

@@ -2,25 +2,20 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from helpers import free_port
+
 WORKER = Path(__file__).with_name("worker.py")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def launch(folder, sd3, runs, world, timeout_s=600):
     spec = folder / f"{runs[0]['name']}.json"
     spec.write_text(json.dumps({"folder": str(folder), "sd3": str(sd3), "runs": runs}))
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "tests"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "tests"}
     processes, logs = [], []
     for rank in range(world):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
