@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 
@@ -13,13 +14,25 @@ class RewardError(RuntimeError):
     """A reward broke its contract, or says in one line why it cannot score."""
 
 
+class RewardOutage(RewardError):
+    """A reward cannot score anything any more: the run stops, where another error would only fail its images."""
+
+
 class Reward(ABC):
     """Scores images. Building one is cheap and loads nothing; no trainer is needed.
 
     A subclass sets ``name`` (the key of its score in the logs) and defines ``__call__``.
+
+    Attributes:
+        name: the key of its score in the logs.
+        concurrent: it may run in a thread while the next images are made, because it waits for a server or computes on
+            the CPU; it is then called from that thread alone, batch after batch.
+        failure: why images of the last call got NaN, in one line, where the reward knows.
     """
 
     name: str
+    concurrent: bool = False
+    failure: str | None = None
 
     @abstractmethod
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
@@ -38,9 +51,20 @@ class Reward(ABC):
         """The faults that can be found without loading weights, one line each."""
         return []
 
+    def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
+        """Why no image of this prompt can be scored, or None; asked for every prompt before anything is loaded."""
+        return None
+
     def load(self) -> None:
         """Load the weights, if there are any; a second call does nothing."""
         return None
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened since the last call of this method beside scores, such as retries by cause."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """Give up what is under way and let go of connections; a later call may open them again."""
 
 
 def to_uint8(images: Tensor) -> Tensor:
@@ -53,3 +77,13 @@ def to_uint8(images: Tensor) -> Tensor:
         The same shape, uint8.
     """
     return (images.float().clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def to_pil(images: Tensor) -> list[Image.Image]:
+    """Images as RGB pictures, what a file would hold.
+
+    Args:
+        images: shape ``(B, 3, H, W)``, float in [0, 1], finite.
+    """
+    pictures = to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    return [Image.fromarray(picture) for picture in pictures]

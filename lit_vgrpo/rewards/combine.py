@@ -3,60 +3,105 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.rewards.base import Reward, RewardError, to_uint8
+from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, to_uint8
+from lit_vgrpo.rewards.batch import RewardBatch
 
 # would fall on another metric's key, such as reward/mean or heldout/reward
-RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward"})
+RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward", "untrained_reward", "diversity"})
+ROW_FIELD = "rewards"
+"""The field of a row that names the rewards which apply to it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One reward of a sum.
+
+    Attributes:
+        name: the key of its scores.
+        weight: its share of the sum; with 0 it is only looked at.
+        clip: the range its scores are cut to, either end open where it is None.
+        normalise: mean and std of typical scores: ``(score - mean) / std`` enters the sum.
+    """
+
+    name: str
+    reward: Reward
+    weight: float
+    clip: tuple[float | None, float | None] | None = None
+    normalise: tuple[float, float] | None = None
+
+    def shaped(self, scores: Tensor) -> Tensor:
+        """What enters the sum, before the weight: cut, then normalised. NaN stays."""
+        if self.clip is not None and self.clip != (None, None):
+            scores = scores.clamp(*self.clip)
+        if self.normalise is not None:
+            mean, std = self.normalise
+            scores = (scores - mean) / std
+        return scores
 
 
 @dataclass
-class RewardBatch:
-    """The scores of a batch.
+class PartScores:
+    """One reward's scores of a batch, ``(B,)`` on the CPU, and what else happened."""
 
-    Args:
-        total: shape ``(B,)``, float32: the weighted sum; NaN where a part of non-zero weight failed.
-        parts: each reward's own scores by name, shape ``(B,)``, float32, NaN where it failed.
-        ok: shape ``(B,)``, bool: where ``total`` is a number.
-        errors: the last failure of each reward that failed somewhere.
+    scores: Tensor
+    error: str | None
+    seconds: float
+    counts: dict[str, int]
+
+
+@dataclass
+class ImageBatch:
+    """Images ready to be scored: rounded to what a file would hold, unfit ones left out.
+
+    Attributes:
+        images: the sound images, ``(K, 3, H, W)``, float32 in [0, 1].
+        sound: their places among the B images.
+        size: B.
     """
 
-    total: Tensor
-    parts: dict[str, Tensor]
-    ok: Tensor
-    errors: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def joined(cls, batches: list[RewardBatch]) -> RewardBatch:
-        """Several batches of the same rewards as one, on the CPU."""
-        return cls(
-            total=torch.cat([batch.total.cpu() for batch in batches]),
-            parts={name: torch.cat([batch.parts[name].cpu() for batch in batches]) for name in batches[0].parts},
-            ok=torch.cat([batch.ok.cpu() for batch in batches]),
-            errors={name: message for batch in batches for name, message in batch.errors.items()},
-        )
+    images: Tensor
+    sound: list[int]
+    prompts: list[str]
+    rows: list[dict[str, Any]]
+    size: int
 
 
 class Weighted(Reward):
-    """A weighted sum of rewards.
+    """A weighted sum of rewards: ``sum_k w_k (clip_k(r_k) - mean_k) / std_k``.
+
+    A row of the prompts may name in its field ``rewards`` those which apply to it; the others then neither score nor
+    count for it. Where it names none of those with a weight, they all apply; the same goes for those of weight 0.
 
     Args:
         rewards: at least one.
         weights: one for each reward, not all zero; None for the mean. A reward of weight 0 is only logged.
+        clips: for each reward the range ``[low, high]`` its scores are cut to, or null; either end may be null.
+        normalise: for each reward ``[mean, std]`` of typical scores, or null; applied after the clip.
+        overlap: let rewards that can work in threads do so while the next images are made; the scores are the same.
 
     Raises:
-        ValueError: no rewards, or weights that do not fit them.
+        ValueError: no rewards, or numbers that do not fit them.
         TypeError: something that is no :class:`Reward`.
     """
 
     name = "weighted"
 
-    def __init__(self, rewards: list[Reward], weights: list[float] | None = None) -> None:
+    def __init__(
+        self,
+        rewards: list[Reward],
+        weights: list[float] | None = None,
+        clips: list[tuple[float | None, float | None] | None] | None = None,
+        normalise: list[tuple[float, float] | None] | None = None,
+        overlap: bool = True,
+    ) -> None:
         if not rewards:
             raise ValueError("rewards=[] leaves nothing to score with. Give at least one reward.")
         for reward in rewards:
@@ -66,32 +111,86 @@ class Weighted(Reward):
                 )
         if weights is None:
             weights = [1 / len(rewards)] * len(rewards)
-        if len(weights) != len(rewards):
-            raise ValueError(
-                f"weights={weights} does not fit {len(rewards)} rewards. Give one weight each, or null for the mean."
-            )
+        for name, values in {"weights": weights, "clips": clips, "normalise": normalise}.items():
+            if values is not None and len(values) != len(rewards):
+                rest = "for the mean" if name == "weights" else "for none"
+                raise ValueError(f"{name}={values} does not fit {len(rewards)} rewards. Give one each, or null {rest}.")
         if not all(math.isfinite(weight) for weight in weights) or not any(weights):
             raise ValueError(f"weights={weights} cannot be summed. Use finite weights, at least one of them not 0.")
-        self.rewards = list(rewards)
-        self.weights = [float(weight) for weight in weights]
-        self.part_names = _unique_names(self.rewards)
+        self.overlap = overlap
+        clips, normalise = clips or [None] * len(rewards), normalise or [None] * len(rewards)
+        self.parts = [
+            Part(name, reward, float(weight), _range(clip), _moments(moments))
+            for name, reward, weight, clip, moments in zip(
+                _unique_names(rewards), rewards, weights, clips, normalise, strict=True
+            )
+        ]
+
+    @property
+    def rewards(self) -> list[Reward]:
+        return [part.reward for part in self.parts]
+
+    @property
+    def weights(self) -> list[float]:
+        return [part.weight for part in self.parts]
+
+    @property
+    def part_names(self) -> list[str]:
+        return [part.name for part in self.parts]
 
     @property
     def weight_of(self) -> dict[str, float]:
         """Each part's weight by its name."""
-        return dict(zip(self.part_names, self.weights, strict=True))
+        return {part.name: part.weight for part in self.parts}
+
+    def observing(self, other: Weighted | None) -> Weighted:
+        """The same sum with the parts of another beside it, at weight 0.
+
+        Raises:
+            ValueError: a name that both have.
+        """
+        if other is None:
+            return self
+        for name in other.part_names:
+            if name in self.part_names:
+                raise ValueError(
+                    f'heldout_reward holds "{name}", which model.reward has too. Name another reward, or set its name.'
+                )
+        both = Weighted.__new__(Weighted)
+        both.overlap = self.overlap
+        both.parts = [*self.parts, *(Part(part.name, part.reward, 0.0) for part in other.parts)]
+        return both
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         return self.score(images, prompts, rows).total
 
     def check(self) -> list[str]:
-        return [fault for reward in self.rewards for fault in reward.check()]
+        return [fault for part in self.parts for fault in part.reward.check()]
+
+    def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
+        return next(iter(self.faults_of_prompt(prompt, row).values()), None)
+
+    def faults_of_prompt(self, prompt: str, row: dict[str, Any]) -> dict[str, str]:
+        """By name, why a reward that applies to a prompt cannot score it."""
+        faults = {part.name: part.reward.prompt_fault(prompt, row) for part in self.parts if self._applies(part, row)}
+        return {name: fault for name, fault in faults.items() if fault is not None}
+
+    def unknown_names(self, row: Mapping[str, Any]) -> list[str]:
+        """The rewards that a row names and that there are not."""
+        return [name for name in _named(row) if name not in self.part_names]
 
     def load(self) -> None:
-        for reward in self.rewards:
-            reward.load()
+        for part in self.parts:
+            part.reward.load()
 
-    @torch.no_grad()
+    def take_counts(self) -> dict[str, int]:
+        counts = ((part.name, part.reward.take_counts()) for part in self.parts)
+        return {f"{name}/{key}": value for name, own in counts for key, value in own.items()}
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.reward.close()
+
     def score(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> RewardBatch:
         """Score a batch with every reward.
 
@@ -104,36 +203,69 @@ class Weighted(Reward):
             rows: the B rows.
 
         Raises:
-            RewardError: a reward returned something else than ``(B,)`` float32.
+            RewardError: a reward returned something else than ``(B,)`` float32, or cannot go on at all.
             ValueError: images, prompts and rows differ in number or shape.
         """
-        if images.ndim != 4 or images.shape[1] != 3:
-            raise ValueError(f"images have the shape {tuple(images.shape)}. Rewards take (B, 3, H, W).")
-        if not len(images) == len(prompts) == len(rows):
-            raise ValueError(
-                f"{len(images)} images, {len(prompts)} prompts and {len(rows)} rows. Give one of each for every image."
-            )
         self.load()
-        sound = images.isfinite().flatten(1).all(1).cpu()
-        keep = [index for index, is_sound in enumerate(sound.tolist()) if is_sound]
-        rounded = to_uint8(images[keep]).float() / 255
-        total = torch.zeros(len(images), device=images.device)
-        parts: dict[str, Tensor] = {}
-        errors: dict[str, str] = {}
-        for name, reward, weight in zip(self.part_names, self.rewards, self.weights, strict=True):
-            part = torch.full((len(images),), math.nan, device=images.device)
-            if len(keep) < len(images):
-                errors[name] = f"{len(images) - len(keep)} of {len(images)} images hold NaN or infinite pixels"
-            if keep:
-                scores, error = _score(reward, rounded, [prompts[i] for i in keep], [rows[i] for i in keep])
-                part[keep] = scores.to(part.device)
-                if error is not None:
-                    errors[name] = error
-            parts[name] = part
-            if weight:
-                total = total + weight * part
-        ok = total.isfinite()
-        return RewardBatch(total.masked_fill(~ok, math.nan), parts, ok, errors)
+        batch = image_batch(images, prompts, rows)
+        scores = {part.name: self.score_part(part, batch) for part in self.parts}
+        return self.summed(scores, rows)
+
+    @torch.no_grad()
+    def score_part(self, part: Part, batch: ImageBatch) -> PartScores:
+        """One reward's scores of the images that it applies to."""
+        start = time.perf_counter()
+        scores = torch.full((batch.size,), math.nan)
+        wanted = [place for place, row in enumerate(batch.rows) if self._applies(part, row)]
+        lost = len(set(wanted) - set(batch.sound))
+        error = f"{lost} of {batch.size} images hold NaN or infinite pixels" if lost else None
+        asked = set(wanted)
+        kept = [index for index, place in enumerate(batch.sound) if place in asked]
+        if kept:
+            images = batch.images if len(kept) == len(batch.sound) else batch.images[kept]
+            places = [batch.sound[index] for index in kept]
+            found, why = _score(
+                part.reward, images, [batch.prompts[i] for i in places], [batch.rows[i] for i in places]
+            )
+            scores[places] = found
+            error = why or error
+        return PartScores(scores, error, time.perf_counter() - start, part.reward.take_counts())
+
+    def summed(self, scores: Mapping[str, PartScores], rows: Sequence[Mapping[str, Any]]) -> RewardBatch:
+        """The batch that the parts' scores make."""
+        applies = {
+            part.name: torch.tensor([self._applies(part, row) for row in rows], dtype=torch.bool) for part in self.parts
+        }
+        parts = {name: own.scores for name, own in scores.items()}
+        total = self.total(parts, applies)
+        return RewardBatch(
+            total,
+            parts,
+            total.isfinite(),
+            errors={name: own.error for name, own in scores.items() if own.error is not None},
+            applies=applies,
+            seconds={name: own.seconds for name, own in scores.items()},
+            counts={name: own.counts for name, own in scores.items() if own.counts},
+        )
+
+    def total(self, parts: Mapping[str, Tensor], applies: Mapping[str, Tensor]) -> Tensor:
+        """The weighted sum, ``(B,)``; NaN where a reward of non-zero weight that applies has failed."""
+        total = torch.zeros_like(parts[self.parts[0].name])
+        for part in self.parts:
+            if part.weight:
+                total = total + torch.where(applies[part.name], part.weight * self.shaped(part.name, parts), 0.0)
+        return total.masked_fill(~total.isfinite(), math.nan)
+
+    def shaped(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        """A part's scores as they enter the sum, before the weight."""
+        return next(part for part in self.parts if part.name == name).shaped(parts[name])
+
+    def _applies(self, part: Part, row: Mapping[str, Any]) -> bool:
+        names = _named(row)
+        if not names:
+            return True
+        rivals = [other.name for other in self.parts if bool(other.weight) == bool(part.weight)]
+        return part.name in names or not any(name in rivals for name in names)
 
 
 def as_weighted(reward: Reward) -> Weighted:
@@ -141,10 +273,29 @@ def as_weighted(reward: Reward) -> Weighted:
     return reward if isinstance(reward, Weighted) else Weighted([reward])
 
 
+def image_batch(images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> ImageBatch:
+    """Check a batch and round its images.
+
+    Raises:
+        ValueError: images, prompts and rows differ in number or shape.
+    """
+    if images.ndim != 4 or images.shape[1] != 3:
+        raise ValueError(f"images have the shape {tuple(images.shape)}. Rewards take (B, 3, H, W).")
+    if not len(images) == len(prompts) == len(rows):
+        raise ValueError(
+            f"{len(images)} images, {len(prompts)} prompts and {len(rows)} rows. Give one of each for every image."
+        )
+    images = images.detach()
+    is_sound = images.isfinite().flatten(1).all(1).cpu()
+    sound = [place for place, fit in enumerate(is_sound.tolist()) if fit]
+    return ImageBatch(to_uint8(images[sound]).float() / 255, sound, prompts, rows, len(images))
+
+
 def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> tuple[Tensor, str | None]:
+    reward.failure = None
     try:
         returned = reward(images, prompts, rows)
-    except (MemoryError, torch.cuda.OutOfMemoryError):
+    except (MemoryError, torch.cuda.OutOfMemoryError, RewardOutage):
         raise
     except Exception as error:
         if len(images) == 1:
@@ -157,7 +308,8 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
     if not bad.any():
         return scores, None
     values = "NaN" if scores[bad].isnan().all() else "infinite or NaN scores"
-    return scores.masked_fill(bad, math.nan), f"returned {values} for {int(bad.sum())} of {len(images)} images"
+    why = reward.failure or f"returned {values} for {int(bad.sum())} of {len(images)} images"
+    return scores.masked_fill(bad, math.nan), why
 
 
 def _checked(reward: Reward, scores: object, batch: int) -> Tensor:
@@ -180,6 +332,29 @@ def _message(error: Exception) -> str:
     if isinstance(error, RewardError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _named(row: Mapping[str, Any]) -> list[str]:
+    named = row.get(ROW_FIELD) or []
+    return [named] if isinstance(named, str) else list(named)
+
+
+def _range(clip: Sequence[float | None] | None) -> tuple[float | None, float | None] | None:
+    if clip is None:
+        return None
+    low, high = clip
+    if low is not None and high is not None and not low < high:
+        raise ValueError(f"clips holds {list(clip)}, an empty range. Write [low, high] with low < high.")
+    return low, high
+
+
+def _moments(moments: Sequence[float] | None) -> tuple[float, float] | None:
+    if moments is None:
+        return None
+    mean, std = moments
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise ValueError(f"normalise holds {list(moments)}. Write [mean, std] with finite numbers and std > 0.")
+    return float(mean), float(std)
 
 
 def _unique_names(rewards: list[Reward]) -> list[str]:

@@ -39,6 +39,12 @@ class ShapesReward(Reward):
         self.checked = tuple(CHOICES) if check == "mean" else (check,)
         self.name = "shapes" if check == "mean" else check
 
+    def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
+        missing = [name for name in self.checked if name not in attributes_of(prompt, row)]
+        if not missing:
+            return None
+        return f"Prompt \"{prompt}\" names no {missing[0]}. Write prompts such as 'a red circle on the left'."
+
     def __call__(self, images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:
         seen = _recognise_once(images)
         wanted = [attributes_of(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]

@@ -189,6 +189,102 @@ def test_a_weighted_sum_of_weighted_sums():
     assert batch.total[3] == 6
 
 
+def test_scores_are_cut_then_normalised_and_the_parts_stay_as_they_are():
+    weighted = Weighted(
+        [Field("a"), Field("b"), Field("c")], [1, 2, 1], [(1.0, 2.0), None, (None, 0.5)], [None, (1.0, 0.5), (0.5, 2.0)]
+    )
+    batch = weighted.score(IMAGES, PROMPTS, ROWS)
+    assert weighted.shaped("a", batch.parts).tolist() == [1, 1, 2, 2]
+    assert weighted.shaped("b", batch.parts).tolist() == [-2, 0, 2, 4]
+    assert weighted.shaped("c", batch.parts).tolist() == [-0.25, 0, 0, 0]
+    assert batch.total.tolist() == [-3.25, 1, 6, 10]
+    assert batch.parts["a"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_failed_score_stays_failed_through_clip_and_normalisation():
+    weighted = Weighted([Field("bad", raises_on_two)], None, [(0.0, 1.0)], [(0.0, 1.0)])
+    assert weighted.score(IMAGES, PROMPTS, ROWS).total.isnan().tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"clips": [(1.0, 1.0)]}, r"clips holds \[1.0, 1.0\], an empty range"),
+        ({"clips": []}, r"clips=\[\] does not fit 1 rewards"),
+        ({"normalise": [(0.0, 0.0)]}, r"normalise holds \[0.0, 0.0\]"),
+        ({"normalise": [(math.nan, 1.0)]}, "finite numbers"),
+    ],
+)
+def test_clips_and_moments_that_make_no_sense(options, said):
+    with pytest.raises(ValueError, match=said):
+        Weighted([Field()], **options)
+
+
+MIXED = [{"number": 0}, {"number": 1, "rewards": "a"}, {"number": 2, "rewards": ["b"]}, {"number": 3, "rewards": []}]
+
+
+def test_a_row_names_the_rewards_that_apply_to_it():
+    a, b = Field("a"), Field("b", raises_on_two)
+    weighted = Weighted([a, b], [1, 10])
+    batch = weighted.score(IMAGES, PROMPTS, MIXED)
+    assert batch.applies["a"].tolist() == [True, True, False, True]
+    assert batch.applies["b"].tolist() == [True, False, True, True]
+    assert batch.total[[0, 1, 3]].tolist() == [0, 1, 33]
+    assert batch.ok.tolist() == [True, True, False, True]  # the third failed, it was not left out
+    assert batch.parts["a"].isnan().tolist() == [False, False, True, False]
+    joined = RewardBatch.joined([batch, batch])
+    assert joined.applies["b"].tolist() == [True, False, True, True] * 2
+
+
+def test_a_reward_that_applies_to_no_image_is_not_called():
+    a, b = Field("a"), Field("b")
+    batch = Weighted([a, b]).score(IMAGES, PROMPTS, [{"number": 1, "rewards": "a"}] * 4)
+    assert b.calls == 0
+    assert batch.ok.all()
+    assert batch.parts["b"].isnan().all()
+
+
+def test_rewards_that_are_only_looked_at_apply_wherever_none_of_them_is_named():
+    weighted = Weighted([Field("a"), Field("b"), Field("seen"), Field("shown")], [1, 1, 0, 0])
+    batch = weighted.score(IMAGES, PROMPTS, [{"number": i, "rewards": n} for i, n in enumerate(["a", "seen", "b", []])])
+    assert batch.applies["seen"].all()
+    assert batch.applies["shown"].tolist() == [True, False, True, True]
+    assert batch.applies["a"].tolist() == [True, True, False, True]
+
+
+def test_rows_that_name_what_is_not_there():
+    weighted = Weighted([Field("a")])
+    assert weighted.unknown_names({"rewards": ["a", "c"]}) == ["c"]
+    assert weighted.unknown_names({}) == []
+
+
+def test_a_sum_with_others_beside_it():
+    trained, other = Weighted([Field("a")], [2.0]), Weighted([Field("c")], None, [(0.0, 1.0)])
+    both = trained.observing(other)
+    batch = both.score(IMAGES, PROMPTS, ROWS)
+    assert batch.total.tolist() == [0, 2, 4, 6]
+    assert other.total(batch.parts, batch.applies).tolist() == [0, 1, 1, 1]
+    assert trained.observing(None) is trained
+    with pytest.raises(ValueError, match='heldout_reward holds "a", which'):
+        trained.observing(Weighted([Field("a")]))
+
+
+def test_the_reward_s_own_word_on_a_failure_counts_more_than_ours():
+    class Spoken(Field):
+        def __call__(self, images, prompts, rows):
+            self.failure = "timeout after 3 tries"
+            return torch.full((len(images),), math.nan)
+
+    assert score(Spoken("slow")).errors == {"slow": "timeout after 3 tries"}
+    stale = Field("stale", lambda scores, *_: scores * math.nan)
+    stale.failure = "an old one"
+    assert score(stale).errors == {"stale": "returned NaN for 4 of 4 images"}
+
+
+def test_no_images_are_no_scores():
+    assert Weighted([Field()]).score(IMAGES[:0], [], []).total.tolist() == []
+
+
 def test_as_weighted():
     reward = JPEGCompressibility()
     weighted = as_weighted(reward)
