@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import scorer_files
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +38,21 @@ def clip_folder(tmp_path_factory):
                 torch.nn.init.normal_(weight, std=0.02 if "position" in name else 0.3)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def image_reward_folder(tmp_path_factory):
+    """A random ImageReward under its published names, with BERT's tokenizer."""
+    return scorer_files.write_image_reward(tmp_path_factory.mktemp("image_reward"))
+
+
+@pytest.fixture(scope="session")
+def aesthetic_file(tmp_path_factory):
+    """A random head of the LAION predictor, for ``clip_folder``."""
+    return scorer_files.write_aesthetic(tmp_path_factory.mktemp("aesthetic"))
+
+
+@pytest.fixture(scope="session")
+def hps_checkpoint(tmp_path_factory):
+    """A random HPS v2.1: its folder, and the name of its architecture in open_clip."""
+    return scorer_files.write_hps(tmp_path_factory.mktemp("hps"))

@@ -1,0 +1,84 @@
+"""The LAION aesthetic score: how much people would like a picture, whatever its prompt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from lit_vgrpo.hub import explain_unloadable, source_of
+from lit_vgrpo.rewards.clip import clip_fault, clip_model
+from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
+from lit_vgrpo.rewards.score_head import ScoreHead
+from lit_vgrpo.rewards.weights import file_fault, fill, read_weights, unloadable, weights_path
+
+if TYPE_CHECKING:
+    from transformers import CLIPImageProcessor
+
+HUB_CHECKPOINT = "camenduru/improved-aesthetic-predictor"  # a copy; the original lies in its GitHub repository
+FILENAME = "sac+logos+ava1-l14-linearMSE.pth"
+HUB_CLIP = "openai/clip-vit-large-patch14"
+
+
+class AestheticScore(ModelReward):
+    """A predicted rating of the picture alone, about 1 to 10; most pictures of diffusion models get 5 to 7.
+
+    A linear network on the normalised CLIP image embedding. It never sees the prompt, so as the only reward it makes a
+    policy forget its prompts.
+
+    Args:
+        checkpoint: of the head: hub name, local folder that holds ``sac+logos+ava1-l14-linearMSE.pth``, or that file.
+        clip: hub name or local folder of the ``CLIPModel`` that the head was trained on, with its image processor.
+        batch_size: most images in one forward pass.
+        dtype: of CLIP's weights; the head and the scores are float32.
+        device: where the model runs; ``"auto"`` follows the images.
+
+    Source:
+        github.com/christophschuhmann/improved-aesthetic-predictor, simple_inference.py.
+    """
+
+    name = "aesthetic"
+
+    def __init__(
+        self,
+        checkpoint: str = HUB_CHECKPOINT,
+        clip: str = HUB_CLIP,
+        batch_size: int = 16,
+        dtype: Dtype = "float32",
+        device: str = "auto",
+    ) -> None:
+        super().__init__(checkpoint, batch_size, dtype, device)
+        if not clip:
+            raise ValueError("clip='' names nothing. Give a hub name or a local folder.")
+        self.clip = clip
+        self._processor: CLIPImageProcessor | None = None
+
+    def _file_faults(self) -> list[str | None]:
+        key = "AestheticScore.clip"
+        clip = explain_unloadable(self.clip, "config.json", key) or clip_fault(self.clip, key)
+        return [file_fault(self.checkpoint, FILENAME, "AestheticScore.checkpoint"), clip]
+
+    def _build(self) -> nn.Module:
+        from transformers import CLIPImageProcessor
+
+        try:
+            self._processor = CLIPImageProcessor.from_pretrained(source_of(self.clip))
+        except Exception as error:  # whatever the library makes of files that are not a processor's
+            remedy = "Set AestheticScore.clip to a folder that holds a CLIP image processor too."
+            raise unloadable(self.clip, error, remedy) from error
+        clip = clip_model(self.clip, self.dtype, "AestheticScore.clip")
+        head = ScoreHead(clip.visual_projection.out_features)
+        key = "AestheticScore.checkpoint"
+        path = weights_path(self.checkpoint, FILENAME, key)
+        fill(head, read_weights(path, key), path, f"{key} and AestheticScore.clip")
+        return nn.ModuleDict({"vision": clip.vision_model, "projection": clip.visual_projection, "head": head})
+
+    def _score(self, images: Tensor, texts: Tensor) -> Tensor:
+        assert self._processor is not None
+        model = cast(Any, self._model)
+        weight = model["projection"].weight
+        # uint8: the processor takes a float tensor for one that is still to be divided by 255
+        pixels = self._processor(list(images), return_tensors="pt")["pixel_values"].to(weight.device, weight.dtype)
+        embeddings = model["projection"](model["vision"](pixels).pooler_output)
+        scores: Tensor = model["head"](unit(embeddings))
+        return scores

@@ -1,0 +1,123 @@
+"""What the rewards share that compare picture and prompt with a CLIP model of transformers."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, source_of
+from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
+from lit_vgrpo.rewards.weights import unloadable
+
+if TYPE_CHECKING:
+    from transformers import CLIPModel, CLIPProcessor
+
+
+class CLIPReward(ModelReward):
+    """The cosine of a picture's and its prompt's embedding, scaled by a subclass.
+
+    Resize, crop, mean and std are those of the checkpoint's processor; a prompt longer than the context is cut.
+
+    Args:
+        checkpoint: hub name or local folder of a ``CLIPModel``.
+        processor: hub name or local folder of its ``CLIPProcessor``; None takes ``checkpoint``.
+        batch_size: most images in one forward pass.
+        dtype: of the weights; scores are float32.
+        device: where the model runs; ``"auto"`` follows the images.
+    """
+
+    def __init__(self, checkpoint: str, processor: str | None, batch_size: int, dtype: Dtype, device: str) -> None:
+        super().__init__(checkpoint, batch_size, dtype, device)
+        self.processor = processor or checkpoint
+        self._processor: CLIPProcessor | None = None
+
+    @abstractmethod
+    def _scaled(self, cosines: Tensor) -> Tensor:
+        """The scores of cosines, shape ``(b,)``, float32."""
+
+    def _file_faults(self) -> list[str | None]:
+        name = type(self).__name__
+        model_fault = explain_unloadable(self.checkpoint, "config.json", f"{name}.checkpoint")
+        faults = [model_fault or clip_fault(self.checkpoint, f"{name}.checkpoint")]
+        if not (model_fault and self.processor == self.checkpoint):
+            # the one file that a saved processor has in transformers 4 and in transformers 5
+            faults.append(explain_unloadable(self.processor, "tokenizer_config.json", f"{name}.processor"))
+        return faults
+
+    def _build(self) -> nn.Module:
+        from transformers import CLIPProcessor
+
+        name = type(self).__name__
+        try:
+            self._processor = CLIPProcessor.from_pretrained(source_of(self.processor))
+        except Exception as error:  # whatever the library makes of files that are not a processor's
+            remedy = f"Set {name}.processor to a folder that holds a whole CLIP processor."
+            raise unloadable(self.processor, error, remedy) from error
+        return clip_model(self.checkpoint, self.dtype, f"{name}.checkpoint")
+
+    def _read(self, prompts: list[str]) -> Tensor:
+        assert self._processor is not None
+        model = self._clip
+        length = min(self._processor.tokenizer.model_max_length, model.config.text_config.max_position_embeddings)
+        text = self._processor(
+            text=prompts, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+        ).to(model.device)
+        return unit(embedding(model.get_text_features(text["input_ids"], attention_mask=text["attention_mask"])))
+
+    def _score(self, images: Tensor, texts: Tensor) -> Tensor:
+        assert self._processor is not None
+        model = self._clip
+        # uint8: the processor takes a float tensor for one that is still to be divided by 255
+        pixels = self._processor.image_processor(list(images), return_tensors="pt")["pixel_values"]
+        features = embedding(model.get_image_features(pixels.to(model.device, model.dtype)))
+        return self._scaled((unit(features) * texts).sum(-1))
+
+    @property
+    def _clip(self) -> Any:
+        return cast(Any, self._model)
+
+
+def clip_model(checkpoint: str, dtype: Dtype, what_to_set: str) -> CLIPModel:
+    """Load a ``CLIPModel``.
+
+    Raises:
+        LoadError: the folder does not hold a whole one.
+    """
+    from transformers import CLIPModel
+
+    remedy = f"Set {what_to_set} to a folder that holds a whole CLIP checkpoint."
+    library = cast(Any, CLIPModel)  # its annotation leaves the second value out
+    try:
+        model, found = library.from_pretrained(
+            source_of(checkpoint), dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    except Exception as error:  # whatever the library makes of files that are not a model's
+        raise unloadable(checkpoint, error, remedy) from error
+    if missing := sorted(found["missing_keys"]):  # the library would go on with random ones
+        raise LoadError(f"Cannot load {checkpoint}: {len(missing)} weights missing, such as {missing[0]}. {remedy}")
+    return cast("CLIPModel", model)
+
+
+def clip_fault(checkpoint: str, what_to_set: str) -> str | None:
+    """Why the ``config.json`` of a local folder is not a CLIP model's, in one line, or None."""
+    folder = local_folder(checkpoint)
+    if folder is None:
+        return None
+    remedy = f"Set {what_to_set} to a folder of a CLIP model."
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        return f"{folder / 'config.json'} is not JSON ({error}). {remedy}"
+    family = config.get("model_type") if isinstance(config, dict) else None
+    if family != "clip":
+        return f"{folder} holds a model of type {family!r}, not 'clip'. {remedy}"
+    return None
+
+
+def embedding(features: Any) -> Tensor:
+    """The tensor of ``get_image_features``: transformers 5 returns an output object there, transformers 4 a tensor."""
+    return features if isinstance(features, Tensor) else cast(Tensor, features.pooler_output)

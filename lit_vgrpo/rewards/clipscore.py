@@ -1,0 +1,43 @@
+"""CLIPScore: how well a picture fits its prompt, for a CLIP model as it was pre-trained."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lit_vgrpo.rewards.clip import CLIPReward
+from lit_vgrpo.rewards.model import Dtype
+
+HUB_CHECKPOINT = "openai/clip-vit-large-patch14"
+
+
+class CLIPScore(CLIPReward):
+    """``100 * max(cos, 0)`` of picture and prompt, 0 to 100; about 20 to 35 for pictures that fit their prompts.
+
+    The score of ``torchmetrics.functional.multimodal.clip_score``, which only gives the mean over its images. A prompt
+    longer than the context keeps its end token here, without which CLIP would embed the start token alone.
+
+    Args:
+        checkpoint: hub name or local folder of a ``CLIPModel``; torchmetrics' default.
+        processor: hub name or local folder of its ``CLIPProcessor``; None takes ``checkpoint``.
+        batch_size: most images in one forward pass.
+        dtype: of the weights; scores are float32.
+        device: where the model runs; ``"auto"`` follows the images.
+
+    Source:
+        arXiv 2104.08718, whose factor is 2.5 where torchmetrics and most tables have 100.
+    """
+
+    name = "clipscore"
+
+    def __init__(
+        self,
+        checkpoint: str = HUB_CHECKPOINT,
+        processor: str | None = None,
+        batch_size: int = 16,
+        dtype: Dtype = "float32",
+        device: str = "auto",
+    ) -> None:
+        super().__init__(checkpoint, processor, batch_size, dtype, device)
+
+    def _scaled(self, cosines: Tensor) -> Tensor:
+        return 100 * cosines.clamp(min=0)

@@ -1,0 +1,99 @@
+"""HPS v2: a CLIP model fine-tuned on people's choices between generated pictures."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lit_vgrpo.errors import suggestion
+from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
+from lit_vgrpo.rewards.pixels import letterboxed
+from lit_vgrpo.rewards.weights import file_fault, fill, read_weights, weights_path
+
+HUB_CHECKPOINT = "xswu/HPSv2"
+FILENAME = "HPS_v2.1_compressed.pt"
+
+
+class HPSv2(ModelReward):
+    """The cosine of picture and prompt in HPS v2.1; about 0.2 to 0.35, which papers give as 20 to 35.
+
+    A picture is enlarged or shrunk until its longer side fits, and padded with black: nothing of it is cut off. The
+    resize has antialiasing, as torchvision has by default since 0.17; the published code leaves it to the version.
+
+    Args:
+        checkpoint: hub name, local folder that holds ``HPS_v2.1_compressed.pt``, or such a file; HPS v2.0's file
+            ``HPS_v2_compressed.pt`` fits too.
+        model: the checkpoint's architecture, a name that open_clip knows.
+        batch_size: most images in one forward pass.
+        dtype: of the weights; scores are float32.
+        device: where the model runs; ``"auto"`` follows the images.
+
+    Source:
+        arXiv 2306.09341; github.com/tgxs002/HPSv2, hpsv2/img_score.py and hpsv2/src/open_clip/transform.py.
+    """
+
+    name = "hpsv2"
+    package = "open_clip"
+    extra = "hps"
+
+    def __init__(
+        self,
+        checkpoint: str = HUB_CHECKPOINT,
+        model: str = "ViT-H-14",
+        batch_size: int = 16,
+        dtype: Dtype = "float32",
+        device: str = "auto",
+    ) -> None:
+        super().__init__(checkpoint, batch_size, dtype, device)
+        self.model = model
+        self._tokenizer: Any = None
+
+    def _file_faults(self) -> list[str | None]:
+        return [file_fault(self.checkpoint, FILENAME, "HPSv2.checkpoint"), self._model_fault()]
+
+    def _build(self) -> nn.Module:
+        import open_clip
+
+        path = weights_path(self.checkpoint, FILENAME, "HPSv2.checkpoint")
+        weights = read_weights(path, "HPSv2.checkpoint")
+        threshold = logging.root.manager.disable
+        logging.disable(logging.WARNING)  # it would warn that the weights are random: they are filled in below
+        try:
+            model = open_clip.create_model(self.model)
+        finally:
+            logging.disable(threshold)
+        fill(model, weights, path, "HPSv2.checkpoint and HPSv2.model")
+        self._tokenizer = open_clip.get_tokenizer(self.model)
+        return model.to(getattr(torch, self.dtype))
+
+    def _read(self, prompts: list[str]) -> Tensor:
+        model = self._open_clip
+        return unit(model.encode_text(self._tokenizer(prompts).to(model.logit_scale.device)))
+
+    def _score(self, images: Tensor, texts: Tensor) -> Tensor:
+        model = self._open_clip
+        size = model.visual.image_size
+        pixels = letterboxed(images, size[0] if isinstance(size, tuple) else size)
+        return (unit(model.encode_image(pixels.to(model.logit_scale.dtype))) * texts).sum(-1)
+
+    @property
+    def _open_clip(self) -> Any:
+        return cast(Any, self._model)
+
+    def _model_fault(self) -> str | None:
+        spec = find_spec("open_clip")
+        if spec is None or spec.origin is None:
+            return None
+        if (Path(spec.origin).parent / "model_configs" / f"{self.model}.json").is_file():
+            return None  # known without the import, which takes seconds
+        import open_clip
+
+        known = open_clip.list_models()
+        if self.model in known:
+            return None
+        return f"HPSv2.model={self.model} is unknown to open_clip. {suggestion(self.model, known)}"

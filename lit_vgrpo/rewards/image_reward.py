@@ -1,0 +1,108 @@
+"""ImageReward: BLIP reads picture and prompt together, trained on people's rankings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, source_of
+from lit_vgrpo.rewards.blip import blip_modules, renamed
+from lit_vgrpo.rewards.model import Dtype, ModelReward
+from lit_vgrpo.rewards.pixels import centre_cropped
+from lit_vgrpo.rewards.weights import file_fault, fill, read_weights, unloadable, weights_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HUB_CHECKPOINT = "THUDM/ImageReward"
+FILENAME = "ImageReward.pt"
+HUB_TOKENIZER = "google-bert/bert-base-uncased"
+BLIP_TOKENS = ["[DEC]", "[ENC]"]  # BLIP adds them behind BERT's vocabulary, in this order
+MAX_LENGTH = 35  # tokens of a prompt
+MEAN, STD = 0.16717362830052426, 1.0333394966054072  # published with the model: they standardise its bare scores
+KEY = "ImageReward.checkpoint"
+
+
+class ImageReward(ModelReward):
+    """How well a picture fits its prompt and pleases, standardised: most scores lie between -2.3 and 2.
+
+    Args:
+        checkpoint: hub name, local folder that holds ``ImageReward.pt``, or such a file. The sizes are read off it.
+        tokenizer: hub name or local folder of BERT's tokenizer; None takes the checkpoint's folder where it holds one,
+            else ``google-bert/bert-base-uncased``.
+        batch_size: most images in one forward pass.
+        dtype: of BLIP's weights; the head and the scores are float32.
+        device: where the model runs; ``"auto"`` follows the images.
+
+    Source:
+        arXiv 2304.05977; github.com/THUDM/ImageReward, ImageReward/ImageReward.py; github.com/salesforce/BLIP,
+        models/vit.py and models/med.py.
+    """
+
+    name = "image_reward"
+
+    def __init__(
+        self,
+        checkpoint: str = HUB_CHECKPOINT,
+        tokenizer: str | None = None,
+        batch_size: int = 16,
+        dtype: Dtype = "float32",
+        device: str = "auto",
+    ) -> None:
+        super().__init__(checkpoint, batch_size, dtype, device)
+        self.tokenizer = tokenizer or _tokenizer_beside(checkpoint)
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def _file_faults(self) -> list[str | None]:
+        tokenizer = explain_unloadable(self.tokenizer, "tokenizer_config.json", "ImageReward.tokenizer")
+        return [file_fault(self.checkpoint, FILENAME, KEY), tokenizer]
+
+    def _build(self) -> nn.Module:
+        from transformers import BertTokenizer
+
+        try:
+            self._tokenizer = BertTokenizer.from_pretrained(source_of(self.tokenizer))
+        except Exception as error:  # whatever the library makes of files that are not a tokenizer's
+            remedy = "Set ImageReward.tokenizer to a folder that holds BERT's tokenizer."
+            raise unloadable(self.tokenizer, error, remedy) from error
+        self._tokenizer.add_tokens(BLIP_TOKENS, special_tokens=True)
+        path = weights_path(self.checkpoint, FILENAME, KEY)
+        weights = renamed(read_weights(path, KEY))
+        try:
+            model = blip_modules(weights)
+        except KeyError as error:
+            raise LoadError(f"Cannot load {path}: it holds no {error.args[0]}. Set {KEY} to {FILENAME}.") from error
+        fill(model, weights, path, KEY)
+        for part in ("vision", "text"):
+            model[part].to(getattr(torch, self.dtype))
+        return model
+
+    def _read(self, prompts: list[str]) -> Tensor:
+        """Shape ``(N, 2, 35)``: the tokens, and which of them count."""
+        assert self._tokenizer is not None
+        text = self._tokenizer(
+            prompts, padding="max_length", truncation=True, max_length=MAX_LENGTH, return_tensors="pt"
+        )
+        return torch.stack([text["input_ids"], text["attention_mask"]], dim=1).to(self._blip["vision"].device)
+
+    def _score(self, images: Tensor, texts: Tensor) -> Tensor:
+        vision, text, head = (self._blip[part] for part in ("vision", "text", "head"))
+        pixels = centre_cropped(images, vision.config.image_size)
+        patches = vision(pixels.to(vision.dtype)).last_hidden_state
+        words = text(texts[:, 0], attention_mask=texts[:, 1], encoder_hidden_states=patches).last_hidden_state
+        scores: Tensor = head(words[:, 0])
+        return (scores - MEAN) / STD
+
+    @property
+    def _blip(self) -> Any:
+        return cast(Any, self._model)
+
+
+def _tokenizer_beside(checkpoint: str) -> str:
+    folder: Path | None = local_folder(checkpoint)
+    if folder is not None and not folder.is_dir():
+        folder = folder.parent
+    return str(folder) if folder is not None and (folder / "tokenizer_config.json").is_file() else HUB_TOKENIZER

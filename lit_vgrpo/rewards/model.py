@@ -1,0 +1,134 @@
+"""What the rewards share that run a checkpoint."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lit_vgrpo.hub import LoadError, quiet_libraries
+from lit_vgrpo.rewards.base import Reward, to_uint8
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class ModelReward(Reward):
+    """Scores with a frozen model, loaded once; each distinct prompt of a call is read once.
+
+    A subclass defines :meth:`_build`, :meth:`_score` and, where the prompt counts, :meth:`_read`.
+
+    Args:
+        checkpoint: hub name or local path.
+        batch_size: most images in one forward pass.
+        dtype: of the model's weights; scores are float32.
+        device: where the model runs; ``"auto"`` follows the images. With ``"cpu"`` it does not compete with the policy,
+            so it may run in a thread.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    package: str | None = None
+    """What the model needs beside the plain install; ``extra`` installs it."""
+    extra: str = ""
+
+    def __init__(self, checkpoint: str, batch_size: int, dtype: Dtype, device: str) -> None:
+        if not checkpoint:
+            raise ValueError("checkpoint='' names nothing. Give a hub name or a local path.")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} is too small. Use 1 or more.")
+        if dtype not in get_args(Dtype):
+            raise ValueError(f"dtype={dtype!r} is unknown. Use one of: {', '.join(get_args(Dtype))}.")
+        if device != "auto":
+            try:
+                torch.device(device)
+            except RuntimeError as error:
+                raise ValueError(f"device={device!r} is unknown. Use auto, cpu, cuda or cuda:1.") from error
+        self.checkpoint = checkpoint
+        self.batch_size = batch_size
+        self.dtype = dtype
+        self.device = device
+        self.concurrent = device == "cpu"
+        self._model: nn.Module | None = None
+
+    def check(self) -> list[str]:
+        """A missing package or file, a model of another family, or weights that are neither cached nor reachable."""
+        missing = self._missing_package()
+        return [fault for fault in (missing, *self._file_faults()) if fault]
+
+    def load(self) -> None:
+        """Load the model; a second call does nothing.
+
+        Raises:
+            ModuleNotFoundError: its package is not installed.
+            LoadError: another fault of :meth:`check`, or files that do not hold what they should.
+        """
+        if self._model is not None:
+            return
+        if missing := self._missing_package():
+            raise ModuleNotFoundError(missing)
+        for fault in self._file_faults():
+            if fault:
+                raise LoadError(fault)
+        with quiet_libraries():
+            self._model = self._build().eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+        self.load()
+        assert self._model is not None
+        device = images.device if self.device == "auto" else torch.device(self.device)
+        self._model.to(device)
+        if not prompts:
+            return torch.zeros(0)
+        pixels, texts = to_uint8(images).to(device), self._texts(prompts)
+        scores = [
+            self._score(pixels[start : start + self.batch_size], texts[start : start + self.batch_size])
+            for start in range(0, len(prompts), self.batch_size)
+        ]
+        return torch.cat(scores).float().to(images.device)
+
+    @abstractmethod
+    def _build(self) -> nn.Module:
+        """The model with its weights, on the CPU; what else is needed may be kept on the side."""
+
+    @abstractmethod
+    def _score(self, images: Tensor, texts: Tensor) -> Tensor:
+        """One forward pass.
+
+        Args:
+            images: shape ``(b, 3, H, W)``, uint8, on the model's device.
+            texts: what :meth:`_read` made of their prompts, first dimension b.
+
+        Returns:
+            Shape ``(b,)``.
+        """
+
+    def _read(self, prompts: list[str]) -> Tensor:
+        """What a forward pass needs of each prompt, on the model's device; here nothing."""
+        return torch.zeros(len(prompts), 0)
+
+    def _file_faults(self) -> list[str | None]:
+        """What is wrong with the files, as far as can be seen without loading them."""
+        return []
+
+    def _texts(self, prompts: list[str]) -> Tensor:
+        distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
+        place = {prompt: number for number, prompt in enumerate(distinct)}
+        read = [
+            self._read(distinct[start : start + self.batch_size]) for start in range(0, len(distinct), self.batch_size)
+        ]
+        return torch.cat(read)[[place[prompt] for prompt in prompts]]
+
+    def _missing_package(self) -> str | None:
+        if self.package is None or find_spec(self.package) is not None:
+            return None
+        return f'{type(self).__name__} needs {self.package}. Run: pip install "lit-vgrpo[{self.extra}]"'
+
+
+def unit(features: Tensor) -> Tensor:
+    """Embeddings of length 1, in float32."""
+    return nn.functional.normalize(features.float(), dim=-1)

@@ -1,0 +1,112 @@
+"""Single files of weights, as the scorers publish them, read without unpickling anything but tensors."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder
+from lit_vgrpo.paths import resolve_path
+
+SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".safetensors"})
+
+
+def file_fault(checkpoint: str, filename: str, what_to_set: str) -> str | None:
+    """Why a file of weights cannot be had, in one line, or None.
+
+    Args:
+        checkpoint: the file itself, a local folder that holds ``filename``, or a hub name.
+        filename: what the file is called where it is published.
+        what_to_set: the recipe's key of the checkpoint, for the message.
+    """
+    path = _as_file(checkpoint)
+    if path is None:
+        return explain_unloadable(checkpoint, filename, what_to_set)
+    if not path.is_file():
+        return f"{path} is not a file. Set {what_to_set} to {filename}, to a folder that holds it, or to a hub name."
+    return None
+
+
+def weights_path(checkpoint: str, filename: str, what_to_set: str) -> Path:
+    """The file of a checkpoint that :func:`file_fault` finds nothing wrong with; from the hub it is downloaded once.
+
+    Raises:
+        LoadError: the download failed.
+    """
+    path = _as_file(checkpoint)
+    if path is not None:
+        return path
+    folder = local_folder(checkpoint)
+    if folder is not None:
+        return folder / filename
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(checkpoint, filename))
+    except (OSError, ValueError) as error:
+        raise unloadable(f"{filename} of {checkpoint}", error, f"Set {what_to_set} to the file.") from error
+
+
+def read_weights(path: Path, what_to_set: str) -> dict[str, Tensor]:
+    """The tensors of a file by name, on the CPU; those of ``state_dict`` where the file holds more.
+
+    Raises:
+        LoadError: the file holds no tensors, or something that would have to be unpickled.
+    """
+    remedy = f"Set {what_to_set} to a file of weights."
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # readers of zip and pickle files raise nearly anything on a foreign file
+        raise LoadError(
+            f"Cannot load {path}: not a file of tensors alone ({type(error).__name__}). {remedy}"
+        ) from error
+    if isinstance(content, Mapping):
+        content = content.get("state_dict", content)
+    if not (isinstance(content, Mapping) and content and all(isinstance(w, Tensor) for w in content.values())):
+        raise LoadError(f"Cannot load {path}: it holds no weights by name. {remedy}")
+    return {str(name).removeprefix("module."): weight for name, weight in content.items()}
+
+
+def fill(model: nn.Module, weights: Mapping[str, Tensor], path: Path, what_to_set: str) -> None:
+    """Copy weights into a model, each of them into its place.
+
+    Raises:
+        LoadError: weights of another model.
+    """
+    places = model.state_dict()
+    faults = {
+        "missing": [name for name in places if name not in weights],
+        "unknown": [name for name in weights if name not in places],
+        "of another shape": [n for n, weight in weights.items() if n in places and weight.shape != places[n].shape],
+    }
+    found = [f"{len(names)} weights {what}, such as {names[0]}" for what, names in faults.items() if names]
+    if found:
+        raise LoadError(
+            f"Cannot load {path}: it holds another model ({'; '.join(found)}). Set {what_to_set} to its own."
+        )
+    model.load_state_dict(weights)
+
+
+def unloadable(checkpoint: str, error: Exception, remedy: str) -> LoadError:
+    """A library's own words on a checkpoint, cut to one line."""
+    reason = one_line(str(error).strip().split("\n")[0]).rstrip(".") or type(error).__name__
+    return LoadError(f"Cannot load {checkpoint}: {reason}. {remedy}")
+
+
+def _as_file(checkpoint: str) -> Path | None:
+    try:
+        path = resolve_path(checkpoint)
+    except ValueError:
+        return None  # said where it is taken for a folder
+    return path if path.is_file() or (path.suffix in SUFFIXES and not path.is_dir()) else None

@@ -1,0 +1,100 @@
+import clip_pixels
+import pytest
+import scorer_files
+import torch
+from torch.nn import functional as F
+
+from lit_vgrpo.rewards import hps, model
+from lit_vgrpo.rewards.hps import HPSv2
+from lit_vgrpo.rewards.pixels import letterboxed
+
+PROMPTS = ["a red cat", "ein blauer Bär, 猫", "two dogs"]
+SIZES = [(48, 40), (32, 32), (32, 20), (20, 24), (200, 333)]
+
+
+@pytest.fixture(scope="module")
+def reward(hps_checkpoint):
+    folder, name = hps_checkpoint
+    return HPSv2(str(folder), model=name)
+
+
+def published_pixels(image, size):
+    """HPSv2's ResizeMaxSize in float64: the longer side to ``size``, black on both sides of the shorter one."""
+    height, width = image.shape[1:]
+    longer = max(height, width)
+    new = (round(height * size / longer), round(width * size / longer))
+    resized = F.interpolate(image[None].double(), new, mode="bicubic", antialias=True, align_corners=False)
+    square = torch.zeros(1, 3, size, size, dtype=torch.float64)
+    top, left = (size - new[0]) // 2, (size - new[1]) // 2
+    square[:, :, top : top + new[0], left : left + new[1]] = resized
+    mean, std = (torch.tensor(values).double()[None, :, None, None] for values in (clip_pixels.MEAN, clip_pixels.STD))
+    return (square - mean) / std
+
+
+@torch.no_grad()
+def plain_score(folder, image, prompt):
+    import open_clip
+
+    clip = open_clip.CLIP(**scorer_files.OPEN_CLIP_CONFIG).double().eval()
+    clip.load_state_dict(torch.load(folder / "HPS_v2.1_compressed.pt")["state_dict"])
+    a = clip.encode_image(published_pixels(image, 32))[0]
+    b = clip.encode_text(open_clip.tokenize([prompt], context_length=12))[0]
+    return float(a @ b / (a.norm() * b.norm()))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_scores_are_the_published_arithmetic(hps_checkpoint, reward, size):
+    images = torch.stack([clip_pixels.photo(*size, seed) for seed in range(3)])
+    scores = reward(images, PROMPTS, [{}] * 3)
+    expected = torch.tensor([plain_score(hps_checkpoint[0], i, p) for i, p in zip(images, PROMPTS, strict=True)])
+    assert expected.std() > 0.02  # else nothing is compared
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_preprocessing_is_the_published_one(size):
+    image = clip_pixels.photo(*size)
+    pixels = letterboxed((image * 255).round().to(torch.uint8)[None], 32)
+    assert pixels.shape == (1, 3, 32, 32)
+    torch.testing.assert_close(pixels.double(), published_pixels(image, 32), atol=1e-5, rtol=0)
+
+
+def test_a_long_prompt_is_cut_to_the_context_and_keeps_its_end(reward):
+    images = clip_pixels.photo(40, 40)[None].expand(3, -1, -1, -1)
+    scores = reward(images, ["a " * 10, "a " * 10 + "b b", "a " * 9 + "b b"], [{}] * 3)  # start, 10 words, end
+    assert scores[0] == scores[1]
+    assert scores[0] != scores[2]
+
+
+def test_the_file_itself_and_safetensors_are_read_too(hps_checkpoint, reward, tmp_path):
+    from safetensors.torch import save_file
+
+    folder, name = hps_checkpoint
+    path = folder / "HPS_v2.1_compressed.pt"
+    save_file(torch.load(path)["state_dict"], tmp_path / "hps.safetensors")
+    batch = (clip_pixels.photo(40, 40)[None], ["a cat"], [{}])
+    for other in (path, tmp_path / "hps.safetensors"):
+        assert torch.equal(HPSv2(str(other), model=name)(*batch), reward(*batch))
+
+
+def test_an_unknown_architecture_is_a_fault(hps_checkpoint):
+    (fault,) = HPSv2(str(hps_checkpoint[0]), model="ViT-H14").check()
+    assert fault == "HPSv2.model=ViT-H14 is unknown to open_clip. Did you mean ViT-H-14?"
+
+
+def test_weights_of_another_architecture_are_one_line(hps_checkpoint, tmp_path):
+    scorer_files.write_hps(tmp_path, "wider-hps", embed_dim=24)
+    reward = HPSv2(str(hps_checkpoint[0]), model="wider-hps")
+    said = r"it holds another model \(2 weights of another shape, .*\)\. Set HPSv2\.checkpoint and HPSv2\.model to"
+    with pytest.raises(RuntimeError, match=said) as caught:
+        reward.load()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_open_clip_is_said_with_the_command(hps_checkpoint, monkeypatch):
+    for module in (hps, model):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    reward = HPSv2(str(hps_checkpoint[0]))
+    assert reward.check() == ['HPSv2 needs open_clip. Run: pip install "lit-vgrpo[hps]"']
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "lit-vgrpo\[hps\]"'):
+        reward.load()

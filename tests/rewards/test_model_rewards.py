@@ -1,0 +1,214 @@
+"""What holds for every reward that runs a checkpoint."""
+
+import pickle
+import shutil
+import subprocess
+import sys
+
+import clip_pixels
+import pytest
+import torch
+
+from lit_vgrpo.rewards import AestheticScore, CLIPScore, HPSv2, ImageReward, PickScore, Weighted
+
+PROMPTS = ["a red cat", "a dog", "a red cat", "the long way " * 40, "a dog"]
+ALL = [PickScore, CLIPScore, HPSv2, ImageReward, AestheticScore]
+FROM_FILES = [HPSv2, ImageReward, AestheticScore]
+WITH_HEAD = [ImageReward, AestheticScore]
+
+
+@pytest.fixture(scope="session")
+def images():
+    return torch.stack([clip_pixels.photo(52, 44, seed) for seed in range(5)])
+
+
+@pytest.fixture
+def build(clip_folder, hps_checkpoint, image_reward_folder, aesthetic_file):
+    """Any of the rewards on its tiny checkpoint; keywords override."""
+    hps_folder, architecture = hps_checkpoint
+    tiny = {
+        PickScore: {"checkpoint": str(clip_folder)},
+        CLIPScore: {"checkpoint": str(clip_folder)},
+        HPSv2: {"checkpoint": str(hps_folder), "model": architecture},
+        ImageReward: {"checkpoint": str(image_reward_folder), "tokenizer": str(image_reward_folder)},
+        AestheticScore: {"checkpoint": str(aesthetic_file), "clip": str(clip_folder)},
+    }
+    return lambda kind, **changes: kind(**{**tiny[kind], **changes})
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_whole_checkpoint_has_no_fault(build, kind):
+    assert build(kind).check() == []
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_neither_batch_size_nor_neighbours_matter(build, images, kind):
+    scores = build(kind, batch_size=2)(images, PROMPTS, [{}] * 5)
+    assert scores.shape == (5,)
+    assert scores.dtype == torch.float32
+    assert scores.std() > 1e-3
+    together = build(kind, batch_size=64)
+    torch.testing.assert_close(scores, together(images, PROMPTS, [{}] * 5), atol=1e-4, rtol=1e-5)
+    alone = torch.cat([together(images[i : i + 1], PROMPTS[i : i + 1], [{}]) for i in range(5)])
+    torch.testing.assert_close(scores, alone, atol=1e-4, rtol=1e-5)
+    assert together(images[:0], [], []).shape == (0,)
+
+
+@pytest.mark.parametrize("kind", [PickScore, CLIPScore, HPSv2, ImageReward])
+def test_each_distinct_prompt_is_read_once(build, images, kind, monkeypatch):
+    reward, read = build(kind, batch_size=2), []
+    reward.load()
+    before = reward._read
+    monkeypatch.setattr(reward, "_read", lambda prompts: read.extend(prompts) or before(prompts))
+    reward(images, PROMPTS, [{}] * 5)
+    assert read == list(dict.fromkeys(PROMPTS))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_bfloat16_weights_give_float32_scores_nearby(build, images, kind):
+    exact = build(kind)(images, PROMPTS, [{}] * 5)
+    half = build(kind, dtype="bfloat16")
+    scores = half(images, PROMPTS, [{}] * 5)
+    dtypes = {name.startswith("head."): weight.dtype for name, weight in half._model.named_parameters()}
+    assert dtypes == {False: torch.bfloat16, **({True: torch.float32} if kind in WITH_HEAD else {})}
+    assert scores.dtype == torch.float32
+    assert not torch.equal(scores, exact)
+    tolerance = {CLIPScore: 3.0, ImageReward: 0.1, AestheticScore: 0.05}.get(kind, 0.1)
+    torch.testing.assert_close(scores, exact, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_the_model_is_frozen_and_loaded_once(build, images, kind):
+    reward = build(kind)
+    reward.load()
+    model = reward._model
+    assert not any(module.training for module in model.modules())
+    assert not any(weight.requires_grad for weight in model.parameters())
+    assert not reward(images.clone().requires_grad_(), PROMPTS, [{}] * 5).requires_grad
+    assert reward._model is model
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_images_count_as_files_hold_them(build, images, kind):
+    reward = build(kind)
+    nudged = images + 0.4 / 255 * torch.sign(0.5 - images)
+    assert torch.equal(reward(nudged, PROMPTS, [{}] * 5), reward(images, PROMPTS, [{}] * 5))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_it_counts_as_a_part(build, images, kind):
+    reward = build(kind)
+    batch = Weighted([reward]).score(images, PROMPTS, [{}] * 5)
+    assert batch.ok.all()
+    torch.testing.assert_close(batch.parts[kind.name], reward(images, PROMPTS, [{}] * 5))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_loading_and_scoring_say_nothing(build, images, kind, capfd, caplog):
+    build(kind)(images, PROMPTS, [{}] * 5)
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_only_on_a_cpu_of_its_own_it_runs_beside_the_policy(kind):
+    assert not kind().concurrent
+    assert not kind(device="cuda:1").concurrent
+    assert kind(device="cpu").concurrent
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"batch_size": 0}, "batch_size=0 is too small."),
+        ({"dtype": "int8"}, "dtype='int8' is unknown."),
+        ({"device": "gpu"}, "device='gpu' is unknown."),
+        ({"checkpoint": ""}, "checkpoint='' names nothing."),
+    ],
+)
+def test_wrong_arguments_are_refused(kind, arguments, said):
+    with pytest.raises(ValueError, match=f"^{said}"):
+        kind(**arguments)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_published_name_that_cannot_be_reached_is_said_in_one_line(kind, monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    faults = kind().check()
+    assert faults
+    assert any(fault.startswith(f"Cannot load {kind().checkpoint}: not in the local cache") for fault in faults)
+    assert not any("\n" in fault for fault in faults)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_missing_folder_or_file_is_a_fault(build, kind, tmp_path):
+    for missing in ("no", "no.pt"):
+        path = tmp_path / missing
+        faults = build(kind, checkpoint=str(path)).check()
+        assert faults[0].startswith(f"{path} is not a f")
+        assert f"Set {kind.__name__}.checkpoint to" in faults[0]
+        with pytest.raises(RuntimeError, match=r"is not a f.*Set "):
+            build(kind, checkpoint=str(path)).load()
+
+
+@pytest.mark.parametrize("kind", FROM_FILES)
+def test_an_empty_folder_is_a_fault(build, kind, tmp_path):
+    (fault,) = build(kind, checkpoint=str(tmp_path)).check()
+    assert fault.startswith(f"{tmp_path} holds no ")
+    assert f"Set {kind.__name__}.checkpoint to" in fault
+
+
+@pytest.mark.parametrize("kind", [PickScore, CLIPScore, AestheticScore])
+def test_a_clip_folder_that_lacks_a_weight_is_one_line(build, kind, clip_folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(clip_folder, tmp_path / "clip")
+    weights = load_file(folder / "model.safetensors")
+    del weights["visual_projection.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    argument = "clip" if kind is AestheticScore else "checkpoint"
+    said = (
+        rf"^Cannot load .*: 1 weights missing, such as visual_projection\.weight\. Set {kind.__name__}\.{argument} to"
+    )
+    with pytest.raises(RuntimeError, match=said):
+        build(kind, **{argument: str(folder)}).load()
+
+
+class Trap:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self):
+        return (exec, ("import pathlib; pathlib.Path('trapped').touch()",))
+
+
+@pytest.mark.parametrize("kind", FROM_FILES)
+@pytest.mark.parametrize("content", ["noise", "picture", "trap", "trap in zip", "numbers", "safetensors"])
+def test_a_file_without_weights_is_one_line_and_runs_nothing(build, kind, content, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / ("bad.safetensors" if content == "safetensors" else "bad.pt")
+    if content == "trap in zip":
+        torch.save({"state_dict": Trap()}, path)
+    elif content == "numbers":
+        torch.save({"epoch": 3}, path)
+    else:
+        trap = pickle.dumps(Trap(), protocol=2)
+        path.write_bytes({"trap": trap, "picture": b"\x89PNG\r\n\x1a\n" + bytes(99)}.get(content, b"noise" * 99))
+    with pytest.raises(
+        RuntimeError, match=rf"^Cannot load .*bad\.\w+: .* Set {kind.__name__}\.checkpoint to"
+    ) as caught:
+        build(kind, checkpoint=str(path)).load()
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_building_one_loads_nothing():
+    names = ", ".join(kind.__name__ for kind in ALL)
+    code = (
+        f"import sys; from lit_vgrpo.rewards import {names}; [kind() for kind in ({names})];"
+        "print({'transformers', 'open_clip', 'torchvision', 'lightning'} & set(sys.modules))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout == "set()\n", ran.stderr
