@@ -1,4 +1,4 @@
-"""Compressibility: how few bytes a picture takes as a JPEG."""
+"""Compressibility: how few, or how many, bytes a picture takes as a JPEG."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lit_vgrpo.rewards.base import Reward, to_uint8
+from lit_vgrpo.rewards.base import Reward, to_pil
 
 BYTES_PER_KILOBYTE = 1000
 
 
 class JPEGCompressibility(Reward):
-    """Minus the size in kilobytes (1000 bytes) of the image as a JPEG.
+    """Minus the size in kilobytes (1000 bytes) of the image as a JPEG, in (-inf, 0).
+
+    Flow-GRPO divides it by 500: ``Weighted([JPEGCompressibility()], weights=[1 / 500])``.
 
     Args:
         quality: JPEG quality of PIL, 1 to 95.
@@ -25,6 +27,7 @@ class JPEGCompressibility(Reward):
     """
 
     name = "jpeg"
+    concurrent = True
 
     def __init__(self, quality: int = 95) -> None:
         if not isinstance(quality, int) or isinstance(quality, bool):
@@ -34,11 +37,37 @@ class JPEGCompressibility(Reward):
         self.quality = quality
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        pictures = to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()
-        sizes = [self._size(Image.fromarray(picture)) for picture in pictures]
-        return torch.tensor([-size / BYTES_PER_KILOBYTE for size in sizes], dtype=torch.float32)
+        return -self.kilobytes(images)
 
-    def _size(self, picture: Image.Image) -> int:
+    def kilobytes(self, images: Tensor) -> Tensor:
+        """The size of each image's file.
+
+        Args:
+            images: shape ``(B, 3, H, W)``, float in [0, 1].
+
+        Returns:
+            Shape ``(B,)``, float32, in 1000 bytes.
+        """
+        sizes = [self._bytes(picture) for picture in to_pil(images)]
+        return torch.tensor(sizes, dtype=torch.float32) / BYTES_PER_KILOBYTE
+
+    def _bytes(self, picture: Image.Image) -> int:
         buffer = io.BytesIO()
         picture.save(buffer, format="JPEG", quality=self.quality)
         return buffer.tell()
+
+
+class JPEGIncompressibility(JPEGCompressibility):
+    """The size in kilobytes (1000 bytes) of the image as a JPEG, in (0, inf).
+
+    Args:
+        quality: JPEG quality of PIL, 1 to 95.
+
+    Source:
+        arXiv 2305.13301 (DDPO), the incompressibility reward.
+    """
+
+    name = "jpeg_size"
+
+    def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+        return self.kilobytes(images)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_vgrpo.rewards import JPEGCompressibility
+from lit_vgrpo.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
 
 
 def test_it_is_minus_the_kilobytes_of_the_file(tmp_path):
@@ -27,7 +27,22 @@ def test_a_flat_picture_beats_noise_and_low_quality_beats_high():
     assert JPEGCompressibility(quality=10)(noise, ["a"], [{}]) > scores[1]
 
 
+def test_incompressibility_is_its_negative():
+    images = torch.rand(3, 3, 24, 40, generator=torch.Generator().manual_seed(0))
+    larger = JPEGIncompressibility(quality=80)(images, ["a"] * 3, [{}] * 3)
+    assert larger.dtype == torch.float32
+    assert (larger > 0).all()
+    torch.testing.assert_close(larger, -JPEGCompressibility(quality=80)(images, ["a"] * 3, [{}] * 3))
+
+
+def test_the_two_have_keys_of_their_own_and_run_beside_the_rollout():
+    assert (JPEGCompressibility.name, JPEGIncompressibility.name) == ("jpeg", "jpeg_size")
+    assert JPEGCompressibility.concurrent
+    assert JPEGIncompressibility.concurrent
+
+
+@pytest.mark.parametrize("reward", [JPEGCompressibility, JPEGIncompressibility])
 @pytest.mark.parametrize(("quality", "error"), [(0, ValueError), (96, ValueError), (50.0, TypeError)])
-def test_a_wrong_quality_is_refused(quality, error):
+def test_a_wrong_quality_is_refused(reward, quality, error):
     with pytest.raises(error, match=f"quality={quality}"):
-        JPEGCompressibility(quality=quality)
+        reward(quality=quality)

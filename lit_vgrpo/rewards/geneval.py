@@ -1,0 +1,158 @@
+"""GenEval: whether a picture shows the objects, numbers, colours and positions of its prompt."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.hub import LoadError, quiet_libraries
+from lit_vgrpo.rewards.base import Reward, to_pil, to_uint8
+from lit_vgrpo.rewards.geneval_colors import ColorClassifier, color_model_fault, object_crop
+from lit_vgrpo.rewards.geneval_detector import ObjectDetector, class_names, detector_config, detector_fault
+from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, Verdict, row_fault
+from lit_vgrpo.rewards.model import Dtype
+
+HUB_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
+HUB_CLIP = "openai/clip-vit-large-patch14"
+Score = Literal["partial", "strict"]
+
+
+class GenEval(Reward):
+    """How far a picture meets the requirements of its row, in [0, 1]: rules over the objects that a detector finds.
+
+    A row holds the official metadata: ``tag``, ``include`` and perhaps ``exclude``. Rules, thresholds, prompts and grey
+    background are those of the official evaluation, as are the two default models, there in mmdet and open_clip.
+
+    ``score="strict"`` is its 0 or 1. Most pictures of an untrained model are then 0, and a group of equals teaches
+    nothing, hence the default: ``"partial"`` is the mean over the requirements of the share that is met (objects of
+    those wanted; colours and positions once all objects are there), less the share of each object that ``exclude``
+    calls too many. It is 1 exactly where the strict score is. Flow-GRPO's is like it, but takes every object above the
+    number for a fault, also where the row does not exclude it.
+
+    Args:
+        detector: hub name or local folder of a model for object detection, or of a ``Mask2Former`` for instances. Other
+            detectors than the default have other confidences: set the thresholds anew.
+        clip: hub name or local folder of a ``CLIPModel`` with its processor.
+        score: ``"partial"`` or ``"strict"``.
+        threshold: the confidence that an object needs.
+        counting_threshold: the same for rows with the tag ``counting``.
+        max_overlap: the intersection over union from which on one of two objects of a class is dropped; 1 drops none.
+        batch_size: most pictures or crops in one forward pass.
+        dtype: of the weights.
+        device: where the models run; ``"auto"`` follows the images.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Source:
+        arXiv 2310.11513 and its evaluation code; the shares after arXiv 2505.05470 (Flow-GRPO).
+    """
+
+    name = "geneval"
+
+    def __init__(
+        self,
+        detector: str = HUB_DETECTOR,
+        clip: str = HUB_CLIP,
+        score: Score = "partial",
+        threshold: float = 0.3,
+        counting_threshold: float = 0.9,
+        max_overlap: float = 1.0,
+        batch_size: int = 8,
+        dtype: Dtype = "float32",
+        device: str = "auto",
+    ) -> None:
+        if score not in get_args(Score):
+            raise ValueError(f"score={score!r} is unknown. Use one of: {', '.join(get_args(Score))}.")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} is too small. Use 1 or more.")
+        if dtype not in get_args(Dtype):
+            raise ValueError(f"dtype={dtype!r} is unknown. Use one of: {', '.join(get_args(Dtype))}.")
+        self.rules = GenEvalRules(threshold, counting_threshold, max_overlap=max_overlap)
+        self.detector = detector
+        self.clip = clip
+        self.score = score
+        self.batch_size = batch_size
+        self.dtype = dtype
+        self.device = device
+        self.concurrent = device == "cpu"
+        self._known: frozenset[str] | None = None
+        self._detector: ObjectDetector | None = None
+        self._colors: ColorClassifier | None = None
+
+    def check(self) -> list[str]:
+        """A missing folder or file, a model of another family, or weights that are neither cached nor reachable."""
+        faults = [detector_fault(self.detector, "GenEval.detector"), color_model_fault(self.clip, "GenEval.clip")]
+        return [fault for fault in faults if fault]
+
+    def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
+        """A row without ``include``, or one that asks for what the detector or the rules do not know."""
+        if self._known is None:
+            config = detector_config(self.detector)
+            self._known = frozenset(class_names(config) if config else CLASSES)
+        fault = row_fault(row, self._known)
+        return None if fault is None else f'Prompt "{prompt}": {fault}'
+
+    def load(self) -> None:
+        """Load detector and CLIP; a second call does nothing.
+
+        Raises:
+            LoadError: one of the faults of :meth:`check`, or files that do not hold what they should.
+        """
+        if self._colors is not None:
+            return
+        for fault in self.check():
+            raise LoadError(fault)
+        with quiet_libraries():
+            self._detector = ObjectDetector(self.detector, self.dtype, "GenEval.detector")
+            self._colors = ColorClassifier(self.clip, self.dtype, "GenEval.clip")
+        for model in (self._detector.model, self._colors.model):
+            model.eval().requires_grad_(False)
+
+    def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+        faults = [self.prompt_fault(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        self.failure = next((fault for fault in faults if fault is not None), None)
+        scores = torch.full((len(rows),), math.nan)
+        sound = [index for index, fault in enumerate(faults) if fault is None]
+        for index, verdict in zip(sound, self.judge(images[sound], [rows[i] for i in sound]), strict=True):
+            scores[index] = float(verdict.correct) if self.score == "strict" else verdict.partial
+        return scores
+
+    @torch.no_grad()
+    def judge(self, images: Tensor, rows: list[dict[str, Any]]) -> list[Verdict]:
+        """What is met and what is not, with the reasons.
+
+        Args:
+            images: shape ``(B, 3, H, W)``, float in [0, 1].
+            rows: B rows without a fault.
+        """
+        if not rows:
+            return []
+        self.load()
+        assert self._detector is not None
+        assert self._colors is not None
+        device = images.device if self.device == "auto" else torch.device(self.device)
+        for model in (self._detector.model, self._colors.model):
+            model.to(device)
+        pixels = to_uint8(images).to(device)
+        objects: list[dict[str, list[Detection]]] = []
+        for start in range(0, len(rows), self.batch_size):
+            found = self._detector.find(pixels[start : start + self.batch_size], self.rules.least_threshold)
+            objects += [self.rules.keep(one, row) for one, row in zip(found, rows[start:], strict=False)]
+        self._color(images, objects, rows)
+        return [self.rules.judge(one, row) for one, row in zip(objects, rows, strict=True)]
+
+    def _color(self, images: Tensor, objects: list[dict[str, list[Detection]]], rows: list[dict[str, Any]]) -> None:
+        assert self._colors is not None
+        asked = [self.rules.to_color(one, row) for one, row in zip(objects, rows, strict=True)]
+        pictures = {i: to_pil(images[i : i + 1])[0] for i, detections in enumerate(asked) if detections}
+        todo = [(pictures[i], detection) for i, detections in enumerate(asked) for detection in detections]
+        for start in range(0, len(todo), self.batch_size):
+            batch = todo[start : start + self.batch_size]
+            crops = [object_crop(picture, detection) for picture, detection in batch]
+            names = self._colors.name(crops, [detection.label for _, detection in batch])
+            for (_, detection), name in zip(batch, names, strict=True):
+                detection.color = name

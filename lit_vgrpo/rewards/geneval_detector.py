@@ -1,0 +1,141 @@
+"""Objects in pictures, by a detector or an instance segmenter of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lit_vgrpo.hub import explain_unloadable, local_folder, source_of
+from lit_vgrpo.rewards.geneval_rules import Detection, official_name
+from lit_vgrpo.rewards.model import Dtype
+from lit_vgrpo.rewards.weights import unloadable
+
+SEGMENTERS = frozenset({"mask2former"})
+
+
+class ObjectDetector:
+    """Finds objects with their class, box and, from a segmenter, mask.
+
+    Args:
+        checkpoint: hub name or local folder of a model for object detection, or of a ``Mask2Former`` for instances.
+        dtype: of the weights.
+        what_to_set: the recipe's key of the checkpoint, for messages.
+
+    Raises:
+        LoadError: the checkpoint does not hold a whole detector.
+    """
+
+    def __init__(self, checkpoint: str, dtype: Dtype, what_to_set: str) -> None:
+        from transformers import (
+            AutoImageProcessor,
+            AutoModelForObjectDetection,
+            AutoModelForUniversalSegmentation,
+        )
+
+        self.segments = (detector_config(checkpoint) or {}).get("model_type") in SEGMENTERS
+        family = AutoModelForUniversalSegmentation if self.segments else AutoModelForObjectDetection
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(source_of(checkpoint))
+            self.model: nn.Module = family.from_pretrained(source_of(checkpoint), dtype=getattr(torch, dtype))
+        except Exception as error:  # whatever the library makes of files that are not a detector's
+            remedy = f"Set {what_to_set} to a folder that holds a whole detector with its image processor."
+            raise unloadable(checkpoint, error, remedy) from error
+        labels = cast(Any, self.model).config.id2label
+        self._names = {int(number): official_name(label) for number, label in labels.items()}
+
+    def find(self, images: Tensor, threshold: float) -> list[list[Detection]]:
+        """The objects of each picture above a confidence.
+
+        Args:
+            images: shape ``(b, 3, H, W)``, uint8, on the model's device.
+            threshold: the confidence, 0 to 1.
+        """
+        parameter = next(self.model.parameters())
+        inputs = self._processor(images=list(images), return_tensors="pt").to(parameter.device)
+        inputs["pixel_values"] = inputs["pixel_values"].to(parameter.dtype)
+        outputs = self.model(**inputs)
+        for key in ("logits", "pred_boxes", "class_queries_logits", "masks_queries_logits"):
+            if key in outputs:
+                outputs[key] = outputs[key].float()
+        sizes = [tuple(images.shape[-2:])] * len(images)
+        return (self._from_masks if self.segments else self._from_boxes)(outputs, threshold, sizes)
+
+    def _from_boxes(self, outputs: Any, threshold: float, sizes: list[Any]) -> list[list[Detection]]:
+        pictures = self._processor.post_process_object_detection(outputs, threshold=threshold, target_sizes=sizes)
+        return [
+            [
+                Detection(self._names[label], score, tuple(box))
+                for label, score, box in zip(
+                    *(picture[key].tolist() for key in ("labels", "scores", "boxes")), strict=True
+                )
+            ]
+            for picture in pictures
+        ]
+
+    def _from_masks(self, outputs: Any, threshold: float, sizes: list[Any]) -> list[list[Detection]]:
+        from torchvision.ops import masks_to_boxes
+
+        pictures = self._processor.post_process_instance_segmentation(
+            outputs, threshold=threshold, target_sizes=sizes, return_binary_maps=True
+        )
+        found: list[list[Detection]] = []
+        for picture in pictures:
+            segments = picture["segments_info"]
+            if not segments:
+                found.append([])
+                continue
+            masks = picture["segmentation"].bool().cpu()
+            boxes = masks_to_boxes(masks)
+            boxes[:, 2:] += 1  # to the end of the last pixel
+            found.append(
+                [
+                    Detection(self._names[segment["label_id"]], segment["score"], tuple(box), mask.numpy())
+                    for segment, box, mask in zip(segments, boxes.tolist(), masks, strict=True)
+                ]
+            )
+        return found
+
+
+def detector_config(checkpoint: str) -> dict[str, Any] | None:
+    """What ``config.json`` of a checkpoint says, or None where it is not at hand; nothing is downloaded."""
+    folder = local_folder(checkpoint)
+    if folder is None:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(checkpoint, "config.json")
+        path = Path(cached) if isinstance(cached, str) else None
+    else:
+        path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def class_names(config: dict[str, Any]) -> list[str]:
+    """The classes of a detector's configuration, by GenEval's names."""
+    return [official_name(label) for label in config.get("id2label", {}).values()]
+
+
+def detector_fault(checkpoint: str, what_to_set: str) -> str | None:
+    """Why a checkpoint is no detector, as far as its configuration tells, in one line, or None."""
+    fault = explain_unloadable(checkpoint, "config.json", what_to_set)
+    if fault is not None:
+        return fault
+    config = detector_config(checkpoint)
+    if config is None:
+        return None if local_folder(checkpoint) is None else f"{checkpoint} holds no readable config.json."
+    from transformers.models.auto.modeling_auto import MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES
+
+    family = config.get("model_type")
+    if family in SEGMENTERS or family in MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES:
+        return None
+    return (
+        f"{checkpoint} holds a model of type {family!r}, which detects no objects. "
+        f"Set {what_to_set} to a detector, such as a mask2former for instances, detr, rt_detr or yolos."
+    )

@@ -1,0 +1,268 @@
+"""The rules of GenEval: which of a prompt's objects a picture shows, from plain detections."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lit_vgrpo.errors import suggestion
+
+Box = tuple[float, float, float, float]
+
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+RELATIONS = ("left of", "right of", "above", "below")
+TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+# fmt: off
+CLASSES = (
+    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "traffic light",
+    "fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow", "elephant",
+    "bear", "zebra", "giraffe", "backpack", "umbrella", "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard",
+    "sports ball", "kite", "baseball bat", "baseball glove", "skateboard", "surfboard", "tennis racket", "bottle",
+    "wine glass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange", "broccoli",
+    "carrot", "hot dog", "pizza", "donut", "cake", "chair", "couch", "potted plant", "bed", "dining table", "toilet",
+    "tv", "laptop", "computer mouse", "tv remote", "computer keyboard", "cell phone", "microwave", "oven", "toaster",
+    "sink", "refrigerator", "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
+)
+# fmt: on
+# what COCO and the detectors trained on it call the same thing
+ALIASES = {
+    "mouse": "computer mouse",
+    "remote": "tv remote",
+    "keyboard": "computer keyboard",
+    "motorbike": "motorcycle",
+    "aeroplane": "airplane",
+    "sofa": "couch",
+    "pottedplant": "potted plant",
+    "diningtable": "dining table",
+    "tvmonitor": "tv",
+}
+DEGENERATE_OFFSET = 1e-3  # pixels
+
+
+@dataclass
+class Detection:
+    """An object that a detector found.
+
+    Args:
+        label: its class, by the name of GenEval.
+        score: the detector's confidence, 0 to 1.
+        box: left, top, right and bottom in pixels.
+        mask: shape ``(H, W)``, bool, where the detector gives one.
+        color: one of ``COLORS``, once it is known.
+    """
+
+    label: str
+    score: float
+    box: Box
+    mask: np.ndarray | None = field(default=None, repr=False, compare=False)
+    color: str | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a prompt's requirements.
+
+    Args:
+        correct: all of them are met, GenEval's own result.
+        partial: how far they are met, in [0, 1]; 1 exactly where ``correct``.
+        reasons: why not, a line each.
+    """
+
+    correct: bool
+    partial: float
+    reasons: list[str]
+
+
+@dataclass(frozen=True)
+class GenEvalRules:
+    """The rules and their thresholds, by default those of the official evaluation.
+
+    Args:
+        threshold: the confidence that an object needs.
+        counting_threshold: the same for rows with the tag ``counting``.
+        max_objects: most objects of a class.
+        max_overlap: the intersection over union from which on the less confident one of two objects of a class is
+            dropped; 1 drops none.
+        position_threshold: share of the two objects' extents by which they have to be apart.
+
+    Raises:
+        ValueError: a threshold out of range.
+
+    Source:
+        arXiv 2310.11513 and its evaluation code.
+    """
+
+    threshold: float = 0.3
+    counting_threshold: float = 0.9
+    max_objects: int = 16
+    max_overlap: float = 1.0
+    position_threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "counting_threshold", "max_overlap", "position_threshold"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name}={value} is no share. Use 0 to 1.")
+        if self.max_objects < 1:
+            raise ValueError(f"max_objects={self.max_objects} is too small. Use 1 or more.")
+
+    @property
+    def least_threshold(self) -> float:
+        """The confidence below which no row needs a detection."""
+        return min(self.threshold, self.counting_threshold)
+
+    def keep(self, detections: Sequence[Detection], row: dict[str, Any]) -> dict[str, list[Detection]]:
+        """The objects that count for a row by their class, the most confident first."""
+        threshold = self.counting_threshold if row.get("tag") == "counting" else self.threshold
+        by_class: dict[str, list[Detection]] = {}
+        for detection in sorted(detections, key=lambda detection: -detection.score):
+            if detection.score > threshold:
+                by_class.setdefault(detection.label, []).append(detection)
+        return {label: self._apart(found[: self.max_objects]) for label, found in by_class.items()}
+
+    def to_color(self, objects: dict[str, list[Detection]], row: dict[str, Any]) -> list[Detection]:
+        """The objects whose colour :meth:`judge` asks for."""
+        asked: dict[int, Detection] = {}
+        for need in row["include"]:
+            found = _first(objects, need)
+            if need.get("color") and len(found) == need["count"]:
+                asked.update((id(detection), detection) for detection in found)
+        return list(asked.values())
+
+    def judge(self, objects: dict[str, list[Detection]], row: dict[str, Any]) -> Verdict:
+        """Hold a row's requirements against the objects of :meth:`keep`.
+
+        Args:
+            objects: by class, the most confident first; those of :meth:`to_color` with their colour.
+            row: with ``include`` and perhaps ``exclude``, see :func:`row_fault`.
+        """
+        reasons: list[str] = []
+        shares: list[float] = []
+        groups: list[list[Detection] | None] = []  # by requirement, None where it is not met
+        for need in row["include"]:
+            wanted, found = need["count"], _first(objects, need)
+            shares.append(len(found) / wanted)
+            if len(found) < wanted:
+                reasons.append(f"expected {wanted} {need['class']}, found {len(found)}")
+            met = len(found) == wanted
+            if need.get("color"):
+                right = sum(detection.color == need["color"] for detection in found) if met else 0
+                shares.append(right / wanted)
+                if met and right < wanted:
+                    reasons.append(f"expected {wanted} {need['color']} {need['class']}, found {right}")
+                met = right == wanted
+            if need.get("position"):
+                relation, target = need["position"]
+                share = self._share_of_pairs(relation, found, groups[target]) if met else 0.0
+                shares.append(share)
+                if met and share < 1:
+                    reasons.append(f"expected {need['class']} {relation} {row['include'][target]['class']}")
+                met = share == 1
+            groups.append(found if met else None)
+        kept = math.prod(_share_kept(objects, excess, reasons) for excess in row.get("exclude") or ())
+        return Verdict(not reasons, kept * sum(shares) / len(shares), reasons)
+
+    def relations(self, a: Box, b: Box) -> set[str]:
+        """Where ``a`` lies as seen from ``b``: at most one word for each direction, none where they overlap much."""
+        offset = [(a[i] + a[i + 2] - b[i] - b[i + 2]) / 2 for i in (0, 1)]
+        slack = [self.position_threshold * (abs(a[i + 2] - a[i]) + abs(b[i + 2] - b[i])) for i in (0, 1)]
+        beyond = [math.copysign(max(abs(o) - s, 0), o) for o, s in zip(offset, slack, strict=True)]
+        if all(abs(distance) < DEGENERATE_OFFSET for distance in beyond):
+            return set()
+        dx, dy = (distance / math.hypot(*offset) for distance in beyond)
+        holds = {"left of": dx < -0.5, "right of": dx > 0.5, "above": dy < -0.5, "below": dy > 0.5}
+        return {relation for relation, is_so in holds.items() if is_so}
+
+    def _share_of_pairs(self, relation: str, found: list[Detection], targets: list[Detection] | None) -> float:
+        if targets is None:
+            return 0.0
+        hits = [relation in self.relations(one.box, other.box) for one in found for other in targets]
+        return sum(hits) / len(hits)
+
+    def _apart(self, found: list[Detection]) -> list[Detection]:
+        kept: list[Detection] = []
+        for detection in found:
+            if self.max_overlap == 1 or all(overlap(detection.box, other.box) < self.max_overlap for other in kept):
+                kept.append(detection)
+        return kept
+
+
+def official_name(label: str) -> str:
+    """GenEval's name of a detector's class.
+
+    >>> official_name("tvmonitor"), official_name("bench")
+    ('tv', 'bench')
+    """
+    return ALIASES.get(label, label)
+
+
+def overlap(a: Box, b: Box) -> float:
+    """Intersection over union of two boxes, the last pixel included.
+
+    >>> overlap((0, 0, 9, 9), (0, 5, 9, 14))
+    0.3333333333333333
+    """
+
+    def area(left: float, top: float, right: float, bottom: float) -> float:
+        return max(right - left + 1, 0) * max(bottom - top + 1, 0)
+
+    shared = area(max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3]))
+    union = area(*a) + area(*b) - shared
+    return shared / union if union else 0.0
+
+
+def row_fault(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | None:
+    """What keeps a row from being judged, in one line, or None.
+
+    Args:
+        row: the official metadata: ``include``, a list of ``{"class", "count", "color", "position"}`` of which the
+            last two may be missing, and perhaps ``exclude``, a list of ``{"class", "count"}``.
+        known: the classes that the detector finds.
+    """
+    if not row.get("include"):
+        return "The row has no field include. Use GenEval's metadata: include=[{class: bench, count: 1}]."
+    for name in ("include", "exclude"):
+        needs = row.get(name) or []
+        if not isinstance(needs, list):
+            return f"{name}={needs!r} is not a list. Use GenEval's metadata: {name}=[{{class: bench, count: 1}}]."
+        for number, need in enumerate(needs):
+            fault = _need_fault(need, number, known)
+            if fault is not None:
+                return f"{name}[{number}]{fault}"
+    return None
+
+
+def _need_fault(need: Any, number: int, known: Collection[str]) -> str | None:
+    if not isinstance(need, dict):
+        return f"={need!r} is not a mapping. Use {{class: bench, count: 1}}."
+    label, count, color, position = (need.get(key) for key in ("class", "count", "color", "position"))
+    if not isinstance(label, str) or label not in known:
+        return f".class={label!r} is not a class of the detector. {suggestion(str(label), known)}"
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        return f".count={count!r} is not a number of objects. Use 1 or more."
+    if color is not None and color not in COLORS:
+        return f".color={color!r} is not a color of GenEval. {suggestion(str(color), COLORS)}"
+    if position is None:
+        return None
+    if not isinstance(position, list | tuple) or len(position) != 2 or position[0] not in RELATIONS:
+        return f".position={position!r} is not a relation. Use [left of, 0], with one of: {', '.join(RELATIONS)}."
+    if not isinstance(position[1], int) or not 0 <= position[1] < number:
+        return f".position={position!r} points at no requirement before it. Use a number below {number}."
+    return None
+
+
+def _first(objects: dict[str, list[Detection]], need: dict[str, Any]) -> list[Detection]:
+    return objects.get(need["class"], [])[: need["count"]]
+
+
+def _share_kept(objects: dict[str, list[Detection]], excess: dict[str, Any], reasons: list[str]) -> float:
+    """1 where fewer objects than excluded are there, else less by the share of each one too many."""
+    found, allowed = len(objects.get(excess["class"], [])), excess["count"] - 1
+    if found <= allowed:
+        return 1.0
+    reasons.append(f"expected fewer than {excess['count']} {excess['class']}, found {found}")
+    return max(0.0, 1 - (found - allowed) / allowed) if allowed else 0.0

@@ -1,0 +1,241 @@
+"""Text rendering: what an OCR model reads in a picture, against the text that its prompt quotes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import unicodedata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lit_vgrpo.hub import LoadError
+from lit_vgrpo.rewards.base import Reward, to_pil
+
+if TYPE_CHECKING:
+    from rapidocr import RapidOCR
+
+QUOTED = re.compile(r'"([^"]*)"|[\u201c\u201e]([^\u201c\u201d\u201e]*)[\u201d\u201c]')
+PLAIN_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u201e", '\'\'"""')  # a recogniser does not tell them apart
+RECOGNISER_HEIGHT = 48  # pixels, the line height that PP-OCR is trained on
+DETECTOR_LINE_WIDTH = 320  # pixels, the recogniser's usual least width
+MIN_LINE_CONFIDENCE = 0.5  # of a detected line, PaddleOCR's own default
+LINES_PER_PASS = 8  # more are slower on a CPU
+
+
+class OCRReward(Reward):
+    """How much of the text quoted in the prompt can be read: ``1 - edit distance / length of the text``, in [0, 1].
+
+    The text is what stands in double quotes, straight or curly, several pieces joined in order, or the row's field
+    ``text``. It is read by PP-OCR through rapidocr, whose models come inside its package. Nothing to read is a 0, not a
+    failure; a prompt without text is a failure.
+
+    As in Flow-GRPO, blanks and (here by default) case do not count, the distance is divided by the length of the
+    text to render and lines that the recogniser is not sure of are dropped. Other than there, a text that holds the
+    right one among others is not a 1 unless ``allow_extra`` is set: a picture full of letters would learn to pass.
+    All quoted pieces count, not the first alone, and full-width or curly forms of a sign are equal to the plain one.
+
+    Args:
+        detect: look for lines of text in the picture and read them from top to bottom, left to right; ``False``
+            takes the picture as one line, which is much faster and right for small pictures of a word.
+        min_height: pixels; lower pictures are enlarged first, so that the letters are legible.
+        case_sensitive: whether ``Cat`` differs from ``cat``.
+        allow_extra: score 1 wherever the text occurs within what is read, as Flow-GRPO's code does.
+        threads: CPU threads of each model, at most the machine's; more read sooner and cost more CPU time in all.
+
+    Source:
+        arXiv 2505.05470 (Flow-GRPO), visual text rendering.
+    """
+
+    name = "ocr"
+    concurrent = True
+
+    def __init__(
+        self,
+        detect: bool = True,
+        min_height: int = 64,
+        case_sensitive: bool = False,
+        allow_extra: bool = False,
+        threads: int = 1,
+    ) -> None:
+        if min_height < 1:
+            raise ValueError(f"min_height={min_height} is too small. Use 1 or more pixels.")
+        if threads < 1:
+            raise ValueError(f"threads={threads} is too small. Use 1 or more.")
+        self.detect = detect
+        self.min_height = min_height
+        self.case_sensitive = case_sensitive
+        self.allow_extra = allow_extra
+        self.threads = threads
+        self._engine: RapidOCR | None = None
+
+    def check(self) -> list[str]:
+        """A missing package, or one without the models."""
+        missing = [package for package in ("rapidocr", "onnxruntime") if find_spec(package) is None]
+        if missing:
+            return [f'OCRReward needs {" and ".join(missing)}. Run: pip install "lit-vgrpo[ocr]"']
+        return [
+            f"rapidocr holds no {task} model in {_models_folder()}. Run: pip install --force-reinstall rapidocr"
+            for task in ("det", "rec")
+            if _model_file(task) is None
+        ]
+
+    def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
+        text = row.get("text")
+        if text is not None and not isinstance(text, str):
+            return f'Field text={text!r} of the prompt "{_short(prompt)}" is not a string. Write the text to render.'
+        if not self._plain(wanted_text(prompt, row)):
+            return (
+                f'Prompt "{_short(prompt)}" has no text to render. Put the text in double quotes, '
+                "or in the row's field text."
+            )
+        return None
+
+    def load(self) -> None:
+        """Load detector and recogniser.
+
+        Raises:
+            ModuleNotFoundError: rapidocr or onnxruntime is not installed.
+            LoadError: the installed rapidocr holds no models.
+        """
+        if self._engine is not None:
+            return
+        for fault in self.check():
+            raise ModuleNotFoundError(fault) if fault.startswith("OCRReward needs") else LoadError(fault)
+        from rapidocr import RapidOCR
+
+        threads = min(self.threads, os.cpu_count() or 1)
+        least_width = DETECTOR_LINE_WIDTH if self.detect else RECOGNISER_HEIGHT
+        self._engine = RapidOCR(
+            params={
+                "Global.log_level": "critical",
+                "Global.use_cls": False,
+                "Global.text_score": MIN_LINE_CONFIDENCE,
+                # without a path it would download what another release of it names
+                "Det.model_path": str(_model_file("det")),
+                "Rec.model_path": str(_model_file("rec")),
+                "Rec.rec_img_shape": [3, RECOGNISER_HEIGHT, least_width],
+                "Rec.rec_batch_num": LINES_PER_PASS,
+                "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+                "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+            }
+        )
+
+    def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+        faults = [self.prompt_fault(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        self.failure = next((fault for fault in faults if fault is not None), None)
+        scores = torch.full((len(prompts),), math.nan)
+        sound = [index for index, fault in enumerate(faults) if fault is None]
+        for index, found in zip(sound, self.read(images[sound]), strict=True):
+            scores[index] = self.score(found, wanted_text(prompts[index], rows[index]))
+        return scores
+
+    def read(self, images: Tensor) -> list[str]:
+        """The text in each picture, lines joined by a blank; empty where there is none.
+
+        Args:
+            images: shape ``(B, 3, H, W)``, float in [0, 1].
+        """
+        if not len(images):
+            return []
+        self.load()
+        assert self._engine is not None
+        pictures = [_bgr(_enlarged(picture, self.min_height)) for picture in to_pil(images)]
+        if not self.detect:
+            return list(self._engine.recognize_txt(pictures).txts or ())
+        texts = []
+        for picture in pictures:
+            # picture by picture, because the width that lines of several are padded to would depend on the batch
+            result: Any = self._engine(picture)
+            texts.append(" ".join(in_reading_order(result.boxes, result.txts)) if result.txts else "")
+        return texts
+
+    def score(self, found: str, wanted: str) -> float:
+        """1 for the wanted text, less ``1 / length`` for each letter to change, add or remove, at least 0."""
+        found, wanted = self._plain(found), self._plain(wanted)
+        if self.allow_extra and wanted in found:
+            return 1.0
+        return max(0.0, 1 - edit_distance(found, wanted) / len(wanted))
+
+    def _plain(self, text: str) -> str:
+        text = "".join(unicodedata.normalize("NFKC", text).translate(PLAIN_QUOTES).split())
+        return text if self.case_sensitive else text.casefold()
+
+
+def wanted_text(prompt: str, row: dict[str, Any]) -> str:
+    """The text that a picture of this prompt has to show, empty where none is given.
+
+    >>> wanted_text('A sign that says "open" and a mug with “tea”', {})
+    'open tea'
+    >>> wanted_text("A sign", {"text": "closed"})
+    'closed'
+    """
+    text = row.get("text")
+    if isinstance(text, str):
+        return text
+    return " ".join(filter(None, ((straight or curly).strip() for straight, curly in QUOTED.findall(prompt))))
+
+
+def edit_distance(a: str, b: str) -> int:
+    """The fewest letters to replace, add or remove that turn one text into the other (Levenshtein).
+
+    >>> edit_distance("kitten", "sitting")
+    3
+    """
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a, start=1):
+        diagonal, row[0] = row[0], i
+        for j, other in enumerate(b, start=1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (letter != other))
+    return row[-1]
+
+
+def in_reading_order(boxes: np.ndarray, texts: tuple[str, ...]) -> list[str]:
+    """Texts from top to bottom, and from left to right where they stand on one line.
+
+    Args:
+        boxes: shape ``(N, 4, 2)``, the corners in pixels, x then y.
+        texts: the N texts.
+    """
+    left, top, bottom = boxes[..., 0].min(1), boxes[..., 1].min(1), boxes[..., 1].max(1)
+    middle = (top + bottom) / 2
+    lines: list[list[int]] = []
+    for index in np.argsort(middle, kind="stable").tolist():
+        # on one line: the middle of each stands within the height of the line's first
+        if lines and middle[index] < bottom[lines[-1][0]]:
+            lines[-1].append(index)
+        else:
+            lines.append([index])
+    return [texts[index] for line in lines for index in sorted(line, key=lambda index: float(left[index]))]
+
+
+def _models_folder() -> Path:
+    spec = find_spec("rapidocr")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0]) / "models"
+
+
+def _model_file(task: str) -> Path | None:
+    return max(_models_folder().glob(f"PP-OCR*_{task}_*.onnx"), default=None)
+
+
+def _enlarged(picture: Image.Image, min_height: int) -> Image.Image:
+    if picture.height >= min_height:
+        return picture
+    width = max(1, round(picture.width * min_height / picture.height))
+    return picture.resize((width, min_height), Image.Resampling.BICUBIC)
+
+
+def _bgr(picture: Image.Image) -> np.ndarray:
+    return np.ascontiguousarray(np.asarray(picture)[..., ::-1])
+
+
+def _short(prompt: str, length: int = 60) -> str:
+    return prompt if len(prompt) <= length else f"{prompt[: length - 3]}..."

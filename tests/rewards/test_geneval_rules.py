@@ -1,0 +1,291 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_vgrpo.rewards.geneval_rules import (
+    CLASSES,
+    COLORS,
+    RELATIONS,
+    Detection,
+    GenEvalRules,
+    official_name,
+    overlap,
+    row_fault,
+)
+
+RULES = GenEvalRules()
+
+
+def seen(label, score=0.95, box=(0, 0, 10, 10), color=None):
+    return Detection(label, score, box, color=color)
+
+
+def judged(detections, row, rules=RULES):
+    verdict = rules.judge(rules.keep(detections, row), row)
+    assert verdict.correct == (not verdict.reasons)
+    return verdict.correct, round(verdict.partial, 4)
+
+
+BENCH = {"tag": "single_object", "include": [{"class": "bench", "count": 1}]}
+TWO = {"tag": "two_object", "include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1}]}
+THREE = {
+    "tag": "counting",
+    "include": [{"class": "clock", "count": 3}],
+    "exclude": [{"class": "clock", "count": 4}],
+}
+RED = {"tag": "colors", "include": [{"class": "car", "count": 1, "color": "red"}]}
+LEFT = {
+    "tag": "position",
+    "include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["left of", 0]}],
+}
+BOTH = {
+    "tag": "color_attr",
+    "include": [{"class": "car", "count": 1, "color": "red"}, {"class": "bus", "count": 1, "color": "blue"}],
+}
+EAST, WEST, NORTH = (60, 20, 80, 40), (0, 20, 20, 40), (62, -40, 82, -20)
+
+
+@pytest.mark.parametrize(
+    ("row", "detections", "correct", "partial"),
+    [
+        (BENCH, [seen("bench")], True, 1),
+        (BENCH, [seen("bench"), seen("bench"), seen("cat")], True, 1),  # more are not excluded
+        (BENCH, [seen("bench", 0.31)], True, 1),
+        (BENCH, [seen("bench", 0.3)], False, 0),
+        (BENCH, [seen("chair")], False, 0),
+        (BENCH, [], False, 0),
+        (TWO, [seen("cat"), seen("dog", 0.4)], True, 1),
+        (TWO, [seen("cat")], False, 0.5),
+        (THREE, [seen("clock", 0.91)] * 3, True, 1),
+        (THREE, [seen("clock")] * 2 + [seen("clock", 0.9)], False, 0.6667),  # too unsure to be counted
+        (THREE, [seen("clock")] * 4, False, 0.6667),
+        (THREE, [seen("clock")] * 5, False, 0.3333),
+        (THREE, [seen("clock")] * 7, False, 0),
+        (THREE, [], False, 0),
+        (RED, [seen("car", color="red")], True, 1),
+        (RED, [seen("car", color="orange")], False, 0.5),
+        (RED, [seen("car", 0.9, color="blue"), seen("car", 0.8, color="red")], False, 0.5),  # the surest one counts
+        (RED, [seen("car", 0.8, color="blue"), seen("car", 0.9, color="red")], True, 1),
+        (RED, [], False, 0),
+        (LEFT, [seen("cat", box=EAST), seen("dog", box=WEST)], True, 1),
+        (LEFT, [seen("cat", box=WEST), seen("dog", box=EAST)], False, 0.6667),
+        (LEFT, [seen("cat", box=EAST), seen("dog", box=NORTH)], False, 0.6667),
+        (LEFT, [seen("cat", box=EAST)], False, 0.3333),
+        (LEFT, [seen("dog", box=WEST)], False, 0.3333),  # there is no cat to be left of
+        (BOTH, [seen("car", color="red"), seen("bus", color="blue")], True, 1),
+        (BOTH, [seen("car", color="blue"), seen("bus", color="red")], False, 0.5),
+        (BOTH, [seen("car", color="red"), seen("bus", color="red")], False, 0.75),
+        (BOTH, [seen("car", color="red")], False, 0.5),
+    ],
+)
+def test_the_six_tags(row, detections, correct, partial):
+    assert row_fault(row) is None
+    assert judged(detections, row) == (correct, partial)
+
+
+def test_several_of_a_colour():
+    row = {"include": [{"class": "cup", "count": 2, "color": "pink"}]}
+    assert judged([seen("cup", color="pink")] * 2, row) == (True, 1)
+    assert judged([seen("cup", color="pink"), seen("cup", color="red")], row) == (False, 0.75)
+    assert judged([seen("cup", color="pink")], row) == (False, 0.25)
+
+
+def test_every_pair_has_to_be_in_place():
+    row = {"include": [{"class": "cat", "count": 2}, {"class": "dog", "count": 1, "position": ["left of", 0]}]}
+    cats = [seen("cat", 0.9, EAST), seen("cat", 0.8, EAST)]
+    assert judged([*cats, seen("dog", box=WEST)], row) == (True, 1)
+    assert judged([cats[0], seen("cat", 0.8, (-60, 20, -40, 40)), seen("dog", box=WEST)], row) == (False, 0.8333)
+
+
+def test_a_target_of_the_wrong_colour_is_no_target():
+    row = {"include": [{"class": "cat", "count": 1, "color": "black"}, LEFT["include"][1]]}
+    verdict = judged([seen("cat", box=EAST, color="white"), seen("dog", box=WEST)], row)
+    assert verdict == (False, 0.5)
+
+
+def test_another_class_can_be_excluded():
+    row = {**BENCH, "exclude": [{"class": "cat", "count": 1}]}
+    assert judged([seen("bench")], row) == (True, 1)
+    assert judged([seen("bench"), seen("cat")], row) == (False, 0)
+
+
+def test_fields_of_a_table_without_value_are_as_absent():
+    row = {"tag": "single_object", "include": [{**BENCH["include"][0], "color": None, "position": None}]}
+    assert row_fault({**row, "exclude": None}) is None
+    assert judged([seen("bench")], {**row, "exclude": None}) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "relations"),
+    [
+        ((0, 0, 10, 10), (30, 0, 40, 10), {"left of"}),
+        ((30, 0, 40, 10), (0, 0, 10, 10), {"right of"}),
+        ((0, 0, 10, 10), (0, 30, 10, 40), {"above"}),
+        ((0, 30, 10, 40), (0, 0, 10, 10), {"below"}),
+        ((0, 0, 10, 10), (30, 30, 40, 40), {"left of", "above"}),
+        ((0, 0, 10, 10), (30, 12, 40, 22), {"left of"}),
+        ((0, 0, 10, 10), (0, 0, 10, 10), set()),
+        ((0, 0, 10, 10), (2, 0, 12, 10), set()),  # apart by 2 of the 0.1 * 20 that are needed
+        ((0, 0, 10, 10), (3, 0, 13, 10), set()),  # by 1 beyond, a third of the distance
+        ((0, 0, 10, 10), (5, 0, 15, 10), {"left of"}),  # by 3 beyond, more than half of it
+    ],
+)
+def test_where_one_box_lies(a, b, relations):
+    assert RULES.relations(a, b) == relations
+
+
+def test_the_surest_sixteen_of_a_class_count():
+    kept = RULES.keep([seen("cat", 0.4 + 0.01 * n) for n in range(20)], BENCH)
+    assert [round(detection.score, 2) for detection in kept["cat"]] == [round(0.59 - 0.01 * n, 2) for n in range(16)]
+
+
+def test_overlapping_objects_of_a_class_are_one_where_asked():
+    boxes = [(0, 0, 9, 9), (0, 1, 9, 10), (40, 0, 49, 9)]
+    found = [seen("cat", 0.9 - 0.1 * n, box) for n, box in enumerate(boxes)] + [seen("dog", 0.5, boxes[0])]
+    assert len(RULES.keep(found, BENCH)["cat"]) == 3
+    kept = GenEvalRules(max_overlap=0.5).keep(found, BENCH)
+    assert [detection.box for detection in kept["cat"]] == [boxes[0], boxes[2]]
+    assert len(kept["dog"]) == 1
+
+
+def test_overlap_counts_the_last_pixel():
+    assert overlap((0, 0, 9, 9), (0, 0, 9, 9)) == 1
+    assert overlap((0, 0, 4, 9), (5, 0, 9, 9)) == 0
+    assert overlap((0, 0, 9, 9), (5, 0, 14, 9)) == pytest.approx(50 / 150)
+
+
+def test_colours_are_asked_only_where_they_decide():
+    cars = [seen("car", 0.9), seen("car", 0.8), seen("car", 0.7)]
+    row = {"include": [{"class": "car", "count": 2, "color": "red"}, {"class": "bus", "count": 1, "color": "red"}]}
+    asked = RULES.to_color(RULES.keep([*cars, seen("bench")], row), row)
+    assert asked == cars[:2]
+    assert RULES.to_color(RULES.keep(cars, BENCH), BENCH) == []
+
+
+def official_result(detections, row):
+    """The official procedure once more, in numpy and from its description."""
+    limit = 0.9 if row.get("tag") == "counting" else 0.3
+
+    def surest(label):
+        found = [d for d in detections if d.label == label and d.score > limit]
+        return sorted(found, key=lambda d: d.score, reverse=True)[:16]
+
+    def beyond(a, b):
+        a, b = np.reshape(a, (2, 2)).astype(float), np.reshape(b, (2, 2)).astype(float)
+        offset = a.mean(0) - b.mean(0)
+        gap = np.abs(offset) - 0.1 * ((a[1] - a[0]) + (b[1] - b[0]))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.where(gap > 0, gap * np.sign(offset), 0) / np.linalg.norm(offset)
+
+    def is_placed(a, relation, b):
+        axis, sign = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 1)}[relation]
+        return bool(beyond(a.box, b.box)[axis] * sign > 0.5)
+
+    met = []
+    for need in row["include"]:
+        found = surest(need["class"])[: need["count"]]
+        fine = len(found) == need["count"] and all(d.color == need.get("color", d.color) for d in found)
+        if fine and "position" in need:
+            relation, target = need["position"]
+            fine = bool(met[target]) and all(is_placed(d, relation, other) for d in found for other in met[target])
+        met.append(found if fine else [])
+    return all(met) and all(len(surest(need["class"])) < need["count"] for need in row.get("exclude", []))
+
+
+LABELS = ["cat", "dog"]
+DETECTIONS = st.lists(
+    st.builds(
+        lambda label, score, x, y, w, h, color: seen(label, score, (x, y, x + w, y + h), color),
+        st.sampled_from(LABELS),
+        st.sampled_from([0.2, 0.35, 0.5, 0.7, 0.91, 0.95, 0.99]),
+        *[st.integers(0, 60)] * 2,
+        *[st.integers(1, 30)] * 2,
+        st.sampled_from(COLORS[:2]),
+    ),
+    max_size=6,
+    unique_by=lambda detection: (detection.label, detection.score),
+)
+NEEDS = st.fixed_dictionaries(
+    {"class": st.sampled_from(LABELS), "count": st.integers(1, 2)}, optional={"color": st.sampled_from(COLORS[:2])}
+)
+PLACED = st.tuples(NEEDS, st.sampled_from(RELATIONS)).map(lambda two: {**two[0], "position": [two[1], 0]})
+ROWS = st.fixed_dictionaries(
+    {"tag": st.sampled_from(["counting", "position"]), "include": st.tuples(NEEDS, NEEDS | PLACED).map(list)},
+    optional={
+        "exclude": st.lists(
+            st.fixed_dictionaries({"class": st.sampled_from(LABELS), "count": st.integers(1, 3)}), max_size=2
+        )
+    },
+)
+
+
+@given(DETECTIONS, ROWS)
+@settings(deadline=None, max_examples=200)
+def test_random_detections_are_judged_as_by_the_official_procedure(detections, row):
+    assert row_fault(row) is None
+    verdict = RULES.judge(RULES.keep(detections, row), row)
+    assert verdict.correct == official_result(detections, row)
+    assert 0 <= verdict.partial <= 1
+    assert (verdict.partial == 1) == verdict.correct
+    assert all("\n" not in reason for reason in verdict.reasons)
+
+
+@given(st.tuples(*[st.integers(0, 50)] * 4), st.tuples(*[st.integers(0, 50)] * 4))
+def test_positions_seen_from_the_other_side_are_opposite(a, b):
+    a, b = ((*box[:2], box[0] + box[2], box[1] + box[3]) for box in (a, b))
+    opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+    assert {opposite[relation] for relation in RULES.relations(a, b)} == RULES.relations(b, a)
+
+
+def test_the_classes_are_cocos():
+    assert len(set(CLASSES)) == 80
+    assert [official_name(name) for name in ("mouse", "sofa", "bench")] == ["computer mouse", "couch", "bench"]
+    assert {official_name(name) for name in ("remote", "keyboard", "motorbike", "aeroplane", "tvmonitor")} < set(
+        CLASSES
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({}, "The row has no field include."),
+        ({"include": []}, "The row has no field include."),
+        ({"include": "bench"}, "include='bench' is not a list."),
+        ({"include": ["bench"]}, "include[0]='bench' is not a mapping."),
+        ({"include": [{"class": "banch", "count": 1}]}, "include[0].class='banch' is not a class of the detector. Did"),
+        ({"include": [{"count": 1}]}, "include[0].class=None is not a class"),
+        ({"include": [{"class": "bench"}]}, "include[0].count=None is not a number"),
+        ({"include": [{"class": "bench", "count": 0}]}, "include[0].count=0 is not a number"),
+        (
+            {"include": [{"class": "bench", "count": 1, "color": "grean"}]},
+            "color='grean' is not a color of GenEval. Did",
+        ),
+        (
+            {"include": [*LEFT["include"], {**LEFT["include"][1], "position": ["near", 0]}]},
+            "include[2].position=['near'",
+        ),
+        ({"include": [{**LEFT["include"][1], "position": ["above", 0]}]}, "points at no requirement before it"),
+        (
+            {"include": [LEFT["include"][0], {**LEFT["include"][1], "position": ["above", -1]}]},
+            "points at no requirement",
+        ),
+        ({**BENCH, "exclude": [{"class": "bench", "count": 0}]}, "exclude[0].count=0"),
+    ],
+)
+def test_a_row_that_cannot_be_judged_is_one_line(row, said):
+    fault = row_fault(row)
+    assert said in fault
+    assert "\n" not in fault
+
+
+def test_a_class_that_the_detector_does_not_know_is_a_fault():
+    assert row_fault(BENCH, {"cat"}) == "include[0].class='bench' is not a class of the detector. Use one of: cat."
+
+
+@pytest.mark.parametrize("name", ["threshold", "counting_threshold", "max_overlap", "position_threshold"])
+def test_a_wrong_threshold_is_refused(name):
+    with pytest.raises(ValueError, match=rf"^{name}=1.5 is no share"):
+        GenEvalRules(**{name: 1.5})
+    with pytest.raises(ValueError, match=r"^max_objects=0 is too small"):
+        GenEvalRules(max_objects=0)

@@ -1,0 +1,253 @@
+import math
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw, ImageFont
+
+from lit_vgrpo.hub import LoadError
+from lit_vgrpo.rewards import Weighted
+from lit_vgrpo.rewards.ocr import OCRReward, edit_distance, in_reading_order, wanted_text
+
+FONT_FOLDER = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+FONTS = ["default", "DejaVuSans", "DejaVuSans-Oblique", "DejaVuSerif", "DejaVuSansMono", "cmr10", "cmtt10"]
+TEXTS = ["cat", "Open", "Hello World", "SALE 50%", "Ice Cream", "meet me at noon"]
+COLOURS = [("black", "white"), ("yellow", "navy"), ("white", "darkred")]
+
+
+@pytest.fixture(scope="module")
+def line_reward():
+    return OCRReward(detect=False, threads=1)
+
+
+@pytest.fixture(scope="module")
+def page_reward():
+    return OCRReward(threads=1)
+
+
+def drawn(lines, font="default", size=24, shape=None, colours=("black", "white"), noise=0.0):
+    """A picture of lines ``(text, (x, y))``, or of one text in its middle; shape (1, 3, H, W)."""
+    face = ImageFont.load_default(size) if font == "default" else ImageFont.truetype(FONT_FOLDER / f"{font}.ttf", size)
+    if isinstance(lines, str):
+        left, top, right, bottom = face.getbbox(lines)
+        height, width = shape or (round(bottom - top + size / 2), round(right - left + size))
+        lines, anchor = [(lines, (width / 2, height / 2))], "mm"
+    else:
+        (height, width), anchor = shape, "la"
+    picture = Image.new("RGB", (width, height), colours[1])
+    for text, place in lines:
+        ImageDraw.Draw(picture).text(place, text, font=face, fill=colours[0], anchor=anchor)
+    image = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
+    grain = torch.randn(image.shape, generator=torch.Generator().manual_seed(0))
+    return (image + noise * grain).clamp(0, 1)[None]
+
+
+def score(reward, image, text):
+    return reward(image, [f'a sign that says "{text}"'], [{}]).item()
+
+
+@pytest.mark.parametrize("font", FONTS)
+def test_a_line_of_text_is_read_in_every_font(line_reward, font):
+    for number, text in enumerate(TEXTS):
+        colours = COLOURS[number % len(COLOURS)]
+        assert score(line_reward, drawn(text, font, 16, colours=colours), text) == 1, text
+        assert score(line_reward, drawn(text, font, 24, colours=colours, noise=0.1), text) == 1, text
+
+
+@pytest.mark.parametrize("font", FONTS)
+def test_text_is_found_on_a_whole_picture(page_reward, font):
+    assert score(page_reward, drawn("Hello World", font, 40, (256, 384), COLOURS[1], noise=0.1), "Hello World") == 1
+
+
+def test_wrong_text_scores_low(line_reward):
+    for text, other in zip(TEXTS, TEXTS[1:] + TEXTS[:1], strict=True):
+        assert score(line_reward, drawn(other), text) <= 0.34, (text, other)  # "Open" of "SALE 50%" shares no place
+
+
+def test_each_wrong_letter_costs_its_share(line_reward):
+    written = ["marble", "marbie", "marpie", "morpie", "mospie", "nospie"]
+    scores = [score(line_reward, drawn(text, size=32), "marble") for text in written]
+    assert scores == pytest.approx([1 - wrong / 6 for wrong in range(6)])
+
+
+def test_lines_are_joined_in_reading_order(page_reward):
+    lines = [("on Sunday", (40, 300)), ("24 hours", (220, 74)), ("OPEN", (30, 60))]
+    image = drawn(lines, size=44, shape=(384, 448))
+    assert page_reward.read(image) == ["OPEN 24 hours on Sunday"]
+    assert score(page_reward, image, "Open 24 hours on Sunday") == 1
+
+
+def test_an_empty_or_noisy_picture_is_a_zero_and_no_failure(line_reward, page_reward):
+    flat = torch.full((1, 3, 96, 128), 0.4)
+    noise = torch.rand(1, 3, 96, 128, generator=torch.Generator().manual_seed(0))
+    for reward in (line_reward, page_reward):
+        scores = reward(torch.cat([flat, noise]), ['"hello world"'] * 2, [{}] * 2)
+        assert scores.tolist() == [0, 0]
+        assert reward.failure is None
+
+
+@pytest.mark.parametrize("detect", [False, True])
+def test_a_score_depends_on_neither_batch_nor_neighbours(line_reward, page_reward, detect):
+    reward, shape = (page_reward, (128, 256)) if detect else (line_reward, (24, 160))
+    texts = ["cat", "meet me at noon", "Open", "SALE 50%", "x", "Ice Cream", "zebra", "a b c", "12:30"]
+    texts = texts[:3] if detect else texts
+    images = torch.cat([drawn(text, size=18, shape=shape, noise=0.3) for text in texts])
+    together = reward.read(images)
+    assert len(set(together)) == len(texts)
+    assert together == [reward.read(image[None])[0] for image in images]
+    assert together == reward.read(images.flip(0))[::-1]
+
+
+def test_small_pictures_are_enlarged_first(line_reward, page_reward):
+    image = drawn("pizza", "DejaVuSans", size=8, shape=(16, 40))
+    assert score(line_reward, image, "pizza") == 1
+    assert score(page_reward, image, "pizza") == 1
+    assert score(OCRReward(min_height=1), image, "pizza") == 0
+
+
+def test_case_blanks_and_signs(line_reward):
+    image = drawn("It's Noon!")
+    assert score(line_reward, image, "IT\N{RIGHT SINGLE QUOTATION MARK}SNOON\N{FULLWIDTH EXCLAMATION MARK}") == 1
+    strict = OCRReward(detect=False, case_sensitive=True)
+    assert score(strict, image, "It's Noon!") == 1
+    assert score(strict, image, "it's noon!") == pytest.approx(1 - 2 / 9)
+
+
+def test_extra_text_costs_unless_it_is_allowed(line_reward):
+    image = drawn("my cat naps")
+    assert score(line_reward, image, "cat") == 0
+    assert score(OCRReward(detect=False, allow_extra=True), image, "cat") == 1
+    assert score(OCRReward(detect=False, allow_extra=True), image, "cab") == 0
+
+
+@given(st.text("abc", max_size=7), st.text("abc", max_size=7))
+@settings(deadline=None, max_examples=60)
+def test_the_distance_is_levenshteins(a, b):
+    def plain(a, b):
+        if not a or not b:
+            return len(a) + len(b)
+        return min(plain(a[1:], b) + 1, plain(a, b[1:]) + 1, plain(a[1:], b[1:]) + (a[0] != b[0]))
+
+    assert edit_distance(a[:5], b[:5]) == plain(a[:5], b[:5])
+    assert edit_distance(a, b) == edit_distance(b, a)
+
+
+@given(st.text(max_size=12), st.text(max_size=12).filter(str.strip))
+@settings(deadline=None, max_examples=60)
+def test_a_score_is_between_0_and_1(found, wanted):
+    reward = OCRReward()
+    assert 0 <= reward.score(found, wanted) <= 1
+    assert reward.score(wanted, wanted) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "row", "text"),
+    [
+        ('a sign that says "Open"', {}, "Open"),
+        ('"one" and then "two"', {}, "one two"),
+        ("a mug with \N{LEFT DOUBLE QUOTATION MARK}tea time\N{RIGHT DOUBLE QUOTATION MARK}", {}, "tea time"),
+        ("ein Schild: \N{DOUBLE LOW-9 QUOTATION MARK}Halt\N{LEFT DOUBLE QUOTATION MARK}", {}, "Halt"),
+        ("it's a 'sign'", {}, ""),
+        ('an empty "" sign', {}, ""),
+        ('a 5" ruler', {}, ""),
+        ('a "sign"', {"text": "Closed"}, "Closed"),
+    ],
+)
+def test_the_text_of_a_prompt(prompt, row, text):
+    assert wanted_text(prompt, row) == text
+    assert (OCRReward().prompt_fault(prompt, row) is None) == bool(text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "row", "said"),
+    [
+        ("a red cat", {}, 'Prompt "a red cat" has no text to render. Put the text in double quotes'),
+        ("a red cat", {"text": " "}, "has no text to render"),
+        ('a "sign"', {"text": 5}, 'Field text=5 of the prompt "a "sign"" is not a string.'),
+        ("very long " * 50, {}, 'very long very lo..." has no text'),
+    ],
+)
+def test_a_prompt_without_text_is_a_fault_and_a_failure(line_reward, prompt, row, said):
+    fault = line_reward.prompt_fault(prompt, row)
+    assert said in fault
+    assert len(fault) < 200
+    image = drawn("cat", shape=(24, 48))
+    scores = line_reward(torch.cat([image, image]), [prompt, '"cat"'], [row, {}])
+    assert math.isnan(scores[0])
+    assert scores[1] == 1
+    assert line_reward.failure == fault
+    line_reward(image, ['"cat"'], [{}])
+    assert line_reward.failure is None
+
+
+def test_boxes_on_one_line_are_read_from_left_to_right():
+    def box(x, y, width=20, height=10):
+        return [[x, y], [x + width, y], [x + width, y + height], [x, y + height]]
+
+    boxes = np.array([box(60, 4), box(0, 40), box(0, 0), box(30, 38), box(30, 1)], dtype=np.float32)
+    assert in_reading_order(boxes, ("c", "d", "a", "e", "b")) == ["a", "b", "c", "d", "e"]
+
+
+def test_it_counts_as_a_part(line_reward):
+    image = drawn("cat")
+    batch = Weighted([line_reward]).score(image, ['"cat"'], [{}])
+    assert batch.parts["ocr"].tolist() == [1]
+    assert line_reward.concurrent
+    assert line_reward(image[:0], [], []).shape == (0,)
+
+
+def test_nothing_is_loaded_early_logged_or_fetched(tmp_path):
+    """In a process whose sockets refuse to open."""
+    image = tmp_path / "open.png"
+    Image.fromarray((drawn("Open", size=40)[0].permute(1, 2, 0) * 255).byte().numpy()).save(image)
+    code = f"""
+import socket, sys
+def refuse(*args, **kwargs): raise RuntimeError("a socket was opened")
+socket.socket.connect = socket.create_connection = refuse
+import numpy as np, torch
+from PIL import Image
+from lit_vgrpo.rewards.ocr import OCRReward
+pixels = torch.from_numpy(np.array(Image.open({str(image)!r}))).permute(2, 0, 1)[None] / 255
+page, line = OCRReward(), OCRReward(detect=False)
+print(page.check(), "rapidocr" in sys.modules)
+print(page.read(pixels), line.read(pixels), page.read(pixels * 0))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert done.stdout == "[] False\n['Open'] ['Open'] ['']\n"
+
+
+@pytest.mark.parametrize("package", ["rapidocr", "onnxruntime"])
+def test_a_missing_package_is_one_line_with_the_command(monkeypatch, package):
+    monkeypatch.setattr("lit_vgrpo.rewards.ocr.find_spec", lambda name: None if name == package else find_spec(name))
+    line = f'OCRReward needs {package}. Run: pip install "lit-vgrpo[ocr]"'
+    assert OCRReward().check() == [line]
+    with pytest.raises(ModuleNotFoundError) as caught:
+        OCRReward().load()
+    assert str(caught.value) == line
+
+
+def test_a_package_without_models_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr("lit_vgrpo.rewards.ocr._models_folder", lambda: tmp_path)
+    (tmp_path / "PP-OCRv6_rec_small.onnx").touch()
+    (fault,) = OCRReward().check()
+    assert fault.startswith(f"rapidocr holds no det model in {tmp_path}. Run: pip install")
+    with pytest.raises(LoadError, match="no det model"):
+        OCRReward().load()
+
+
+def test_the_installed_package_has_no_fault():
+    assert OCRReward().check() == []
+
+
+@pytest.mark.parametrize("argument", ["min_height", "threads"])
+def test_wrong_arguments_are_refused(argument):
+    with pytest.raises(ValueError, match=rf"^{argument}=0 is too small"):
+        OCRReward(**{argument: 0})
