@@ -1,0 +1,90 @@
+"""How a reward talks to its server."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal, get_args
+from urllib.parse import urlsplit
+
+OnOutage = Literal["stop", "nan"]
+
+
+@dataclass
+class Connection:
+    """Patience with a server, and how much of it is used at once.
+
+    Args:
+        timeout_s: seconds for one try, from the first byte sent to the last byte read.
+        connect_timeout_s: seconds of it for reaching the server.
+        retries: tries after the first; what cannot pass, such as status 404, is not tried again.
+        backoff_s: the pause before try k is drawn from 0 to ``backoff_s * 2**k`` seconds, 30 at most; where the server
+            says ``Retry-After``, it is at least that, within the same 30.
+        max_connections: requests that are under way at once, those that wait for a retry among them.
+        token_env: environment variable that holds the bearer token; the token itself stands in no file.
+        max_response_bytes: reading an answer stops there.
+        give_up_after: requests that fail in a row, each after its retries, until the server counts as down.
+        on_outage: what happens then: ``stop`` the run, or go on with ``nan`` scores; the server is then asked once a
+            batch, and as before as soon as it answers.
+
+    Raises:
+        ValueError: a number that cannot work.
+    """
+
+    timeout_s: float = 60.0
+    connect_timeout_s: float = 5.0
+    retries: int = 5
+    backoff_s: float = 0.5
+    max_connections: int = 4
+    token_env: str | None = None
+    max_response_bytes: int = 1_000_000
+    give_up_after: int = 4
+    on_outage: OnOutage = "stop"
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "connect_timeout_s"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ValueError(f"connection.{name}={value} is no time to wait. Use a positive number of seconds.")
+        for name, least in {"retries": 0, "max_connections": 1, "max_response_bytes": 1, "give_up_after": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"connection.{name}={getattr(self, name)} is too small. Use {least} or more.")
+        if not 0 <= self.backoff_s < float("inf"):
+            raise ValueError(f"connection.backoff_s={self.backoff_s} is no pause. Use 0 or more seconds.")
+        if self.on_outage not in get_args(OnOutage):
+            raise ValueError(f"connection.on_outage={self.on_outage!r} is unknown. Use stop or nan.")
+
+    @property
+    def token(self) -> str | None:
+        """The bearer token, as the environment holds it now."""
+        return None if self.token_env is None else os.environ.get(self.token_env, "").strip()
+
+    def token_fault(self) -> str | None:
+        """Why the token cannot be sent, or None; it is not shown."""
+        if self.token_env is None or self.token is None:
+            return None
+        if not self.token:
+            return f"connection.token_env={self.token_env} is not in the environment. Run: export {self.token_env}=..."
+        if not all("!" <= letter <= "~" for letter in self.token):
+            return f"connection.token_env={self.token_env} holds no token, but blanks or letters beyond ASCII."
+        return None
+
+
+def address_fault(url: str) -> str | None:
+    """Why an address cannot be asked, or None."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        return f"url={url} is no address ({error}). Write http://host:8000/score."
+    if parts.username is not None or parts.password is not None:
+        return "url holds a user name or password, which would be written down. Use connection.token_env."
+    if parts.scheme not in ("http", "https") or not host:
+        return f"url={url} is no address of a web server. Write http://host:8000/score."
+    return None
+
+
+def is_loopback(url: str) -> bool:
+    """Whether an address is this machine's own."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")

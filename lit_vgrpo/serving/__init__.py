@@ -1,0 +1,1 @@
+"""``lightning serve-reward``: a reward behind HTTP, for runs on other machines."""

@@ -1,0 +1,178 @@
+"""One thread that owns the reward and scores the requests of many together."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.rewards import Weighted
+from lit_vgrpo.rewards.wire import ScoreRequest
+
+MOST_WAITING_IMAGES = 1024
+
+
+class Busy(RuntimeError):
+    """Too many images are waiting already."""
+
+
+class Stopping(RuntimeError):
+    """The server is going down."""
+
+
+@dataclass
+class Scores:
+    """The scores of a request's images, in their order.
+
+    Args:
+        total: shape ``(B,)``, float32, NaN where an image failed.
+        errors: why, None elsewhere.
+        parts: each reward's own scores by name, ``(B,)``.
+    """
+
+    total: Tensor
+    errors: list[str | None]
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Job:
+    request: ScoreRequest
+    done: Future[Scores] = field(default_factory=Future)
+
+
+class Worker:
+    """Scores requests in the order in which they come, several in one call of the reward where they come together.
+
+    Images of one call have the same size; a request's are scored in several calls where theirs differ.
+
+    Args:
+        reward: called from the worker's thread alone.
+        batch_size: most images in one call.
+        max_wait_ms: how long the first request of a call waits for others.
+        device: where images are scored.
+    """
+
+    def __init__(self, reward: Weighted, batch_size: int, max_wait_ms: int, device: torch.device) -> None:
+        self.reward = reward
+        self.batch_size = batch_size
+        self.max_wait_s = max_wait_ms / 1000
+        self.device = device
+        self.scored_images = 0
+        self.calls = 0
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._waiting = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="reward-worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Images that are not scored yet."""
+        return self._waiting
+
+    def submit(self, request: ScoreRequest) -> Future[Scores]:
+        """Have a request scored.
+
+        Raises:
+            Busy: too much is waiting.
+            Stopping: the worker was closed.
+        """
+        job = _Job(request)
+        with self._lock:
+            if self._is_closed:
+                raise Stopping("the server is going down")
+            if self._waiting and self._waiting + len(request.images) > MOST_WAITING_IMAGES:
+                raise Busy(f"{self._waiting} images are waiting already")
+            self._waiting += len(request.images)
+            self._jobs.put(job)
+        return job.done
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Refuse what is waiting; what is being scored has ``timeout_s`` to end."""
+        with self._lock:
+            self._is_closed = True
+        self._jobs.put(None)
+        self.reward.close()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (first := self._jobs.get()) is not None:
+            taken = [first, *self._others(len(first.request.images))]
+            jobs = [job for job in taken if job.done.set_running_or_notify_cancel()]  # nobody waits for the others
+            try:
+                if self._is_closed:
+                    raise Stopping("the server is going down")
+                scores = self._score([job.request for job in jobs])
+            except BaseException as error:
+                # whatever the reward raises, exit() too, is an answer to its requests and not the end of the thread
+                fault = error if isinstance(error, Exception) else RuntimeError(f"the reward raised {error!r}")
+                for job in jobs:
+                    job.done.set_exception(fault)
+            else:
+                for job, own in zip(jobs, scores, strict=True):
+                    job.done.set_result(own)
+            finally:
+                with self._lock:
+                    self._waiting -= sum(len(job.request.images) for job in taken)
+
+    def _others(self, images: int) -> list[_Job]:
+        """What comes within the wait, as long as it fits into a batch."""
+        found: list[_Job] = []
+        until = time.monotonic() + self.max_wait_s
+        while images < self.batch_size:
+            try:
+                job = self._jobs.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                break
+            if job is None:
+                self._jobs.put(None)  # the end, for the loop outside
+                break
+            found.append(job)
+            images += len(job.request.images)
+        return found
+
+    def _score(self, requests: list[ScoreRequest]) -> list[Scores]:
+        images = [image for request in requests for image in request.images]
+        prompts = [prompt for request in requests for prompt in request.prompts]
+        rows = [row for request in requests for row in request.rows]
+        total = torch.full((len(images),), math.nan)
+        parts = {name: torch.full((len(images),), math.nan) for name in self.reward.part_names}
+        errors: list[str | None] = [None] * len(images)
+        by_size: dict[torch.Size, list[int]] = defaultdict(list)
+        for place, image in enumerate(images):
+            by_size[image.shape].append(place)
+        for places in by_size.values():
+            for start in range(0, len(places), self.batch_size):
+                chosen = places[start : start + self.batch_size]
+                pixels = torch.stack([images[place] for place in chosen]).to(self.device).float() / 255
+                batch = self.reward.score(pixels, [prompts[i] for i in chosen], [rows[i] for i in chosen])
+                self.calls += 1
+                total[chosen] = batch.total.cpu()
+                for name, scores in batch.parts.items():
+                    parts[name][chosen] = scores.cpu()
+                why = "; ".join(f"{name}: {one_line(error)}" for name, error in batch.errors.items()) or "no score"
+                for place, is_ok in zip(chosen, batch.ok.tolist(), strict=True):
+                    errors[place] = None if is_ok else why
+        self.scored_images += len(images)
+        return _dealt_out(requests, total, errors, parts)
+
+
+def _dealt_out(
+    requests: list[ScoreRequest], total: Tensor, errors: list[str | None], parts: dict[str, Tensor]
+) -> list[Scores]:
+    scores, start = [], 0
+    for request in requests:
+        own = slice(start, start + len(request.images))
+        scores.append(Scores(total[own], errors[own], {name: part[own] for name, part in parts.items()}))
+        start += len(request.images)
+    return scores

@@ -1,0 +1,191 @@
+import json
+
+import fault_server as faults
+import numpy as np
+import pytest
+import torch
+from fault_server import FaultServer, answering
+
+from lit_vgrpo.rewards import RewardError
+from lit_vgrpo.rewards.connection import Connection
+from lit_vgrpo.rewards.vlm_judge import VLMJudge
+
+
+def judge(server, **options):
+    patience = {"timeout_s": 20, "retries": 1, "backoff_s": 0.0, **options.pop("connection", {})}
+    return VLMJudge(f"{server.address}/v1", model="judge-7b", connection=Connection(**patience), **options)
+
+
+def saying(text, finish="stop"):
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    return answering({"id": "1", "object": "chat.completion", "choices": [choice]})
+
+
+def batch(count=1, prompt="a red cube", **fields):
+    shades = torch.arange(count).view(-1, 1, 1, 1) * 10 / 255
+    return shades.expand(-1, 3, 4, 5), [prompt] * count, [{"prompt": prompt, **fields}] * count
+
+
+def score(text, finish="stop", **options):
+    with FaultServer([saying(text, finish)]) as server:
+        reward = judge(server, **options)
+        result = reward(*batch())
+        reward.close()
+    return result.item(), reward.take_counts(), reward.failure
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cube (object): 1\nFinal Score: 4", 4.0),
+        ("**Final Score:** 3.5", 3.5),
+        ("final score = 2/5", 2.0),
+        ("Final Score: 5. On second thoughts.\nFinal Score: 1.25", 1.25),
+    ],
+)
+def test_the_last_score_of_the_answer_counts(text, expected):
+    assert score(text) == (expected, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("I would rather not say.", "unparsable"),
+        ("", "unparsable"),
+        (None, "unparsable"),
+        ("Final Score: ten", "unparsable"),
+        ("Final Score: 10", "out_of_range"),
+        ("Final Score: -1", "out_of_range"),
+        ("Final Score: 0", "out_of_range"),
+    ],
+)
+def test_an_answer_without_a_valid_score_is_a_counted_failure(text, cause):
+    result, counts, failure = score(text)
+    assert np.isnan(result)
+    assert counts == {cause: 1}, "an answer that came is not asked for again"
+    assert failure
+    assert "\n" not in failure
+
+
+def test_an_answer_that_was_cut_says_what_to_raise():
+    result, counts, failure = score("cube (object): 1\n", finish="length", max_tokens=7)
+    assert np.isnan(result)
+    assert counts == {"cut": 1}
+    assert "max_tokens=7" in failure
+
+
+def test_a_score_may_be_mapped_to_0_to_1():
+    assert score("Final Score: 4", normalise=True)[0] == 0.75
+    assert score("Final Score: 15", score_range=(0.0, 20.0), normalise=True)[0] == 0.75
+    assert score("Final Score: 1200", score_range=None)[0] == 1200
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('Thinking {aloud}. ```json\n{"why": "{x}", "score": 4}\n```', 4.0),
+        ('{"score": "2.5"} {"score": 3}', 3.0),
+        ('{"score": "2.5"}', 2.5),
+        ('{"rating": 4}', None),
+        ('{"score": true}', None),
+        ('{"score": 4', None),
+        ('{"score": NaN}', None),
+    ],
+)
+def test_the_score_may_stand_in_a_json_object(text, expected):
+    result, counts, _ = score(text, score_key="score")
+    if expected is None:
+        assert np.isnan(result)
+        assert counts == {"unparsable": 1}
+    else:
+        assert (result, counts) == (expected, {})
+
+
+def test_the_request_holds_the_picture_the_question_and_the_settings(monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
+    with FaultServer(then=saying("Final Score: 3")) as server:
+        reward = judge(
+            server,
+            prompt_template='Is {prompt} in the {place}? Answer {"score": 1} to {"score": 5}.',
+            system_prompt="You judge.",
+            extra_body={"top_p": 0.5},
+            connection={"token_env": "JUDGE_TOKEN", "max_connections": 1},
+        )
+        reward(*batch(2, prompt="{place} {0}", place="box"))
+        reward.close()
+        asked = [(headers, json.loads(body)) for headers, body in server.requests if body]
+    for number, (headers, body) in enumerate(asked):
+        assert headers["Authorization"] == "Bearer s3cret"
+        assert {key: body[key] for key in ("model", "temperature", "seed", "max_tokens", "top_p")} == {
+            "model": "judge-7b",
+            "temperature": 0.0,
+            "seed": 0,
+            "max_tokens": 1024,
+            "top_p": 0.5,
+        }
+        system, user = body["messages"]
+        assert system == {"role": "system", "content": "You judge."}
+        picture, question = user["content"]
+        assert question["text"] == 'Is {place} {0} in the box? Answer {"score": 1} to {"score": 5}.'
+        kind, data = picture["image_url"]["url"].split(",", 1)
+        assert kind == "data:image/png;base64"
+        (mean,) = faults.pixel_means(json.dumps({"images": [data]}).encode(), "application/json")
+        assert round(mean * 255) == 10 * number, "another image's picture was sent"
+
+
+def test_scores_keep_the_order_of_the_images():
+    def by_brightness(handler):
+        data = json.loads(handler.body)["messages"][0]["content"][0]["image_url"]["url"].split(",", 1)[1]
+        (mean,) = faults.pixel_means(json.dumps({"images": [data]}).encode(), "application/json")
+        saying(f"Final Score: {1 + mean}")(handler)
+
+    with FaultServer([answering(b"", 500)] * 3, then=by_brightness) as server:
+        reward = judge(server, connection={"max_connections": 4, "retries": 3})
+        scores = reward(*batch(12))
+        reward.close()
+    torch.testing.assert_close(scores, 1 + torch.arange(12) * 10 / 255)
+    assert reward.take_counts() == {"retried": 3, "status_500": 3}
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"choices": []}', b'{"choices": [{"message": "hi"}]}'])
+def test_what_is_no_chat_completion_is_asked_for_again(body):
+    with FaultServer([answering(body), saying("Final Score: 3")]) as server:
+        reward = judge(server)
+        assert reward(*batch()).item() == 3
+        reward.close()
+    assert reward.take_counts() == {"garbage": 1, "retried": 1}
+
+
+def test_the_server_is_asked_once_whether_it_has_the_model():
+    with FaultServer(pages={"/v1/models": (200, b'{"data": [{"id": "judge-7B"}]}')}) as server:
+        with pytest.raises(RewardError, match="model=judge-7b is not served at .* Did you mean judge-7B"):
+            judge(server).load()
+        server.pages["/v1/models"] = (401, b"")
+        with pytest.raises(RewardError, match="token_env"):
+            judge(server).load()
+        for page in ((404, b""), (200, b"{}"), (200, b"no"), (200, b'{"data": [{"id": "judge-7b"}]}')):
+            server.pages["/v1/models"] = page
+            judge(server).load()
+
+
+def test_a_field_that_the_rows_lack_is_found_before_the_run():
+    reward = VLMJudge("http://127.0.0.1:1/v1", "m", prompt_template="Is {prompt} {colour}?")
+    assert reward.prompt_fault("a", {"prompt": "a", "colour": "red"}) is None
+    assert "{colour}, which the row lacks. Did you mean color?" in reward.prompt_fault("a", {"color": "red"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score_pattern": "(unclosed"},
+        {"score_pattern": "no group"},
+        {"score_pattern": "(two)(groups)"},
+        {"score_range": (5.0, 1.0)},
+        {"normalise": True, "score_range": None},
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+    ],
+)
+def test_arguments_are_checked(options):
+    with pytest.raises(ValueError, match=f"^{next(iter(options))}="):
+        VLMJudge("http://127.0.0.1:1/v1", "m", **options)
