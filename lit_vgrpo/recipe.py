@@ -17,6 +17,7 @@ from lit_vgrpo.errors import UserError, nearest
 from lit_vgrpo.merge import merged
 from lit_vgrpo.paths import shipped_root
 from lit_vgrpo.run_folder import CONFIG_NAME
+from lit_vgrpo.shorthand import expanded_override, expanded_recipe
 
 RESUME = "--resume"
 NO_OVERLAYS = ("compare", "assets", "prompts")
@@ -68,11 +69,11 @@ def parse_command(args: Sequence[str]) -> Command:
         if word == RESUME:
             resume = True
         elif equals and key:
-            overrides.append((key, text))
+            overrides.append((key, expanded_override(key, text)))
         elif word.startswith("--"):
             if not pending:
                 raise UserError(f"{word} has no value. Write {key}=VALUE.")
-            overrides.append((key, pending.pop(0)))
+            overrides.append((key, expanded_override(key, pending.pop(0))))
         else:
             files.append(word)
     if not files:
@@ -136,7 +137,7 @@ def read_recipe(command: Command) -> dict[str, Any]:
     plain, _ = _plain_recipe(command)
     with _readable(command.recipe):
         for key, text in command.overrides:
-            _set(plain, key, text)
+            apply_override(plain, key, text)
         resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
@@ -153,7 +154,7 @@ def parser_config(command: Command) -> Iterator[tuple[Path, str | None]]:
         UserError: as :func:`read_recipe`.
     """
     plain, swapped = _plain_recipe(command)
-    if not swapped and not command.overlays:
+    if not swapped and not command.overlays and plain == _loaded(command.recipe):
         yield command.recipe, None
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -184,6 +185,10 @@ def _plain_recipe(command: Command) -> tuple[dict[Any, Any], bool]:
 
 
 def _plain_file(path: Path) -> dict[Any, Any]:
+    return expanded_recipe(_loaded(path))
+
+
+def _loaded(path: Path) -> dict[Any, Any]:
     with _readable(path):
         loaded = OmegaConf.load(path)
         if not OmegaConf.is_dict(loaded):
@@ -211,7 +216,7 @@ def _readable(recipe: Path) -> Iterator[None]:
         raise UserError(f"{recipe} is not a text file in UTF-8.") from error
 
 
-def _set(recipe: dict[Any, Any], key: str, text: str) -> None:
+def apply_override(recipe: dict[Any, Any], key: str, text: str) -> None:
     """Put an override in its place; ``init_args`` may be left out, as the parser allows."""
     try:
         value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index,call-overload]

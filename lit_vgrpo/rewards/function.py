@@ -1,0 +1,129 @@
+"""A function of the user's own as a reward."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.errors import nearest
+from lit_vgrpo.rewards.base import Reward, RewardError, to_pil, to_uint8
+
+Images = Literal["tensor", "pil", "numpy"]
+
+
+class PythonReward(Reward):
+    """What ``function(images, prompts, rows)`` returns, one number an image; None or NaN marks a failed one.
+
+    In a recipe: ``reward: {python: my_module:my_function}``. The module is looked for in the current folder too. A
+    function of two arguments gets images and prompts.
+
+    Args:
+        function: ``my_module:my_function``.
+        images: what the function gets: a float32 tensor ``(B, 3, H, W)`` in [0, 1], a list of RGB pictures of PIL, or a
+            uint8 array ``(B, H, W, 3)``.
+        name: the key of its score; null for the function's own name.
+        concurrent: call it in a thread while the next images are made.
+        options: further arguments, given by their names.
+
+    Raises:
+        ValueError: ``function`` is not written so, or ``images`` is none of the three.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        images: Images = "tensor",
+        name: str | None = None,
+        concurrent: bool = False,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        module, _, attribute = function.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+            raise ValueError(f"function={function!r} names no function. Write my_module:my_function.")
+        if images not in get_args(Images):
+            raise ValueError(f"images={images!r} is unknown. Use one of: {', '.join(get_args(Images))}.")
+        self.function = function
+        self.images: Images = images
+        self.name = name or attribute.rpartition(".")[2]
+        self.concurrent = concurrent
+        self.options = dict(options or {})
+
+    def check(self) -> list[str]:
+        """A module that cannot be imported, a name that it lacks, or arguments that the function does not take."""
+        try:
+            self.load()
+        except RewardError as error:
+            return [str(error)]
+        return []
+
+    def load(self) -> None:
+        """Import the function.
+
+        Raises:
+            RewardError: it cannot be imported, or does not take what it would be given.
+        """
+        self._call  # noqa: B018  imported by looking at it
+
+    def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
+        given: Any = images
+        if self.images == "pil":
+            given = to_pil(images)
+        elif self.images == "numpy":
+            given = to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+        returned = self._call(given, prompts, rows)
+        if isinstance(returned, Tensor):
+            return returned.detach().float()
+        try:
+            return torch.tensor([float("nan") if score is None else float(score) for score in returned])
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"{self.function} returned {type(returned).__name__}, not a number for each image. "
+                "Return a list, an array or a tensor of numbers."
+            ) from error
+
+    @cached_property
+    def _call(self) -> Callable[[Any, list[str], list[dict[str, Any]]], Any]:
+        module_name, _, attribute = self.function.partition(":")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # a console script does not look there
+        try:
+            found: Any = import_module(module_name)
+        except Exception as error:
+            raise RewardError(
+                f"Cannot import {module_name}: {type(error).__name__}: {error}. "
+                f"Give function={self.function} a module of this folder or of an installed package."
+            ) from error
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                guess = nearest(part, [name for name in dir(found) if not name.startswith("_")])
+                hint = f" Did you mean {guess}?" if guess else ""
+                raise RewardError(f"{module_name} has no {attribute}.{hint}")
+            found = getattr(found, part)
+        if inspect.isclass(found) and issubclass(found, Reward):
+            raise RewardError(f"{self.function} is a reward itself. Write class_path: {module_name}.{attribute}.")
+        if not callable(found):
+            raise RewardError(f"{self.function} is a {type(found).__name__}, not a function.")
+        return self._adapted(found)
+
+    def _adapted(self, function: Callable[..., Any]) -> Callable[[Any, list[str], list[dict[str, Any]]], Any]:
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # some built-in functions tell nothing
+            return lambda images, prompts, rows: function(images, prompts, rows, **self.options)
+        for arguments in (("images", "prompts", "rows"), ("images", "prompts")):
+            try:
+                signature.bind(*arguments, **self.options)
+            except TypeError:
+                continue
+            count = len(arguments)
+            return lambda images, prompts, rows: function(*(images, prompts, rows)[:count], **self.options)
+        given = ", ".join(["images, prompts, rows", *self.options])
+        raise RewardError(f"{self.function}{signature} cannot be called with ({given}). Change its arguments.")

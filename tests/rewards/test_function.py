@@ -1,0 +1,115 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lit_vgrpo.rewards import PythonReward, RewardError
+
+IMAGES = torch.tensor([0.0, 1.0, 0.2]).view(3, 1, 1, 1).expand(3, 3, 4, 4).contiguous()
+PROMPTS = ["a", "b", "c"]
+ROWS = [{"bonus": 0}, {"bonus": 1}, {"bonus": None}]
+
+MODULE = """
+import numpy as np
+
+def brightness(images, prompts):
+    return images.mean((1, 2, 3))
+
+def with_rows(images, prompts, rows):
+    return [row["bonus"] for row in rows]
+
+def of_pictures(images, prompts, rows, channel=0, factor=1.0):
+    return np.array([factor * image.getpixel((0, 0))[channel] for image in images])
+
+def of_arrays(images, prompts, rows):
+    assert images.dtype == np.uint8
+    return images.max(axis=(1, 2, 3)).tolist()
+
+def words(images, prompts):
+    return prompts
+
+def needs_more(images, prompts, rows, model):
+    return 0
+
+class Scorer:
+    @staticmethod
+    def score(images, prompts):
+        return [1.0] * len(prompts)
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text(MODULE)
+    (tmp_path / "broken_rewards.py").write_text("import a_package_that_is_not_there")
+    monkeypatch.chdir(tmp_path)
+
+
+def score(function, **options):
+    return PythonReward(f"own_rewards:{function}", **options)(IMAGES, PROMPTS, ROWS)
+
+
+def test_functions_of_two_and_of_three_arguments():
+    torch.testing.assert_close(score("brightness"), torch.tensor([0.0, 1.0, 0.2]))
+    assert score("with_rows")[:2].tolist() == [0, 1]
+    assert math.isnan(score("with_rows")[2])  # None is a failure, not a 0
+    assert score("Scorer.score").tolist() == [1, 1, 1]
+
+
+def test_pictures_and_arrays():
+    assert score("of_pictures", images="pil").tolist() == [0, 255, 51]
+    assert score("of_pictures", images="pil", options={"channel": 2, "factor": 0.5}).tolist() == [0, 127.5, 25.5]
+    assert score("of_arrays", images="numpy").tolist() == [0, 255, 51]
+    assert score("of_arrays", images="numpy").dtype == torch.float32
+
+
+def test_its_name_is_the_function_s_unless_given():
+    assert PythonReward("own_rewards:Scorer.score").name == "score"
+    assert PythonReward("own_rewards:brightness", name="light").name == "light"
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("no_such_module:f", "Cannot import no_such_module"),
+        ("broken_rewards:f", "ModuleNotFoundError: No module named 'a_package_that_is_not_there'"),
+        ("own_rewards:brightnes", "own_rewards has no brightnes. Did you mean brightness?"),
+        ("own_rewards:number", "own_rewards:number is a int, not a function"),
+        ("own_rewards:needs_more", r"cannot be called with \(images, prompts, rows\)"),
+        ("lit_vgrpo.rewards:PickScore", "Write class_path: lit_vgrpo.rewards.PickScore"),
+    ],
+)
+def test_what_cannot_be_called_is_found_by_check(function, said):
+    reward = PythonReward(function)
+    (fault,) = reward.check()
+    with pytest.raises(RewardError, match=said):
+        reward.load()
+    assert "\n" not in fault
+
+
+@pytest.mark.parametrize("function", ["own_rewards", "own_rewards:", ":f", "own rewards:f", "a/b.py:f"])
+def test_a_function_that_is_not_named_as_it_should_be(function):
+    with pytest.raises(ValueError, match="Write my_module:my_function"):
+        PythonReward(function)
+
+
+def test_images_of_another_kind_are_refused():
+    with pytest.raises(ValueError, match="images='jpeg' is unknown. Use one of: tensor, pil, numpy"):
+        PythonReward("own_rewards:brightness", images="jpeg")
+
+
+def test_what_is_no_number_is_said():
+    with pytest.raises(RewardError, match="own_rewards:words returned list, not a number for each image"):
+        score("words")
+
+
+def test_options_that_the_function_does_not_take():
+    (fault,) = PythonReward("own_rewards:brightness", options={"gain": 2}).check()
+    assert "cannot be called with (images, prompts, rows, gain)" in fault
+
+
+def test_numpy_numbers_are_numbers():
+    assert np.isclose(float(score("of_pictures", images="pil")[1]), 255)
