@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -101,20 +101,7 @@ def _ask_hub(checkpoint: str, filename: str, what_to_set: str) -> str | None:
     if constants.HF_HUB_OFFLINE:
         return f"Cannot load {checkpoint}: not in the local cache and HF_HUB_OFFLINE is set. {remedy}"
 
-    answers: list[Exception | None] = []
-
-    def ask() -> None:
-        try:
-            get_hf_file_metadata(hf_hub_url(checkpoint, filename), timeout=HUB_TIMEOUT_S)
-            answers.append(None)
-        except Exception as error:
-            answers.append(error)
-
-    # in a thread because the timeout does not cover a name server that never answers
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(HUB_TIMEOUT_S)
-    error = answers[0] if answers else TimeoutError()
+    error = hub_error(lambda: get_hf_file_metadata(hf_hub_url(checkpoint, filename), timeout=HUB_TIMEOUT_S))
     if error is None:
         return None
     if isinstance(error, GatedRepoError):
@@ -124,6 +111,24 @@ def _ask_hub(checkpoint: str, filename: str, what_to_set: str) -> str | None:
     if isinstance(error, EntryNotFoundError):
         return f"Cannot load {checkpoint}: it holds no {filename}. Set {what_to_set} to another name or a folder."
     return f"Cannot load {checkpoint}: not in the local cache and the hub cannot be reached. {remedy}"
+
+
+def hub_error(question: Callable[[], object]) -> Exception | None:
+    """What a question to the hub raises, or None; ``TimeoutError`` where no answer comes in about eight seconds."""
+    answers: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            question()
+            answers.append(None)
+        except Exception as error:
+            answers.append(error)
+
+    # in a thread because the timeout does not cover a name server that never answers
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_TIMEOUT_S)
+    return answers[0] if answers else TimeoutError()
 
 
 def _lower(sentence: str) -> str:

@@ -4,5 +4,14 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.data.prompts import read_prompts
 from lit_vgrpo.data.sampler import GroupSampler, prompt_indices
+from lit_vgrpo.data.source import PromptError, PromptSource
 
-__all__ = ["GroupSampler", "PromptBatch", "PromptDataModule", "prompt_indices", "read_prompts"]
+__all__ = [
+    "GroupSampler",
+    "PromptBatch",
+    "PromptDataModule",
+    "PromptError",
+    "PromptSource",
+    "prompt_indices",
+    "read_prompts",
+]

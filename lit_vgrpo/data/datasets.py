@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 from torch.utils.data import Dataset
 
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.data.sampler import prompt_indices
+from lit_vgrpo.data.mixture import PromptMixture
+from lit_vgrpo.data.rows import Rows
 from lit_vgrpo.sizes import Sizes
-
-Rows = list[dict[str, Any]]
 
 
 class IterationDataset(Dataset[PromptBatch]):
@@ -20,8 +18,10 @@ class IterationDataset(Dataset[PromptBatch]):
     Its length is that of one iteration, since an iteration is an epoch.
     """
 
-    def __init__(self, rows: Rows, sizes: Sizes, num_replicas: int = 1, rank: int = 0, seed: int = 0) -> None:
-        self.rows = rows
+    def __init__(
+        self, rows: Rows | PromptMixture, sizes: Sizes, num_replicas: int = 1, rank: int = 0, seed: int = 0
+    ) -> None:
+        self.prompts = rows if isinstance(rows, PromptMixture) else PromptMixture([rows])
         self.plan = sizes.plan(num_replicas)
         self.slots, self.members = sizes.rank_share(num_replicas, rank)
         self.order: list[int] | None = None
@@ -29,20 +29,20 @@ class IterationDataset(Dataset[PromptBatch]):
             update_of = [sizes.update_of(slot, member) for slot in self.slots for member in self.members]
             self.order = sorted(range(len(update_of)), key=update_of.__getitem__)
         self.seed = seed
+        self._drawn: tuple[int, Rows] = (-1, [])
 
     def __len__(self) -> int:
         return self.plan.steps_per_iteration
 
     def __getitem__(self, index: int) -> PromptBatch:
         iteration, step = divmod(index, len(self))
-        chosen = prompt_indices(self.seed, iteration, self.plan.prompts_per_iteration, len(self.rows))
-        rows = [self.rows[chosen[slot]] for slot in self.slots]
+        rows = self._rows(iteration)
         return PromptBatch(
             iteration=iteration,
             step=step,
             num_steps=len(self),
             prompts=[row["prompt"] for row in rows],
-            rows=rows,
+            rows=list(rows),
             slots=list(self.slots),
             group_size=self.plan.group_size,
             members=list(self.members),
@@ -51,6 +51,13 @@ class IterationDataset(Dataset[PromptBatch]):
             micro_batches_per_update=self.plan.micro_batches_per_update,
             micro_batch_size=self.plan.micro_batch_size,
         )
+
+    def _rows(self, iteration: int) -> Rows:
+        """This rank's rows; the steps of an iteration share them, and a stream cannot go back."""
+        if self._drawn[0] != iteration:
+            start = iteration * self.plan.prompts_per_iteration
+            self._drawn = iteration, self.prompts.rows(self.seed, [start + slot for slot in self.slots])
+        return self._drawn[1]
 
 
 class HeldOutDataset(Dataset[PromptBatch]):

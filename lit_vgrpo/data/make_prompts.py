@@ -1,16 +1,21 @@
-"""Writes the shipped image prompts: our own words in our own templates, the same on every run.
+"""Writes the shipped prompts, the same on every run; those for image quality are our own words in our own templates.
 
 python -m lit_vgrpo.data.make_prompts recipes/prompts
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-TRAIN_FILE, HELDOUT_FILE = "pickscore_train.txt", "pickscore_heldout.txt"
+from lit_vgrpo.data.make_geneval import geneval_rows
+from lit_vgrpo.data.make_ocr import ocr_prompts
+
+T = TypeVar("T")
 TRAIN_COUNT, HELDOUT_COUNT = 400, 60
 
 CREATURES = [
@@ -89,16 +94,27 @@ def make_prompts(count: int, seed: int = 0) -> list[str]:
     return list(prompts)
 
 
-def files() -> dict[str, list[str]]:
-    """The prompts of each shipped file; no prompt is in both."""
-    prompts = make_prompts(TRAIN_COUNT + HELDOUT_COUNT)
-    return {TRAIN_FILE: prompts[:TRAIN_COUNT], HELDOUT_FILE: prompts[TRAIN_COUNT:]}
+def files() -> dict[str, str]:
+    """The content of each shipped file; no prompt is both in a training file and in its held-out one."""
+    images = make_prompts(TRAIN_COUNT + HELDOUT_COUNT)
+    texts = {"pickscore": (images[:TRAIN_COUNT], images[TRAIN_COUNT:]), "ocr": ocr_prompts()}
+    found = {f"{name}_{side}.txt": _lines(part) for name, parts in texts.items() for side, part in _sides(parts)}
+    rows = _sides(geneval_rows())
+    return found | {f"geneval_{side}.jsonl": _lines(json.dumps(row) for row in part) for side, part in rows}
 
 
 def write(folder: Path) -> None:
     """Write the shipped files into ``folder``."""
-    for name, prompts in files().items():
-        (folder / name).write_text("\n".join(prompts) + "\n", encoding="utf-8", newline="\n")
+    for name, content in files().items():
+        (folder / name).write_text(content, encoding="utf-8", newline="\n")
+
+
+def _sides(parts: tuple[T, T]) -> Iterator[tuple[str, T]]:
+    return zip(("train", "heldout"), parts, strict=True)
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _one(draw: random.Random) -> str:

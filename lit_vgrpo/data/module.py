@@ -1,7 +1,9 @@
-"""The data module: prompt files in, prompt batches out."""
+"""The data module: prompts in, prompt batches out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from hashlib import sha256
 from typing import Any
 
 import lightning as L
@@ -9,23 +11,30 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, Rows, held_out_fault
+from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_fault
+from lit_vgrpo.data.description import describe
+from lit_vgrpo.data.prompt_sets import PromptChoice, PromptSets, limited_heldout
 from lit_vgrpo.data.prompts import read_prompts
+from lit_vgrpo.data.rows import Row, Rows
 from lit_vgrpo.data.sampler import GroupSampler, LocalSampler
+from lit_vgrpo.data.source import Source, Sources, as_source, as_sources
+from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.sizes import Sizes
 
 
 class PromptDataModule(L.LightningDataModule):
-    """Prompts for training and held-out prompts for evaluation, from txt or jsonl files.
+    """Prompts for training and held-out prompts for evaluation, from files, folders and datasets.
 
     One epoch of the training loader is one iteration: the loader's length is the number of steps of an iteration and
     every item is a :class:`PromptBatch` with the same prompts and the next step.
 
     Args:
-        train: prompt file; ``shipped:`` paths point into the installed recipes.
+        train: prompt file, folder or dataset, or a mapping of the options of
+            :class:`~lit_vgrpo.data.source.PromptSource`, or a list of these. Of several, each gets its share of the
+            prompts by weight, and each is walked through in shuffled passes of its own.
         prompts_per_iteration: prompts of one iteration over all ranks.
         group_size: images per prompt, at least 2.
-        heldout: prompt file of the evaluation; None for no evaluation.
+        heldout: prompts of the evaluation; None for no evaluation, unless ``heldout_fraction`` is given.
         updates_per_iteration: optimizer steps of one iteration.
         micro_batch_size: most images a rank takes through one forward and backward pass.
         split_updates: every update takes its own share of the images, instead of all of them.
@@ -33,18 +42,23 @@ class PromptDataModule(L.LightningDataModule):
         heldout_limit: take only the first so many held-out prompts.
         eval_batch_size: most held-out images in one batch of a rank.
         seed: seed of the order of the training prompts.
+        heldout_fraction: hold out this share of the training prompts for the evaluation instead, chosen by their hash.
+        deduplicate: keep the first of equal prompts only, and train on no held-out prompt; prompts that differ in case
+            or white space alone are equal.
+        streaming: leave the training prompts on disk; by default those of large files. See
+            :func:`~lit_vgrpo.data.prompts.open_prompts`.
 
     Raises:
-        TypeError: a number that is not a whole number.
-        ValueError: a number that is too small.
+        TypeError: a number that is not a whole number, or a wrong option of a source.
+        ValueError: a number that is too small, a fraction that is none, no source, or held-out prompts given twice.
     """
 
     def __init__(
         self,
-        train: str,
+        train: Sources,
         prompts_per_iteration: int,
         group_size: int,
-        heldout: str | None = None,
+        heldout: Source | None = None,
         updates_per_iteration: int = 1,
         micro_batch_size: int = 8,
         split_updates: bool = False,
@@ -52,6 +66,9 @@ class PromptDataModule(L.LightningDataModule):
         heldout_limit: int | None = None,
         eval_batch_size: int = 32,
         seed: int = 0,
+        heldout_fraction: float | None = None,
+        deduplicate: bool = False,
+        streaming: bool | None = None,
     ) -> None:
         super().__init__()
         self.sizes = Sizes(prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates)
@@ -68,53 +85,105 @@ class PromptDataModule(L.LightningDataModule):
         for name, value in at_least_one.items():
             if value < 1:
                 raise ValueError(f"{name}={value} is too small. Use 1 or more.")
+        if heldout_fraction is not None and not 0 < heldout_fraction < 1:
+            raise ValueError(
+                f"heldout_fraction={heldout_fraction} is no share. Use a number between 0 and 1, e.g. 0.05."
+            )
+        if heldout_fraction is not None and heldout is not None:
+            raise ValueError(
+                f"heldout_fraction={heldout_fraction} and heldout are both given. Set one of them to null."
+            )
         self.train = train
         self.heldout = heldout
+        self.choice = PromptChoice(
+            as_sources(train),
+            as_source(heldout, "heldout") if heldout is not None else None,
+            heldout_fraction,
+            heldout_limit,
+            deduplicate,
+            streaming,
+            seed,
+        )
         self.heldout_images_per_prompt = heldout_images_per_prompt
         self.heldout_limit = heldout_limit
         self.eval_batch_size = eval_batch_size
         self.seed = seed
         self.first_step = 0  # where the first iteration goes on, when a run continues in the middle of one
-        self._train_rows: Rows | None = None
-        self._heldout_rows: Rows | None = None
+        self._sets: PromptSets | None = None
+
+    @property
+    def has_heldout(self) -> bool:
+        """Whether there are held-out prompts to evaluate on."""
+        return self.heldout is not None or self.choice.heldout_fraction is not None
 
     def check(self, world_size: int = 1) -> list[str]:
         """All faults of the sizes and the files on ``world_size`` ranks, one line each; empty when all is well."""
         return self._load(world_size)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files.
+        """Read the prompts.
 
         Raises:
             ValueError: the first fault of :meth:`check`.
         """
-        if self._train_rows is None or self.sizes.faults(self._world_size):
+        if self._sets is None or self.sizes.faults(self._world_size):
             for fault in self._load(self._world_size):
                 raise ValueError(fault)
 
     def train_dataloader(self) -> DataLoader[PromptBatch]:
         """The steps of one iteration on this rank; ``sampler.set_epoch`` names the iteration."""
-        self.setup()
-        assert self._train_rows is not None
-        dataset = IterationDataset(self._train_rows, self.sizes, self._world_size, self._rank, self.seed)
+        dataset = IterationDataset(self._loaded().training, self.sizes, self._world_size, self._rank, self.seed)
         first_step, self.first_step = self.first_step, 0  # of one iteration only
         sampler = GroupSampler(dataset, len(dataset), self._world_size, self._rank, self.seed, first_step)
         return _loader(dataset, sampler)
 
     def val_dataloader(self) -> DataLoader[PromptBatch] | list[Any]:
         """This rank's share of the held-out images, each exactly once; an empty list without held-out prompts."""
-        self.setup()
-        if self._heldout_rows is None:
+        rows = self._loaded().heldout
+        if rows is None:
             return []
         dataset = HeldOutDataset(
-            self._heldout_rows, self.heldout_images_per_prompt, self.eval_batch_size, self._world_size, self._rank
+            rows, self.heldout_images_per_prompt, self.eval_batch_size, self._world_size, self._rank
         )
         return _loader(dataset, LocalSampler(dataset, self._world_size, self._rank))
 
     def heldout_prompts(self) -> list[str]:
-        """The different held-out prompts, in the file's order; the same on every rank."""
-        self.setup()
-        return list(dict.fromkeys(row["prompt"] for row in self._heldout_rows or []))
+        """The different held-out prompts, in their order; the same on every rank."""
+        return list(dict.fromkeys(row["prompt"] for row in self._loaded().heldout or []))
+
+    def heldout_rows(self) -> Rows:
+        """The held-out prompts; the training prompts are read only where these are split off from them.
+
+        Raises:
+            ValueError: they cannot be read.
+            ModuleNotFoundError: a source needs the extra ``data``.
+        """
+        if self._sets is None and self.choice.heldout is not None:
+            return limited_heldout(read_prompts(self.choice.heldout), self.choice)
+        if self._sets is None and not self.has_heldout:
+            return []
+        sets = self._sets or PromptSets(self.choice)
+        for fault in sets.faults:
+            raise ValueError(fault)
+        return sets.heldout or []
+
+    def heldout_origin(self) -> dict[str, str]:
+        """Where the held-out prompts come from, for a report: ``file``, and the ``sha256`` of it or of the prompts."""
+        source, fraction = self.choice.heldout, self.choice.heldout_fraction
+        if source is not None and resolve_path(source.path).is_file():
+            return {"file": source.path, "sha256": sha256(resolve_path(source.path).read_bytes()).hexdigest()}
+        prompts = "\n".join(row["prompt"] for row in self.heldout_rows())
+        names = ", ".join(train.path for train in self.choice.train)
+        name = source.path if source is not None else f"{fraction:.3g} of {names}, by hash"
+        return {"file": name, "sha256": sha256(prompts.encode()).hexdigest()}
+
+    def describe(self) -> list[str]:
+        """What was read, to be said before a run: a line, and one for everything that is worth a second look."""
+        return describe(self._loaded())
+
+    def training_rows(self) -> Iterator[Row]:
+        """The training rows for a look before a run: all, but only the first ones of what is not in memory."""
+        return self._loaded().training_rows()
 
     @property
     def _world_size(self) -> int:
@@ -124,23 +193,20 @@ class PromptDataModule(L.LightningDataModule):
     def _rank(self) -> int:
         return self.trainer.global_rank if self.trainer is not None else 0
 
+    def _loaded(self) -> PromptSets:
+        self.setup()
+        assert self._sets is not None
+        return self._sets
+
     def _load(self, world_size: int) -> list[str]:
-        faults = self.sizes.faults(world_size)
-        train_rows, heldout_rows = None, None
-        try:
-            train_rows = read_prompts(self.train)
-        except ValueError as error:
-            faults.append(str(error))
-        try:
-            heldout_rows = read_prompts(self.heldout)[: self.heldout_limit] if self.heldout is not None else None
-        except ValueError as error:
-            faults.append(str(error))
-        if heldout_rows is not None and world_size >= 1:
-            images = len(heldout_rows) * self.heldout_images_per_prompt
+        sets = PromptSets(self.choice)
+        faults = [*self.sizes.faults(world_size), *sets.faults]
+        if sets.heldout and world_size >= 1:
+            images = len(sets.heldout) * self.heldout_images_per_prompt
             fault = held_out_fault(images, self.eval_batch_size, world_size)
             faults += [fault] if fault else []
         if not faults:
-            self._train_rows, self._heldout_rows = train_rows, heldout_rows
+            self._sets = sets
         return faults
 
 

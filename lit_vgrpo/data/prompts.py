@@ -1,89 +1,90 @@
-"""Prompt files: one prompt a line (txt), or one object a line (jsonl)."""
+"""Prompts out of files, folders and datasets."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_vgrpo.data.hub_datasets import is_saved
+from lit_vgrpo.data.rows import PROMPT, Row
+from lit_vgrpo.data.source import PromptError, PromptSource, as_source, kind_of
+from lit_vgrpo.data.tables import StreamedRows, TableRows, read_parquet
+from lit_vgrpo.data.text_files import IndexedRows, read_text
 from lit_vgrpo.paths import resolve_path
 
+LARGE_FILE_BYTES = 64 * 2**20
+"""Files from this size on are left on disk."""
 
-def read_prompts(path: str | Path) -> list[dict[str, Any]]:
-    """Read a prompt file into rows ``{"prompt": str, **fields}``.
+__all__ = ["PromptError", "open_prompts", "prompt_faults", "prompts_of", "read_prompts"]
+
+
+def read_prompts(source: str | Path | PromptSource) -> list[dict[str, Any]]:
+    """Read prompts into rows ``{"prompt": str, **fields}``.
 
     Args:
-        path: a ``.txt`` file with one prompt a line, or a ``.jsonl`` file with one object a line that has a "prompt"
-            string and any fields a reward may read; UTF-8; blank lines are skipped; ``shipped:`` paths are resolved.
+        source: a ``.txt`` file with one prompt a line; a ``.jsonl`` file with one object a line that has a "prompt"
+            string and any fields a reward may read; a ``.csv`` file with a header; a ``.parquet`` file; a folder or
+            a dataset of the hub, see :class:`PromptSource`. Text is UTF-8; blank lines are skipped; ``shipped:``
+            paths are resolved.
 
     Raises:
-        ValueError: the file is missing, of another kind, not UTF-8, empty, or a line of it is wrong. The message is
-            one line and names the file and the line number.
+        PromptError: (a ValueError) it is missing, of another kind, not UTF-8, empty, or a line of it is wrong. The
+            message is one line and names the file and the number of the line or row.
+        ModuleNotFoundError: it needs the extra ``data``.
     """
-    file = resolve_path(path)
-    if file.suffix.lower() not in (".txt", ".jsonl"):
-        raise ValueError(f"{file} is not a prompt file. Use .txt (one prompt a line) or .jsonl (one object a line).")
-    if not file.exists():
-        raise ValueError(f"{file} does not exist. Give the path of a .txt or .jsonl prompt file.")
-    if not file.is_file():
-        raise ValueError(f"{file} is not a file. Give the path of a .txt or .jsonl prompt file.")
-    as_row = _json_row if file.suffix.lower() == ".jsonl" else _text_row
-    rows = [as_row(line, f"{file} line {number}") for number, line in _lines(file)]
-    if not rows:
-        raise ValueError(f"{file} holds no prompts. Write one prompt a line.")
-    return rows
+    source = as_source(source)
+    kind = kind_of(source)
+    if kind in ("folder", "hub"):
+        return list(TableRows(source, kind))
+    return read_parquet(source) if kind == "parquet" else read_text(source, kind)
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}). Check its permissions.") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        number = data[: error.start].count(b"\n") + 1
-        raise ValueError(f"{file} line {number}: not UTF-8. Save the file as UTF-8.") from error
-    # str.splitlines would also cut at U+2028 and its like, which may stand inside a JSON string
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield number, line.strip()
+def open_prompts(source: PromptSource, streaming: bool | None = None, seed: int = 0) -> Sequence[Row] | StreamedRows:
+    """The rows of a source, in memory or left where they are.
+
+    Args:
+        source: what to open.
+        streaming: True leaves them on disk, and reads folders of data files and datasets of the hub forwards only;
+            False reads text and parquet files into memory; None looks at their size.
+        seed: seed of the order of a stream.
+
+    Raises:
+        PromptError: as :func:`read_prompts`; what stands in a row that is left on disk shows when it is asked for.
+        ModuleNotFoundError: it needs the extra ``data``.
+    """
+    kind = kind_of(source)
+    if kind == "hub" or (kind == "folder" and not is_saved(resolve_path(source.path))):
+        return StreamedRows(source, kind, seed) if streaming else TableRows(source, kind)
+    if kind == "folder":
+        return TableRows(source, kind)
+    if streaming is None:
+        streaming = resolve_path(source.path).stat().st_size >= LARGE_FILE_BYTES
+    if not streaming:
+        return read_parquet(source) if kind == "parquet" else read_text(source, kind)
+    return TableRows(source, kind) if kind == "parquet" else IndexedRows(source, kind)
 
 
-def _text_row(line: str, where: str) -> dict[str, Any]:
-    return {"prompt": line}
+def prompt_faults(*given: object) -> list[str]:
+    """What keeps the sources in a recipe's plain values from being opened; values that are none are passed over."""
+    faults = []
+    for value in given:
+        for entry in value if isinstance(value, list) else [value]:
+            if not isinstance(entry, str | dict):
+                continue
+            try:
+                source = as_source(entry)
+            except (TypeError, ValueError):
+                continue  # the parser says it
+            try:
+                open_prompts(source)
+            except (PromptError, ModuleNotFoundError) as error:
+                faults.append(str(error))
+    return faults
 
 
-def _json_row(line: str, where: str) -> dict[str, Any]:
-    need = 'Each line must be an object with a "prompt" string.'
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # ValueError alone: a number of thousands of digits
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ValueError(f"{where}: not JSON ({reason}). {need}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: not an object but {_json_type(row)}. {need}")
-    if "prompt" not in row:
-        raise ValueError(f'{where}: no "prompt". {need}')
-    prompt = row["prompt"]
-    if not isinstance(prompt, str):
-        raise ValueError(f'{where}: "prompt" is {_json_type(prompt)}. {need}')
-    if not prompt.strip():
-        raise ValueError(f'{where}: "prompt" is empty. {need}')
-    if not _is_text(prompt):
-        raise ValueError(f'{where}: "prompt" holds half a character (a lone surrogate). {need}')
-    return row
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _json_type(value: object) -> str:
-    names = {list: "an array", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+def prompts_of(rows: Sequence[Row]) -> Iterator[str]:
+    """Every prompt, in order."""
+    if isinstance(rows, TableRows):
+        return rows.prompts()
+    return (row[PROMPT] for row in rows)

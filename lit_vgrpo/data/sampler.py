@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 from torch.utils.data import Dataset, DistributedSampler
 
+from lit_vgrpo.data.permutation import shuffled_index
 
-@lru_cache(maxsize=4)
-def _shuffled_pass(seed: int, pass_index: int, dataset_size: int) -> tuple[int, ...]:
+LARGEST_IN_MEMORY = 1_000_000
+"""Data sets up to this size are shuffled in a list, larger ones by a permutation that needs no memory."""
+
+
+@lru_cache(maxsize=16)
+def _shuffled_pass(key: str, dataset_size: int) -> Sequence[int]:
     order = list(range(dataset_size))
     # random.Random seeded with text gives the same order on every Python and platform
-    random.Random(f"prompts {seed} {pass_index}").shuffle(order)
-    return tuple(order)
+    random.Random(key).shuffle(order)
+    return array("q", order)
+
+
+def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -> int:
+    """The prompt at a position of the shuffled passes over a data set, laid end to end.
+
+    Args:
+        seed: seed of the order.
+        position: from 0, without end.
+        dataset_size: number of prompts.
+        source: number of the data set among several, so that each has an order of its own.
+
+    Returns:
+        An index into the data set.
+    """
+    pass_index, offset = divmod(position, dataset_size)
+    key = f"prompts {seed} {pass_index}" + (f" source {source}" if source else "")
+    if dataset_size > LARGEST_IN_MEMORY:
+        return shuffled_index(key, offset, dataset_size)
+    return _shuffled_pass(key, dataset_size)[offset]
 
 
 def prompt_indices(seed: int, iteration: int, prompts_per_iteration: int, dataset_size: int) -> list[int]:
-    """The prompts of one iteration: the next stretch of shuffled passes over the data set, laid end to end.
+    """The prompts of one iteration: the next stretch of shuffled passes over the data set.
 
     No prompt comes twice within one pass, whatever the sizes; an iteration that needs more prompts than the data set
     has runs on into the next pass. The number of ranks plays no part.
@@ -28,8 +53,7 @@ def prompt_indices(seed: int, iteration: int, prompts_per_iteration: int, datase
         ``prompts_per_iteration`` indices into the data set; entry k is the prompt of group slot k.
     """
     start = iteration * prompts_per_iteration
-    places = (divmod(position, dataset_size) for position in range(start, start + prompts_per_iteration))
-    return [_shuffled_pass(seed, pass_index, dataset_size)[offset] for pass_index, offset in places]
+    return [prompt_index(seed, position, dataset_size) for position in range(start, start + prompts_per_iteration)]
 
 
 class GroupSampler(DistributedSampler[Any]):

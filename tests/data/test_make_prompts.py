@@ -1,16 +1,91 @@
-from lit_vgrpo.data.make_prompts import HELDOUT_FILE, TRAIN_FILE, files, write
+import re
+from collections import Counter
+from itertools import chain
+
+import pytest
+
+from lit_vgrpo.data.make_geneval import CLASSES, COLORS, RELATIONS, geneval_rows, phrase, plural
+from lit_vgrpo.data.make_ocr import ocr_prompts
+from lit_vgrpo.data.make_prompts import files, write
 from lit_vgrpo.data.prompts import read_prompts
+from lit_vgrpo.data.split import normalised
 from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.rewards.geneval_rules import row_fault
+from lit_vgrpo.rewards.ocr import OCRReward
+
+SETS = {"pickscore": ("txt", 400, 60), "ocr": ("txt", 400, 60), "geneval": ("jsonl", 1456, 264)}
 
 
 def test_the_shipped_files_are_what_the_script_writes(tmp_path):
     write(tmp_path)
-    for name in (TRAIN_FILE, HELDOUT_FILE):
+    assert set(files()) == {f"{name}_{side}.{SETS[name][0]}" for name in SETS for side in ("train", "heldout")}
+    for name in files():
         assert resolve_path(f"shipped:prompts/{name}").read_bytes() == (tmp_path / name).read_bytes()
-        assert [row["prompt"] for row in read_prompts(tmp_path / name)] == files()[name]
 
 
-def test_train_and_heldout_are_disjoint_and_without_duplicates():
-    train, heldout = files()[TRAIN_FILE], files()[HELDOUT_FILE]
-    assert (len(train), len(heldout)) == (400, 60)
-    assert len({*train, *heldout}) == 460
+@pytest.mark.parametrize("name", SETS)
+def test_train_and_heldout_are_disjoint_and_without_duplicates(name):
+    kind, train, heldout = SETS[name]
+    prompts = [
+        [row["prompt"] for row in read_prompts(f"shipped:prompts/{name}_{side}.{kind}")]
+        for side in ("train", "heldout")
+    ]
+    assert [len(side) for side in prompts] == [train, heldout]
+    assert len({normalised(prompt) for side in prompts for prompt in side}) == train + heldout
+
+
+def fact(row):
+    """What a row asks for, however it is worded."""
+    things = [(thing["class"], thing["count"], thing.get("color")) for thing in row["include"]]
+    place = row["include"][-1].get("position", [None])[0]
+    if place in RELATIONS[1::2]:  # the opposite, seen from the other object
+        things, place = things[::-1], RELATIONS[RELATIONS.index(place) - 1]
+    return (row["tag"], place, tuple(things) if place else frozenset(things))
+
+
+def test_geneval_rows_are_sound_and_no_fact_is_on_both_sides():
+    train, heldout = geneval_rows()
+    assert not [row for row in train + heldout if row_fault(row)]
+    assert len({fact(row) for row in train + heldout}) == len(train + heldout)
+    assert Counter(row["tag"] for row in heldout) == {
+        "single_object": 16, "counting": 48, "two_object": 50, "colors": 50, "position": 50, "color_attr": 50,
+    }  # fmt: skip
+    used = {thing["class"] for row in train for thing in row["include"]}
+    assert used == set(CLASSES)
+    assert {thing["color"] for row in train for thing in row["include"] if "color" in thing} == set(COLORS)
+    assert {row["include"][1]["position"][0] for row in train if row["tag"] == "position"} == set(RELATIONS)
+
+
+def test_a_geneval_prompt_says_what_its_row_asks_for():
+    words = {2: "two", 3: "three", 4: "four"}
+    for row in chain(*geneval_rows()):
+        things = row["include"][::-1] if row["tag"] == "position" else row["include"]
+        if row["tag"] == "counting":
+            (thing,) = things
+            said = f"{words[thing['count']]} {plural(thing['class'])}"
+            assert row["exclude"] == [{"class": thing["class"], "count": thing["count"] + 1}]
+        else:
+            joint = f" {things[0]['position'][0]} " if row["tag"] == "position" else " and "
+            said = joint.join(phrase(thing["class"], thing.get("color", "")) for thing in things)
+        assert row["prompt"] == f"a photo of {said}"
+
+
+def test_classes_are_counted_in_english():
+    irregular = {name: plural(name) for name in CLASSES if plural(name) != f"{name}s"}
+    assert irregular == {
+        "person": "people", "bus": "buses", "bench": "benches", "sheep": "sheep", "skis": "pairs of skis",
+        "wine glass": "wine glasses", "knife": "knives", "sandwich": "sandwiches", "broccoli": "heads of broccoli",
+        "couch": "couches", "computer mouse": "computer mice", "scissors": "pairs of scissors",
+        "toothbrush": "toothbrushes",
+    }  # fmt: skip
+    assert [name for name in CLASSES if phrase(name).startswith("an ")] == [
+        "airplane", "elephant", "umbrella", "apple", "orange", "oven",
+    ]  # fmt: skip
+
+
+def test_every_ocr_prompt_quotes_one_text_and_none_is_on_both_sides():
+    train, heldout = ocr_prompts()
+    texts = [re.findall(r'"([^"]+)"', prompt) for prompt in train + heldout]
+    assert all(len(found) == 1 for found in texts)
+    assert len({found[0].lower() for found in texts}) == len(texts)
+    assert not [prompt for prompt in train + heldout if OCRReward().prompt_fault(prompt, {"prompt": prompt})]

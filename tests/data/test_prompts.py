@@ -38,7 +38,8 @@ NEED = 'Each line must be an object with a "prompt" string.'
         ("a cat", "not JSON (Expecting value)."),
         ('["a"]', "not an object but an array."),
         ("3", "not an object but a number."),
-        ('{"text": "a"}', 'no "prompt".'),
+        ('{"text": "a"}', 'no "prompt", but "text".'),
+        ("{}", 'no "prompt".'),
         ('{"prompt": null}', '"prompt" is null.'),
         ('{"prompt": 7}', '"prompt" is a number.'),
         ('{"prompt": " "}', '"prompt" is empty.'),
@@ -87,8 +88,9 @@ def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path):
         read_prompts(write(tmp_path, "q.txt", "a cat".encode("utf-16")))
 
 
-@pytest.mark.parametrize(("name", "said"), [("no.txt", "does not exist"), ("p.csv", ".txt"), ("", ".jsonl")])
+@pytest.mark.parametrize(("name", "said"), [("no.txt", "does not exist"), ("p.tsv", ".txt"), ("no", ".jsonl")])
 def test_a_missing_or_foreign_file_is_refused(tmp_path, name, said):
+    (tmp_path / "p.tsv").touch()
     with pytest.raises(ValueError, match=said):
         read_prompts(tmp_path / name)
 

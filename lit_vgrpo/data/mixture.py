@@ -1,0 +1,76 @@
+"""Several sources of prompts as one: which source a place takes its prompt from, and which prompt of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from lit_vgrpo.data.rows import Row, Rows
+from lit_vgrpo.data.sampler import prompt_index
+from lit_vgrpo.data.tables import StreamedRows
+
+
+def place_in_mixture(position: int, weights: Sequence[int]) -> tuple[int, int]:
+    """The source of a place in the endless sequence of prompts, and how many places before it were that source's.
+
+    The sources are halved again and again; each half gets its share of the places, rounded. So after any number of
+    places a source is at most half a place per halving away from its share, and nothing needs to be remembered.
+
+    >>> [place_in_mixture(position, [3, 1])[0] for position in range(8)]
+    [0, 0, 1, 0, 0, 0, 1, 0]
+
+    Args:
+        position: place, from 0.
+        weights: shares in whole numbers, see :func:`whole_weights`.
+    """
+    first, last = 0, len(weights)
+    while last - first > 1:
+        middle = (first + last) // 2
+        part, whole = sum(weights[first:middle]), sum(weights[first:last])
+        before, after = ((2 * n * part + whole) // (2 * whole) for n in (position, position + 1))
+        if after > before:
+            position, last = before, middle
+        else:
+            position, first = position - before, middle
+    return first, position
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """The same weights as whole numbers, exactly as they are written.
+
+    >>> whole_weights([0.1, 1, 2.5])
+    [1, 10, 25]
+    """
+    shares = [Fraction(repr(weight)) for weight in weights]
+    common = math.lcm(*(share.denominator for share in shares))
+    whole = [int(share * common) for share in shares]
+    return [share // math.gcd(*whole) for share in whole]
+
+
+class PromptMixture:
+    """Sources of training prompts, each walked through in shuffled passes of its own.
+
+    Args:
+        sources: their rows.
+        weights: their shares; equal by default.
+    """
+
+    def __init__(self, sources: Sequence[Sequence[Row] | StreamedRows], weights: Sequence[float] | None = None) -> None:
+        self.sources = sources
+        self.weights = whole_weights(weights if weights is not None else [1.0] * len(sources))
+
+    def rows(self, seed: int, positions: Sequence[int]) -> Rows:
+        """The rows at places of the endless sequence of prompts: a pure function of seed and place.
+
+        Args:
+            seed: seed of the order; a stream has its own.
+            positions: places, ascending.
+        """
+        return [self._row(seed, *place_in_mixture(position, self.weights)) for position in positions]
+
+    def _row(self, seed: int, number: int, position: int) -> Row:
+        source = self.sources[number]
+        if isinstance(source, StreamedRows):
+            return source.at(position)
+        return source[prompt_index(seed, position, len(source), number)]

@@ -1,0 +1,86 @@
+"""One row of a prompt source: checked, and in the form in which rewards get it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lit_vgrpo.data.source import PromptError, PromptSource
+from lit_vgrpo.errors import LONGEST_LIST, suggestion
+
+Row = dict[str, Any]
+Rows = list[Row]
+PROMPT = "prompt"
+
+
+def checked(row: Mapping[str, Any], source: PromptSource, where: str, need: str = "") -> Row:
+    """The row ``{"prompt": str, **fields}`` of what a file holds.
+
+    Args:
+        row: its fields.
+        source: says which field is the prompt, and which rewards apply.
+        where: file and line or row, for the message.
+        need: what to do about a wrong one.
+
+    Raises:
+        PromptError: no prompt, or one that is no text.
+    """
+    column = source.column or PROMPT
+    if column not in row:
+        there = f", but {_listed(row)}" if row else ""
+        raise PromptError(f'{where}: no "{column}"{there}. {need}'.rstrip())
+    fault = prompt_fault(row[column])
+    if fault is not None:
+        raise PromptError(f'{where}: "{column}" {fault}. {need}'.rstrip())
+    fields = dict(row)
+    if column != PROMPT:
+        fields = {PROMPT: fields.pop(column), **{key: value for key, value in fields.items() if key != PROMPT}}
+    if source.rewards is not None and not fields.get("rewards"):
+        fields["rewards"] = source.rewards
+    return fields
+
+
+def prompt_fault(prompt: object) -> str | None:
+    """Why a value is no prompt, or None."""
+    if not isinstance(prompt, str):
+        return f"is {type_name(prompt)}"
+    if not prompt.strip():
+        return "is empty"
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return "holds half a character (a lone surrogate)"
+    return None
+
+
+def type_name(value: object) -> str:
+    """What a value is, in the words of JSON."""
+    names = {list: "an array", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
+
+
+def check_columns(columns: Iterable[str], source: PromptSource, where: str) -> None:
+    """See that the prompt's column is there.
+
+    Raises:
+        PromptError: it is not; the message names those that are.
+    """
+    columns, column = list(columns), source.column or PROMPT
+    if column in columns:
+        return
+    remedy = suggestion(column, columns) if source.column else "Set column= to the one that holds the prompts."
+    raise PromptError(f'{where}: no column "{column}", but {_listed(columns)}. {remedy}')
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(f'"{name}"' for name in names[:LONGEST_LIST]) + (", ..." if len(names) > LONGEST_LIST else "")
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of a table without its empty cells, so that a row has the fields that it was written with."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [without_nulls(inner) for inner in value]
+    return value

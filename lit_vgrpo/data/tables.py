@@ -1,0 +1,169 @@
+"""Prompts of tables: parquet files read whole, and datasets that stay on disk or come as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, overload
+
+from lit_vgrpo.data.hub_datasets import open_table
+from lit_vgrpo.data.rows import PROMPT, Row, Rows, check_columns, checked, prompt_fault, without_nulls
+from lit_vgrpo.data.source import Kind, PromptError, PromptSource
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.paths import resolve_path
+
+BATCH = 1000
+SHUFFLE_BUFFER = 10_000
+"""Rows of a stream among which the next one is drawn."""
+PLAIN_FEATURES = ("Value", "ClassLabel", "List", "LargeList", "Sequence", "Json", "dict", "list")
+
+
+def read_parquet(source: PromptSource) -> Rows:
+    """All rows of a parquet file, without the columns that hold bytes.
+
+    Raises:
+        PromptError: as :func:`lit_vgrpo.data.prompts.read_prompts`.
+        ModuleNotFoundError: pyarrow is missing.
+    """
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f'{source.path} needs pyarrow. Run: pip install "lit-vgrpo[data]"') from error
+    file = resolve_path(source.path)
+    try:
+        opened = parquet.ParquetFile(file)
+        columns = [field.name for field in opened.schema_arrow if "binary" not in str(field.type)]
+        check_columns(columns, source, str(file))
+        batches = opened.iter_batches(BATCH, columns=columns)
+        cells = list(islice((cell for batch in batches for cell in batch.to_pylist()), source.limit))
+    except (pa.ArrowException, OSError) as error:
+        reason = one_line(error).rstrip(".")
+        raise PromptError(f"{file} cannot be read as parquet ({reason}). Is the file whole?") from error
+    if not cells:
+        raise PromptError(f"{file} holds no prompts: it has no rows.")
+    return [_table_row(row, source, f"{file} row {number}") for number, row in enumerate(cells, start=1)]
+
+
+class TableRows(Sequence[Row]):
+    """The rows of a dataset that stays on disk; what stands in one is looked at when it is asked for.
+
+    Raises:
+        PromptError: the dataset cannot be read, is empty or lacks the column; on access: that row is wrong.
+        ModuleNotFoundError: the ``datasets`` package is missing.
+    """
+
+    def __init__(self, source: PromptSource, kind: Kind) -> None:
+        self.source = source
+        table = open_table(source, kind)
+        check_columns(table.column_names, source, source.path)
+        if not len(table):
+            raise PromptError(f"{source.path} holds no prompts: it has no rows.")
+        table = table.select_columns(_plain_columns(table, source))
+        self.table = table if source.limit is None else table.select(range(min(source.limit, len(table))))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rows: ...
+    def __getitem__(self, index: int | slice) -> Row | Rows:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return _table_row(self.table[index], self.source, self._where(index))
+
+    def prompts(self) -> Iterator[str]:
+        """Every prompt, without its other fields."""
+        column = self.source.column or PROMPT
+        number = 0
+        for batch in self.table.select_columns([column]).iter(BATCH):
+            for prompt in batch[column]:
+                fault = prompt_fault(prompt)
+                if fault is not None:
+                    raise PromptError(f'{self._where(number)}: "{column}" {fault}.')
+                yield prompt
+                number += 1
+
+    def _where(self, index: int) -> str:
+        return f"{self.source.path} row {index + 1}"
+
+
+class StreamedRows:
+    """The training rows of a dataset that is only ever read forwards: passes in a shuffled order, laid end to end.
+
+    Going back starts from the beginning and skips. The shuffling is that of ``datasets``, among 10,000 rows at a time.
+
+    Args:
+        source: what to open.
+        kind: what it is.
+        seed: seed of the order.
+
+    Attributes:
+        skips: prompts that are left out.
+
+    Raises:
+        PromptError: the dataset cannot be read or lacks the column; on access: that row is wrong.
+        ModuleNotFoundError: the ``datasets`` package is missing.
+    """
+
+    def __init__(self, source: PromptSource, kind: Kind, seed: int = 0) -> None:
+        self.source, self.seed = source, seed
+        self.skips: Callable[[str], bool] = lambda prompt: False
+        table = open_table(source, kind, streaming=True)
+        if table.column_names is not None:
+            check_columns(table.column_names, source, source.path)
+            table = table.select_columns(_plain_columns(table, source))
+        self.table = table if source.limit is None else table.take(source.limit)
+        self._passes: Iterator[Row] | None = None
+        self._position = -1
+        self._row: Row = {}
+
+    def __iter__(self) -> Iterator[Row]:
+        """All rows once, in the dataset's order."""
+        return self._rows(self.table)
+
+    def at(self, position: int) -> Row:
+        """The row at a position of the endless sequence of passes."""
+        if position < self._position or self._passes is None:
+            self._passes, self._position = self._endless(), -1
+        while self._position < position:
+            self._row = next(self._passes)
+            self._position += 1
+        return self._row
+
+    def _endless(self) -> Iterator[Row]:
+        table = self.table.shuffle(seed=self.seed, buffer_size=SHUFFLE_BUFFER)
+        number_of_pass = 0
+        while True:
+            table.set_epoch(number_of_pass)
+            is_empty = True
+            for row in self._rows(table):
+                if not self.skips(row[PROMPT]):
+                    is_empty = False
+                    yield row
+            if is_empty:
+                raise PromptError(f"{self.source.path} holds no training prompts.")
+            number_of_pass += 1
+
+    def _rows(self, table: Any) -> Iterator[Row]:
+        for number, row in enumerate(table, start=1):
+            yield _table_row(row, self.source, f"{self.source.path} row {number} of the stream")
+
+
+def _table_row(row: Any, source: PromptSource, where: str) -> Row:
+    column = source.column or PROMPT
+    return checked({**without_nulls(row), column: row.get(column)}, source, where)
+
+
+def _plain_columns(table: Any, source: PromptSource) -> list[str]:
+    """The columns that are no images, sounds or bytes."""
+    features = table.features
+    if features is None:
+        return list(table.column_names)
+
+    def is_plain(feature: Any) -> bool:
+        return type(feature).__name__ in PLAIN_FEATURES and "binary" not in str(getattr(feature, "dtype", ""))
+
+    return [name for name in table.column_names if name == (source.column or PROMPT) or is_plain(features[name])]

@@ -1,0 +1,75 @@
+import pytest
+
+from lit_vgrpo.check import check
+from lit_vgrpo.cli import build
+from lit_vgrpo.evaluation.cli import heldout_rows
+
+SHIPPED = "train: shipped:prompts/shapes_train.jsonl"
+
+
+@pytest.fixture
+def recipe(tiny_recipe, write):
+    """``recipe("[a.csv, b.txt]")``: the tiny recipe with these training prompts; both files are there."""
+    write("a.csv", "prompt\na red circle\na blue square\n")
+    write("b.txt", "".join(f"prompt {i}\n" for i in range(40)))
+
+    def with_train(train):
+        tiny_recipe.write_text(tiny_recipe.read_text().replace(SHIPPED, f"train: {train}"))
+        return str(tiny_recipe)
+
+    return with_train
+
+
+MIXED = "[a.csv, {path: b.txt, weight: 3, rewards: [jpeg]}]"
+
+
+@pytest.mark.parametrize(
+    ("train", "words", "sources"),
+    [
+        # the parser must not take a file that is there for the source's options
+        ("a.csv", [], [("a.csv", 1)]),
+        (MIXED, [], [("a.csv", 1), ("b.txt", 3)]),
+        (MIXED, ["data.train=b.txt"], [("b.txt", 1)]),
+        ("a.csv", ["data.train=[a.csv,b.txt]"], [("a.csv", 1), ("b.txt", 1)]),
+        ("{path: a.csv}", ["data.train.weight=4"], [("a.csv", 4)]),
+    ],
+)
+def test_a_recipe_names_a_source_or_several(recipe, train, words, sources):
+    cli = build([recipe(train), *words], make_folder=False)
+    assert cli.faults() == []
+    assert [(source.path, source.weight) for source in cli.datamodule.choice.train] == sources
+
+
+def test_a_saved_recipe_has_the_same_sources(recipe):
+    cli = build([recipe(MIXED), "data.heldout=null", "data.heldout_fraction=0.2", "data.deduplicate=true"])
+    cli.save_recipe()
+    again = build([str(cli.folder / "config.yaml")], make_folder=False)
+    assert again.datamodule.choice == cli.datamodule.choice
+    assert again.datamodule.describe()[0].endswith(
+        "from 2 sources (weights 1:3), 2 held out by hash, 0 duplicates dropped."
+    )
+    cli.give_back()
+
+
+@pytest.mark.parametrize(
+    ("train", "words", "said"),
+    [
+        ("[a.csv, {path: b.txt, wieght: 1}]", [], "data.train[1].wieght is not an option of PromptSource. Did you"),
+        ("a.csv", ["data.heldout={path: b.txt, column: text}"], "b.txt has one prompt a line and no columns."),
+        ("a.csv", ["data.heldout_fraction=0.1"], "data.heldout_fraction=0.1 and heldout are both given."),
+        ("[a.csv, none.parquet]", ["model.reward=Nothing"], "none.parquet does not exist."),
+    ],
+)  # fmt: skip
+def test_check_says_what_is_wrong_with_a_source(recipe, capsys, train, words, said):
+    assert check([recipe(train), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_eval_finds_the_held_out_prompts_that_training_left_out(recipe):
+    words = [recipe("b.txt"), "data.heldout=null", "data.heldout_fraction=0.2", "data.heldout_limit=3"]
+    cli = build(words, make_folder=False)
+    rows = heldout_rows(cli)
+    assert [row["prompt"] for row in rows] == cli.datamodule.heldout_prompts()
+    assert len(rows) == 3
+    trained = [row for row in cli.datamodule.training_rows() if row not in rows]
+    assert len(trained) < 40 - 3

@@ -1,0 +1,218 @@
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lit_vgrpo.data import PromptDataModule, PromptSource, prompt_sets, read_prompts
+from lit_vgrpo.data.prompts import prompt_faults
+from lit_vgrpo.data.split import normalised
+from lit_vgrpo.paths import shipped_root
+
+SIZES = {"prompts_per_iteration": 4, "group_size": 2}
+PROMPTS = st.lists(st.sampled_from([f"{word} {i}" for i in range(40) for word in ("cat", "CAT", " cat ")]), min_size=20)
+quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def data_module(train, **options):
+    return PromptDataModule(train if isinstance(train, list | dict) else str(train), **{**SIZES, **options})
+
+
+def training(data):
+    data.setup()
+    return [row["prompt"] for source in data._sets.training.sources for row in source]
+
+
+def heldout(data):
+    return [row["prompt"] for row in data.heldout_rows()]
+
+
+@pytest.fixture
+def file(write):
+    return lambda prompts, name="p.txt": str(write(name, "".join(f"{prompt}\n" for prompt in prompts)))
+
+
+@quick
+@given(PROMPTS, st.randoms(use_true_random=False), st.floats(0.2, 0.8), st.booleans())
+def test_no_prompt_is_on_both_sides_and_none_ever_moves(file, prompts, draw, fraction, streaming):
+    options = {"heldout_fraction": fraction, "streaming": streaming}
+    data = data_module(file(prompts), **options)
+    if data.check():
+        return
+    train, aside = training(data), heldout(data)
+    assert sorted(train + aside) == sorted(prompt.strip() for prompt in prompts)
+    assert not set(map(normalised, train)) & set(map(normalised, aside))
+    draw.shuffle(prompts)
+    moved = data_module(file([*(f"new {i}" for i in range(9)), *prompts], "q.txt"), **options)
+    assert set(aside) <= set(heldout(moved))
+    assert set(train) <= set(training(moved))
+    split = data_module([file(prompts[::2], "a.txt"), file(prompts[1::2], "b.txt")], **options)
+    if not split.check():
+        assert sorted(heldout(split)) == sorted(aside)
+
+
+def test_held_out_prompts_keep_their_order_when_the_file_is_reordered(file):
+    prompts = [f"prompt {i}" for i in range(200)]
+    ordered = data_module(file(prompts), heldout_fraction=0.3, heldout_limit=7)
+    assert len(heldout(ordered)) == 7
+    everything = heldout(data_module(file(prompts), heldout_fraction=0.3))
+    assert everything[:7] == heldout(ordered)
+    assert not set(everything) & set(training(ordered))  # a limit gives nothing back to the training
+    random.Random(0).shuffle(prompts)
+    assert heldout(data_module(file(prompts, "q.txt"), heldout_fraction=0.3)) == everything
+    assert heldout(data_module(file(prompts), heldout_fraction=0.3, streaming=True)) == everything
+    parts = [file(prompts[:90], "a.txt"), file(prompts[90:], "b.txt")]
+    assert heldout(data_module(parts, heldout_fraction=0.3, heldout_limit=9)) == everything[:9]
+
+
+@quick
+@given(PROMPTS, PROMPTS, st.booleans())
+def test_the_first_of_equal_prompts_stays(file, first, second, streaming):
+    sources = [file(first, "a.txt"), file(second, "b.txt")]
+    data = data_module(sources, deduplicate=True, streaming=streaming)
+    firsts = {normalised(prompt): prompt.strip() for prompt in reversed(first + second)}
+    if set(map(normalised, second)) <= set(map(normalised, first)):
+        assert data.check() == [f"{sources[1]} has no prompts left for training: all are held out or duplicates."]
+        return
+    assert set(training(data)) == set(firsts.values())
+    assert len(training(data)) == len(firsts)
+    assert f"{len(first + second) - len(firsts)} duplicate" in data.describe()[0]
+    untouched = data_module(sources, streaming=streaming)
+    assert training(untouched) == [prompt.strip() for prompt in first + second]
+
+
+def test_a_prompt_of_the_held_out_file_is_said_or_left_out(file):
+    train, apart = file(["a", "b", "B", "c", "d"]), file(["b", "d", "D"], "held.txt")
+    data = data_module(train, heldout=apart, heldout_limit=1)
+    assert training(data) == ["a", "b", "B", "c", "d"]
+    assert data.describe() == [
+        "Prompts: 5 from 1 source, 1 held out.",
+        "3 of the training prompts are held-out prompts too. Set data.deduplicate=true to train without them.",
+        "1 of the training prompts is there before. Set data.deduplicate=true to drop them.",
+    ]
+    data = data_module(train, heldout=apart, heldout_limit=1, deduplicate=True)
+    assert (training(data), heldout(data)) == (["a", "c"], ["b"])  # "d" is no training prompt with a limit either
+    assert heldout(data_module("none.txt", heldout=apart, deduplicate=True)) == ["b", "d"]
+    assert data.describe() == ["Prompts: 2 from 1 source, 1 held out, 3 duplicates dropped."]
+
+
+def test_what_is_said_of_several_sources(file, write):
+    prompts = file([f"prompt {i}" for i in range(2000)])
+    sources = [{"path": prompts, "weight": 3}, {"path": str(write("b.csv", "caption\nx\ny\n")), "column": "caption"}]
+    data = data_module(sources, heldout_fraction=0.1, heldout_limit=20)
+    assert data.describe() == ["Prompts: 1,801 from 2 sources (weights 3:1), 20 held out by hash."]
+    rows = list(data.training_rows())
+    assert [row["prompt"] for row in rows] == training(data)
+
+
+def test_the_rows_of_a_mixture_carry_their_rewards(file):
+    sources = [{"path": file(["a"], "a.txt"), "rewards": "ocr"}, PromptSource(file(["b"], "b.txt"), weight=1)]
+    (batch, *_) = data_module(sources).train_dataloader()
+    assert [(row["prompt"], row.get("rewards")) for row in batch.rows] == [("a", "ocr"), ("b", None)] * 2
+
+
+def test_a_large_file_stays_on_disk_and_gives_the_same_prompts(file, monkeypatch):
+    path = file([f"prompt {i}" for i in range(300)])
+    batches = [data_module(path, streaming=streaming).train_dataloader().dataset[9] for streaming in (False, True)]
+    assert batches[0] == batches[1]
+    monkeypatch.setattr("lit_vgrpo.data.prompts.LARGE_FILE_BYTES", 10)
+    monkeypatch.setattr(prompt_sets, "CHECKED_ROWS", 50)
+    data = data_module(path, heldout=file(["held"], "held.txt"))
+    assert data.train_dataloader().dataset[9] == batches[0]
+    assert data.describe()[1:] == [
+        f"Only the first 50 of 300 rows of {path} were checked. A wrong one later stops the run.",
+        f"Whether held-out prompts stand in {path} too was not checked.",
+    ]
+    assert len(list(data.training_rows())) == 50
+    assert data_module(path, deduplicate=True).describe() == ["Prompts: 300 from 1 source, 0 duplicates dropped."]
+
+
+def test_a_wrong_row_is_found_at_start_among_the_first_and_later_by_its_line(write, monkeypatch):
+    monkeypatch.setattr(prompt_sets, "CHECKED_ROWS", 3)
+    lines = ['{"prompt": "a"}\n'] * 8
+    for bad, known in ((1, True), (6, False)):
+        text = "".join("{}\n" if i == bad else line for i, line in enumerate(lines))
+        path = write("p.jsonl", text)
+        data = data_module(path, streaming=True)
+        assert bool(data.check()) is known
+        with pytest.raises(ValueError, match=rf'p.jsonl line {bad + 1}: no "prompt"'):
+            [data.train_dataloader().dataset[i] for i in range(0, 16)]
+        assert "line" in data_module(path, streaming=True, deduplicate=True).check()[0]
+
+
+def test_a_stream_is_split_by_hash_as_it_comes(write, datasets_cache):
+    rows = [{"prompt": f"prompt {i}"} for i in range(60)]
+    folder = write("set/train.jsonl", rows).parent
+    options = {"heldout_fraction": 0.3, "streaming": True}
+    (fault,) = data_module(folder, **options).check()
+    assert fault == f"heldout_fraction=0.3 of the stream {folder} has no end. Set data.heldout_limit."
+    (fault,) = data_module(folder, streaming=True, deduplicate=True).check()
+    assert fault.startswith(f"deduplicate=true cannot see {folder} whole: it is a stream.")
+    data = data_module(folder, **options, heldout_limit=5)
+    assert data.describe() == [
+        "Prompts: a stream from 1 source, 5 held out by hash.",
+        f"Only the first 1,000 rows of {folder} were checked. A wrong one later stops the run.",
+    ]
+    dataset = data.train_dataloader().dataset
+    drawn = [prompt for iteration in range(30) for prompt in dataset[iteration * len(dataset)].prompts]
+    whole = data_module(folder, heldout_fraction=0.3)
+    assert set(drawn) == set(training(whole))
+    assert set(heldout(data)) <= set(heldout(whole))
+    again = data_module(folder, **options, heldout_limit=5).train_dataloader().dataset
+    assert again[17 * len(again)].prompts == drawn[17 * 4 : 18 * 4]
+
+
+@pytest.mark.parametrize(
+    ("train", "options", "error", "said"),
+    [
+        ([], {}, ValueError, "train=[] names no prompts."),
+        ({"path": "a", "wieght": 1}, {}, TypeError, "train.wieght is not an option of PromptSource. Did you"),
+        (["a.txt", {"path": "b.txt", "weight": 0}], {}, ValueError, "train[1].weight=0 draws nothing."),
+        ([{"weight": 1}], {}, TypeError, "train[0].path is missing."),
+        ({"path": "a.txt", "weight": "x"}, {}, TypeError, "train.weight='x' has the wrong type. Give a number."),
+        ({"path": "a.txt", "limit": 0}, {}, ValueError, "train.limit=0 is too small."),
+        ({"path": "a.txt", "rewards": [1]}, {}, TypeError, "train.rewards=[1] has the wrong type. Give a name or"),
+        ("a.txt", {"heldout": {"path": 3}}, TypeError, "heldout.path=3 has the wrong type. Give a text."),
+        ("a.txt", {"heldout_fraction": 1.0}, ValueError, "heldout_fraction=1.0 is no share."),
+        ("a.txt", {"heldout_fraction": 0.1, "heldout": "b.txt"}, ValueError, "heldout_fraction=0.1 and heldout are"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_refused_at_once(train, options, error, said):
+    with pytest.raises(error) as caught:
+        data_module(train, **options)
+    assert str(caught.value).startswith(said)
+
+
+def test_every_source_that_cannot_be_read_is_a_fault_of_its_own(file):
+    bad = [str(file([], "empty.txt")), "none.csv", {"path": file(["a"]), "column": "b"}]
+    faults = data_module([*bad, file(["a"])], heldout="gone.txt").check()
+    assert [part in fault for part, fault in zip(("empty.txt", "none.csv", "column=b", "gone"), faults, strict=True)]
+    assert prompt_faults([*bad, {"oops": 1}, 3], "gone.txt", None) == faults
+    (fault,) = data_module(file(["a", "b"]), heldout_fraction=1e-9).check()
+    assert fault.startswith("heldout_fraction=1e-09 holds out none of the prompts.")
+
+
+def test_a_report_says_where_held_out_prompts_come_from(file, write, datasets_cache):
+    from hashlib import sha256
+
+    path = file(["a", "b"])
+    digest = sha256(b"a\nb\n").hexdigest()
+    assert data_module("none.txt", heldout=path).heldout_origin() == {"file": path, "sha256": digest}
+    data = data_module(file([f"prompt {i}" for i in range(50)], "q.txt"), heldout_fraction=0.2)
+    origin = data.heldout_origin()
+    assert origin["file"].startswith("0.2 of ")
+    assert origin["sha256"] == sha256("\n".join(heldout(data)).encode()).hexdigest()
+    assert data.has_heldout
+    assert not data_module(path).has_heldout
+    assert data_module(path).heldout_rows() == []
+
+
+def test_the_shipped_held_out_prompts_are_no_training_prompts():
+    found = sorted(shipped_root().glob("prompts/*_train.*"))
+    assert len(found) >= 2
+    for train in found:
+        apart = train.with_name(train.name.replace("_train", "_heldout"))
+        data = data_module(train, heldout=str(apart))
+        assert data.check() == []
+        assert len(data.describe()) == 1, data.describe()
+        assert len(read_prompts(apart)) >= 12
