@@ -102,7 +102,7 @@ class FID(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, VGRPOModule)
         faults = self.check(trainer.world_size)
-        if getattr(getattr(trainer, "datamodule", None), "heldout", None) is None:
+        if not getattr(getattr(trainer, "datamodule", None), "has_heldout", False):
             faults.append("FID is measured at held-out evaluations, and there are none. Set data.heldout.")
         # a file may be missing on one machine only: then all ranks stop, and none waits
         raise_together(ValueError(faults[0]) if faults else None)

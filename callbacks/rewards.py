@@ -89,7 +89,8 @@ class RewardLogger(L.Callback):
             return metrics
         scored = record.rewards[~record.rewards.isnan()]
         flat = no_spread_share(record.rewards, record.group_ids)
-        metrics |= {f"reward/{name}": value for name, value in record.parts.items()}
+        for name, values in record.parts.items():
+            metrics |= {f"reward/{name}" + ("" if key == "mean" else f"/{key}"): v for key, v in values.items()}
         metrics |= {
             "reward/mean": float(scored.mean()),
             "reward/std": float(scored.std(correction=0)),

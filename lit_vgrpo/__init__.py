@@ -12,6 +12,7 @@ _HOMES = {
     "VGRPOModule": "lit_vgrpo.module",
     "OptimizerConfig": "lit_vgrpo.module",
     "PromptDataModule": "lit_vgrpo.data",
+    "PromptSource": "lit_vgrpo.data",
     "VGRPO": "lit_vgrpo.objectives",
     "DiffusionNFT": "lit_vgrpo.objectives",
     "DGPO": "lit_vgrpo.objectives",

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lit_vgrpo.cli import LINKED, TOP_LEVEL, RecipeCLI, build, guarded
-from lit_vgrpo.data.prompts import read_prompts
+from lit_vgrpo.data.prompts import prompt_faults
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.recipe import parse_command, read_recipe
 from lit_vgrpo.schema import sound_parts
 
 SMALLEST_NEED = 100 * 2**20
-CHECKPOINTS_AT_ONCE = 3
-"""The last one, the one before it, and the one that is being written."""
+CHECKPOINTS_AT_ONCE = 4
+"""The last one, the one before it, the best one, and the one that is being written."""
 COPIES_OF_WEIGHTS = 4
 """Weights, Adam's two moments and the average: what a checkpoint of a fully trained network holds."""
 
@@ -40,6 +40,7 @@ def _check(args: Sequence[str]) -> int:
         print(cli.plan())
     if faults:
         raise UserError(*faults)
+    print("\n".join(cli.about_prompts()))
     print(f"{cli.command.recipe}: no fault found for world size {cli.trainer.world_size}.")
     return 0
 
@@ -53,14 +54,7 @@ def further_faults(args: Sequence[str]) -> list[str]:
     parts = sound_parts(recipe, TOP_LEVEL, LINKED)
     faults = [fault for key in ("model.policy", "model.reward") if key in parts for fault in parts[key].check()]
     data = recipe.get("data")
-    files = [data.get(key) for key in ("train", "heldout")] if isinstance(data, dict) else []
-    for file in files:
-        try:
-            if isinstance(file, str):
-                read_prompts(file)
-        except ValueError as error:
-            faults.append(str(error))
-    return faults
+    return faults + (prompt_faults(data.get("train"), data.get("heldout")) if isinstance(data, dict) else [])
 
 
 def disk_faults(cli: RecipeCLI) -> list[str]:
@@ -71,7 +65,7 @@ def disk_faults(cli: RecipeCLI) -> list[str]:
     need, free = CHECKPOINTS_AT_ONCE * checkpoint_bytes(cli), shutil.disk_usage(place).free
     if free >= need:
         return []
-    room = f"{free / 2**30:.1f} GiB free, three checkpoints need about {need / 2**30:.1f}"
+    room = f"{free / 2**30:.1f} GiB free, {CHECKPOINTS_AT_ONCE} checkpoints need about {need / 2**30:.1f}"
     return [f"{place} has {room}. Set run_dir=/another/disk."]
 
 

@@ -45,6 +45,7 @@ from lit_vgrpo.run_folder import (
 from lit_vgrpo.schema import CONSTRUCTOR_ERRORS, recipe_faults
 from lit_vgrpo.strategies import strategy_fault
 from lit_vgrpo.training import train
+from lit_vgrpo.unscorable import UnscorablePrompts
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
@@ -98,6 +99,7 @@ class RecipeCLI(LightningCLI):
         self.resumption: Resumption | None = None
         self.carried = RecipeInCheckpoint({})
         self.allowed_changes: list[str] = []
+        self.unscorable: list[UnscorablePrompts] = []
         with parser_config(command) as (config, self.note):
             super().__init__(
                 VGRPOModule,
@@ -237,10 +239,26 @@ class RecipeCLI(LightningCLI):
         """What is wrong with the parts, found without loading a weight."""
         ranks, callbacks = self.trainer.world_size, self.trainer.callbacks  # type: ignore[attr-defined]
         fids = [callback for callback in callbacks if isinstance(callback, our_callbacks.FID)]
+        alarms = [callback for callback in callbacks if isinstance(callback, our_callbacks.RewardHackAlarm)]
         of_callbacks = [fault for fid in fids for fault in fid.check(ranks)]
+        of_callbacks += [fault for alarm in alarms for fault in alarm.check(self.model, self.datamodule)]
         of_strategy = strategy_fault(self.trainer.strategy)
-        faults = [*self.model.check(self.datamodule.sizes), *self.datamodule.check(ranks), *of_callbacks]
+        of_data = self.datamodule.check(ranks)
+        if not of_data:
+            self.unscorable = self.find_unscorable()
+        strict = self.model.failed_images == "stop"
+        of_prompts = [fault for found in self.unscorable for fault in found.refused(strict)]
+        faults = [*self.model.check(self.datamodule.sizes), *of_data, *of_prompts, *of_callbacks]
         return faults if of_strategy is None else [of_strategy, *faults]
+
+    def find_unscorable(self) -> list[UnscorablePrompts]:
+        """What the rewards cannot score of the training prompts, and of the held-out ones; these must be readable."""
+        trained_on = self.datamodule.training_rows() if self.model.objective.needs_reward else []
+        found = [UnscorablePrompts.of(self.model.reward, trained_on)]
+        if self.datamodule.has_heldout:
+            held_out = self.datamodule.heldout_rows()
+            found.append(UnscorablePrompts.of(self.model.observed, held_out, "held-out prompts"))
+        return found
 
     def plan(self) -> str:
         """What the sizes make of this world size, as a table."""
@@ -248,11 +266,15 @@ class RecipeCLI(LightningCLI):
         passes = self.model.objective.passes_per_image(sizes)
         return sizes.plan(self.trainer.world_size).table(passes)
 
+    def about_prompts(self) -> list[str]:
+        """What was read, and what of it no reward will score."""
+        return [*self.datamodule.describe(), *(line for found in self.unscorable for line in found.lines())]
+
     def opening(self) -> list[str]:
         """What to say before training."""
         lines = [self.note] if self.note is not None else []
         lines += [f"Changed: {change}" for change in self.allowed_changes]
-        lines += [self.plan(), f"Run folder: {self.folder}"]
+        lines += [self.plan(), *self.about_prompts(), f"Run folder: {self.folder}"]
         if self.resumption is not None:
             lines.append(self.resumption.opening)
         return lines

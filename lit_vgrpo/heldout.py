@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.rewards import RewardBatch
+from lit_vgrpo.metrics.ranks import rows_of_all_ranks
+from lit_vgrpo.rewards import ScoreQueue, Weighted
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -26,26 +26,52 @@ class HeldOutObserver(Protocol):
 
 
 class HeldOutScores:
-    """Collects the scores of one evaluation, batch by batch."""
+    """Collects the scores of one evaluation, batch by batch.
 
-    def __init__(self) -> None:
-        self._batches: list[RewardBatch] = []
+    Args:
+        observed: what is trained on, and beside it what is not.
+        untrained: the latter alone.
+        beside: the queue of the training images, whose threads are used.
+    """
+
+    def __init__(self, observed: Weighted, untrained: Weighted | None, beside: ScoreQueue) -> None:
+        self.untrained = untrained
+        self.queue = ScoreQueue(observed, beside=beside)
+        self._image_ids: list[int] = []
+        self._of_images: dict[str, Tensor] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._batches)
+        return len(self.queue) > 0
 
-    def add(self, scores: RewardBatch) -> None:
-        self._batches.append(scores)
+    def add(self, images: Tensor, batch: PromptBatch) -> None:
+        """Score this rank's images ``(B, 3, H, W)`` of a batch."""
+        self.queue.put(images, batch.prompts, batch.rows)
+        self._image_ids += batch.slots
 
-    def means(self, all_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """``heldout/reward`` and ``heldout/<part>`` over the images of all ranks that did not fail; starts over.
+    def get(self, name: str) -> Tensor | None:
+        """A metric of the last evaluation image by image, ``(N,)`` in the order of their numbers, over all ranks.
 
-        Args:
-            all_ranks: concatenates every rank's ``(B, ...)`` in rank order.
+        NaN where an image has none; ``None`` where the metric is not of single images.
         """
-        scores = RewardBatch.joined(self._batches)
-        self._batches = []
-        totals = {"heldout/reward": scores.total, **{f"heldout/{name}": part for name, part in scores.parts.items()}}
-        sums = torch.stack([torch.stack([v.nansum(), (~v.isnan()).sum()]) for v in totals.values()]).double()
-        sums = all_ranks(sums[None]).sum(dim=0)
-        return dict(zip(totals, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
+        return self._of_images.get(name)
+
+    def means(self) -> dict[str, float]:
+        """Means over the images of all ranks that did not fail, the same on every rank; starts over.
+
+        ``heldout/reward`` is what is trained on, ``heldout/untrained_reward`` what is not, ``heldout/<part>`` each
+        reward alone, and ``heldout/failed`` the number of images that one of them could not score.
+        """
+        scores = self.queue.take()
+        image_ids, self._image_ids = torch.tensor(self._image_ids), []
+        values = {"heldout/reward": scores.total}
+        if self.untrained is not None:
+            values["heldout/untrained_reward"] = self.untrained.total(scores.parts, scores.applies)
+        values |= {f"heldout/{name}": part for name, part in scores.parts.items()}
+        failed = [part.isnan() & scores.applies_to(name) for name, part in scores.parts.items()]
+        values["heldout/failed"] = torch.stack(failed).any(dim=0)
+        table = torch.stack([image_ids, *values.values()], dim=1).double()
+        table = rows_of_all_ranks(table)
+        table = table[table[:, 0].argsort()]
+        self._of_images = dict(zip(values, table[:, 1:].unbind(dim=1), strict=True))
+        means = {name: float(own.nanmean()) for name, own in self._of_images.items()}
+        return {**means, "heldout/failed": float(self._of_images.pop("heldout/failed").sum())}

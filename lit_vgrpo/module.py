@@ -19,9 +19,9 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.optimizer import OptimizerConfig
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.record import Evaluation, IterationRecord, Stopwatch, timed
-from lit_vgrpo.rewards import Reward, RewardBatch, RewardError, as_weighted
+from lit_vgrpo.rewards import Reward, RewardBatch, ScoreQueue, as_weighted
 from lit_vgrpo.rollout import STREAM_HELDOUT, Rollout, RolloutSpec, image_generators, sample
-from lit_vgrpo.scoring import decode_and_score
+from lit_vgrpo.scoring import IterationScores, RolloutScoring
 from lit_vgrpo.shards import gradients
 from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import Snapshot, trainable_parameters
@@ -39,11 +39,13 @@ class VGRPOModule(L.LightningModule):
         objective: the training method.
         reward: what images are scored by; ``Weighted`` combines several.
         optimizer: AdamW's settings.
+        heldout_reward: what held-out images are scored by beside the reward; never trained on.
         advantage_std: divide advantages by the std of the whole iteration, or of the group; null as the method's paper.
         advantage_aggregate: with several rewards, sum the rewards and then normalise, or normalise each and sum the
             advantages; null as the method's paper.
         evaluation: how held-out images are sampled, by an ODE; null takes the objective's rollout, without noise.
         rollout_batch_size: images a network pass while sampling; null takes all of a rank's at once.
+        failed_images: leave images that a reward could not score out of their group, or stop with the reason.
         evaluate_at_start: score the held-out prompts once before training.
         non_finite: what to do with an update whose loss or gradient is not finite on any rank: stop with the reason,
             or skip it on all of them.
@@ -56,10 +58,12 @@ class VGRPOModule(L.LightningModule):
         objective: Objective,
         reward: Reward,
         optimizer: OptimizerConfig | None = None,
+        heldout_reward: Reward | None = None,
         advantage_std: Literal["global", "group"] | None = None,
         advantage_aggregate: Literal["rewards", "advantages"] | None = None,
         evaluation: RolloutSpec | None = None,
         rollout_batch_size: int | None = None,
+        failed_images: Literal["leave_out", "stop"] = "leave_out",
         evaluate_at_start: bool = True,
         non_finite: NonFinite = "stop",
         seed: int = 0,
@@ -68,6 +72,8 @@ class VGRPOModule(L.LightningModule):
         self.policy = policy
         self.objective = objective
         self.reward = as_weighted(reward)
+        self.heldout_reward = None if heldout_reward is None else as_weighted(heldout_reward)
+        self.failed_images = failed_images
         self.optimizer_config = optimizer or OptimizerConfig()
         self.advantage_std: Literal["global", "group"] = advantage_std or objective.advantage_std
         self.advantage_aggregate: Literal["rewards", "advantages"] = (
@@ -78,8 +84,7 @@ class VGRPOModule(L.LightningModule):
         self.evaluate_at_start = evaluate_at_start
         self.seed = seed
         self.guard = NonFiniteGuard(non_finite)
-        self.ledger = PassLedger()
-        self.images_seen = 0
+        self.ledger, self.images_seen = PassLedger(), 0
         self.record: IterationRecord | None = None
         self.heldout: dict[str, float] = {}
         self.heldout_step = -1
@@ -90,9 +95,10 @@ class VGRPOModule(L.LightningModule):
         self._iteration: Iteration | None = None
         self._saved_iteration: dict[str, Any] | None = None
         self._batch: PromptBatch | None = None
-        self._heldout_scores = HeldOutScores()
-        self._resumed = False
-        self._is_refused = False
+        self._scores = ScoreQueue(self.reward)
+        self.observed = self.reward.observing(self.heldout_reward)
+        self.heldout_scores = HeldOutScores(self.observed, self.heldout_reward, self._scores)
+        self._resumed = self._is_refused = False
         # Checkpoints hold only what is trained; the frozen rest comes from the policy's own checkpoint.
         self.strict_loading = False
 
@@ -100,7 +106,7 @@ class VGRPOModule(L.LightningModule):
 
     def check(self, sizes: Sizes) -> list[str]:
         """Faults of the policy, the objective and the reward that can be found without loading weights."""
-        faults = [*self.policy.check(), *self.reward.check()]
+        faults = [*self.policy.check(), *self.observed.check()]
         faults += [*self.objective.policy_faults(type(self.policy)), *self.objective.check(sizes)]
         if self.evaluation is not None and self.evaluation.solver not in self.policy.solvers:
             options = " or ".join(self.policy.solvers)
@@ -172,19 +178,23 @@ class VGRPOModule(L.LightningModule):
     def collect(self, batch: PromptBatch) -> Iteration:
         """Roll out, score, compare within groups, and prepare what the updates need."""
         seconds: dict[str, float] = {}
-        with self.ledger.phase("rollout"), timed(seconds, "rollout"):
-            rollout = self.objective.collect(
-                self.policy,
-                batch.prompts,
-                batch.rows,
-                batch.slots,
-                batch.group_size,
-                batch.iteration,
-                self.seed,
-                self.rollout_batch_size,
-                batch.members,
-            )
-        record, advantages = self.score(batch, rollout, seconds)
+        scoring = RolloutScoring(self.policy, self._scores, batch, seconds)
+        with self._scores.closed_on_error():
+            with self.ledger.phase("rollout"), timed(seconds, "rollout"):
+                rollout = self.objective.collect(
+                    self.policy,
+                    batch.prompts,
+                    batch.rows,
+                    batch.slots,
+                    batch.group_size,
+                    batch.iteration,
+                    self.seed,
+                    self.rollout_batch_size,
+                    batch.members,
+                    scoring if self.objective.needs_reward else None,
+                )
+            scores = scoring.result() if self.objective.needs_reward else RewardBatch.empty(len(rollout))
+        record, advantages = self.score(batch, rollout, scores, seconds)
         with timed(seconds, "prepare"):
             experience = self.objective.prepare(
                 self.policy,
@@ -201,25 +211,24 @@ class VGRPOModule(L.LightningModule):
         shared_out = experience.select(order.to(experience.latents.device))
         return Iteration(shared_out, rollout.image_ids[order], record, batch.micro_batch_size)
 
-    def score(self, batch: PromptBatch, rollout: Rollout, seconds: dict[str, float]) -> tuple[IterationRecord, Tensor]:
-        """Reward every image and compare it with its group; statistics are those of all ranks' images.
+    def score(
+        self, batch: PromptBatch, rollout: Rollout, own: RewardBatch, seconds: dict[str, float]
+    ) -> tuple[IterationRecord, Tensor]:
+        """Compare every image with its group; statistics are those of all ranks' images.
+
+        Args:
+            own: the scores of this rank's images.
 
         Raises:
-            RewardError: every image of the iteration failed.
+            RewardError: every image of the iteration failed, or any where that is to stop the run.
         """
-        scores = self._scores(batch, rollout, seconds)
-        rewards, group_ids = self.all_ranks(scores.total.cpu()), self.all_ranks(rollout.group_ids)
-        self.images_seen += len(rewards)
-        if rewards.isnan().all():
-            name, message = next(iter(scores.errors.items()), (self.reward.part_names[0], "no message on this rank"))
-            raise RewardError(
-                f"Every image of iteration {batch.iteration} failed, so there is nothing to learn. "
-                f'Reward "{name}": {message}'
-            )
-        parts = {name: self.all_ranks(part.cpu()) for name, part in scores.parts.items()}
+        group_ids = self.all_ranks(rollout.group_ids)
+        scores = IterationScores.gathered(own, group_ids, self.all_ranks)
+        self.images_seen += len(scores.total)
+        scores.refuse_failures(batch.iteration, any_failure=self.failed_images == "stop")
         advantages = combined_advantages(
-            rewards,
-            parts,
+            scores.total,
+            {name: self.reward.shaped(name, scores.parts) for name in scores.parts},
             self.reward.weight_of,
             group_ids,
             std=self.advantage_std,
@@ -228,22 +237,15 @@ class VGRPOModule(L.LightningModule):
         local = slice(self.global_rank * len(rollout), (self.global_rank + 1) * len(rollout))
         record = IterationRecord(
             iteration=batch.iteration,
-            rewards=rewards,
+            rewards=scores.total,
             group_ids=group_ids,
-            parts={name: float(part.nanmean()) for name, part in parts.items()},
+            parts=scores.metrics,
             errors=scores.errors,
             local_group_ids=rollout.group_ids,
-            images=len(rewards),
+            images=len(scores.total),
             seconds=seconds,
         )
         return record, advantages[local].to(self.device)
-
-    def _scores(self, batch: PromptBatch, rollout: Rollout, seconds: dict[str, float]) -> RewardBatch:
-        if not self.objective.needs_reward:
-            return RewardBatch(torch.zeros(len(rollout)), {}, torch.ones(len(rollout), dtype=torch.bool))
-        prompts = [prompt for prompt in batch.prompts for _ in batch.members]
-        rows = [row for row in batch.rows for _ in batch.members]
-        return decode_and_score(self.policy, self.reward, rollout.latents, prompts, rows, seconds)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = list(trainable_parameters(self.policy).values())
@@ -316,16 +318,17 @@ class VGRPOModule(L.LightningModule):
         """Score the held-out prompts with the weights as they are, on every rank; empty without held-out prompts."""
         for index, batch in enumerate(self.trainer.datamodule.val_dataloader()):  # type: ignore[attr-defined]
             self.validation_step(batch, index)
-        if self._heldout_scores:
+        if self.heldout_scores:
             self._finish_heldout()
         return self.heldout
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        with self.ledger.phase("evaluation"):
-            images = self.generate(*batch.padded())[: len(batch.slots)]
-        for observer in self.heldout_observers:
-            observer.update(images, batch)
-        self._heldout_scores.add(self.reward.score(images, batch.prompts, batch.rows))
+        with self._scores.closed_on_error():
+            with self.ledger.phase("evaluation"):
+                images = self.generate(*batch.padded())[: len(batch.slots)]
+            for observer in self.heldout_observers:
+                observer.update(images, batch)
+            self.heldout_scores.add(images, batch)
 
     def on_validation_epoch_end(self) -> None:
         self._finish_heldout()
@@ -333,7 +336,7 @@ class VGRPOModule(L.LightningModule):
 
     def _finish_heldout(self) -> None:
         """Mean held-out reward and parts over all ranks, into ``self.heldout``."""
-        self.heldout = self._heldout_scores.means(self.all_ranks)
+        self.heldout = self.heldout_scores.means()
         for observer in self.heldout_observers:
             self.heldout |= observer.compute(self)
         self.heldout_step = self.trainer.global_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,7 +11,7 @@ from typing_extensions import override
 from lit_vgrpo.errors import UserError
 
 RECIPE_KEY = "lit_vgrpo_recipe"
-FREE_KEYS = ("name", "run_dir", "ckpt_path", "allow_changes", "model.non_finite")
+FREE_KEYS = ("name", "run_dir", "ckpt_path", "allow_changes", "model.non_finite", "model.failed_images")
 FREE_PARTS = ("trainer.", "data.heldout", "model.heldout", "model.evaluat")
 """Where the run is computed and what is looked at meanwhile; no weight depends on it."""
 MEMORY_ONLY = (
@@ -22,10 +22,19 @@ MEMORY_ONLY = (
     "batch_size",
     "gradient_checkpointing",
     "device",
+    "overlap",
+    "url",
 )
 """Names of settings that change how much is computed at once, and where."""
-BOUND_KEYS = tuple(f"trainer.{key}" for key in ("gradient_clip_val", "gradient_clip_algorithm", "precision", "EMA"))
+MEMORY_ONLY_PARTS = (".connection.",)
+"""Names of parts all of whose settings are of that kind."""
+BOUND_KEYS = (
+    *(f"trainer.{key}" for key in ("gradient_clip_val", "gradient_clip_algorithm", "precision", "EMA")),
+    "data.heldout_fraction",  # what is held out is not trained on
+)
 ABSENT = "not set"
+UNUSED = (None, False)
+"""What an option that the checkpoint does not know must be, since it was written before there was one."""
 
 
 class RecipeInCheckpoint(Callback):
@@ -60,11 +69,15 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for key in before
         if key.endswith("class_path") and before[key] != after.get(key, ABSENT)
     ]
+    # Training prompts that are held out too are then left out.
+    bound = (*BOUND_KEYS, "data.heldout") if before.get("data.deduplicate") else BOUND_KEYS
     lines = []
     for key in [*before, *(key for key in after if key not in before)]:
         old, new = before.get(key, ABSENT), after.get(key, ABSENT)
+        if key not in before and new in UNUSED:
+            continue
         inner = any(key.startswith(owner) and key != f"{owner}class_path" for owner in swapped)
-        if old != new and not inner and not _is_free(key):
+        if old != new and not inner and not _is_free(key, bound):
             shown = key.replace(".init_args", "").removesuffix(".class_path")
             lines.append(f"{shown}: {_shown(old)} in the checkpoint, {_shown(new)} now")
     return lines
@@ -95,9 +108,11 @@ def refuse_changes(checkpoint: Mapping[str, Any], now: Mapping[str, Any], allowe
     return found
 
 
-def _is_free(key: str) -> bool:
-    if any(key == bound or key.startswith(f"{bound}.") for bound in BOUND_KEYS):
+def _is_free(key: str, bound: Sequence[str]) -> bool:
+    if any(key == name or key.startswith(f"{name}.") for name in bound):
         return False
+    if any(part in key for part in MEMORY_ONLY_PARTS):
+        return True
     return key in FREE_KEYS or key.startswith(FREE_PARTS) or key.rpartition(".")[2] in MEMORY_ONLY
 
 

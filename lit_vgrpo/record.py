@@ -20,20 +20,22 @@ class IterationRecord:
         iteration: number, from 0.
         rewards: total reward of every image over all ranks, NaN = failed, ``(B_global,)``.
         group_ids: ``(B_global,)``.
-        parts: each reward's mean over the images it scored, over all ranks.
+        parts: by reward, over all ranks: ``mean`` and ``std`` of what it scored, ``no_spread``, ``failed``,
+            ``seconds_per_image``, and what it counts itself.
         errors: reward name to its last failure message.
         local_group_ids: groups of this rank's images, ``(B_local,)``.
         images: number of images, over all ranks.
         metrics: for each loss metric the per-image values of every step, this rank's.
         losses: loss of every step, this rank's.
-        seconds: wall time by phase (rollout, decode, reward, prepare).
+        seconds: wall time by phase (rollout, decode, reward, prepare); ``reward_overlapped`` is what rewards did in
+            threads beside them.
         is_whole: False where the run went on in the middle of the iteration: metrics and losses are those of the rest.
     """
 
     iteration: int
     rewards: Tensor
     group_ids: Tensor
-    parts: dict[str, float]
+    parts: dict[str, dict[str, float]]
     errors: dict[str, str]
     local_group_ids: Tensor
     images: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,9 @@ from lit_vgrpo.surrogate import Pairs, seeded_generator
 
 if TYPE_CHECKING:
     from lit_vgrpo.policies.base import Conditioning, Policy
+
+BatchHook = Callable[[slice, Tensor], None]
+"""Takes the place of a batch among the images, and its final latents ``(b, C, h, w)``."""
 
 # Streams of the seeded generators; a new use gets a new number, so that runs stay reproducible.
 STREAM_ROLLOUT, STREAM_PAIRS, STREAM_HELDOUT, STREAM_DATA = 1, 2, 3, 4
@@ -219,6 +222,7 @@ def sample(
     spec: RolloutSpec,
     noise: Tensor,
     batch_size: int | None = None,
+    on_batch: BatchHook | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Integrate the policy from noise to clean latents with a diffusers scheduler.
 
@@ -227,6 +231,7 @@ def sample(
         rows: ``(B,)``: the conditioning row of each image.
         noise: ``z_1``, shape ``(B, C, h, w)``.
         batch_size: images a network pass; ``None`` takes all at once.
+        on_batch: called with every batch as soon as it is done.
 
     Returns:
         Latents ``(B, C, h, w)`` float32, and the times ``(S,)`` at which the network was called, float32.
@@ -244,6 +249,8 @@ def sample(
             prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
             z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
         latents.append(z)
+        if on_batch is not None:
+            on_batch(part, z)
     return torch.cat(latents), schedule
 
 
@@ -257,6 +264,7 @@ def sample_chain(
     generators: Sequence[torch.Generator],
     batch_size: int | None = None,
     record_means: bool = False,
+    on_batch: BatchHook | None = None,
 ) -> tuple[Tensor, Tensor, Trajectory]:
     """Sample with an SDE whose steps have a likelihood, and keep the steps that took noise.
 
@@ -269,6 +277,7 @@ def sample_chain(
         generators: one an image; all its SDE noise comes from it, so that an image depends on no other.
         batch_size: images a network pass; ``None`` takes all at once.
         record_means: keep the mean of every step too.
+        on_batch: called with every batch as soon as it is done.
 
     Returns:
         Latents ``(B, C, h, w)`` float32, the times ``(S,)`` at which the network was called, and the SDE steps.
@@ -310,6 +319,8 @@ def sample_chain(
         log_probs.append(torch.stack(densities, dim=1))
         if record_means:
             means.append(torch.stack(centres, dim=1))
+        if on_batch is not None:
+            on_batch(part, z)
     trajectory = Trajectory(
         states=torch.cat(states),
         log_probs=torch.cat(log_probs),

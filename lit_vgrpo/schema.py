@@ -159,6 +159,8 @@ def describe(hint: Any) -> str:
     'an int or null'
     >>> describe(list[str])
     'a list of str'
+    >>> describe(str | dict[str, int])
+    'a text or a mapping'
     """
     names = {
         int: "an int",
@@ -173,8 +175,10 @@ def describe(hint: Any) -> str:
         item = _item_hint([option])
         if option in names:
             words.append(names[option])
+        elif typing.get_origin(option) is dict:
+            words.append(names[dict])
         elif item is not None:
-            words.append(f"a list of {getattr(item, '__name__', item)}")
+            words.append(f"a list of {getattr(item, '__name__', None) or describe(item)}")
         else:
             words.append(f"a {getattr(option, '__name__', option)}")
     return " or ".join(words)

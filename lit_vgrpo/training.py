@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lit_vgrpo.callbacks import RunSummary
+from lit_vgrpo.data import PromptError
 from lit_vgrpo.errors import UserError, one_line, report
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.resume import how_to_resume, last_words
@@ -43,7 +44,7 @@ def train(cli: RecipeCLI) -> int:
         except (SystemExit, KeyboardInterrupt):
             if not checkpoints.interrupted and not checkpoints.terminated:
                 raise
-        except (RewardError, FloatingPointError) as error:
+        except (RewardError, PromptError, FloatingPointError) as error:
             report([str(error)])
             _say_it_failed(cli)
             return FAILED

@@ -106,7 +106,7 @@ def _check_base(options: Options) -> None:
     words = [str(options.command.recipe), *(f"{key}={text}" for key, text in options.command.overrides)]
     cli = build(words, make_folder=False)
     faults = cli.faults()
-    if cli.datamodule.heldout is None:
+    if not cli.datamodule.has_heldout:
         faults.append("The recipe has no data.heldout, so there is nothing to compare. Set data.heldout=PROMPT_FILE.")
     if base.get("ckpt_path") is not None:
         faults.append(

@@ -13,15 +13,13 @@ from lit_vgrpo.callbacks import FID
 from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.cli import RecipeCLI, build, guarded, say_on_first
 from lit_vgrpo.data.datasets import Rows, held_out_fault
-from lit_vgrpo.data.prompts import read_prompts
 from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.evaluation.options import Options, no_checkpoint, parse_options
 from lit_vgrpo.evaluation.report import INTERVAL, results, table, write
 from lit_vgrpo.evaluation.scores import AVERAGE, HeldOutEvaluation, SavedWeights
 from lit_vgrpo.hub import LoadError
-from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, feature_network, file_sha256
+from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
-from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.resume import last_good_checkpoint
 from lit_vgrpo.rewards import RewardError
 from lit_vgrpo.run_folder import CONFIG_NAME, is_first_process
@@ -98,13 +96,13 @@ def heldout_rows(cli: RecipeCLI) -> Rows:
         UserError: there are none, or something else of the recipe cannot work.
     """
     data = cli.datamodule
-    if data.heldout is None:
+    if not data.has_heldout:
         raise UserError("The run's recipe has no held-out prompts. Set data.heldout=prompts.txt.")
     faults = cli.model.check(data.sizes)
     rows: Rows = []
     try:
-        rows = read_prompts(data.heldout)[: data.heldout_limit]
-    except ValueError as error:
+        rows = data.heldout_rows()
+    except (ValueError, ModuleNotFoundError) as error:
         faults.append(str(error))
     else:
         images = len(rows) * data.heldout_images_per_prompt
@@ -162,8 +160,7 @@ def _fid_asked_for(options: Options, own: FID | None) -> FID:
 
 def description(cli: RecipeCLI, options: Options, saved: SavedWeights, prompts: int) -> dict[str, Any]:
     """What was evaluated and how."""
-    data, weights = cli.datamodule, cli.model.reward.weight_of
-    assert data.heldout is not None
+    data, weights = cli.datamodule, cli.model.observed.weight_of
     return {
         "run": str(options.run),
         "checkpoint": {
@@ -172,8 +169,7 @@ def description(cli: RecipeCLI, options: Options, saved: SavedWeights, prompts: 
             "optimizer_steps": saved.progress.optimizer_steps,
         },
         "prompts": {
-            "file": data.heldout,
-            "sha256": file_sha256(resolve_path(data.heldout)),
+            **data.heldout_origin(),
             "count": prompts,
             "images_per_prompt": data.heldout_images_per_prompt,
             "images": prompts * data.heldout_images_per_prompt,

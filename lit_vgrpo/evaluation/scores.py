@@ -146,6 +146,7 @@ class HeldOutEvaluation(VGRPOModule):
             module.policy,
             VGRPO(spec),
             module.reward,
+            heldout_reward=module.heldout_reward,
             evaluation=spec,
             rollout_batch_size=module.rollout_batch_size,
             seed=module.seed,
@@ -201,7 +202,7 @@ class HeldOutEvaluation(VGRPOModule):
         images = self.generate(*batch.padded())[: len(batch.slots)]
         for fid in self.fids:
             fid.update(images, batch)
-        scores = RewardBatch.joined([self.reward.score(images, batch.prompts, batch.rows)])
+        scores = RewardBatch.joined([self.observed.score(images, batch.prompts, batch.rows)])
         features = None if self.feature_network is None else _features(self.feature_network, images)
         return ImageScores(batch.slots, batch.prompts, scores.total, scores.parts, scores.errors, features)
 

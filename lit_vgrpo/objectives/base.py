@@ -16,6 +16,7 @@ from lit_vgrpo.rollout import (
     STREAM_GROUP_NOISE,
     STREAM_ROLLOUT,
     STREAM_SDE,
+    BatchHook,
     Experience,
     Rollout,
     RolloutSpec,
@@ -94,6 +95,7 @@ class Objective(ABC):
         seed: int,
         batch_size: int | None = None,
         members: Sequence[int] | None = None,
+        on_batch: BatchHook | None = None,
     ) -> Rollout:
         """Sample ``group_size`` images for each prompt, or the ``members`` of each group.
 
@@ -103,6 +105,7 @@ class Objective(ABC):
             slots: global number of each group in the iteration; with ``seed`` and ``iteration`` it fixes the noise.
             batch_size: images a network pass; ``None`` takes all at once.
             members: which images of each group to make, where other ranks make the others; ``None`` for all.
+            on_batch: called with the place and the final latents of every batch as soon as it is sampled.
         """
         spec = self.rollout_spec(iteration)
         group_rows, image_ids = group_layout(slots, group_size, members)
@@ -118,10 +121,18 @@ class Objective(ABC):
             if spec.is_sde:
                 generators = image_generators(STREAM_SDE, seed, iteration, image_ids.tolist())
                 latents, schedule, trajectory = sample_chain(
-                    policy, conditioning, conditioning_rows, spec, noise, generators, batch_size, self.records_means
+                    policy,
+                    conditioning,
+                    conditioning_rows,
+                    spec,
+                    noise,
+                    generators,
+                    batch_size,
+                    self.records_means,
+                    on_batch,
                 )
             else:
-                latents, schedule = sample(policy, conditioning, conditioning_rows, spec, noise, batch_size)
+                latents, schedule = sample(policy, conditioning, conditioning_rows, spec, noise, batch_size, on_batch)
         return Rollout(
             latents=latents,
             group_ids=torch.tensor(slots)[group_rows],

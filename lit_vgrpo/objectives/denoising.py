@@ -13,7 +13,7 @@ from lit_vgrpo.objectives.base import Objective, group_layout
 from lit_vgrpo.objectives.pairs import predict_pairs, rollout_pairs
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.paths import Space
-from lit_vgrpo.rollout import STREAM_DATA, Experience, Rollout, RolloutSpec, image_generators
+from lit_vgrpo.rollout import STREAM_DATA, BatchHook, Experience, Rollout, RolloutSpec, image_generators
 from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.surrogate import denoising_error, surrogate
 
@@ -75,6 +75,7 @@ class Denoising(Objective):
         seed: int,
         batch_size: int | None = None,
         members: Sequence[int] | None = None,
+        on_batch: BatchHook | None = None,
     ) -> Rollout:
         group_rows, image_ids = group_layout(slots, group_size, members)
         picked = group_rows.tolist()

@@ -1,18 +1,43 @@
 """Rewards: plain callables on images and prompts, usable without any trainer."""
 
-from lit_vgrpo.rewards.base import Reward, RewardError
-from lit_vgrpo.rewards.combine import RewardBatch, Weighted, as_weighted
-from lit_vgrpo.rewards.jpeg import JPEGCompressibility
+from lit_vgrpo.rewards.aesthetic import AestheticScore
+from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
+from lit_vgrpo.rewards.batch import RewardBatch
+from lit_vgrpo.rewards.clipscore import CLIPScore
+from lit_vgrpo.rewards.combine import Weighted, as_weighted
+from lit_vgrpo.rewards.connection import Connection
+from lit_vgrpo.rewards.function import PythonReward
+from lit_vgrpo.rewards.geneval import GenEval
+from lit_vgrpo.rewards.hps import HPSv2
+from lit_vgrpo.rewards.http import HTTPReward
+from lit_vgrpo.rewards.image_reward import ImageReward
+from lit_vgrpo.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
+from lit_vgrpo.rewards.ocr import OCRReward
 from lit_vgrpo.rewards.pickscore import PickScore
+from lit_vgrpo.rewards.queue import ScoreQueue
 from lit_vgrpo.rewards.shapes import ShapesReward
+from lit_vgrpo.rewards.vlm_judge import VLMJudge
 
 __all__ = [
+    "AestheticScore",
+    "CLIPScore",
+    "Connection",
+    "GenEval",
+    "HPSv2",
+    "HTTPReward",
+    "ImageReward",
     "JPEGCompressibility",
+    "JPEGIncompressibility",
+    "OCRReward",
     "PickScore",
+    "PythonReward",
     "Reward",
     "RewardBatch",
     "RewardError",
+    "RewardOutage",
+    "ScoreQueue",
     "ShapesReward",
+    "VLMJudge",
     "Weighted",
     "as_weighted",
 ]

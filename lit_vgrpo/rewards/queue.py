@@ -1,0 +1,122 @@
+"""Scoring that goes on while the next images are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.rewards.base import RewardError
+from lit_vgrpo.rewards.batch import RewardBatch
+from lit_vgrpo.rewards.combine import ImageBatch, Part, PartScores, Weighted, image_batch
+
+MOST_WAITING = 4
+"""Batches that a thread may have before it; more would only keep their pixels in memory."""
+
+
+@dataclass
+class _Pending:
+    rows: list[dict[str, Any]]
+    scores: Mapping[str, PartScores | Future[PartScores]]
+
+
+class ScoreQueue:
+    """Scores batches of images in the order in which they come.
+
+    A reward that says it is ``concurrent`` has a thread of its own and works there while the caller goes on; the others
+    score at once. Each of them sees the same batches in the same order as without threads.
+
+    Args:
+        reward: what the images are scored by; where it says so, every reward scores at once.
+        beside: another queue with rewards of the same names, which then keep their threads.
+    """
+
+    def __init__(self, reward: Weighted, beside: ScoreQueue | None = None) -> None:
+        self.reward = reward
+        self._pending: list[_Pending] = []
+        self._threads: dict[str, ThreadPoolExecutor] = {} if beside is None else beside._threads
+        self._is_loaded = False
+
+    def __len__(self) -> int:
+        """Batches that were put in and not yet taken."""
+        return len(self._pending)
+
+    def put(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> None:
+        """Score a batch, or have it scored; arguments and errors are those of :meth:`Weighted.score`."""
+        if not self._is_loaded:
+            self.reward.load()
+            self._is_loaded = True
+        batch = image_batch(images, prompts, rows)
+        threaded = [part for part in self.reward.parts if self.reward.overlap and part.reward.concurrent]
+        on_cpu = _on_cpu(batch) if threaded else batch
+        scores: dict[str, PartScores | Future[PartScores]] = {}
+        for part in threaded:
+            self._wait_for_room(part)
+            scores[part.name] = self._thread(part).submit(self.reward.score_part, part, on_cpu)
+        for part in self.reward.parts:
+            if part not in threaded:
+                scores[part.name] = self.reward.score_part(part, batch)
+        # in the order of the parts, whoever comes first
+        self._pending.append(_Pending(rows, {name: scores[name] for name in self.reward.part_names}))
+
+    def take(self) -> RewardBatch:
+        """The scores of everything that was put in, in that order, as one batch; waits for the threads.
+
+        Raises:
+            RewardError: a reward broke its contract, or cannot go on at all; nothing was put in.
+        """
+        pending, self._pending = self._pending, []
+        if not pending:
+            raise RewardError("There is nothing to take: no images were put in.")
+        return RewardBatch.joined(
+            [
+                self.reward.summed({name: _done(score) for name, score in entry.scores.items()}, entry.rows)
+                for entry in pending
+            ]
+        )
+
+    def close(self) -> None:
+        """Drop what is waiting and let the rewards give up what they are doing; the queue can be used again."""
+        for entry in self._pending:
+            for score in entry.scores.values():
+                if isinstance(score, Future):
+                    score.cancel()
+        self._pending = []
+        self.reward.close()
+        while self._threads:
+            self._threads.popitem()[1].shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the queue where the block fails, so that nothing goes on scoring for a run that has ended."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _thread(self, part: Part) -> ThreadPoolExecutor:
+        if part.name not in self._threads:
+            self._threads[part.name] = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{part.name}")
+        return self._threads[part.name]
+
+    def _wait_for_room(self, part: Part) -> None:
+        scores = [entry.scores[part.name] for entry in self._pending]
+        running = [score for score in scores if isinstance(score, Future) and not score.done()]
+        if len(running) >= MOST_WAITING:
+            running[0].exception()  # waits; an error is for take() to raise
+
+
+def _done(score: PartScores | Future[PartScores]) -> PartScores:
+    return score.result() if isinstance(score, Future) else score
+
+
+def _on_cpu(batch: ImageBatch) -> ImageBatch:
+    if batch.images.device == torch.device("cpu"):
+        return batch
+    return ImageBatch(batch.images.cpu(), batch.sound, batch.prompts, batch.rows, batch.size)

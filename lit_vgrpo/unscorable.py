@@ -1,0 +1,78 @@
+"""Whether the rewards can score the prompts, found out before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lit_vgrpo.errors import suggestion
+from lit_vgrpo.rewards import Weighted
+from lit_vgrpo.rewards.combine import ROW_FIELD
+
+
+@dataclass
+class OfReward:
+    """The prompts that one reward cannot score: why the first of them, and how many."""
+
+    first: str
+    count: int = 1
+
+
+@dataclass
+class UnscorablePrompts:
+    """What is wrong with the prompts of a run, for its rewards.
+
+    Attributes:
+        what: which prompts they are, for messages.
+        prompts: how many were looked at.
+        unknown: lines about rows that name a reward which is not there.
+        of_reward: by the reward's name.
+    """
+
+    what: str = "prompts"
+    prompts: int = 0
+    unknown: list[str] = field(default_factory=list)
+    of_reward: dict[str, OfReward] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, reward: Weighted, rows: Iterable[Mapping[str, Any]], what: str = "prompts") -> UnscorablePrompts:
+        """Ask every reward about every prompt that it applies to."""
+        found = cls(what)
+        names: dict[str, str] = {}
+        for row in rows:
+            found.prompts += 1
+            for name in reward.unknown_names(row):
+                names.setdefault(name, row["prompt"])
+            for name, fault in reward.faults_of_prompt(row["prompt"], dict(row)).items():
+                if name in found.of_reward:
+                    found.of_reward[name].count += 1
+                else:
+                    found.of_reward[name] = OfReward(fault)
+        found.unknown = [
+            f'The row of prompt "{prompt}" names the reward {name} in its field {ROW_FIELD}, which the recipe does not '
+            f"have. {suggestion(name, reward.part_names)}"
+            for name, prompt in names.items()
+        ]
+        return found
+
+    def lines(self) -> list[str]:
+        """A line for each reward that cannot score some prompts."""
+        return [
+            f'Reward "{name}" cannot score {of.count} of {self.prompts} {self.what}. The first: {of.first}'
+            for name, of in self.of_reward.items()
+        ]
+
+    def refused(self, any_failure: bool) -> list[str]:
+        """The faults that no run should start with.
+
+        Args:
+            any_failure: a single prompt that cannot be scored is one; otherwise only where none can be.
+        """
+        if any_failure:
+            return [*self.unknown, *self.lines()]
+        hopeless = [name for name, of in self.of_reward.items() if of.count == self.prompts]
+        return [
+            *self.unknown,
+            *(line for name, line in zip(self.of_reward, self.lines(), strict=True) if name in hopeless),
+        ]
