@@ -1,9 +1,11 @@
 """Lightning callbacks, one class a file."""
 
+from lit_vgrpo.callbacks.collapse import CollapseStop
 from lit_vgrpo.callbacks.diagnostics import SurrogateDiagnostics
 from lit_vgrpo.callbacks.ema import EMA, averaged_weights
 from lit_vgrpo.callbacks.export import Export
 from lit_vgrpo.callbacks.fid import FID
+from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
 from lit_vgrpo.callbacks.progress import ProgressBar
 from lit_vgrpo.callbacks.rewards import RewardLogger
 from lit_vgrpo.callbacks.samples import SampleGrid
@@ -12,8 +14,10 @@ from lit_vgrpo.callbacks.summary import RunSummary
 __all__ = [
     "EMA",
     "FID",
+    "CollapseStop",
     "Export",
     "ProgressBar",
+    "RewardHackAlarm",
     "RewardLogger",
     "RunSummary",
     "SampleGrid",

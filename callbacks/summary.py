@@ -15,6 +15,7 @@ import lightning as L
 import torch
 
 from lit_vgrpo.callbacks.ema import averaged_weights
+from lit_vgrpo.callbacks.stop import StopsRun
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.paths import write_whole
 from lit_vgrpo.record import Evaluation
@@ -67,8 +68,10 @@ class RunSummary(L.Callback):
         end = {name.removeprefix("heldout/"): value for name, value in pl_module.heldout.items()}
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        stopped = [c for c in trainer.callbacks if isinstance(c, StopsRun) and c.outcome]  # type: ignore[attr-defined]
         summary = {
-            "outcome": self._outcome,
+            "outcome": stopped[0].outcome if stopped else self._outcome,
+            **({"reason": stopped[0].reason} if stopped else {}),
             "heldout_reward_start": _plain(self.heldout_start.get("heldout/reward")),
             "heldout_reward_end": _plain(end.pop("reward", None)),
             "reward_parts_end": {name: _plain(end.pop(name)) for name in pl_module.reward.part_names if name in end},

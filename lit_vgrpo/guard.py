@@ -50,7 +50,7 @@ class NonFiniteGuard:
             FloatingPointError: on every rank, where the action is to stop.
         """
         losses, self._losses = self._losses, []
-        loss_is_bad, gradient_is_bad = not _all_finite(losses), overflow or not _all_finite(gradients)
+        loss_is_bad, gradient_is_bad = not all_finite(losses), overflow or not all_finite(gradients)
         found = all_ranks(torch.tensor([[int(loss_is_bad), int(gradient_is_bad)]])).bool()
         if not found.any():
             self._in_a_row = 0
@@ -70,6 +70,7 @@ class NonFiniteGuard:
         )
 
 
-def _all_finite(tensors: Iterable[Tensor]) -> bool:
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every value of every tensor is finite; the device is waited for once."""
     found = [tensor.isfinite().all() for tensor in tensors]
-    return not found or bool(torch.stack(found).all())  # the device is waited for once
+    return not found or bool(torch.stack(found).all())

@@ -16,19 +16,22 @@ from typing import Any
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from typing_extensions import override
 
+from lit_vgrpo.best import AUTO, BestEvaluation
 from lit_vgrpo.checkpoint_file import DRAFT_PREFIX, FileCheckpointIO, put_in_place
-from lit_vgrpo.errors import one_line
-from lit_vgrpo.run_folder import CHECKPOINTS
+from lit_vgrpo.errors import one_line, suggestion
+from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.run_folder import BEST, CHECKPOINTS
 
 LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
 FIRST_CTRL_C = b"\nFinishing this iteration, then saving. Ctrl-C again stops at once.\n"
 
 
 class RunCheckpoint(Checkpoint):
-    """Saves ``last.ckpt`` every so many iterations and at the end, ``interrupted.ckpt`` on Ctrl-C and SIGTERM.
+    """Saves ``last.ckpt`` every so often and at the end, ``best.ckpt``, and ``interrupted.ckpt`` on Ctrl-C and SIGTERM.
 
     The first Ctrl-C lets the iteration finish; the second one stops at once and, on one rank, saves in the middle.
     SIGTERM, to any rank, saves after the micro-batch under way and stops. Files are written aside and renamed, so none
@@ -37,6 +40,9 @@ class RunCheckpoint(Checkpoint):
     Args:
         every_n_iterations: iterations between two saves of ``last.ckpt``; 0 leaves that to another callback.
         keep_previous: keep the last but one as ``previous.ckpt``, for the case that ``last.ckpt`` gets damaged.
+        best: the held-out metric, higher is better, by which ``best.ckpt`` is kept, of the evaluations while training;
+            ``auto`` takes the reward that is not trained on where the recipe names one, else the one that is. null
+            keeps none; so does ``auto`` where another callback saves.
 
     Attributes:
         interrupted: Ctrl-C was pressed.
@@ -45,15 +51,16 @@ class RunCheckpoint(Checkpoint):
         unsaved: why the newest save failed; ``None`` when it did not.
 
     Raises:
-        ValueError: ``every_n_iterations`` is negative.
+        ValueError: ``every_n_iterations`` is negative, or ``best`` is better when lower.
     """
 
-    def __init__(self, every_n_iterations: int = 10, keep_previous: bool = True) -> None:
+    def __init__(self, every_n_iterations: int = 10, keep_previous: bool = True, best: str | None = AUTO) -> None:
         super().__init__()
         if every_n_iterations < 0:
             raise ValueError(f"every_n_iterations={every_n_iterations} is negative. Use 0 or more.")
         self.every_n_iterations = every_n_iterations
         self.keep_previous = keep_previous
+        self.best = None if best is None else BestEvaluation(best)
         self.interrupted = False
         self.terminated = False
         self.training = False
@@ -61,6 +68,7 @@ class RunCheckpoint(Checkpoint):
         self.unsaved: str | None = None
         self._leaving = False
         self._is_through = False
+        self._judged_step = -1
 
     # --- signals ---------------------------------------------------------------------------------------------------
 
@@ -131,6 +139,8 @@ class RunCheckpoint(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         terminated = self._any_rank(trainer, self.terminated)
         interrupted = self._any_rank(trainer, self.interrupted)
+        if not terminated:  # then there is time for one checkpoint
+            self._keep_best(trainer, pl_module)
         if (terminated or interrupted) and not self._is_final(trainer):
             self.terminated, self.interrupted = terminated, interrupted
             self.saved = self._save(trainer, INTERRUPTED)
@@ -143,6 +153,7 @@ class RunCheckpoint(Checkpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._keep_best(trainer, pl_module)  # the end has an evaluation of its own where the last one was earlier
         self.training = False
         if self._is_through:
             self.terminated = self.interrupted = False  # a signal came while the run was ending by itself
@@ -156,13 +167,39 @@ class RunCheckpoint(Checkpoint):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {} if self.best is None or self.best.name is None else {"best": self.best.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.best is not None and "best" in state_dict:
+            self.best.load_state_dict(state_dict["best"])
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
+    def _keep_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the best checkpoint where the newest evaluation is of these weights and the best so far."""
+        assert isinstance(pl_module, VGRPOModule)
+        is_judged = self._judged_step == pl_module.heldout_step
+        if self.best is None or is_judged or pl_module.heldout_step != trainer.global_step:
+            return
+        self._judged_step = pl_module.heldout_step
+        if self.best.metric == AUTO and self.every_n_iterations == 0:
+            return
+        if not self.best.is_in(pl_module.heldout):
+            metric, known = self.best.metric, suggestion(self.best.metric, pl_module.heldout)
+            rank_zero_warn(f"No evaluation measured best={metric}, so that no {BEST} is kept. {known}")
+        if not trainer.strategy.broadcast(self.best.improved_by(pl_module.heldout)):
+            return
+        before, unsaved = self.best.state_dict(), self.unsaved
+        self.best.take(pl_module.heldout, pl_module.evaluations[-1].iteration)
+        if self._save(trainer, BEST) is None:
+            self.best.load_state_dict(before)
+        self.unsaved = unsaved  # which says whether the run's end is lost
+
     def _is_final(self, trainer: Trainer) -> bool:
+        epochs_done = trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1
         steps_done = 0 <= trainer.max_steps <= trainer.global_step
-        return trainer.current_epoch + 1 == trainer.max_epochs or trainer.should_stop or steps_done
+        return epochs_done or trainer.should_stop or steps_done
 
     def _is_due(self, trainer: Trainer) -> bool:
         if self.every_n_iterations == 0:
@@ -185,6 +222,8 @@ class RunCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             is_last_try = name == INTERRUPTED or self._is_final(trainer)
             then = "Make room and take up the run again with --resume" if is_last_try else "The next save tries again"
+            if name == BEST:
+                then = "The next evaluation that is better tries again"
             print(f"{self.unsaved} {then}.", file=sys.stderr, flush=True)
         return None
 
@@ -212,7 +251,7 @@ def _what_failed(path: Path, error: Exception) -> str:
     folder = next(parent for parent in path.parents if parent.exists())
     reason = getattr(error, "strerror", None) or one_line(error)
     room = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
-    kept = [name for name in (LAST, PREVIOUS, INTERRUPTED) if path.with_name(name).exists()]
+    kept = [name for name in (LAST, PREVIOUS, BEST, INTERRUPTED) if path.with_name(name).exists()]
     stays = f"What was saved before stays: {', '.join(kept)}." if kept else "Nothing was saved before."
     return f"Cannot save {path}: {reason} ({room}). {stays}"
 

@@ -20,6 +20,7 @@ except ModuleNotFoundError:  # Windows
 
 CONFIG_NAME = "config.yaml"
 CHECKPOINTS = "checkpoints"
+BEST = "best.ckpt"
 
 
 def candidates(base: Path) -> Iterator[Path]:

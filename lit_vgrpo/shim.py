@@ -48,6 +48,23 @@ VERBS: dict[str, Verb] = {
         "[--sweep]",
         "race training methods on the same task; the same command continues one that was stopped",
     ),
+    "score": Verb(
+        "lit_vgrpo.score.cli:score",
+        "REWARD_OR_RECIPE IMAGE_OR_FOLDER ... [--prompt TEXT | --prompts FILE] [--out FILE.json|.csv] [--batch-size 1] "
+        "[key=value ...]",
+        "score image files with a reward, each part and the sum",
+    ),
+    "check-reward": Verb(
+        "lit_vgrpo.score.check_reward:check_reward",
+        "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--images FOLDER] [--num-prompts 4] [--images-per-prompt 2]",
+        "try a recipe's rewards on a few images: scores, failures, time, memory",
+    ),
+    "serve-reward": Verb(
+        "lit_vgrpo.serving.cli:serve",
+        "REWARD_OR_RECIPE [key=value ...] [--host 127.0.0.1] [--port 8000] [--token-env NAME] [--device cpu|cuda:0] "
+        "[--batch-size 32] [--max-wait-ms 5] [--max-request-mb 64] [--max-images 256] [--max-megapixels 128]",
+        "score images over HTTP for runs on other machines",
+    ),
 }
 
 

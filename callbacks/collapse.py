@@ -1,0 +1,133 @@
+"""Ends a run that is lost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning as L
+
+from lit_vgrpo.advantages import no_spread_share
+from lit_vgrpo.best import TRAINED
+from lit_vgrpo.callbacks.stop import StopsRun, what_is_best
+from lit_vgrpo.guard import all_finite
+from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.shards import local
+from lit_vgrpo.snapshots import trainable_parameters
+
+COLLAPSED = "collapsed"
+
+
+class CollapseStop(StopsRun):
+    """Stops a run whose weights are no longer finite, whose rewards no longer differ, or whose held-out reward fell.
+
+    Weights are looked at after every update, before anything is saved: a run with one that is not finite fails with
+    the reason, and no checkpoint holds it. The other two let the iteration end and save as an early stop does.
+
+    Args:
+        patience: iterations in a row in which no group has reward spread; null allows any number.
+        drop: how far the held-out reward may fall below its best, in standard deviations of the rewards in the first
+            iteration, a unit that follows the reward's own scale; null allows any fall.
+        patience_evaluations: evaluations in a row that are so low.
+
+    Raises:
+        ValueError: a number that is too small.
+    """
+
+    def __init__(self, patience: int | None = 10, drop: float | None = 1.0, patience_evaluations: int = 2) -> None:
+        for name, value in (("patience", patience), ("patience_evaluations", patience_evaluations)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} is too small. Use 1 or more.")
+        if drop is not None and drop <= 0:
+            raise ValueError(f"drop={drop} stops at once. Use a positive number such as 1.0.")
+        self.patience = patience
+        self.drop = drop
+        self.patience_evaluations = patience_evaluations
+        self.flat_iterations = 0
+        self.low_evaluations = 0
+        self.best = -math.inf
+        self.best_iteration = 0
+        self.unit: float | None = None
+        self._seen_step = -1
+
+    # --- hooks, in the order they fire -----------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._fallen(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch.step + 1) % batch.micro_batches_per_update:
+            return
+        assert isinstance(pl_module, VGRPOModule)
+        is_bad = not all_finite(local(p) for p in trainable_parameters(pl_module.policy).values())
+        if not trainer.strategy.reduce_boolean_decision(is_bad, all=False):
+            return
+        update = (batch.step + 1) // batch.micro_batches_per_update
+        self.outcome = COLLAPSED
+        self.reason = (
+            f"Weights are not finite after update {update} of iteration {batch.iteration}; nothing was saved since. "
+            f"Lower model.optimizer.lr. {what_is_best(trainer)}"
+        )
+        raise FloatingPointError(self.reason)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        found = [line for line in (self._flat(pl_module), self._fallen(trainer, pl_module)) if line is not None]
+        found = trainer.strategy.broadcast(found)  # one rank speaks for all
+        if found:
+            self.end_run(trainer, COLLAPSED, f"Collapsed: {' '.join(found)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in STATE}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name in STATE:
+            setattr(self, name, state_dict[name])
+
+    # --- what is a collapse ----------------------------------------------------------------------------------------
+
+    def _flat(self, module: L.LightningModule) -> str | None:
+        """What to say where groups have had no spread for too long."""
+        assert isinstance(module, VGRPOModule)
+        record = module.record
+        if record is None or not module.objective.needs_reward:
+            return None
+        rewards = record.rewards[record.rewards.isfinite()].double()
+        if self.unit is None and len(rewards) and float(rewards.std(correction=0)) > 0:
+            self.unit = float(rewards.std(correction=0))
+        flat = no_spread_share(record.rewards, record.group_ids) == 1.0
+        self.flat_iterations = self.flat_iterations + 1 if flat else 0
+        if self.patience is None or self.flat_iterations < self.patience:
+            return None
+        return (
+            f"no group has had reward spread for {self.flat_iterations} iterations, so that nothing is learned. The "
+            f"last rewards' mean is {float(rewards.mean()):.4g}."
+        )
+
+    def _fallen(self, trainer: L.Trainer, module: L.LightningModule) -> str | None:
+        """What to say where the held-out reward has been far below its best for too long; each evaluation counts once.
+
+        It needs the unit, hence the rewards of an iteration.
+        """
+        assert isinstance(module, VGRPOModule)
+        step, now = module.heldout_step, module.heldout.get(TRAINED, math.nan)
+        if step in (-1, self._seen_step) or step != trainer.global_step or not math.isfinite(now):
+            return None
+        self._seen_step = step
+        if now > self.best:
+            self.best, self.best_iteration, self.low_evaluations = now, module.evaluations[-1].iteration, 0
+            return None
+        if self.drop is None or self.unit is None:
+            return None
+        units = (self.best - now) / self.unit
+        self.low_evaluations = self.low_evaluations + 1 if units > self.drop else 0
+        if self.low_evaluations < self.patience_evaluations:
+            return None
+        return (
+            f"{TRAINED} is {now:.4g}, {units:.1f} standard deviations of the first rewards below the "
+            f"{self.best:.4g} of iteration {self.best_iteration}, low for {self.low_evaluations} evaluations in a row."
+        )
+
+
+STATE = ("flat_iterations", "low_evaluations", "best", "best_iteration", "unit")

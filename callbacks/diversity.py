@@ -1,0 +1,85 @@
+"""How much the held-out images of one prompt differ."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.divergence import finite_mean
+from lit_vgrpo.metrics.diversity import diversity
+from lit_vgrpo.metrics.features import FeatureNetwork, feature_network
+from lit_vgrpo.metrics.ranks import rows_of_all_ranks
+
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
+
+PIXELS = "pixels"
+SIDE = 32
+
+
+class HeldOutDiversity:
+    """Logs ``heldout/diversity``: the mean distance between two images of one prompt, over the held-out prompts.
+
+    Without a network the distance is the root mean square difference of the pictures, in [0, 1], after they were scaled
+    to 32 x 32 pixels: it sees layout and colour, not what is drawn. With one it is the cosine distance of the features.
+
+    Args:
+        features: ``pixels``, or a feature network as that of :class:`lit_vgrpo.callbacks.FID`.
+
+    Attributes:
+        of_prompts: the last evaluation's diversity of each prompt, NaN where fewer than two of its images are finite.
+    """
+
+    def __init__(self, features: str = PIXELS) -> None:
+        self.network: FeatureNetwork | None = None if features == PIXELS else feature_network(features)
+        self.of_prompts: list[float] = []
+        self._features: list[Tensor] = []
+        self._numbers: list[int] = []
+
+    def check(self, images_per_prompt: int) -> list[str]:
+        """The faults that can be found without loading weights, one line each."""
+        faults = [] if self.network is None else self.network.check()
+        if images_per_prompt < 2:
+            faults.append(
+                f"data.heldout_images_per_prompt={images_per_prompt} leaves no two images of a prompt to compare. "
+                "Set data.heldout_images_per_prompt=4 or more, or leave diversity out."
+            )
+        return faults
+
+    def start_over(self) -> None:
+        """Forget the images of an evaluation that was cut short."""
+        self._features, self._numbers = [], []
+
+    def update(self, images: Tensor, batch: PromptBatch) -> None:
+        """Take a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
+        sound = images.isfinite().flatten(1).all(1)
+        found = self._features_of(images[sound]).cpu()
+        features = torch.full((len(images), found.shape[1]), math.nan)
+        features[sound.cpu()] = found
+        self._features.append(features)
+        self._numbers += batch.slots
+
+    def compute(self, module: VGRPOModule) -> dict[str, float]:
+        """The diversity of all ranks' images since the last call, the same on every rank; starts over."""
+        each = module.trainer.datamodule.heldout_images_per_prompt  # type: ignore[attr-defined]
+        features = rows_of_all_ranks(torch.cat(self._features))
+        prompts = rows_of_all_ranks(torch.tensor(self._numbers) // each).tolist()
+        self.start_over()
+        sound = features.isfinite().all(1)
+        kept = [prompt for prompt, is_sound in zip(prompts, sound.tolist(), strict=True) if is_sound]
+        found = diversity(features[sound], kept, "euclidean" if self.network is None else "cosine")
+        self.of_prompts = [found.get(prompt, math.nan) for prompt in sorted(set(prompts))]
+        return {"heldout/diversity": finite_mean(self.of_prompts)}
+
+    def _features_of(self, images: Tensor) -> Tensor:
+        return small_pixels(images) if self.network is None else self.network.to(images.device)(images)
+
+
+def small_pixels(images: Tensor) -> Tensor:
+    """Pictures ``(B, 3, H, W)`` in [0, 1] as vectors ``(B, 3072)`` whose Euclidean distance is in [0, 1]."""
+    small = torch.nn.functional.adaptive_avg_pool2d(images.float(), SIDE).flatten(1)
+    return small / small.shape[1] ** 0.5

@@ -1,0 +1,162 @@
+"""Notices when a run gets better at its reward alone."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lit_vgrpo.best import TRAINED, UNTRAINED
+from lit_vgrpo.callbacks.diversity import HeldOutDiversity
+from lit_vgrpo.callbacks.stop import StopsRun
+from lit_vgrpo.data.module import PromptDataModule
+from lit_vgrpo.divergence import Divergence, Measurement, finite_mean
+from lit_vgrpo.metrics.ranks import raise_together
+from lit_vgrpo.module import VGRPOModule
+
+Action = Literal["warn", "stop"]
+DIVERSITY = "heldout/diversity"
+
+
+class RewardHackAlarm(StopsRun):
+    """Warns, or stops, when the trained reward rises while what is not trained on falls.
+
+    After every evaluation the reward that is trained on is looked at beside one that is not, or beside the diversity of
+    the images of a prompt, all of them on the same held-out images: what an iteration's own images get says nothing, as
+    their prompts differ each time. The alarm compares with the evaluation at which the untrained score was highest. A
+    rise or a fall counts where it is larger than a share of what it was then, and than two standard errors of the
+    difference image by image. The warning comes once until the two go together again.
+
+    Args:
+        metric: the held-out metric that must not fall while ``heldout/reward`` rises; null looks at diversity alone.
+        patience: evaluations in a row.
+        min_change: smallest rise and fall, as a share of the value before.
+        diversity: ``pixels``, or a feature network as that of FID; null leaves it out. See ``HeldOutDiversity``.
+        min_diversity_drop: smallest fall of the diversity, as a share: large, since what a prompt asks for makes its
+            images alike.
+        action: warn and go on, or stop the run.
+
+    Raises:
+        ValueError: a number or an action that makes no sense, or nothing to look at.
+    """
+
+    def __init__(
+        self,
+        metric: str | None = UNTRAINED,
+        patience: int = 3,
+        min_change: float = 0.02,
+        diversity: str | None = None,
+        min_diversity_drop: float = 0.5,
+        action: Action = "warn",
+    ) -> None:
+        if patience < 1:
+            raise ValueError(f"patience={patience} is too small. Use 1 or more.")
+        for name, share in (("min_change", min_change), ("min_diversity_drop", min_diversity_drop)):
+            if not 0 <= share < 1:
+                raise ValueError(f"{name}={share} is no share. Use a number in [0, 1) such as 0.02.")
+        if action not in get_args(Action):
+            raise ValueError(f"action={action} is not known. Use warn or stop.")
+        if metric == TRAINED:
+            raise ValueError(f"metric={metric} is what is trained on. Use {UNTRAINED}.")
+        if metric is None and diversity is None:
+            raise ValueError(f"metric=null leaves nothing to look at. Use {UNTRAINED}, or diversity=pixels.")
+        self.metric = metric
+        self.patience = patience
+        self.action = action
+        self.diversity = None if diversity is None else HeldOutDiversity(diversity)
+        self.watches: dict[str, Divergence] = {}
+        if metric is not None:
+            self.watches[metric] = Divergence(min_change, min_change)
+        if diversity is not None:
+            self.watches[DIVERSITY] = Divergence(min_change, min_diversity_drop)
+        self._seen_step = -1
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(watches=list(self.watches))
+
+    def check(self, module: VGRPOModule, data: PromptDataModule) -> list[str]:
+        """The faults that can be found without loading weights, one line each."""
+        faults = []
+        if not data.has_heldout:
+            faults.append("RewardHackAlarm looks at held-out images, and there are none. Set data.heldout.")
+        if self.metric == UNTRAINED and getattr(module, "heldout_reward", None) is None and self.diversity is None:
+            faults.append(
+                "RewardHackAlarm has no reward to look at that is not trained on. "
+                "Add model.heldout_reward, such as PickScore, or the alarm's diversity=pixels."
+            )
+        return faults if self.diversity is None else [*faults, *self.diversity.check(data.heldout_images_per_prompt)]
+
+    # --- hooks, in the order they fire -----------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        assert isinstance(pl_module, VGRPOModule)
+        faults = self.check(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+        raise_together(ValueError(faults[0]) if faults else None)
+        if self.diversity is not None and self.diversity not in pl_module.heldout_observers:
+            pl_module.heldout_observers.append(self.diversity)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._look(trainer, pl_module)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.diversity is not None:
+            self.diversity.start_over()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._look(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: watch.state_dict() for name, watch in self.watches.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, watch in self.watches.items():
+            if name in state_dict:
+                watch.load_state_dict(state_dict[name])
+
+    # --- the alarm -------------------------------------------------------------------------------------------------
+
+    def _look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the newest evaluation, once."""
+        assert isinstance(pl_module, VGRPOModule)
+        step, heldout = pl_module.heldout_step, pl_module.heldout
+        if step in (-1, self._seen_step) or step != trainer.global_step:
+            return
+        self._seen_step = step
+        rang = []
+        for name, watch in self.watches.items():
+            if name in heldout:
+                now = self._measured(pl_module, name)
+                if watch.add(now) == self.patience:  # and not again at those that follow
+                    rang.append(self._line(name, watch, now))
+            elif name != UNTRAINED:
+                rank_zero_warn(f"No evaluation measured {name}, which RewardHackAlarm should look at.")
+        # One rank speaks for all, so that none goes on alone.
+        rang = trainer.strategy.broadcast(rang)
+        for line in rang if self.action == "warn" else []:
+            rank_zero_warn(f"{line} Look at the samples, or raise model.objective.kl_weight.")
+        if rang and self.action == "stop":
+            self.end_run(trainer, "reward hacking", " ".join(rang))
+
+    def _measured(self, module: VGRPOModule, name: str) -> Measurement:
+        watched = self.diversity.of_prompts if name == DIVERSITY and self.diversity else self._values(module, name)
+        return Measurement(module.evaluations[-1].iteration, self._values(module, TRAINED), watched)
+
+    @staticmethod
+    def _values(module: VGRPOModule, name: str) -> list[float]:
+        """A held-out metric image by image, or its mean where it is of all images together."""
+        of_images = module.heldout_scores.get(name)
+        return [module.heldout[name]] if of_images is None else of_images.tolist()
+
+    def _line(self, name: str, watch: Divergence, now: Measurement) -> str:
+        before = watch.reference
+        assert before is not None
+        trained, watched = (
+            f"from {finite_mean(old):.4g} to {finite_mean(new):.4g}"
+            for old, new in ((before.trained, now.trained), (before.watched, now.watched))
+        )
+        return (
+            f"Reward hacking? Since iteration {before.iteration} {TRAINED} rose {trained} while {name} fell {watched}, "
+            f"down for {self.patience} evaluations in a row."
+        )

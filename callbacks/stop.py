@@ -1,0 +1,42 @@
+"""Callbacks that may end a run before its time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import lightning as L
+
+from lit_vgrpo.interrupt import RunCheckpoint
+from lit_vgrpo.run_folder import BEST, CHECKPOINTS, CONFIG_NAME
+
+
+class StopsRun(L.Callback):
+    """Ends a run with a line that says why; ``summary.json`` repeats it.
+
+    Attributes:
+        outcome: how the run ended, in a word or two; ``None`` where it was not this callback that ended it.
+        reason: the line.
+    """
+
+    outcome: str | None = None
+    reason: str | None = None
+
+    def end_run(self, trainer: L.Trainer, outcome: str, reason: str) -> None:
+        """Let the iteration under way be the last one; called on every rank."""
+        self.outcome, self.reason = outcome, f"{reason} {what_is_best(trainer)}"
+        trainer.should_stop = True
+        if trainer.is_global_zero:
+            print(self.reason, file=sys.stderr, flush=True)
+
+
+def what_is_best(trainer: L.Trainer) -> str:
+    """The best checkpoint of a run, and how training goes on from it."""
+    folder = Path(trainer.default_root_dir)
+    file = folder / CHECKPOINTS / BEST
+    kept = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, RunCheckpoint)]
+    best = kept[0].best if kept else None
+    if best is None or best.name is None:
+        return "No best checkpoint was kept: it takes an evaluation on held-out prompts, and RunCheckpoint's best."
+    again = f"lightning run {folder / CONFIG_NAME} ckpt_path={file}"
+    return f"Best checkpoint: {file} ({best}). Go on from it in a new folder: {again}"

@@ -1,0 +1,65 @@
+"""Which evaluation of a run was its best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+AUTO = "auto"
+UNTRAINED, TRAINED = "heldout/untrained_reward", "heldout/reward"
+DISTANCES = ("heldout/fid", "heldout/kid")
+
+
+class BestEvaluation:
+    """The highest value of a held-out metric so far; NaN is never the best.
+
+    Args:
+        metric: its key; ``auto`` takes the reward that is not trained on where there is one, else the one that is.
+
+    Attributes:
+        name: the metric that the value is of; ``None`` before the first one.
+        value: the best value.
+        iteration: iterations that were done then.
+
+    Raises:
+        ValueError: a metric that is better when lower.
+    """
+
+    def __init__(self, metric: str = AUTO) -> None:
+        if metric.startswith(DISTANCES):
+            raise ValueError(f"best={metric} is better when lower. Use a reward such as {TRAINED}, or auto.")
+        self.metric = metric
+        self.name: str | None = None
+        self.value = -math.inf
+        self.iteration = 0
+
+    def is_in(self, heldout: Mapping[str, float]) -> bool:
+        """Whether an evaluation measured the metric."""
+        return self._name_in(heldout) in heldout
+
+    def improved_by(self, heldout: Mapping[str, float]) -> bool:
+        """Whether an evaluation is better than every one before."""
+        name = self._name_in(heldout)
+        # A run may go on with a held-out reward that it did not have before; their values cannot be compared.
+        known = self.value if name == self.name else -math.inf
+        return heldout.get(name, math.nan) > known
+
+    def take(self, heldout: Mapping[str, float], iteration: int) -> None:
+        """Remember an evaluation as the best one."""
+        self.name = self._name_in(heldout)
+        self.value, self.iteration = heldout[self.name], iteration
+
+    def _name_in(self, heldout: Mapping[str, float]) -> str:
+        if self.metric != AUTO:
+            return self.metric
+        return UNTRAINED if UNTRAINED in heldout else TRAINED
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "value": self.value, "iteration": self.iteration}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.name, self.value, self.iteration = state["name"], state["value"], state["iteration"]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value:.4g} after {self.iteration} iterations"

@@ -1,0 +1,71 @@
+"""How much memory a step needs."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+@dataclass
+class MemoryUse:
+    """What a step took at its peak beyond what was in use before, in bytes; ``gpu`` is ``None`` without one."""
+
+    resident: int = 0
+    gpu: int | None = None
+
+    def __str__(self) -> str:
+        gpu = "" if self.gpu is None else f", GPU {self.gpu / 2**20:.0f} MiB"
+        return f"{self.resident / 2**20:.0f} MiB{gpu}"
+
+
+@contextmanager
+def measured_memory() -> Iterator[MemoryUse]:
+    """Measure the block's peak.
+
+    Resident memory is exact on Linux, where the process may start its high-water mark over; elsewhere what stays below
+    an earlier peak is not seen.
+    """
+    use = MemoryUse()
+    has_gpu = torch.cuda.is_available()
+    _start_over()
+    before = _resident()
+    if has_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        gpu_before = torch.cuda.memory_allocated()
+    yield use
+    use.resident = max(0, _peak() - before)
+    if has_gpu:
+        use.gpu = torch.cuda.max_memory_allocated() - gpu_before
+
+
+def _start_over() -> None:
+    try:
+        _RESET.write_text("5")
+    except OSError:
+        return
+
+
+def _resident() -> int:
+    return _kilobytes("VmRSS") or _peak()
+
+
+def _peak() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return _kilobytes("VmHWM") or (peak if sys.platform == "darwin" else peak * 1024)
+
+
+def _kilobytes(name: str) -> int | None:
+    """A line of Linux's own account of the process, in bytes."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)

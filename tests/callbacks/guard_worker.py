@@ -1,0 +1,69 @@
+"""Small runs with an alarm and with weights that break, on one rank of two: ``guard_worker.py SPEC.json``."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import lightning as L
+import torch
+from helpers import make_data, make_module, make_trainer
+
+from lit_vgrpo import OptimizerConfig
+from lit_vgrpo.callbacks import CollapseStop, RewardHackAlarm
+from lit_vgrpo.interrupt import RunCheckpoint
+from lit_vgrpo.shards import local
+from lit_vgrpo.training import leave_together
+
+torch.set_num_threads(1)
+
+
+class OnOneRank(RewardHackAlarm):
+    """Rings on rank 0 alone, after the second iteration; the others must stop with it."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.is_global_zero and trainer.current_epoch == 1:
+            for watch in self.watches.values():
+                watch.add = lambda now: self.patience
+        super().on_train_epoch_end(trainer, pl_module)
+
+
+class Breaking(L.Callback):
+    """After an update of iteration 1 a weight of the last rank is not finite."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch.iteration == 1 and trainer.global_rank == trainer.world_size - 1:
+            local(next(p for p in pl_module.policy.parameters() if p.requires_grad)).view(-1)[0] = math.inf
+
+
+def run(spec, name, callbacks, **options):
+    torch.manual_seed(0)
+    alone = {"policy_options": {"decode_batch_size": 1}, "rollout_batch_size": 1}
+    module = make_module(spec["sd3"], optimizer=OptimizerConfig(lr=1e-4), **alone)
+    data = make_data(heldout_limit=5, heldout_images_per_prompt=3, eval_batch_size=4)
+    folder = Path(spec["out"], name)
+    options |= {"devices": spec["devices"], "strategy": spec["strategy"]} if spec["devices"] > 1 else {}
+    trainer = make_trainer(folder, 3, [*callbacks, RunCheckpoint(1)], enable_checkpointing=True, **options)
+    error = ""
+    try:
+        trainer.fit(module, datamodule=data)
+    except FloatingPointError as stopped:
+        error = str(stopped)
+    return {"iterations": trainer.current_epoch, "error": error.replace(str(folder), "RUN"), "heldout": module.heldout}
+
+
+def main(spec):
+    alarm = OnOneRank(metric=None, diversity="pixels", action="stop")
+    found = {"alarm": run(spec, "alarm", [alarm]), "of_prompts": alarm.diversity.of_prompts}
+    if spec["devices"] > 1:
+        found["broken"] = run(spec, "broken", [Breaking(), CollapseStop()])
+    Path(spec["out"], f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
+    leave_together()

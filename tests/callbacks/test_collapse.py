@@ -1,0 +1,176 @@
+import json
+import math
+
+import lightning as L
+import pytest
+import torch
+from helpers import Brightness, make_data, make_module, make_trainer
+
+from lit_vgrpo.callbacks import CollapseStop, RunSummary
+from lit_vgrpo.cli import build
+from lit_vgrpo.interrupt import RunCheckpoint
+from lit_vgrpo.rewards import Reward
+from lit_vgrpo.training import train
+
+
+class Scripted(Reward):
+    """The rewards of a task that is lost: constant images for training, or a held-out mean that falls."""
+
+    name = "scripted"
+
+    def __init__(self, spread=1.0, heldout=()):
+        self.spread = spread
+        self.heldout = list(heldout)
+
+    def __call__(self, images, prompts, rows):
+        if len(images) == HELDOUT and self.heldout:
+            return torch.full((len(images),), self.heldout.pop(0))
+        return torch.arange(len(images)).float() * self.spread
+
+
+HELDOUT = 2  # images; an iteration has 8
+
+
+def run(folder, tmp_path, reward, stop, iterations=6, ckpt=None, saver=None, **options):
+    module = make_module(folder, reward=reward, policy_options={"decode_batch_size": 8}, **options)
+    callbacks = [stop, RunSummary(), saver or RunCheckpoint()]
+    trainer = make_trainer(tmp_path, iterations, callbacks, enable_checkpointing=True)
+    trainer.fit(module, datamodule=make_data(heldout_limit=HELDOUT), ckpt_path=ckpt)
+    return trainer
+
+
+def summary_of(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+# --- no spread -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_reward_spread_ends(tiny_sd3, tmp_path, capfd):
+    trainer = run(tiny_sd3, tmp_path, Scripted(0.0), CollapseStop(patience=3, drop=None))
+    assert trainer.current_epoch == 3
+    summary = summary_of(tmp_path)
+    assert summary["outcome"] == "collapsed"
+    assert summary["reason"].startswith("Collapsed: no group has had reward spread for 3 iterations, ")
+    assert summary["reason"] in capfd.readouterr().err.splitlines()
+    assert (tmp_path / "checkpoints/last.ckpt").exists()  # as after any other stop
+
+
+def test_only_iterations_in_a_row_count(tiny_sd3, tmp_path):
+    class NowAndThen(Scripted):
+        spreads = iter([0.0, 0.0, 1.0, 0.0, 0.0])
+
+        def __call__(self, images, prompts, rows):
+            self.spread = next(self.spreads) if len(images) != HELDOUT else 0.0
+            return super().__call__(images, prompts, rows)
+
+    stop = CollapseStop(patience=3, drop=None)
+    assert run(tiny_sd3, tmp_path, NowAndThen(), stop, 5).current_epoch == 5
+    assert stop.flat_iterations == 2
+
+
+def test_null_allows_any_number_of_iterations_without_spread(tiny_sd3, tmp_path):
+    trainer = run(tiny_sd3, tmp_path, Scripted(0.0), CollapseStop(patience=None), 4)
+    assert trainer.current_epoch == 4
+    assert summary_of(tmp_path)["outcome"] == "finished"
+
+
+# --- a fall ----------------------------------------------------------------------------------------------------------
+
+UNIT = math.sqrt(sum((i - 3.5) ** 2 for i in range(8)) / 8)  # of the rewards 0 to 7
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_a_fall_is_measured_by_the_spread_of_the_first_rewards(tiny_sd3, tmp_path, capfd, scale):
+    """Best at iteration 1; then 0.9 of the unit below it, which is not enough, and twice 1.1 of it."""
+    means = [0.0, 5.0, 5.0 - 0.9 * UNIT, 5.0 - 1.1 * UNIT, 5.0 - 1.1 * UNIT, 9.0]
+    reward = Scripted(scale, [scale * mean for mean in means])
+    trainer = run(tiny_sd3, tmp_path, reward, CollapseStop(patience_evaluations=2))
+    assert trainer.current_epoch == 4
+    said = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("Collapsed"))
+    assert "1.1 standard deviations of the first rewards below the 5" in said
+    assert "of iteration 1, low for 2 evaluations in a row." in said
+    best = tmp_path / "checkpoints/best.ckpt"
+    assert f"Best checkpoint: {best} (heldout/reward 5" in said
+    again = f"lightning run {tmp_path}/config.yaml ckpt_path={best}"
+    assert said.endswith(f"after 1 iterations). Go on from it in a new folder: {again}")
+    assert torch.load(best, weights_only=True)["global_step"] == 1
+
+
+def test_one_low_evaluation_is_none(tiny_sd3, tmp_path):
+    reward = Scripted(1.0, [5.0, 5.0 - 2 * UNIT, 5.0, 5.0 - 2 * UNIT])
+    assert run(tiny_sd3, tmp_path, reward, CollapseStop(), 3).current_epoch == 3
+
+
+def test_a_resumed_run_goes_on_with_the_best_and_the_count(tiny_sd3, tmp_path):
+    first = CollapseStop()
+    run(tiny_sd3, tmp_path, Scripted(1.0, [0.0, 5.0, 0.0]), first, 2)
+    assert (first.best, first.best_iteration, first.low_evaluations) == (5.0, 1, 1)
+    resumed, saver = CollapseStop(), RunCheckpoint()
+    reward = Scripted(1000.0, [0.0, 0.0, 0.0])  # another spread: the unit is that of the start
+    last = tmp_path / "checkpoints/last.ckpt"
+    assert run(tiny_sd3, tmp_path / "again", reward, resumed, 5, last, saver).current_epoch == 3
+    assert resumed.outcome == "collapsed"
+    assert resumed.unit == pytest.approx(UNIT)
+    assert saver.best.value == 5.0
+    assert not (tmp_path / "again/checkpoints/best.ckpt").exists()
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+class Breaking(L.Callback):
+    """After the update of iteration 1 a weight is infinite."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch.iteration == 1 and batch.is_last:
+            next(p for p in pl_module.policy.parameters() if p.requires_grad).data.view(-1)[-1] = math.inf
+
+
+def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(tiny_recipe, capfd):
+    cli = build([str(tiny_recipe), "trainer.max_epochs=4", "trainer.callbacks=[CollapseStop]", "run_dir=run"])
+    cli.checkpoints.every_n_iterations = 1
+    cli.trainer.callbacks.insert(0, Breaking())
+    assert train(cli) == 1
+    err = capfd.readouterr().err
+    assert "Weights are not finite after update 1 of iteration 1; nothing was saved since." in err
+    assert "Traceback" not in err
+    assert "ckpt_path=run/checkpoints/best.ckpt" in err
+    assert summary_of(cli.folder)["outcome"] == "collapsed"
+    saved = torch.load(cli.folder / "checkpoints/last.ckpt", weights_only=True)
+    assert saved["global_step"] == 1
+    assert all(value.isfinite().all() for value in saved["state_dict"].values())
+
+
+def test_it_looks_after_every_update_not_every_micro_batch(tiny_sd3, tmp_path):
+    looked = []
+
+    class Looking(CollapseStop):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            reduce = trainer.strategy.reduce_boolean_decision
+            trainer.strategy.reduce_boolean_decision = lambda *args, **options: (
+                looked.append(batch.step) or reduce(*args, **options)
+            )
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            trainer.strategy.reduce_boolean_decision = reduce
+
+    module = make_module(tiny_sd3, reward=Brightness())
+    data = make_data(micro_batch_size=2, updates_per_iteration=2, heldout=None)
+    make_trainer(tmp_path, 1, [Looking()]).fit(module, datamodule=data)
+    assert looked == [3, 7]
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"patience": 0}, "patience=0 is too small"),
+        ({"patience_evaluations": 0}, "patience_evaluations=0 is too small"),
+        ({"drop": 0.0}, "drop=0.0 stops at once"),
+    ],
+)
+def test_arguments(options, said):
+    with pytest.raises(ValueError, match=said):
+        CollapseStop(**options)
