@@ -17,7 +17,9 @@ RECIPES = [path for path in FILES if path.parent.name not in ("compare", "strate
 
 
 def test_there_are_recipes():
-    assert {"tiny_shapes", "tiny_unet", "sd3_pickscore", "tiny_shapes_pretrain"} <= {path.stem for path in RECIPES}
+    assert {"tiny_shapes", "tiny_unet", "sd3_pickscore", "tiny_shapes_pretrain", "tiny_ocr"} <= {
+        path.stem for path in RECIPES
+    }
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -97,7 +99,7 @@ def test_a_pretraining_recipe_runs(kind, tmp_path, monkeypatch, tiny_sd3, tiny_u
     assert (folder / "export" / "model_index.json").is_file()
 
 
-@pytest.mark.parametrize("kind", ["tiny_sd3", "tiny_unet"])
+@pytest.mark.parametrize("kind", ["tiny_sd3", "tiny_unet", "tiny_ocr"])
 def test_shipped_pipelines_are_small(kind):
     folder = Path(__file__).parents[1] / "recipes" / "assets" / kind
     assert 1e6 < sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 8e6

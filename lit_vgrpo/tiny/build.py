@@ -16,9 +16,10 @@ from diffusers import (
 )
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionConfig
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer, CLIPVisionConfig
 
 from lit_vgrpo.tiny.text import (
+    EOS,
     clip_tokenizer,
     t5_encoder,
     t5_tokenizer,
@@ -27,8 +28,15 @@ from lit_vgrpo.tiny.text import (
     text_encoder_with_projection,
 )
 from lit_vgrpo.tiny.vae import LATENT_CHANNELS, LATENT_SIZE, new_vae
+from lit_vgrpo.tiny.words import LETTERS, PROMPT
 
 _TEXT_WIDTH = 32
+WORDS_LATENT_SIZE = 10  # of the longer side
+
+
+def words_tokenizer(pad_token: str = EOS) -> CLIPTokenizer:
+    """A tokenizer for the words task: each word of the sentence is one token, and so is each letter that is quoted."""
+    return clip_tokenizer(pad_token=pad_token, words=PROMPT.split('"')[0].split(), letters=LETTERS.lower())
 
 
 def build_sd3(
@@ -39,8 +47,11 @@ def build_sd3(
     small: bool = False,
     t5: bool = False,
     shift: float = 1.0,
+    task: Literal["shapes", "words"] = "shapes",
 ) -> Path:
     """Write a `StableDiffusion3Pipeline` folder: 32 x 32 pictures, 8 x 8 x 8 latents, 16 image tokens.
+
+    For the words, pictures are 16 x 40 when asked for with that height and width: 8 x 4 x 10 latents, 10 image tokens.
 
     Without T5 it loads with ``from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)``, as such folders do.
 
@@ -51,13 +62,16 @@ def build_sd3(
         small: a transformer of about 0.05 M parameters instead of 0.6 M.
         t5: add a small T5 encoder.
         shift: of the scheduler's timestep grid.
+        task: whose words the tokenizers know, and whose pictures the transformer's positions cover.
     """
     heads, layers = (2, 2) if small else (4, 4)
     width = 16 * heads
+    latent_size = LATENT_SIZE if task == "shapes" else WORDS_LATENT_SIZE
+    tokenizer = clip_tokenizer if task == "shapes" else words_tokenizer
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformer = SD3Transformer2DModel(
-            sample_size=LATENT_SIZE,
+            sample_size=latent_size,
             patch_size=2,
             in_channels=LATENT_CHANNELS,
             out_channels=LATENT_CHANNELS,
@@ -67,10 +81,10 @@ def build_sd3(
             joint_attention_dim=2 * _TEXT_WIDTH,
             caption_projection_dim=width,
             pooled_projection_dim=2 * _TEXT_WIDTH,
-            pos_embed_max_size=LATENT_SIZE // 2,
+            pos_embed_max_size=latent_size // 2,
             qk_norm="rms_norm",
         )
-    tokenizers = clip_tokenizer(), clip_tokenizer(pad_token="!")  # SDXL's and SD3's second one pads with "!" too
+    tokenizers = tokenizer(), tokenizer(pad_token="!")  # SDXL's and SD3's second one pads with "!" too
     tokenizer_3 = t5_tokenizer() if t5 else None
     pipeline = StableDiffusion3Pipeline(
         transformer=transformer,

@@ -40,12 +40,24 @@ def byte_symbols() -> list[str]:
     return [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
 
 
-def learn_merges(words: list[str]) -> list[tuple[str, str]]:
-    """Byte-pair merges, most frequent pair first, until each word is a single symbol."""
+def learn_merges(words: list[str], letters: str = "") -> list[tuple[str, str]]:
+    """Byte-pair merges, most frequent pair first, until each word is a single symbol.
+
+    Args:
+        words: lower case.
+        letters: lower case; no merge is of these alone, so that any text written in them stays letter by letter.
+
+    Raises:
+        ValueError: a word of several letters has no other letter to grow from.
+    """
+    apart = {*letters, *(letter + _END for letter in letters)}
+    for word in words:
+        if len(word) > 1 and set(word) <= set(letters):
+            raise ValueError(f"word {word!r} has only letters that stay apart. Use a word with another letter.")
     splits = [[*word[:-1], word[-1] + _END] for word in words]
     merges = []
     while any(len(split) > 1 for split in splits):
-        pairs = Counter(pair for split in splits for pair in pairwise(split))
+        pairs = Counter(pair for split in splits for pair in pairwise(split) if not apart.issuperset(pair))
         best = max(pairs, key=lambda pair: (pairs[pair], pair))
         merges.append(best)
         for split in splits:
@@ -57,9 +69,18 @@ def learn_merges(words: list[str]) -> list[tuple[str, str]]:
     return merges
 
 
-def clip_tokenizer(max_length: int = 12, pad_token: str = EOS) -> CLIPTokenizer:
-    """A byte-level tokenizer in which each word of the task is one token; it takes any other text too."""
-    merges = learn_merges(task_words())
+def clip_tokenizer(
+    max_length: int = 12, pad_token: str = EOS, words: list[str] | None = None, letters: str = ""
+) -> CLIPTokenizer:
+    """A byte-level tokenizer in which each word of the task is one token; it takes any other text too.
+
+    Args:
+        max_length: in tokens.
+        pad_token: one of the byte symbols, or the end token.
+        words: the task's, lower case; ``None`` takes those of the shapes.
+        letters: see :func:`learn_merges`.
+    """
+    merges = learn_merges(task_words() if words is None else words, letters)
     symbols = byte_symbols()
     tokens = [*symbols, *(s + _END for s in symbols), *dict.fromkeys("".join(pair) for pair in merges), BOS, EOS]
     vocabulary = {token: i for i, token in enumerate(tokens)}

@@ -1,8 +1,9 @@
-"""A small autoencoder for 32 x 32 pictures of shapes."""
+"""A small autoencoder for the tiny tasks' pictures."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def new_vae(seed: int = 0, scaling_factor: float = 1.0, shift_factor: float | None = None) -> AutoencoderKL:
-    """An untrained autoencoder, 32 x 32 x 3 to 8 x 8 x 8."""
+    """An untrained autoencoder, 32 x 32 x 3 to 8 x 8 x 8; any other size is divided by 4 too."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         vae = AutoencoderKL(
@@ -49,9 +50,14 @@ def random_pictures(count: int, generator: torch.Generator) -> Tensor:
 
 
 def train_vae(
-    seed: int = 0, steps: int = 2500, batch_size: int = 32, learning_rate: float = 2e-3, kl_weight: float = 1e-4
+    seed: int = 0,
+    steps: int = 2500,
+    batch_size: int = 32,
+    learning_rate: float = 2e-3,
+    kl_weight: float = 1e-4,
+    pictures: Callable[[int, torch.Generator], Tensor] = random_pictures,
 ) -> AutoencoderKL:
-    """Train the autoencoder on rendered shapes, and scale its latents to zero mean and unit standard deviation.
+    """Train the autoencoder on rendered pictures, and scale its latents to zero mean and unit standard deviation.
 
     The pictures and noise depend on the seed alone. The decoder is trained on slightly noisy latents, so that it also
     decodes the ones that a denoiser leaves a little off.
@@ -63,6 +69,7 @@ def train_vae(
         learning_rate: the peak of a one-cycle schedule, Adam.
         kl_weight: of the KL divergence to a unit Gaussian, summed over the latent and divided by the 48
             picture values that each of its positions stands for.
+        pictures: gives so many pictures ``(count, 3, H, W)`` in [0, 1]; those of shapes by default.
 
     Returns:
         The autoencoder in eval mode, with ``scaling_factor`` set and ``shift_factor`` 0.
@@ -74,12 +81,12 @@ def train_vae(
     optimizer = torch.optim.Adam(vae.parameters(), lr=learning_rate, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
     for step in range(steps):
-        images = random_pictures(batch_size, generator) * 2 - 1
+        images = pictures(batch_size, generator) * 2 - 1
         posterior = vae.encode(images).latent_dist
         z = posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=generator)
         reconstruction = vae.decode(z).sample
         error = F.l1_loss(reconstruction, images) + F.mse_loss(reconstruction, images)
-        loss = error + kl_weight * posterior.kl().mean() / (images[0].numel() / LATENT_SIZE**2)
+        loss = error + kl_weight * posterior.kl().mean() / (images[0].numel() / z[0, 0].numel())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -88,7 +95,7 @@ def train_vae(
         if step % 200 == 0:
             _log.info("step %d: error %.4f, latent std %.3f", step, error.item(), posterior.mean.std().item())
     vae.eval()
-    normalise_latents(vae, random_pictures(2048, generator))
+    normalise_latents(vae, pictures(2048, generator))
     return vae
 
 

@@ -1,0 +1,135 @@
+"""Pictures of one short printed word, and the prompts that quote it: the project's own task for the OCR reward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+HEIGHT, WIDTH = 16, 40  # pixels
+LETTERS = "ABCDEFGLMNPRSTUW"  # of all words; without O, which a reader takes for 0 where no word is spelt
+WORD_LENGTH = 3
+PROMPT = 'a sign that says "{}"'
+HELDOUT = "BAG CAT CUP DAM EAR EEL FAN GEM LAW MUD NET PEN RED SUN TUB WET".split()  # noqa: SIM905
+TRAIN = (  # noqa: SIM905
+    "ACE AGE APE ARC ARM ATE BAD BAR BAT BED BEE BEG BUD BUG BUN BUS CAB CAN CAP CAR CUB CUE CUT DEN DEW DUE EAT EGG "
+    "ELF ELM EMU END ERA EWE FAR FED FEW FUN FUR GAP GAS GEL GUM LAB LAP LEG LET MAP MAT MEN MUG NAP NEW NUT PAN PAW "
+    "PEA PET PUP RAM RAT RUG SAD SAW SEA SET SUM TAB TAG TEA TEN TUG USE WAR WEB"
+).split()
+
+_SIZE = 16  # pixels of the em square: three letters are 29 wide, a capital 12 high
+_SHIFT = (2.0, 1.0)  # pixels, the largest displacement from the centre, x and y
+_PAPER = (0.88, 0.98)  # range of its grey
+_INKS = ((0.76, 0.08, 0.10), (0.05, 0.45, 0.15), (0.10, 0.20, 0.72), (0.50, 0.10, 0.58), (0.08, 0.08, 0.10))
+_FINER = 4  # drawn so many times larger and averaged, so that letters lie between pixels too
+
+
+def prompt_of(word: str) -> str:
+    """The task's prompt for a word, in which the OCR reward finds it quoted."""
+    return PROMPT.format(word)
+
+
+@lru_cache(maxsize=1)
+def _font() -> ImageFont.FreeTypeFont:
+    import matplotlib  # ships DejaVu, so that no font needs to be installed
+
+    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono-Bold.ttf"
+    return ImageFont.truetype(path, _SIZE * _FINER)
+
+
+def render(word: str, generator: torch.Generator) -> Tensor:
+    """Print a word near the centre, in one of five dark colours on light grey.
+
+    Args:
+        word: what to print; three letters fill the picture.
+        generator: ink, grey and place are drawn from it alone.
+
+    Returns:
+        Shape ``(3, 16, 40)``, float32 in [0, 1].
+    """
+    u = torch.rand(4, generator=generator, device=generator.device).cpu()
+    mask = Image.new("L", (WIDTH * _FINER, HEIGHT * _FINER))
+    x, y = (
+        _FINER * (size / 2 + shift * (2 * float(v) - 1))
+        for size, shift, v in zip((WIDTH, HEIGHT), _SHIFT, u[:2], strict=True)
+    )
+    ImageDraw.Draw(mask).text((x, y), word, fill=255, font=_font(), anchor="mm")
+    cover = torch.from_numpy(np.array(mask.reduce(_FINER))).float() / 255
+    paper = _PAPER[0] + (_PAPER[1] - _PAPER[0]) * u[2]
+    ink = torch.tensor(_INKS[int(u[3] * len(_INKS))])[:, None, None]
+    return paper + cover * (ink - paper)
+
+
+def random_letters(generator: torch.Generator) -> str:
+    """As many letters as a word has, each of them uniform."""
+    picks = torch.randint(len(LETTERS), (WORD_LENGTH,), generator=generator, device=generator.device)
+    return "".join(LETTERS[i] for i in picks.tolist())
+
+
+def random_pictures(count: int, generator: torch.Generator) -> Tensor:
+    """Pictures of random letters, shape ``(count, 3, 16, 40)`` in [0, 1]."""
+    return torch.stack([render(random_letters(generator), generator) for _ in range(count)])
+
+
+class WordImages:
+    """Training pictures for the denoising objective, with captions that are often misspelt.
+
+    They show random letters, whatever the rows say: words, the held-out ones too, come by chance alone.
+
+    Args:
+        caption_noise: probability, for each letter by itself, that the caption has another one in its place. A model
+            trained on such pairs spells badly, which leaves the reward something to teach.
+    """
+
+    def __init__(self, caption_noise: float = 0.4) -> None:
+        if not 0 <= caption_noise <= 1:
+            raise ValueError(f"caption_noise={caption_noise} is not a probability. Use a number from 0 to 1.")
+        self.caption_noise = caption_noise
+
+    def __call__(
+        self, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], generators: Sequence[torch.Generator]
+    ) -> tuple[Tensor, list[str]]:
+        """One picture of random letters and one caption for each generator.
+
+        Returns:
+            Pictures of shape ``(B, 3, 16, 40)``, float32 in [0, 1], and one caption a picture.
+        """
+        shown = [random_letters(generator) for generator in generators]
+        images = [render(letters, generator) for letters, generator in zip(shown, generators, strict=True)]
+        captions = [
+            prompt_of(self._misspell(letters, generator)) for letters, generator in zip(shown, generators, strict=True)
+        ]
+        return torch.stack(images), captions
+
+    def _misspell(self, letters: str, generator: torch.Generator) -> str:
+        u, pick = torch.rand(2, len(letters), generator=generator, device=generator.device).tolist()
+        said = ""
+        for letter, chance, other in zip(letters, u, pick, strict=True):
+            others = LETTERS.replace(letter, "")
+            said += others[int(other * len(others))] if chance < self.caption_noise else letter
+        return said
+
+
+def prompt_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The prompts of 75 words to train on, and of 16 that are held out."""
+    train, heldout = ([{"prompt": prompt_of(word)} for word in words] for words in (TRAIN, HELDOUT))
+    return train, heldout
+
+
+def write_prompts(folder: str | Path) -> list[Path]:
+    """Write ``words_{train,heldout}.jsonl`` into a folder and return their paths."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, rows in zip(("train", "heldout"), prompt_rows(), strict=True):
+        path = folder / f"words_{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        paths.append(path)
+    return paths

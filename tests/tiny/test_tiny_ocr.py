@@ -1,0 +1,206 @@
+"""The words task: what it prints can be read, and the shipped pipeline starts where the recipe says it does."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+from lit_vgrpo import SD3Policy
+from lit_vgrpo.cli import run
+from lit_vgrpo.paths import shipped_root
+from lit_vgrpo.rewards.ocr import OCRReward, wanted_text
+from lit_vgrpo.tiny import WordImages
+from lit_vgrpo.tiny.__main__ import main
+from lit_vgrpo.tiny.build import build_sd3, words_tokenizer
+from lit_vgrpo.tiny.text import learn_merges, text_encoder_with_projection
+from lit_vgrpo.tiny.words import (
+    HELDOUT,
+    LETTERS,
+    TRAIN,
+    WORD_LENGTH,
+    prompt_of,
+    prompt_rows,
+    random_letters,
+    random_pictures,
+    render,
+)
+
+ASSET = shipped_root() / "assets" / "tiny_ocr"
+
+
+def generators(count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in range(count)]
+
+
+def pictures(words: list[str]) -> torch.Tensor:
+    return torch.stack([render(word, generator) for word, generator in zip(words, generators(len(words)), strict=True)])
+
+
+@pytest.fixture(scope="module")
+def ocr() -> OCRReward:
+    reward = OCRReward(detect=False, threads=1)
+    reward.load()
+    return reward
+
+
+@pytest.fixture(scope="module")
+def policy() -> SD3Policy:
+    return SD3Policy(str(ASSET), height=16, width=40, max_sequence_length=1, decode_batch_size=32).load()
+
+
+def scores(ocr: OCRReward, images: torch.Tensor, words: list[str]) -> torch.Tensor:
+    return ocr(images, [prompt_of(word) for word in words], [{} for _ in words])
+
+
+def test_words_are_of_the_letters_and_none_is_in_both_parts() -> None:
+    assert all(len(word) == WORD_LENGTH and set(word) <= set(LETTERS) for word in TRAIN + HELDOUT)
+    assert not set(TRAIN) & set(HELDOUT)
+    assert len(set(TRAIN)) == len(TRAIN)
+    for place in range(WORD_LENGTH):  # else a held-out word would ask for what was never rewarded
+        assert {word[place] for word in HELDOUT} <= {word[place] for word in TRAIN}
+
+
+def test_shipped_prompts_are_the_generated_ones(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prompts", str(tmp_path)]) == 0
+    for name, rows, words in zip(("train", "heldout"), prompt_rows(), (TRAIN, HELDOUT), strict=True):
+        written = (tmp_path / f"words_{name}.jsonl").read_text(encoding="utf-8")
+        assert written == (shipped_root() / "prompts" / f"words_{name}.jsonl").read_text(encoding="utf-8")
+        assert [json.loads(line) for line in written.splitlines()] == rows
+        assert [wanted_text(row["prompt"], row) for row in rows] == words
+    assert "words_train.jsonl" in capsys.readouterr().out
+
+
+def test_rendering_depends_on_the_generator_alone() -> None:
+    made = []
+    for seed in (3, 3, 4):
+        torch.rand(seed)  # the global generator must not matter
+        made.append(render("CAT", torch.Generator().manual_seed(seed)))
+    assert made[0].shape == (3, 16, 40)
+    assert made[0].dtype == torch.float32
+    assert 0 <= made[0].min() <= made[0].max() <= 1
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+
+
+def test_words_stay_inside_the_picture() -> None:
+    for picture in random_pictures(100, torch.Generator().manual_seed(0)):
+        edge = torch.cat([picture[:, 0], picture[:, -1], picture[:, :, 0], picture[:, :, -1]], dim=1)
+        assert (edge - edge[:, :1]).abs().max() < 0.5  # a round letter may shade the top row
+
+
+def test_printed_words_are_read_and_other_words_are_not(ocr: OCRReward) -> None:
+    words = TRAIN + HELDOUT
+    images = pictures(words)
+    assert scores(ocr, images, words).mean() >= 0.98
+    assert scores(ocr, images[:20], words[40:60]).mean() < 0.5
+
+
+def test_random_letters_are_read_too(ocr: OCRReward) -> None:
+    images, captions = WordImages(caption_noise=0)([""] * 60, [{}] * 60, generators(60))
+    assert ocr(images, captions, [{}] * 60).mean() >= 0.95
+
+
+def test_the_shipped_autoencoder_keeps_words_legible(ocr: OCRReward, policy: SD3Policy) -> None:
+    words = TRAIN[::2] + HELDOUT
+    latents = policy.encode_images(pictures(words))
+    assert latents.shape == (len(words), 8, 4, 10)
+    assert latents.mean().abs() < 0.1
+    assert latents.std() == pytest.approx(1, abs=0.1)
+    noisy = latents + 0.2 * torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
+    assert scores(ocr, policy.decode(latents), words).mean() >= 0.95
+    assert scores(ocr, policy.decode(noisy), words).mean() >= 0.9
+
+
+def test_captions_are_misspelt_at_the_given_rate_and_pictures_stay_true() -> None:
+    count = 600
+    prompts, rows = [""] * count, [{}] * count
+    clean, true = WordImages(caption_noise=0)(prompts, rows, generators(count))
+    noisy, said = WordImages(caption_noise=0.4)(prompts, rows, generators(count))
+    assert torch.equal(clean, noisy)
+    shown = [random_letters(generator) for generator in generators(count)]
+    assert true == [prompt_of(letters) for letters in shown]
+    for place in range(WORD_LENGTH):
+        swapped = [
+            wanted_text(caption, {})[place] != letters[place] for caption, letters in zip(said, shown, strict=True)
+        ]
+        assert sum(swapped) / count == pytest.approx(0.4, abs=0.06)
+        counts = Counter(letters[place] for letters in shown)
+        assert set(counts) == set(LETTERS)
+        assert max(counts.values()) < 2 * count / len(LETTERS)
+
+
+def test_quoted_letters_are_tokens_and_the_other_words_are_one_each() -> None:
+    tokenizer = words_tokenizer()
+    for word in TRAIN + HELDOUT:
+        tokens = [token.removesuffix("</w>") for token in tokenizer.tokenize(prompt_of(word))]
+        assert tokens == ["a", "sign", "that", "says", '"', *word.lower(), '"']
+    with pytest.raises(ValueError, match=r"word 'tea' has only letters that stay apart\. Use a word with another"):
+        learn_merges(["says", "tea"], LETTERS.lower())
+
+
+def test_every_order_of_the_letters_has_its_own_embedding() -> None:
+    tokenizer = words_tokenizer()
+    encoder = text_encoder_with_projection(tokenizer)
+    prompts = [prompt_of(word) for word in ("EAT", "ATE", "TEA", "ETA", "AET", "TAE")]
+    tokens = tokenizer(prompts, padding="max_length", return_tensors="pt")
+    assert tokens.input_ids.shape == (6, tokenizer.model_max_length)
+    with torch.no_grad():
+        out = encoder(**tokens, output_hidden_states=True)
+    for embeddings in (out.hidden_states[-2].flatten(1), out.text_embeds):
+        apart = torch.cdist(embeddings, embeddings) / embeddings.norm(dim=1).mean()
+        assert apart[~torch.eye(6, dtype=torch.bool)].min() > 0.1
+
+
+def test_the_shipped_pipeline_spells_badly_in_plain_diffusers(ocr: OCRReward) -> None:
+    pipeline = StableDiffusion3Pipeline.from_pretrained(ASSET, text_encoder_3=None, tokenizer_3=None)
+    pipeline.set_progress_bar_config(disable=True)
+    words = HELDOUT * 8
+    images = pipeline(
+        [prompt_of(word) for word in words],
+        height=16,
+        width=40,
+        num_inference_steps=10,
+        guidance_scale=1.0,
+        max_sequence_length=1,
+        output_type="pt",
+        generator=torch.Generator().manual_seed(0),
+    ).images
+    assert images.shape == (len(words), 3, 16, 40)
+    assert 0.3 < scores(ocr, images, words).mean() < 0.6
+
+
+def test_the_shipped_pipeline_is_small_and_names_no_folder_of_a_machine() -> None:
+    files = [path for path in ASSET.rglob("*") if path.is_file()]
+    assert 1e6 < sum(path.stat().st_size for path in files) < 6e6
+    assert not [path for path in files if path.suffix in (".bin", ".pt", ".pkl")]
+    for path in files:
+        if path.suffix == ".json":
+            assert not str(json.loads(path.read_text(encoding="utf-8")).get("_name_or_path", "")).startswith("/")
+
+
+def test_two_iterations_of_the_recipe_run(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    less = ["trainer.max_epochs=2", "data.prompts_per_iteration=4", "data.micro_batch_size=8", "data.heldout_limit=4"]
+    assert run(["tiny_ocr", *less, "trainer.check_val_every_n_epoch=1", "data.heldout_images_per_prompt=4"]) == 0
+    summary = json.loads((tmp_path / "runs" / "tiny_ocr" / "summary.json").read_text())
+    assert summary["images"] == 2 * 16
+    assert (tmp_path / "runs" / "tiny_ocr" / "export" / "model_index.json").is_file()
+
+
+def test_the_pretraining_recipe_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = build_sd3(tmp_path / "start", small=True, task="words")
+    less = ["trainer.max_epochs=2", "data.prompts_per_iteration=4", "data.micro_batch_size=8", "data.heldout_limit=2"]
+    few = ["data.heldout_images_per_prompt=1"]
+    assert run(["tiny_ocr_pretrain", f"model.policy.checkpoint={start}", *less, *few]) == 0
+    assert (tmp_path / "runs" / "tiny_ocr_pretrain" / "export" / "model_index.json").is_file()
+
+
+def test_bad_values_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"caption_noise=2 is not a probability"):
+        WordImages(caption_noise=2)
+    with pytest.raises(SystemExit):
+        main(["start", "folder", "--kind", "unet", "--task", "words"])
+    assert "--task words needs --kind sd3" in capsys.readouterr().err
