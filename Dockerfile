@@ -12,7 +12,7 @@ RUN apt-get update \
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 COPY . /opt/lit-vgrpo
 WORKDIR /opt/lit-vgrpo
-RUN python3 -m venv /opt/venv && pip install --no-cache-dir -c constraints.txt .
+RUN python3 -m venv /opt/venv && pip install --no-cache-dir -c constraints.txt ".[rewards,data]"
 
 USER 10001
 WORKDIR /home/trainer/work
