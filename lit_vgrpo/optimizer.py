@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,42 @@ class OptimizerConfig:
             raise ValueError(f"model.optimizer.warmup_steps={self.warmup_steps} is negative. Use 0 or more.")
 
     def build(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """What ``configure_optimizers`` returns: the optimizer, and the schedule where there is one."""
+        """What ``configure_optimizers`` returns: the optimizer, and the schedule where there is one.
+
+        A checkpoint brings back the moments and how far the warm-up is, not these settings: they are those of the
+        recipe that goes on.
+        """
         optimizer = torch.optim.AdamW(
             list(parameters), lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, eps=self.eps
         )
+        optimizer.register_load_state_dict_pre_hook(_with_own_settings)
         if not self.warmup_steps:
             return optimizer
-        warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.warmup_steps))
+        warmup = _Warmup(optimizer, lambda step: min(1.0, (step + 1) / self.warmup_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
+
+
+def resumed_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group of a checkpoint with the settings of the one that it is loaded into.
+
+    The learning rate keeps its place in the warm-up.
+
+    >>> resumed_group({"lr": 1e-3, "initial_lr": 1e-2}, {"lr": 4.0, "initial_lr": 8.0, "params": [0]})
+    {'lr': 0.005, 'initial_lr': 0.01, 'params': [0]}
+    """
+    base, before = own.get("initial_lr", own["lr"]), saved.get("initial_lr", saved["lr"])
+    lr = saved["lr"] if base == before else base * (saved["lr"] / before)
+    settings = {key: own[key] for key in ("initial_lr", "betas", "weight_decay", "eps") if key in own}
+    return {**saved, **settings, "lr": lr}
+
+
+def _with_own_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    return {**state, "param_groups": [resumed_group(own, saved) for own, saved in groups]}
+
+
+class _Warmup(torch.optim.lr_scheduler.LambdaLR):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = self.base_lrs
+        super().load_state_dict(state_dict)
+        self.base_lrs = own

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lit_vgrpo.optimizer import resumed_group
 from lit_vgrpo.portable import PortableCheckpoints
 from lit_vgrpo.shards import cut
 
@@ -178,7 +179,8 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
         saved = checkpoint["optimizer_states"][0]
         zero: Any = self.deepspeed_engine.optimizer
         adam = zero.optimizer
-        adam.param_groups[0].update({k: v for k, v in saved["param_groups"][0].items() if k != "params"})
+        group = resumed_group(adam.param_groups[0], saved["param_groups"][0])
+        adam.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
         if not saved["state"]:
             return
         # AdamW makes its state in its first step, which is still to come.
