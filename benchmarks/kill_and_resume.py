@@ -42,6 +42,7 @@ SMALL = [
 STARTED = "Run folder:"
 PHASES = ("starting", "loading", "training", "training")
 TIMED = ("time/", "cost/images_per_second", "cost/train_s", "cost/cpu_s")
+TIMED_ENDING = "/seconds_per_image"
 
 
 @dataclass
@@ -189,7 +190,8 @@ def _unequal(name: str, first: Any, second: Any) -> list[str]:
 def _logged(path: Path) -> list[dict[str, str]]:
     """The table without what a clock measures."""
     with path.open() as file:
-        return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in csv.DictReader(file)]
+        rows = list(csv.DictReader(file))
+    return [{k: v for k, v in row.items() if not k.startswith(TIMED) and not k.endswith(TIMED_ENDING)} for row in rows]
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

@@ -43,8 +43,8 @@ def finite_mean(values: Sequence[float]) -> float:
 def change(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
     """Mean difference of values that belong together pair by pair, and its standard error: 0 for a single pair.
 
-    >>> change([0.0, 1.0, 2.0], [1.0, 2.0, 4.0])
-    (1.3333333333333333, 0.33333333333333337)
+    >>> [round(value, 3) for value in change([0.0, 1.0, 2.0], [1.0, 2.0, 4.0])]
+    [1.333, 0.333]
     """
     pairs = zip(before, after, strict=True)
     differences = [b - a for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
