@@ -54,3 +54,20 @@ def split_words(
         else:
             rest.append(f"{key}={text}")
     return given, rest
+
+
+def whole_number(name: str, text: str, least: int, example: int, faults: list[str]) -> int:
+    """The number that an option was given; a fault is added where it is none, or below ``least``, which is returned.
+
+    >>> faults = []
+    >>> whole_number("jobs", "two", 1, 3, faults), faults
+    (1, ['--jobs two is not a whole number. Use an integer such as 3.'])
+    """
+    try:
+        number = int(text)
+    except ValueError:
+        faults.append(f"--{name} {text} is not a whole number. Use an integer such as {example}.")
+        return least
+    if number < least:
+        faults.append(f"--{name} {text} is too small. Use {least} or more.")
+    return max(number, least)

@@ -97,7 +97,7 @@ def test_failures_and_a_constant_are_said_and_are_a_failure(recipe, capsys):
         (["data.group_size=1"], "data.group_size=1 has no group"),
         (["model.rewrad=ShapesReward"], "Did you mean reward?"),
         (["model.reward=PickScore", "model.reward.checkpoint=/nowhere", "model.reward.processor=/nowhere"], "/nowhere"),
-        (["--num-prompts", "none"], "--num-prompts none is no number of them."),
+        (["--num-prompts", "none"], "--num-prompts none is not a whole number. Use an integer such as 4."),
         (["--images", "nowhere"], "nowhere does not exist."),
         (["--image", "x"], "--image is not an option of check-reward. Did you mean images?"),
     ],

@@ -152,7 +152,7 @@ def test_files_that_are_no_images_are_a_line_each(folder, capsys):
         (["JPEGCompressibility", "noise.png", "--promt", "a"], "--promt is not an option of score. Did you mean"),
         (["JPEGCompressibility", "noise.png", "--prompts", "two.txt"], "two.txt holds 2 prompts for 1 images."),
         (["JPEGCompressibility", "noise.png", "--out", "x.txt"], "--out x.txt is not the name of a table."),
-        (["JPEGCompressibility", "noise.png", "--batch-size", "0"], "--batch-size 0 is no number of them."),
+        (["JPEGCompressibility", "noise.png", "--batch-size", "0"], "--batch-size 0 is too small. Use 1 or more."),
         (["python:nowhere:score", "noise.png"], "nowhere"),
     ],
 )

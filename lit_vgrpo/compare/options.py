@@ -11,7 +11,7 @@ from typing import Any
 
 from lit_vgrpo.errors import UserError, suggestion
 from lit_vgrpo.recipe import Command, parse_command, read_recipe
-from lit_vgrpo.words import split_words
+from lit_vgrpo.words import split_words, whole_number
 
 VALUES = ("methods", "seeds", "first-seed", "target", "settings", "iterations", "evaluate-every", "jobs", "out")
 FLAGS = ("sweep",)
@@ -89,7 +89,7 @@ def parse_options(args: Sequence[str]) -> Options:
     numbers = {}
     for name, default in defaults.items():
         least = 0 if name == "first-seed" else 1
-        numbers[name] = _whole_number(name, given.get(name, str(default)), least, faults)
+        numbers[name] = whole_number(name, given.get(name, str(default)), least, max(least, 3), faults)
     settings = _names("settings", given["settings"], faults) if "settings" in given else None
     for name in settings or []:
         if name not in SETTINGS:
@@ -118,17 +118,6 @@ def parse_options(args: Sequence[str]) -> Options:
         out=Path(given.get("out", f"runs/{kind}-{command.recipe.stem}")).expanduser(),
         sweep=sweep,
     )
-
-
-def _whole_number(name: str, text: str, least: int, faults: list[str]) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        faults.append(f"--{name} {text} is not a whole number. Use an integer such as {max(least, 3)}.")
-        return least
-    if number < least:
-        faults.append(f"--{name} {text} is too small. Use {least} or more.")
-    return number
 
 
 def _names(name: str, text: str, faults: list[str]) -> list[str]:

@@ -6,14 +6,14 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast, overload
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lit_vgrpo.data.mixture import PromptMixture
 from lit_vgrpo.data.prompts import open_prompts, prompts_of, read_prompts
-from lit_vgrpo.data.rows import PROMPT, Row, Rows
+from lit_vgrpo.data.rows import PROMPT, Row, Rows, RowSequence
 from lit_vgrpo.data.source import PromptError, PromptSource
 from lit_vgrpo.data.split import Keys, first_of_each, held_out, prompt_key, prompt_keys
 from lit_vgrpo.data.tables import StreamedRows
@@ -44,7 +44,7 @@ class PromptChoice:
         return self.deduplicate or self.heldout_fraction is not None
 
 
-class ChosenRows(Sequence[Row]):
+class ChosenRows(RowSequence):
     """Some of the rows of a source that is not in memory: 8 bytes a row."""
 
     def __init__(self, rows: Sequence[Row], numbers: NDArray[np.int64]) -> None:
@@ -53,14 +53,8 @@ class ChosenRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Rows: ...
-    def __getitem__(self, index: int | slice) -> Row | Rows:
-        if isinstance(index, slice):
-            return [self.rows[number] for number in self.numbers[index].tolist()]
-        return self.rows[int(self.numbers[index])]
+    def row(self, number: int) -> Row:
+        return self.rows[int(self.numbers[number])]
 
 
 class PromptSets:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, overload
 
 from lit_vgrpo.data.source import PromptError, PromptSource
 from lit_vgrpo.errors import LONGEST_LIST, suggestion
@@ -11,6 +12,23 @@ from lit_vgrpo.errors import LONGEST_LIST, suggestion
 Row = dict[str, Any]
 Rows = list[Row]
 PROMPT = "prompt"
+
+
+class RowSequence(Sequence[Row]):
+    """Rows that are made one by one when they are asked for."""
+
+    @abstractmethod
+    def row(self, number: int) -> Row:
+        """Row ``number``, from 0."""
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rows: ...
+    def __getitem__(self, index: int | slice) -> Row | Rows:
+        if isinstance(index, slice):
+            return [self.row(number) for number in range(*index.indices(len(self)))]
+        return self.row(range(len(self))[index])
 
 
 def checked(row: Mapping[str, Any], source: PromptSource, where: str, need: str = "") -> Row:

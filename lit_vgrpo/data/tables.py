@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, overload
+from typing import Any
 
 from lit_vgrpo.data.hub_datasets import open_table
-from lit_vgrpo.data.rows import PROMPT, Row, Rows, check_columns, checked, prompt_fault, without_nulls
+from lit_vgrpo.data.rows import PROMPT, Row, Rows, RowSequence, check_columns, checked, prompt_fault, without_nulls
 from lit_vgrpo.data.source import Kind, PromptError, PromptSource
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.paths import resolve_path
@@ -45,7 +45,7 @@ def read_parquet(source: PromptSource) -> Rows:
     return [_table_row(row, source, f"{file} row {number}") for number, row in enumerate(cells, start=1)]
 
 
-class TableRows(Sequence[Row]):
+class TableRows(RowSequence):
     """The rows of a dataset that stays on disk; what stands in one is looked at when it is asked for.
 
     Raises:
@@ -65,14 +65,8 @@ class TableRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.table)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Rows: ...
-    def __getitem__(self, index: int | slice) -> Row | Rows:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        return _table_row(self.table[index], self.source, self._where(index))
+    def row(self, number: int) -> Row:
+        return _table_row(self.table[number], self.source, self._where(number))
 
     def prompts(self) -> Iterator[str]:
         """Every prompt, without its other fields."""

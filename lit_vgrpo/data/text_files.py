@@ -5,15 +5,15 @@ from __future__ import annotations
 import csv
 import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from lit_vgrpo.data.rows import Row, Rows, check_columns, checked, type_name
+from lit_vgrpo.data.rows import Row, Rows, RowSequence, check_columns, checked, type_name
 from lit_vgrpo.data.source import Kind, PromptError, PromptSource
 from lit_vgrpo.paths import resolve_path
 
@@ -38,7 +38,7 @@ def read_text(source: PromptSource, kind: Kind) -> Rows:
     return rows
 
 
-class IndexedRows(Sequence[Row]):
+class IndexedRows(RowSequence):
     """The rows of a text file that stays on disk: 8 bytes of memory a row.
 
     Building reads the file once to find its rows; what stands in one is looked at when it is asked for.
@@ -61,14 +61,8 @@ class IndexedRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.offsets)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Rows: ...
-    def __getitem__(self, index: int | slice) -> Row | Rows:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        offset = int(self.offsets[index])
+    def row(self, number: int) -> Row:
+        offset = int(self.offsets[number])
         try:
             return self._read(offset, 0)
         except PromptError:

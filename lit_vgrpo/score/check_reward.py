@@ -13,7 +13,7 @@ from lit_vgrpo.data.rows import Rows
 from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.score.cli import answered, loaded
-from lit_vgrpo.score.options import whole_number
+from lit_vgrpo.score.options import count_of
 from lit_vgrpo.score.pictures import find_pictures, picture_faults, read_picture
 from lit_vgrpo.score.scoring import device
 from lit_vgrpo.score.trial import PartTrial, findings, trial_table, trials
@@ -34,7 +34,7 @@ def check_reward(args: Sequence[str]) -> int:
 
 def _check_reward(args: Sequence[str]) -> int:
     given, words = split_words(args, "check-reward", VALUES, ())
-    num_prompts, each = whole_number(given, "num-prompts", 4), whole_number(given, "images-per-prompt", 2)
+    num_prompts, each = count_of(given, "num-prompts", 4), count_of(given, "images-per-prompt", 2)
     cli = build([*words, *OVERRIDES], make_folder=False)
     files = find_pictures([given["images"]])[: num_prompts * each] if "images" in given else []
     reward = cli.model.observed

@@ -10,7 +10,7 @@ from typing import Any
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.recipe import shipped_overlays
-from lit_vgrpo.words import split_words
+from lit_vgrpo.words import split_words, whole_number
 
 VALUES = ("prompt", "prompts", "out", "batch-size")
 OUT_KINDS = (".json", ".csv")
@@ -58,20 +58,21 @@ def parse_score(args: Sequence[str]) -> ScoreOptions:
     if out is not None and (out.suffix not in OUT_KINDS or out.is_dir()):
         raise UserError(f"--out {out} is not the name of a table. Write --out {out.with_suffix('.json')} or .csv.")
     return ScoreOptions(
-        reward, pictures, given.get("prompt"), given.get("prompts"), out, whole_number(given, "batch-size", 1)
+        reward, pictures, given.get("prompt"), given.get("prompts"), out, count_of(given, "batch-size", 1)
     )
 
 
-def whole_number(given: dict[str, str], name: str, default: int) -> int:
+def count_of(given: dict[str, str], name: str, default: int) -> int:
     """An option's number, 1 or more.
 
     Raises:
         UserError: it is something else.
     """
-    text = given.get(name, str(default))
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--{name} {text} is no number of them. Use 1 or more.")
-    return int(text)
+    faults: list[str] = []
+    number = whole_number(name, given.get(name, str(default)), 1, default, faults)
+    for fault in faults:
+        raise UserError(fault)
+    return number
 
 
 def rows_for(options: ScoreOptions, pictures: Sequence[Path]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.rewards.wire import Limits
-from lit_vgrpo.words import split_words
+from lit_vgrpo.words import split_words, whole_number
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MEGABYTE = 1_000_000
@@ -65,7 +65,7 @@ def parse_options(args: Sequence[str]) -> ServeOptions:
     given, rest = split_words(args, "serve-reward", VALUES, ())
     faults: list[str] = []
     numbers = {
-        name: _whole_number(name, given.get(name, str(default)), least, faults)
+        name: whole_number(name, given.get(name, str(default)), least, default, faults)
         for name, (default, least) in NUMBERS.items()
     }
     if numbers["port"] > 65535:
@@ -92,14 +92,3 @@ def parse_options(args: Sequence[str]) -> ServeOptions:
         limits=Limits(numbers["max-images"], numbers["max-megapixels"] * MEGABYTE),
         reward_words=rest,
     )
-
-
-def _whole_number(name: str, text: str, least: int, faults: list[str]) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        faults.append(f"--{name} {text} is not a whole number. Use an integer such as {NUMBERS[name][0]}.")
-        return least
-    if number < least:
-        faults.append(f"--{name} {text} is too small. Use {least} or more.")
-    return number
