@@ -150,23 +150,26 @@ def test_a_mixed_task(tiny_sd3, tmp_path):
 def test_statistics_are_those_of_the_images_that_a_reward_applies_to():
     nan = math.nan
     own = RewardBatch(
-        total=torch.tensor([1.0, 2.0, nan, 4.0]),
-        parts={"a": torch.tensor([1.0, 3.0, nan, nan]), "b": torch.tensor([nan, nan, 5.0, 5.0])},
-        ok=torch.tensor([True, True, False, True]),
-        applies={"a": torch.tensor([True, True, True, False]), "b": torch.tensor([False, False, True, True])},
+        total=torch.tensor([1.0, 2.0, nan, 4.0, 5.0, 6.0]),
+        parts={
+            "a": torch.tensor([1.0, 3.0, nan, nan, nan, nan]),
+            "b": torch.tensor([nan, nan, 5.0, 5.0, 4.0, 6.0]),
+        },
+        ok=torch.tensor([True, True, False, True, True, True]),
+        applies={"a": torch.tensor([True] * 3 + [False] * 3), "b": torch.tensor([False] * 2 + [True] * 4)},
         seconds={"a": 6.0, "b": 1.0},
         counts={"a": {"retried": 3}},
         errors={"a": "why"},
     )
-    scores = IterationScores.gathered(own, torch.tensor([0, 0, 1, 1]), lambda values: values)
+    scores = IterationScores.gathered(own, torch.tensor([0, 0, 1, 1, 2, 2]), lambda values: values)
     assert scores.metrics["a"] == {
         "mean": 2, "std": 1, "no_spread": 0.5, "failed": 1, "seconds_per_image": 2, "retried": 3,
     }  # fmt: skip
-    assert scores.metrics["b"]["no_spread"] == 1
+    assert scores.metrics["b"]["no_spread"] == 0.5
     assert scores.metrics["b"]["failed"] == 0
     assert scores.errors == {"a": "why"}
     scores.refuse_failures(0, any_failure=False)
-    with pytest.raises(RewardError, match='1 of 4 images of iteration 7 failed.*Reward "a": why'):
+    with pytest.raises(RewardError, match='1 of 6 images of iteration 7 failed.*Reward "a": why'):
         scores.refuse_failures(7, any_failure=True)
 
 
