@@ -8,7 +8,7 @@ import torch
 from helpers import Brightness, make_data, make_module, make_trainer, weights
 from lightning.pytorch.loggers import CSVLogger
 
-from lit_vgrpo import VGRPO, MixGRPO, RolloutSpec
+from lit_vgrpo import VGRPO, MixGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import RewardLogger, RunSummary
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardBatch, RewardError, ShapesReward, Weighted
 from lit_vgrpo.scoring import IterationScores
@@ -145,6 +145,19 @@ def test_a_mixed_task(tiny_sd3, tmp_path):
     of_jpeg = module.record.rewards < 0
     assert of_jpeg.sum() == 4
     assert len(module.record.group_ids[of_jpeg].unique()) == 1
+
+
+def test_advantages_are_those_of_the_scores_as_they_are_cut(tiny_sd3, tmp_path):
+    reward = Weighted([Brightness()], clips=[(2.0, 3.0)])  # every picture is darker
+    options = {"advantage_aggregate": "advantages", "optimizer": OptimizerConfig(lr=1e-2, weight_decay=0.0)}
+    module = make_module(tiny_sd3, reward=reward, **options)
+    with pytest.warns(UserWarning, match="no reward spread"):
+        train(module, tmp_path, iterations=1)
+    assert module.record.parts["brightness"]["std"] > 0
+    with module.reference.swapped_into(module.policy):
+        start = weights(module)
+    for name, value in weights(module).items():
+        assert torch.equal(value, start[name]), name
 
 
 def test_statistics_are_those_of_the_images_that_a_reward_applies_to():
