@@ -37,7 +37,6 @@ class HeldOutScores:
     def __init__(self, observed: Weighted, untrained: Weighted | None, beside: ScoreQueue) -> None:
         self.untrained = untrained
         self.queue = ScoreQueue(observed, beside=beside)
-        self._image_ids: list[int] = []
         self._of_images: dict[str, Tensor] = {}
 
     def __bool__(self) -> bool:
@@ -46,7 +45,6 @@ class HeldOutScores:
     def add(self, images: Tensor, batch: PromptBatch) -> None:
         """Score this rank's images ``(B, 3, H, W)`` of a batch."""
         self.queue.put(images, batch.prompts, batch.rows)
-        self._image_ids += batch.slots
 
     def get(self, name: str) -> Tensor | None:
         """A metric of the last evaluation image by image, ``(N,)`` in the order of their numbers, over all ranks.
@@ -62,16 +60,14 @@ class HeldOutScores:
         reward alone, and ``heldout/failed`` the number of images that one of them could not score.
         """
         scores = self.queue.take()
-        image_ids, self._image_ids = torch.tensor(self._image_ids), []
         values = {"heldout/reward": scores.total}
         if self.untrained is not None:
             values["heldout/untrained_reward"] = self.untrained.total(scores.parts, scores.applies)
         values |= {f"heldout/{name}": part for name, part in scores.parts.items()}
         failed = [part.isnan() & scores.applies_to(name) for name, part in scores.parts.items()]
         values["heldout/failed"] = torch.stack(failed).any(dim=0)
-        table = torch.stack([image_ids, *values.values()], dim=1).double()
-        table = rows_of_all_ranks(table)
-        table = table[table[:, 0].argsort()]
-        self._of_images = dict(zip(values, table[:, 1:].unbind(dim=1), strict=True))
+        # a rank's share of the images is a stretch of them, in the order of the ranks
+        table = rows_of_all_ranks(torch.stack(list(values.values()), dim=1).double())
+        self._of_images = dict(zip(values, table.unbind(dim=1), strict=True))
         means = {name: float(own.nanmean()) for name, own in self._of_images.items()}
         return {**means, "heldout/failed": float(self._of_images.pop("heldout/failed").sum())}

@@ -24,10 +24,12 @@ class Threaded(Brightness):
     def __init__(self, fails=0):
         self.fails = fails
         self.threads = set()
+        self.prompts = []
         self.seen = 0
 
     def __call__(self, images, prompts, rows):
         self.threads.add(threading.current_thread().name)
+        self.prompts += zip(prompts, [row["prompt"] for row in rows], strict=True)
         scores = super().__call__(images, prompts, rows)
         for i in range(len(scores)):
             self.seen += 1
@@ -83,6 +85,7 @@ def test_images_are_scored_in_the_order_of_the_rollout(tiny_sd3, tmp_path, objec
     for name, module in (("whole", whole), ("parts", parts)):
         train(module, tmp_path / name, iterations=1)
     torch.testing.assert_close(whole.record.rewards, parts.record.rewards, atol=1e-5, rtol=0)
+    assert whole.reward.rewards[0].prompts == parts.reward.rewards[0].prompts
     assert whole.record.rewards.std() > 1e-4  # another order would show
 
 
