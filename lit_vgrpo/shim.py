@@ -121,7 +121,7 @@ def _answer(args: list[str]) -> int:
 
         print(f"lit-vgrpo {__version__}")
         return 0
-    lines = [f"  lightning {name:<7} {verb.usage}   {verb.summary}" for name, verb in VERBS.items()]
+    lines = [f"  lightning {name} {verb.usage}\n      {verb.summary}" for name, verb in VERBS.items()]
     if args and args[0] in ("-h", "--help"):
         print("\n".join(["usage:", *lines, "Try: lightning run tiny_shapes"]))
         return 0
