@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import platform
-import resource
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.callbacks.stop import StopsRun
+from lit_vgrpo.memory import peak_resident_bytes
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.paths import write_whole
 from lit_vgrpo.record import Evaluation
@@ -95,8 +94,7 @@ def peak_memory_bytes() -> int:
     """Most memory that was in use at once: the GPU's where there is one, else the process's resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident_bytes()
 
 
 def versions() -> dict[str, str]:

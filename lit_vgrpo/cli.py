@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
-import sys
 import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
@@ -29,7 +27,7 @@ from lit_vgrpo.errors import UserError, from_parser, one_line, report
 from lit_vgrpo.interrupt import RunCheckpoint
 from lit_vgrpo.metrics_table import MetricsTable, rows_up_to
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.paths import write_whole
+from lit_vgrpo.paths import import_from_here, write_whole
 from lit_vgrpo.recipe import Command, parse_command, parser_config, read_recipe
 from lit_vgrpo.recipe_changes import RecipeInCheckpoint, refuse_changes
 from lit_vgrpo.resume import Resumption, last_good_checkpoint, resumed_folder
@@ -321,9 +319,7 @@ def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    if os.getcwd() not in sys.path:
-        # a console script does not look there, and that is where a user's own reward lies
-        sys.path.insert(0, os.getcwd())
+    import_from_here()
     command = parse_command(args)
     recipe = read_recipe(command)
     try:

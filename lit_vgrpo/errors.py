@@ -27,6 +27,16 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+def printable(body: bytes, most: int) -> str:
+    """The first letters of something that came from outside, in one line and safe to print.
+
+    >>> printable(b"a\\n\\x1b[31mb", 9)
+    'a ?[31mb'
+    """
+    text = one_line(body[: 2 * most].decode("utf-8", errors="replace"))[:most]
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that was probably meant, or ``None``.
 

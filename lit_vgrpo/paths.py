@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def resolve_path(text: str | Path) -> Path:
     if root.resolve() not in (path, *path.parents):
         raise ValueError(f"{text} leaves the shipped recipes folder {root}. Give a path without '..'.")
     return path
+
+
+def import_from_here() -> None:
+    """Let modules of the current folder be imported: a console script does not look there, where a user's own lie."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 
 from lit_vgrpo import rewards  # noqa: F401  imported so that its classes go by short names
 from lit_vgrpo.errors import UserError, from_parser
+from lit_vgrpo.paths import import_from_here
 from lit_vgrpo.recipe import apply_override, parse_command, read_recipe, shipped_recipes
 from lit_vgrpo.rewards import Reward, Weighted, as_weighted
 from lit_vgrpo.schema import CONSTRUCTOR_ERRORS, recipe_faults
@@ -29,6 +30,7 @@ def build_reward(words: Sequence[str]) -> Weighted:
     """
     if not words:
         raise UserError("No reward given. Name a class such as PickScore, python:my_module:my_function, or a recipe.")
+    import_from_here()
     if _is_recipe(words[0]):
         return of_recipe(read_recipe(parse_command(words)))
     tree: dict[str, Any] = {"reward": expanded(words[0])}

@@ -206,7 +206,7 @@ def test_seconds_leave_the_first_call_out():
 
 MEMORY = """
 import torch
-from lit_vgrpo.score.memory import measured_memory
+from lit_vgrpo.memory import measured_memory
 held = [torch.ones(30, 2**20)]
 with measured_memory() as first:
     held.append(torch.ones(20, 2**20))

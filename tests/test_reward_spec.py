@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -34,6 +35,14 @@ def test_a_class_with_options():
     assert isinstance(reward.rewards[0], JPEGCompressibility)
     assert reward.rewards[0].quality == 50
     assert isinstance(build_reward(["lit_vgrpo.rewards.ShapesReward"]).rewards[0], ShapesReward)
+
+
+def test_a_class_of_the_current_folder(tmp_path, monkeypatch):
+    lines = ["from lit_vgrpo.rewards import ShapesReward", "class Mine(ShapesReward):", "    pass"]
+    (tmp_path / "rewards_of_this_folder.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert type(build_reward(["rewards_of_this_folder.Mine"]).rewards[0]).__name__ == "Mine"
 
 
 def test_a_function_with_options():

@@ -9,7 +9,7 @@ from email.utils import parsedate_to_datetime
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.errors import one_line, printable
 
 if TYPE_CHECKING:
     import httpx
@@ -50,8 +50,7 @@ class Answer:
     @property
     def detail(self) -> str:
         """The beginning of the body, safe to print."""
-        text = one_line(self.body[: 2 * _SHOWN_DETAIL].decode("utf-8", errors="replace"))[:_SHOWN_DETAIL]
-        return "".join(letter if letter.isprintable() else "?" for letter in text)
+        return printable(self.body, _SHOWN_DETAIL)
 
 
 async def attempt(

@@ -216,11 +216,10 @@ class Weighted(Reward):
         """One reward's scores of the images that it applies to."""
         start = time.perf_counter()
         scores = torch.full((batch.size,), math.nan)
-        wanted = [place for place, row in enumerate(batch.rows) if self._applies(part, row)]
-        lost = len(set(wanted) - set(batch.sound))
+        wanted = {place for place, row in enumerate(batch.rows) if self._applies(part, row)}
+        lost = len(wanted.difference(batch.sound))
         error = f"{lost} of {batch.size} images hold NaN or infinite pixels" if lost else None
-        asked = set(wanted)
-        kept = [index for index, place in enumerate(batch.sound) if place in asked]
+        kept = [index for index, place in enumerate(batch.sound) if place in wanted]
         if kept:
             images = batch.images if len(kept) == len(batch.sound) else batch.images[kept]
             places = [batch.sound[index] for index in kept]
@@ -253,7 +252,7 @@ class Weighted(Reward):
         total = torch.zeros_like(parts[self.parts[0].name])
         for part in self.parts:
             if part.weight:
-                total = total + torch.where(applies[part.name], part.weight * self.shaped(part.name, parts), 0.0)
+                total = total + torch.where(applies[part.name], part.weight * part.shaped(parts[part.name]), 0.0)
         return total.masked_fill(~total.isfinite(), math.nan)
 
     def shaped(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:

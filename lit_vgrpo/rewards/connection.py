@@ -84,7 +84,6 @@ def address_fault(url: str) -> str | None:
     return None
 
 
-def is_loopback(url: str) -> bool:
-    """Whether an address is this machine's own."""
-    host = urlsplit(url).hostname or ""
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine itself."""
     return host in ("localhost", "::1") or host.startswith("127.")

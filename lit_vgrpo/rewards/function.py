@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from functools import cached_property
 from importlib import import_module
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.errors import nearest
+from lit_vgrpo.paths import import_from_here
 from lit_vgrpo.rewards.base import Reward, RewardError, to_pil, to_uint8
 
 Images = Literal["tensor", "pil", "numpy"]
@@ -92,8 +91,7 @@ class PythonReward(Reward):
     @cached_property
     def _call(self) -> Callable[[Any, list[str], list[dict[str, Any]]], Any]:
         module_name, _, attribute = self.function.partition(":")
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # a console script does not look there
+        import_from_here()
         try:
             found: Any = import_module(module_name)
         except Exception as error:

@@ -13,7 +13,7 @@ from lit_vgrpo.rewards.base import Reward, to_pil, to_uint8
 from lit_vgrpo.rewards.geneval_colors import ColorClassifier, color_model_fault, object_crop
 from lit_vgrpo.rewards.geneval_detector import ObjectDetector, class_names, detector_config, detector_fault
 from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, Verdict, row_fault
-from lit_vgrpo.rewards.model import Dtype
+from lit_vgrpo.rewards.model import Dtype, check_arguments, device_for
 
 HUB_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 HUB_CLIP = "openai/clip-vit-large-patch14"
@@ -67,10 +67,7 @@ class GenEval(Reward):
     ) -> None:
         if score not in get_args(Score):
             raise ValueError(f"score={score!r} is unknown. Use one of: {', '.join(get_args(Score))}.")
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} is too small. Use 1 or more.")
-        if dtype not in get_args(Dtype):
-            raise ValueError(f"dtype={dtype!r} is unknown. Use one of: {', '.join(get_args(Dtype))}.")
+        check_arguments(batch_size, dtype, device)
         self.rules = GenEvalRules(threshold, counting_threshold, max_overlap=max_overlap)
         self.detector = detector
         self.clip = clip
@@ -134,7 +131,7 @@ class GenEval(Reward):
         self.load()
         assert self._detector is not None
         assert self._colors is not None
-        device = images.device if self.device == "auto" else torch.device(self.device)
+        device = device_for(images, self.device)
         for model in (self._detector.model, self._colors.model):
             model.to(device)
         pixels = to_uint8(images).to(device)

@@ -38,15 +38,7 @@ class ModelReward(Reward):
     def __init__(self, checkpoint: str, batch_size: int, dtype: Dtype, device: str) -> None:
         if not checkpoint:
             raise ValueError("checkpoint='' names nothing. Give a hub name or a local path.")
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} is too small. Use 1 or more.")
-        if dtype not in get_args(Dtype):
-            raise ValueError(f"dtype={dtype!r} is unknown. Use one of: {', '.join(get_args(Dtype))}.")
-        if device != "auto":
-            try:
-                torch.device(device)
-            except RuntimeError as error:
-                raise ValueError(f"device={device!r} is unknown. Use auto, cpu, cuda or cuda:1.") from error
+        check_arguments(batch_size, dtype, device)
         self.checkpoint = checkpoint
         self.batch_size = batch_size
         self.dtype = dtype
@@ -80,7 +72,7 @@ class ModelReward(Reward):
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         self.load()
         assert self._model is not None
-        device = images.device if self.device == "auto" else torch.device(self.device)
+        device = device_for(images, self.device)
         self._model.to(device)
         if not prompts:
             return torch.zeros(0)
@@ -132,3 +124,25 @@ class ModelReward(Reward):
 def unit(features: Tensor) -> Tensor:
     """Embeddings of length 1, in float32."""
     return nn.functional.normalize(features.float(), dim=-1)
+
+
+def check_arguments(batch_size: int, dtype: str, device: str) -> None:
+    """Refuse what no model can run with.
+
+    Raises:
+        ValueError: one of them is out of range.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} is too small. Use 1 or more.")
+    if dtype not in get_args(Dtype):
+        raise ValueError(f"dtype={dtype!r} is unknown. Use one of: {', '.join(get_args(Dtype))}.")
+    if device != "auto":
+        try:
+            torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device={device!r} is unknown. Use auto, cpu, cuda or cuda:1.") from error
+
+
+def device_for(images: Tensor, device: str) -> torch.device:
+    """Where a model runs; ``"auto"`` follows the images."""
+    return images.device if device == "auto" else torch.device(device)

@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from urllib.parse import urlsplit
 
 from lit_vgrpo.rewards.attempt import Answer, Fault, attempt
 from lit_vgrpo.rewards.base import RewardError, RewardOutage
@@ -195,7 +196,9 @@ class Transport:
                 max_keepalive_connections=connection.max_connections,
                 keepalive_expiry=KEEP_ALIVE_S,
             ),
-            trust_env=not is_loopback(self.url),  # a proxy of the environment cannot reach this machine
+            trust_env=not is_loopback(
+                urlsplit(self.url).hostname or ""
+            ),  # a proxy of the environment cannot reach this machine
         )
 
     async def _ask(self, link: Link, url: str) -> Answer | Fault:

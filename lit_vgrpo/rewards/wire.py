@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.errors import one_line, printable
 
 T = TypeVar("T")
 
@@ -307,6 +307,4 @@ def _nulled(scores: Tensor) -> list[float | None]:
 
 def _shown(body: bytes) -> str:
     """The beginning of something unreadable, safe to print."""
-    text = one_line(body[:60].decode("utf-8", errors="replace"))
-    shown = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return repr(shown) if body else "nothing"
+    return repr(printable(body[:60], 60)) if body else "nothing"

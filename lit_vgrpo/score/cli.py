@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +34,6 @@ def score(args: Sequence[str]) -> int:
 
 def answered(body: Callable[[Sequence[str]], int], args: Sequence[str]) -> int:
     """Run a verb that only looks; what goes wrong becomes lines on stderr and an exit status."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a console script does not look there, and that is where a user's reward lies
     try:
         return body(args)
     except UserError as error:

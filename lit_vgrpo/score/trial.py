@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.advantages import no_spread_share
+from lit_vgrpo.memory import MemoryUse, measured_memory
 from lit_vgrpo.rewards import RewardBatch, Weighted
 from lit_vgrpo.rewards.combine import PartScores, image_batch
-from lit_vgrpo.score.memory import MemoryUse, measured_memory
 from lit_vgrpo.score.report import aligned
 from lit_vgrpo.score.scoring import Images, batches_of
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.rewards.connection import is_loopback
 from lit_vgrpo.rewards.wire import Limits
 from lit_vgrpo.words import split_words, whole_number
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = "127.0.0.1"
 MEGABYTE = 1_000_000
 NUMBERS = {
     "port": (8000, 0),
@@ -53,7 +54,7 @@ class ServeOptions:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        return self.host in LOOPBACK or self.host.startswith("127.")
+        return is_loopback(self.host)
 
 
 def parse_options(args: Sequence[str]) -> ServeOptions:
@@ -82,7 +83,7 @@ def parse_options(args: Sequence[str]) -> ServeOptions:
     if faults:
         raise UserError(*faults)
     return ServeOptions(
-        host=given.get("host", LOOPBACK[0]),
+        host=given.get("host", LOOPBACK),
         port=numbers["port"],
         token=token,
         device=given.get("device"),

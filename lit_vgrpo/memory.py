@@ -58,8 +58,13 @@ def _resident() -> int:
 
 
 def _peak() -> int:
+    return _kilobytes("VmHWM") or peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Most memory that the process has had resident at once."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return _kilobytes("VmHWM") or (peak if sys.platform == "darwin" else peak * 1024)
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _kilobytes(name: str) -> int | None:
