@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 
 from lit_vgrpo.advantages import no_spread_share
-from lit_vgrpo.best import TRAINED
+from lit_vgrpo.best import TRAINED, NewestEvaluation
 from lit_vgrpo.callbacks.stop import StopsRun, what_is_best
 from lit_vgrpo.guard import all_finite
 from lit_vgrpo.module import VGRPOModule
@@ -48,7 +48,7 @@ class CollapseStop(StopsRun):
         self.best = -math.inf
         self.best_iteration = 0
         self.unit: float | None = None
-        self._seen_step = -1
+        self._newest = NewestEvaluation()
 
     # --- hooks, in the order they fire -----------------------------------------------------------------------------
 
@@ -111,10 +111,9 @@ class CollapseStop(StopsRun):
         It needs the unit, hence the rewards of an iteration.
         """
         assert isinstance(module, VGRPOModule)
-        step, now = module.heldout_step, module.heldout.get(TRAINED, math.nan)
-        if step in (-1, self._seen_step) or step != trainer.global_step or not math.isfinite(now):
+        now = module.heldout.get(TRAINED, math.nan)
+        if not self._newest.is_new(module.heldout_step, trainer.global_step) or not math.isfinite(now):
             return None
-        self._seen_step = step
         if now > self.best:
             self.best, self.best_iteration, self.low_evaluations = now, module.evaluations[-1].iteration, 0
             return None

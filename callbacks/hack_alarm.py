@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_vgrpo.best import TRAINED, UNTRAINED
+from lit_vgrpo.best import TRAINED, UNTRAINED, NewestEvaluation
 from lit_vgrpo.callbacks.diversity import HeldOutDiversity
 from lit_vgrpo.callbacks.stop import StopsRun
 from lit_vgrpo.data.module import PromptDataModule
@@ -70,7 +70,7 @@ class RewardHackAlarm(StopsRun):
             self.watches[metric] = Divergence(min_change, min_change)
         if diversity is not None:
             self.watches[DIVERSITY] = Divergence(min_change, min_diversity_drop)
-        self._seen_step = -1
+        self._newest = NewestEvaluation()
 
     @property
     def state_key(self) -> str:
@@ -120,13 +120,11 @@ class RewardHackAlarm(StopsRun):
     def _look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the newest evaluation, once."""
         assert isinstance(pl_module, VGRPOModule)
-        step, heldout = pl_module.heldout_step, pl_module.heldout
-        if step in (-1, self._seen_step) or step != trainer.global_step:
+        if not self._newest.is_new(pl_module.heldout_step, trainer.global_step):
             return
-        self._seen_step = step
         rang = []
         for name, watch in self.watches.items():
-            if name in heldout:
+            if name in pl_module.heldout:
                 now = self._measured(pl_module, name)
                 if watch.add(now) == self.patience:  # and not again at those that follow
                     rang.append(self._line(name, watch, now))

@@ -1,4 +1,4 @@
-"""Which evaluation of a run was its best."""
+"""Which evaluation of a run is its newest, and which was its best."""
 
 from __future__ import annotations
 
@@ -9,6 +9,25 @@ from typing import Any
 AUTO = "auto"
 UNTRAINED, TRAINED = "heldout/untrained_reward", "heldout/reward"
 DISTANCES = ("heldout/fid", "heldout/kid")
+
+
+class NewestEvaluation:
+    """Says once of every evaluation that it is there, if it is of the weights as they are."""
+
+    def __init__(self) -> None:
+        self._seen_step = -1
+
+    def is_new(self, heldout_step: int, global_step: int) -> bool:
+        """Whether there is one that was not asked about yet.
+
+        Args:
+            heldout_step: optimizer steps at the newest evaluation, -1 before the first one.
+            global_step: optimizer steps now.
+        """
+        if heldout_step in (-1, self._seen_step) or heldout_step != global_step:
+            return False
+        self._seen_step = heldout_step
+        return True
 
 
 class BestEvaluation:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from typing_extensions import override
 
-from lit_vgrpo.best import AUTO, BestEvaluation
+from lit_vgrpo.best import AUTO, BestEvaluation, NewestEvaluation
 from lit_vgrpo.checkpoint_file import DRAFT_PREFIX, FileCheckpointIO, put_in_place
 from lit_vgrpo.errors import one_line, suggestion
 from lit_vgrpo.module import VGRPOModule
@@ -68,7 +68,7 @@ class RunCheckpoint(Checkpoint):
         self.unsaved: str | None = None
         self._leaving = False
         self._is_through = False
-        self._judged_step = -1
+        self._newest = NewestEvaluation()
 
     # --- signals ---------------------------------------------------------------------------------------------------
 
@@ -179,10 +179,8 @@ class RunCheckpoint(Checkpoint):
     def _keep_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the best checkpoint where the newest evaluation is of these weights and the best so far."""
         assert isinstance(pl_module, VGRPOModule)
-        is_judged = self._judged_step == pl_module.heldout_step
-        if self.best is None or is_judged or pl_module.heldout_step != trainer.global_step:
+        if self.best is None or not self._newest.is_new(pl_module.heldout_step, trainer.global_step):
             return
-        self._judged_step = pl_module.heldout_step
         if self.best.metric == AUTO and self.every_n_iterations == 0:
             return
         if not self.best.is_in(pl_module.heldout):

@@ -196,9 +196,8 @@ class Transport:
                 max_keepalive_connections=connection.max_connections,
                 keepalive_expiry=KEEP_ALIVE_S,
             ),
-            trust_env=not is_loopback(
-                urlsplit(self.url).hostname or ""
-            ),  # a proxy of the environment cannot reach this machine
+            # a proxy of the environment cannot reach this machine
+            trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
         )
 
     async def _ask(self, link: Link, url: str) -> Answer | Fault:
