@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.objectives.base import group_layout
-from lit_vgrpo.policies.base import Conditioning
+from lit_vgrpo.policies.conditioning import Conditioning
 from lit_vgrpo.record import IterationRecord
 from lit_vgrpo.rollout import Experience
 from lit_vgrpo.surrogate import Pairs

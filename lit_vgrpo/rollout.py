@@ -13,7 +13,8 @@ from lit_vgrpo.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
 from lit_vgrpo.surrogate import Pairs, seeded_generator
 
 if TYPE_CHECKING:
-    from lit_vgrpo.policies.base import Conditioning, Policy
+    from lit_vgrpo.policies.base import Policy
+    from lit_vgrpo.policies.conditioning import Conditioning
 
 BatchHook = Callable[[slice, Tensor], None]
 """Takes the place of a batch among the images, and its final latents ``(b, C, h, w)``."""

@@ -1,6 +1,7 @@
 """Denoising models as policies, one file a family."""
 
-from lit_vgrpo.policies.base import Conditioning, Policy
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.conditioning import Conditioning
 from lit_vgrpo.policies.paths import RectifiedFlow, VariancePreserving
 from lit_vgrpo.policies.sd3 import SD3Policy
 from lit_vgrpo.policies.unet import UNetPolicy

@@ -7,7 +7,6 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,31 +16,12 @@ from torch import Tensor, nn
 
 from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, quiet_libraries, source_of
 from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.policies.conditioning import Conditioning
 from lit_vgrpo.policies.export import save_policy
 from lit_vgrpo.policies.paths import ProbabilityPath
+from lit_vgrpo.policies.trained import choose_trained, option_faults
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass
-class Conditioning:
-    """A prompt's embeddings; every tensor has one row a prompt."""
-
-    tensors: dict[str, Tensor]
-
-    def __len__(self) -> int:
-        return len(next(iter(self.tensors.values())))
-
-    def select(self, rows: Tensor) -> Conditioning:
-        """One row for each entry of ``rows (B,)``."""
-        return Conditioning({name: value[rows] for name, value in self.tensors.items()})
-
-    def expand(self, size: int) -> Conditioning:
-        """A single row, repeated as a view."""
-        return Conditioning({name: value.expand(size, *value.shape[1:]) for name, value in self.tensors.items()})
-
-    def joined_with(self, other: Conditioning) -> Conditioning:
-        return Conditioning({name: torch.cat([value, other.tensors[name]]) for name, value in self.tensors.items()})
 
 
 class Policy(nn.Module):
@@ -56,6 +36,12 @@ class Policy(nn.Module):
         lora_rank: rank of the LoRA adapter; ``None`` trains the full weights.
         lora_alpha: LoRA scale numerator; ``None`` takes the rank.
         lora_targets: module name endings the adapter goes to; ``None`` takes the family's attention projections.
+        lora_dropout: refused but for 0: the ratio would not be 1 before an update.
+        train_only: shell-style patterns of the parameters to train, such as ``*.attn.*``; ``None`` trains all, or the
+            adapter.
+        start_from: run folder or checkpoint of an earlier run, whose trained weights this one starts from and takes
+            for its reference; ``None`` starts from the pipeline as it is.
+        start_weights: of that run, the trained weights or their EMA.
         height: image height in pixels; ``None`` takes the model's own.
         width: image width in pixels; ``None`` takes the model's own.
         dtype: autocast type of the network, and storage type of whatever is frozen; trained weights and all
@@ -63,6 +49,15 @@ class Policy(nn.Module):
         negative_prompt: what guidance moves away from.
         gradient_checkpointing: trade a second forward pass for activation memory.
         decode_batch_size: images the VAE decodes at once.
+        vae_slicing: let the VAE take one image at a time.
+        vae_tiling: let the VAE take large images in overlapping tiles, which changes them a little.
+        embedding_cache: folder that keeps the prompts' embeddings, so that each is computed once; ``None`` for none.
+        embedding_cache_gb: most the folder may hold; the oldest embeddings go first.
+        offload_encoders: keep the text encoders in the CPU's memory while they are not at work.
+        compile: compile the network with ``torch.compile``, for rollouts and training.
+        attention_backend: one of diffusers' attention backends by name; ``None`` leaves the choice to diffusers.
+        fold_lora: add the adapter to the weights while images are sampled by an ODE; ``None`` does so where it is
+            exact up to float error.
         init_seed: seed of the adapter's initial weights.
     """
 
@@ -82,17 +77,30 @@ class Policy(nn.Module):
         lora_rank: int | None = None,
         lora_alpha: int | None = None,
         lora_targets: list[str] | None = None,
+        lora_dropout: float | None = None,
+        train_only: list[str] | None = None,
+        start_from: str | None = None,
+        start_weights: Literal["trained", "ema"] = "trained",
         height: int | None = None,
         width: int | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         negative_prompt: str = "",
         gradient_checkpointing: bool = False,
         decode_batch_size: int = 16,
+        vae_slicing: bool = False,
+        vae_tiling: bool = False,
+        embedding_cache: str | None = None,
+        embedding_cache_gb: float = 20.0,
+        offload_encoders: bool = False,
+        compile: bool = False,
+        attention_backend: str | None = None,
+        fold_lora: bool | None = None,
         init_seed: int = 0,
     ) -> None:
         super().__init__()
-        if lora_rank is not None and lora_rank < 1:
-            raise ValueError(f"lora_rank={lora_rank} is no rank. Use 1 or more, or null to train the full weights.")
+        trained = {"lora_rank": lora_rank, "lora_dropout": lora_dropout, "train_only": train_only}
+        for fault in option_faults(trained):
+            raise ValueError(fault)
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is not known. Use {', '.join(DTYPES)}.")
         resolve_path(checkpoint)  # refuses a shipped: path that leads out of the installed folder
@@ -100,17 +108,30 @@ class Policy(nn.Module):
         self.lora_rank = lora_rank
         self.lora_alpha = lora_alpha if lora_alpha is not None else lora_rank
         self.lora_targets = list(lora_targets or self.default_lora_targets)
+        self.train_only = None if train_only is None else list(train_only)
+        self.start_from, self.start_weights = start_from, start_weights
         self.height, self.width = height, width
         self.dtype = DTYPES[dtype]
         self.negative_prompt = negative_prompt
         self.gradient_checkpointing = gradient_checkpointing
         self.decode_batch_size = decode_batch_size
+        self.vae_slicing, self.vae_tiling = vae_slicing, vae_tiling
+        self.embedding_cache, self.embedding_cache_gb = embedding_cache, embedding_cache_gb
+        self.offload_encoders = offload_encoders
+        self.compile_network = compile
+        self.attention_backend = attention_backend
+        self.fold_lora = fold_lora
         self.init_seed = init_seed
         self.pipeline: Any = None
         self._negative: Conditioning | None = None
         self._warned_of_long_prompts = False
 
     # --- loading ---------------------------------------------------------------------------------------------------
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all of the network's weights are trained, and none is frozen."""
+        return self.lora_rank is None and self.train_only is None
 
     @property
     def loaded(self) -> bool:
@@ -154,7 +175,7 @@ class Policy(nn.Module):
             raise LoadError(fault)
         import diffusers
 
-        frozen_dtype = self.dtype if self.lora_rank is not None else torch.float32
+        frozen_dtype = torch.float32 if self.trains_all else self.dtype
         source = source_of(self.checkpoint)
         family = getattr(diffusers, self.pipeline_class)
         with quiet_libraries():
@@ -183,38 +204,14 @@ class Policy(nn.Module):
         for helper in self.helpers():
             if helper is not pipeline.vae:
                 cast(helper, self.dtype)
-        if self.lora_rank is None:
+        if self.trains_all:
             cast(self.network, torch.float32)
-            self.network.requires_grad_(True)
-        else:
-            self._add_adapter(self.lora_rank)
+        choose_trained(self)
         if self.gradient_checkpointing:
             self.network.enable_gradient_checkpointing()
         self.path = self.build_path()
         self.latent_shape = self.find_latent_shape()
         return self
-
-    def _add_adapter(self, rank: int) -> None:
-        from peft import LoraConfig
-
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=self.lora_alpha or rank,
-            target_modules=self.lora_targets,
-            init_lora_weights="gaussian",
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.init_seed)
-            try:
-                self.network.add_adapter(config)
-            except ValueError as error:
-                raise LoadError(
-                    f"lora_targets={self.lora_targets} match nothing in {type(self.network).__name__}. "
-                    f"Use endings such as {', '.join(self.default_lora_targets[:2])}."
-                ) from error
-        for parameter in self.network.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
 
     def null_components(self, folder: Path) -> dict[str, None]:
         """Components that are null in the folder's index: diffusers refuses the folder unless told of each."""
@@ -256,7 +253,10 @@ class Policy(nn.Module):
             cond: B rows.
             guidance: classifier-free guidance scale; 1.0 runs one pass instead of two.
         """
-        if guidance == 1.0:
+        if self.embeds_guidance:
+            scales = torch.full((len(z),), guidance, device=z.device)
+            cond = Conditioning({**cond.tensors, "guidance": scales})
+        if self.embeds_guidance or guidance == 1.0:
             with self.autocast():
                 return self.predict(z, t, cond).float()
         negative = self.negative().expand(len(z))
@@ -265,10 +265,24 @@ class Policy(nn.Module):
         without, with_prompt = both.chunk(2)
         return without + guidance * (with_prompt - without)
 
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether the network takes the guidance scale as an input, so that guidance costs no second pass.
+
+        Its ``cond.tensors["guidance"]`` is then the scale of each row, ``(B,)``.
+        """
+        return False
+
+    def guidance_factor(self, guidance: float) -> int:
+        """Network passes of one prediction: classifier-free guidance takes two."""
+        return 1 if guidance == 1.0 or self.embeds_guidance else 2
+
     def negative(self) -> Conditioning:
         """The embedding of the negative prompt, one row, computed once."""
         if self._negative is None or next(iter(self._negative.tensors.values())).device != self.device:
-            self._negative = self.encode([self.negative_prompt])
+            self._place_helpers()
+            with torch.no_grad(), quiet_libraries():
+                self._negative = _as_conditioning(self.encode_negative())
         return self._negative
 
     def prior(self, generators: Sequence[torch.Generator]) -> Tensor:
@@ -281,8 +295,7 @@ class Policy(nn.Module):
         self._place_helpers()
         self._warn_of_long_prompts(prompts)
         with quiet_libraries():
-            tensors = self.encode_prompts(list(prompts))
-        return Conditioning({name: value.detach().float() for name, value in tensors.items()})
+            return _as_conditioning(self.encode_prompts(list(prompts)))
 
     def encode_each(self, prompts: Sequence[str]) -> tuple[Conditioning, Tensor]:
         """The embeddings of the different prompts, each encoded once, and the row of each prompt ``(B,)``."""
@@ -373,6 +386,10 @@ class Policy(nn.Module):
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """The family's embeddings by name, one row a prompt."""
 
+    def encode_negative(self) -> dict[str, Tensor]:
+        """The embeddings of the negative prompt, one row; a family whose pipeline leaves an empty one out says how."""
+        return self.encode_prompts([self.negative_prompt])
+
     @abstractmethod
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         """One network pass, in the network's own units of time."""
@@ -390,3 +407,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
     """Change a module's floating-point type, where it is another (diffusers warns of every cast that it is told of)."""
     if any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
         module.to(dtype)
+
+
+def _as_conditioning(tensors: Mapping[str, Tensor]) -> Conditioning:
+    return Conditioning({name: value.detach().float() for name, value in tensors.items()})

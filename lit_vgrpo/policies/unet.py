@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from lit_vgrpo.policies.base import Conditioning, Policy
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.conditioning import Conditioning
 from lit_vgrpo.policies.paths import VariancePreserving
 from lit_vgrpo.policies.schedulers import VP_SOLVERS, vp_scheduler
 from lit_vgrpo.solvers import VP_SDES

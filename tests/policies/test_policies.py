@@ -215,7 +215,7 @@ def test_unreachable_hub_names_the_way_out(monkeypatch):
 
 def test_lora_targets_that_match_nothing(sd3_folder):
     policy = SD3Policy(str(sd3_folder(t5=False)), lora_rank=2, lora_targets=["nothing_here"])
-    with pytest.raises(LoadError, match="match nothing in SD3Transformer2DModel"):
+    with pytest.raises(LoadError, match="matches nothing in SD3Transformer2DModel"):
         policy.load()
 
 

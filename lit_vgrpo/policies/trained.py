@@ -1,0 +1,112 @@
+"""What of a network is trained: a LoRA adapter, all of its weights, or those of some names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lit_vgrpo.errors import suggestion
+from lit_vgrpo.hub import LoadError
+
+if TYPE_CHECKING:
+    from lit_vgrpo.policies.base import Policy
+
+
+def choose_trained(policy: Policy) -> None:
+    """Freeze and cast a policy's network so that exactly what the policy says is trained, in float32.
+
+    Raises:
+        LoadError: a name pattern or a LoRA target matches nothing.
+    """
+    network: nn.Module = policy.network
+    if policy.lora_rank is not None:
+        add_adapter(policy)
+    elif policy.train_only is not None:
+        train_only(network, policy.train_only)
+    else:
+        network.requires_grad_(True)
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def add_adapter(policy: Policy) -> None:
+    """Put a LoRA adapter into the network; a fresh one changes nothing, since its B matrices are zero."""
+    from peft import LoraConfig
+
+    rank, network = policy.lora_rank, policy.network
+    assert rank is not None
+    if policy.lora_targets != list(policy.default_lora_targets):  # of those, small networks need not have all
+        _refuse_unmatched_targets(network, policy.lora_targets)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=policy.lora_alpha or rank,
+        target_modules=policy.lora_targets,
+        init_lora_weights="gaussian",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(policy.init_seed)
+        try:
+            network.add_adapter(config)
+        except ValueError as error:
+            raise LoadError(
+                f"lora_targets={policy.lora_targets} match no layer of {type(network).__name__} that takes an "
+                f"adapter. Use endings such as {', '.join(policy.default_lora_targets[:2])}."
+            ) from error
+
+
+def _refuse_unmatched_targets(network: nn.Module, targets: Sequence[str]) -> None:
+    names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            endings = sorted({_ending(name) for name in names})
+            raise LoadError(
+                f"model.policy.lora_targets: {target!r} matches nothing in {type(network).__name__}. "
+                f"{suggestion(target, endings)}"
+            )
+
+
+def _ending(name: str) -> str:
+    """A layer's name within its block: the part after the last number that is not the last word."""
+    words = name.split(".")
+    last = max((i for i, word in enumerate(words[:-1]) if word.isdigit()), default=-1)
+    return ".".join(words[last + 1 :]) or name
+
+
+def train_only(network: nn.Module, patterns: Sequence[str]) -> None:
+    """Train the parameters whose names match one of the shell-style patterns, such as ``*.attn.to_q.*``.
+
+    Raises:
+        LoadError: a pattern matches no parameter.
+    """
+    names = [name for name, _ in network.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise LoadError(
+                f"model.policy.train_only: {pattern!r} matches no parameter of {type(network).__name__}. "
+                f"{suggestion(pattern, names)} Patterns are those of a shell, such as '*.attn.*'."
+            )
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def option_faults(options: dict[str, Any]) -> list[str]:
+    """What cannot be among the options that say what is trained, a line each."""
+    rank, dropout, only = options["lora_rank"], options["lora_dropout"], options["train_only"]
+    faults = []
+    if rank is not None and rank < 1:
+        faults.append(f"lora_rank={rank} is no rank. Use 1 or more, or null to train the full weights.")
+    if dropout:
+        faults.append(
+            f"lora_dropout={dropout} would make the policy differ from the one that rolled out, so that the ratio is "
+            "not 1 before any update. Leave it out."
+        )
+    if only is not None and rank is not None:
+        faults.append("train_only and lora_rank are given: only an adapter is trained then. Leave one of them out.")
+    if only is not None and not only:
+        faults.append("train_only=[] trains nothing. Give patterns such as '*.attn.*', or null for all weights.")
+    return faults
