@@ -261,7 +261,7 @@ class RecipeCLI(LightningCLI):
     def plan(self) -> str:
         """What the sizes make of this world size, as a table."""
         sizes = self.datamodule.sizes
-        passes = self.model.objective.passes_per_image(sizes)
+        passes = self.model.objective.passes_per_image(sizes, self.model.policy)
         return sizes.plan(self.trainer.world_size).table(passes)
 
     def about_prompts(self) -> list[str]:

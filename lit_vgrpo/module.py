@@ -45,6 +45,7 @@ class VGRPOModule(L.LightningModule):
             advantages; null as the method's paper.
         evaluation: how held-out images are sampled, by an ODE; null takes the objective's rollout, without noise.
         rollout_batch_size: images a network pass while sampling; null takes all of a rank's at once.
+        rollout_device: where an iteration's latents, pairs and embeddings are kept; cpu saves the device's memory.
         failed_images: leave images that a reward could not score out of their group, or stop with the reason.
         evaluate_at_start: score the held-out prompts once before training.
         non_finite: what to do with an update whose loss or gradient is not finite on any rank: stop with the reason,
@@ -63,6 +64,7 @@ class VGRPOModule(L.LightningModule):
         advantage_aggregate: Literal["rewards", "advantages"] | None = None,
         evaluation: RolloutSpec | None = None,
         rollout_batch_size: int | None = None,
+        rollout_device: Literal["cpu"] | None = None,
         failed_images: Literal["leave_out", "stop"] = "leave_out",
         evaluate_at_start: bool = True,
         non_finite: NonFinite = "stop",
@@ -81,6 +83,7 @@ class VGRPOModule(L.LightningModule):
         )
         self.evaluation = evaluation
         self.rollout_batch_size = rollout_batch_size
+        self.objective.rollout_device = None if rollout_device is None else torch.device(rollout_device)
         self.evaluate_at_start = evaluate_at_start
         self.seed = seed
         self.guard = NonFiniteGuard(non_finite)
@@ -158,7 +161,7 @@ class VGRPOModule(L.LightningModule):
         if position % per_update == 0:
             micros = iteration.micros[position : position + per_update]
             self.objective.before_update(self.policy, micros, self.ledger)
-        loss, metrics = self.objective.loss(self.policy, iteration.micros[position])
+        loss, metrics = self.objective.loss(self.policy, iteration.micros[position].to(self.policy.device))
         iteration.record.add(loss, metrics)
         self.guard.watch(loss)
         return loss
@@ -167,7 +170,9 @@ class VGRPOModule(L.LightningModule):
         """The iteration that a step belongs to: the one under way, a new one, or the rest of a saved one."""
         self._batch = batch
         if self._saved_iteration is not None:
-            self._iteration = Iteration.restored(self._saved_iteration, batch, self.device)
+            self._iteration = Iteration.restored(
+                self._saved_iteration, batch, self.objective.rollout_device or self.device
+            )
             self._saved_iteration = None
         elif batch.is_first:
             self._iteration = self.collect(batch)
@@ -245,7 +250,7 @@ class VGRPOModule(L.LightningModule):
             images=len(scores.total),
             seconds=seconds,
         )
-        return record, advantages[local].to(self.device)
+        return record, advantages[local]
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = list(trainable_parameters(self.policy).values())

@@ -21,6 +21,15 @@ MEMORY_ONLY = (
     "decode_batch_size",
     "batch_size",
     "gradient_checkpointing",
+    "rollout_device",
+    "vae_slicing",
+    "embedding_cache",
+    "embedding_cache_gb",
+    "offload_encoders",
+    "compile",
+    "attention_backend",
+    "channels_last",
+    "fold_lora",
     "device",
     "overlap",
     "url",
@@ -35,6 +44,8 @@ BOUND_KEYS = (
 ABSENT = "not set"
 UNUSED = (None, False)
 """What an option that the checkpoint does not know must be, since it was written before there was one."""
+UNUSED_WORDS = {"start_weights": "trained", "kind": "adamw"}
+"""The same for options that name what was done before there was a choice."""
 
 
 class RecipeInCheckpoint(Callback):
@@ -74,7 +85,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     lines = []
     for key in [*before, *(key for key in after if key not in before)]:
         old, new = before.get(key, ABSENT), after.get(key, ABSENT)
-        if key not in before and new in UNUSED:
+        if key not in before and (new in UNUSED or new == UNUSED_WORDS.get(key.rpartition(".")[2])):
             continue
         inner = any(key.startswith(owner) and key != f"{owner}class_path" for owner in swapped)
         if old != new and not inner and not _is_free(key, bound):

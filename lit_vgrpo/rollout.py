@@ -196,6 +196,20 @@ class Experience:
             extras=extras or {},
         )
 
+    def to(self, device: torch.device) -> Experience:
+        """The same on another device, with only the shared rows that it uses; itself where it is there already."""
+        if self.latents.device == device:
+            return self
+        used, rows = torch.unique(self.rows, return_inverse=True)
+        return Experience(
+            latents=self.latents.to(device),
+            advantages=self.advantages.to(device),
+            conditioning=self.conditioning.select(used).to(device),
+            rows=rows.to(device),
+            pairs=None if self.pairs is None else self.pairs.compact().to(device),
+            extras={name: value.to(device) for name, value in self.extras.items()},
+        )
+
     def select(self, index: slice | Tensor) -> Experience:
         """The rows of some images, e.g. a micro-batch."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -230,7 +244,7 @@ def sample(
     Args:
         conditioning: one row a prompt.
         rows: ``(B,)``: the conditioning row of each image.
-        noise: ``z_1``, shape ``(B, C, h, w)``.
+        noise: ``z_1``, shape ``(B, C, h, w)``, on any device; what is returned is there too.
         batch_size: images a network pass; ``None`` takes all at once.
         on_batch: called with every batch as soon as it is done.
 
@@ -240,19 +254,20 @@ def sample(
     size = batch_size or len(noise)
     schedule = torch.empty(0)
     latents = []
-    for start in range(0, len(noise), size):
-        part = slice(start, start + size)
-        cond = conditioning.select(rows[part])
-        scheduler = policy.scheduler(spec.solver, spec.steps)
-        z = noise[part].float()
-        schedule = policy.scheduler_times(scheduler).to(z.device)
-        for timestep, t in zip(scheduler.timesteps, schedule, strict=True):
-            prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
-            z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
-        latents.append(z)
-        if on_batch is not None:
-            on_batch(part, z)
-    return torch.cat(latents), schedule
+    with policy.sampling():
+        for start in range(0, len(noise), size):
+            part = slice(start, start + size)
+            cond = conditioning.select(rows[part]).to(policy.device)
+            scheduler = policy.scheduler(spec.solver, spec.steps)
+            z = noise[part].to(policy.device).float()
+            schedule = policy.scheduler_times(scheduler).to(z.device)
+            for timestep, t in zip(scheduler.timesteps, schedule, strict=True):
+                prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
+                z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
+            latents.append(z.to(noise.device))
+            if on_batch is not None:
+                on_batch(part, z)
+    return torch.cat(latents), schedule.to(noise.device)
 
 
 @torch.no_grad()
@@ -274,7 +289,7 @@ def sample_chain(
     Args:
         conditioning: one row a prompt.
         rows: ``(B,)``: the conditioning row of each image.
-        noise: ``z_1``, shape ``(B, C, h, w)``.
+        noise: ``z_1``, shape ``(B, C, h, w)``, on any device; what is returned is there too.
         generators: one an image; all its SDE noise comes from it, so that an image depends on no other.
         batch_size: images a network pass; ``None`` takes all at once.
         record_means: keep the mean of every step too.
@@ -284,7 +299,7 @@ def sample_chain(
         Latents ``(B, C, h, w)`` float32, the times ``(S,)`` at which the network was called, and the SDE steps.
     """
     scheduler = policy.scheduler(ODE_OF[spec.solver], spec.steps)
-    schedule = policy.scheduler_times(scheduler).to(noise.device)
+    schedule = policy.scheduler_times(scheduler).to(policy.device)
     times = torch.cat([schedule, schedule.new_zeros(1)])
     second_time = float(times[1])
     window, steps, tail = spec.sde_steps, spec.steps, times[:0]
@@ -295,8 +310,8 @@ def sample_chain(
     latents, states, log_probs, means = [], [], [], []
     for start in range(0, len(noise), size):
         part = slice(start, start + size)
-        cond = conditioning.select(rows[part])
-        z = noise[part].float()
+        cond = conditioning.select(rows[part]).to(policy.device)
+        z = noise[part].to(policy.device).float()
         ends, densities, centres = [], [], []
         for index in range(steps):
             if index == window.start:
@@ -315,21 +330,21 @@ def sample_chain(
             centres += [step.mean] if record_means else []
         if len(tail):
             z = _integrate_tail(policy, cond, spec, z, tail)
-        latents.append(z)
-        states.append(torch.stack([first, *ends], dim=1))
-        log_probs.append(torch.stack(densities, dim=1))
+        latents.append(z.to(noise.device))
+        states.append(torch.stack([first, *ends], dim=1).to(noise.device))
+        log_probs.append(torch.stack(densities, dim=1).to(noise.device))
         if record_means:
-            means.append(torch.stack(centres, dim=1))
+            means.append(torch.stack(centres, dim=1).to(noise.device))
         if on_batch is not None:
             on_batch(part, z)
     trajectory = Trajectory(
         states=torch.cat(states),
         log_probs=torch.cat(log_probs),
         means=torch.cat(means) if record_means else None,
-        times=times[window.start : window.stop + 1],
+        times=times[window.start : window.stop + 1].to(noise.device),
         second_time=second_time,
     )
-    return torch.cat(latents), torch.cat([times[:steps], tail[:-1]]), trajectory
+    return torch.cat(latents), torch.cat([times[:steps], tail[:-1]]).to(noise.device), trajectory
 
 
 def _integrate_tail(policy: Policy, cond: Conditioning, spec: RolloutSpec, z: Tensor, times: Tensor) -> Tensor:

@@ -40,6 +40,11 @@ class Pairs:
         """The pairs of some of the images; the rows themselves are shared, not copied."""
         return Pairs(self.times, self.noise, self.rows[index])
 
+    def compact(self) -> Pairs:
+        """Only the rows that an image uses."""
+        used, rows = torch.unique(self.rows, return_inverse=True)
+        return Pairs(self.times[used], self.noise[used], rows)
+
     def of_images(self) -> tuple[Tensor, Tensor]:
         """``times (B, N)`` and ``noise (B, N, ...)``, one row an image."""
         return self.times[self.rows], self.noise[self.rows]

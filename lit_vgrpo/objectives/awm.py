@@ -69,6 +69,9 @@ class AWM(Objective):
         ema_decay_max: the bound of that.
         times: draw from the sampler's own times, or from the continuous schedule. The first is our reading.
         time_shift: resolution shift of the continuous schedule.
+        training_guidance: guidance of the network while it is trained; null is 1, or the rollout's where the network
+            embeds the scale, as FLUX.1-dev's does.
+        reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
@@ -87,6 +90,8 @@ class AWM(Objective):
         ema_decay_max: float = 0.3,
         times: TimeSource = "sampler",
         time_shift: float = 1.0,
+        training_guidance: float | None = None,
+        reference_guidance: float | None = None,
     ) -> None:
         known = ("power", "uniform", "time", "time_squared")
         require(num_times >= 1, "num_times", num_times, "Use 1 or more (the paper uses 6)")
@@ -99,7 +104,7 @@ class AWM(Objective):
         require(ema_decay_rate >= 0, "ema_decay_rate", ema_decay_rate, "Use 0.001")
         require(0 <= ema_decay_max < 1, "ema_decay_max", ema_decay_max, "Use a number in [0, 1) such as 0.3")
         require(time_shift > 0, "time_shift", time_shift, "Use 1.0, or the scheduler's shift")
-        super().__init__()
+        super().__init__(training_guidance, reference_guidance)
         self.rollout = rollout or RolloutSpec(steps=10)
         self.num_times = num_times
         self.weighting: Weighting = weighting
@@ -119,8 +124,8 @@ class AWM(Objective):
     def check(self, sizes: Sizes) -> list[str]:
         return super().check(sizes) + ode_faults("AWM", self.rollout)
 
-    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
-        passes = {**super().passes_per_image(sizes), "update": sizes.uses_per_image * self.num_times}
+    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
+        passes = {"update": sizes.uses_per_image * self.num_times}
         if sizes.updates_per_iteration > 1:
             passes["old"] = self.num_times
         return passes | dict.fromkeys(self._pulls(), self.num_times)
@@ -147,11 +152,14 @@ class AWM(Objective):
         experience = Experience.of(rollout, advantages / self.advantage_scale, pairs)
         if updates > 1:
             with (ledger or PassLedger()).phase("old"):
-                errors = stored_errors(policy, experience, micro_batch_size, "v", None)
+                guidance = self.guidance_in("training", policy)
+                errors = stored_errors(policy, experience, micro_batch_size, "v", None, guidance)
             experience.extras["old_log_likelihood"] = self._log_likelihood(experience, errors)
         for name in self._pulls():
+            guidance = self.guidance_in("reference" if name == "reference" else "training", policy)
             with self.with_copy(policy, name, ledger):
-                experience.extras[f"{name}_prediction"] = stored_predictions(policy, experience, micro_batch_size)
+                predictions = stored_predictions(policy, experience, micro_batch_size, guidance)
+            experience.extras[f"{name}_prediction"] = predictions
         return experience
 
     def _draw_times(self, rollout: Rollout, micro_batch_size: int) -> Tensor:
@@ -168,7 +176,7 @@ class AWM(Objective):
         return log_likelihood(mean_over_pixels(error.square(), 2), times, self.weighting, self.power)
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        prediction, error, _ = predict_pairs(policy, micro, "v", None)
+        prediction, error, _ = predict_pairs(policy, micro, "v", None, self.guidance_in("training", policy))
         log_q = self._log_likelihood(micro, error)
         log_ratio = log_q - micro.extras.get("old_log_likelihood", log_q.detach())
         gain = clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip).mean(dim=1)

@@ -40,14 +40,26 @@ class Objective(ABC):
             ``"reference"``, which is that of the start.
         num_updates: gradient steps done, over all iterations; the clock of whatever decays by steps.
         all_ranks: concatenates every rank's ``(B, ...)`` in rank order; the trainer's module sets it.
+        rollout_device: where an iteration's tensors are kept; ``None`` keeps them beside the network.
+
+    Args:
+        training_guidance: guidance of the network while it is trained, and of the copies it is compared with; ``None``
+            takes the rollout's where the method trains on the sampling steps or the network embeds the scale, else 1.
+        reference_guidance: guidance of the weights of the start; ``None`` takes the training's.
     """
 
     needs_reward: ClassVar[bool] = True
     advantage_std: ClassVar[Literal["global", "group"]] = "global"
     advantage_aggregate: ClassVar[Literal["rewards", "advantages"]] = "rewards"
     path_kinds: ClassVar[tuple[str, ...]] = ("flow", "vp")
+    trains_on_sampling_steps: ClassVar[bool] = False
 
-    def __init__(self) -> None:
+    def __init__(self, training_guidance: float | None = None, reference_guidance: float | None = None) -> None:
+        for name, scale in (("training_guidance", training_guidance), ("reference_guidance", reference_guidance)):
+            require(scale is None or scale >= 1, name, scale, "Use 1.0 or more, or null")
+        self.training_guidance = training_guidance
+        self.reference_guidance = reference_guidance
+        self.rollout_device: torch.device | None = None
         self.copies: dict[str, Snapshot] = {}
         self.num_updates = 0
         self.all_ranks: Callable[[Tensor], Tensor] = lambda values: values
@@ -72,10 +84,32 @@ class Objective(ABC):
         options = " or ".join((*policy.solvers, *policy.sde_solvers))
         return [f"model.objective.rollout.solver={spec.solver} is not a solver of {policy.__name__}. Use {options}."]
 
-    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
-        """Network passes an image by phase of the ledger; guidance counts twice, a backward is not counted."""
+    def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, int]:
+        """Network passes an image by phase of the ledger; guidance counts twice, a backward is not counted.
+
+        Args:
+            policy: whose network it is; ``None`` stands for one without a guidance scale of its own.
+        """
         spec = self.rollout_spec(0)
-        return {"rollout": spec.network_calls * guidance_factor(spec.guidance)}
+        passes = {"rollout": spec.network_calls * _guidance_factor(spec.guidance, policy)}
+        training = _guidance_factor(self.guidance_in("training", policy), policy)
+        reference = _guidance_factor(self.guidance_in("reference", policy), policy)
+        for phase, count in self.prediction_passes(sizes).items():
+            passes[phase] = count * (reference if phase == "reference" else training)
+        return passes
+
+    @abstractmethod
+    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
+        """Predictions an image by phase, beside the rollout's; one with guidance still counts once."""
+
+    def guidance_in(self, use: Literal["training", "reference"], policy: Policy | None) -> float:
+        """The guidance scale of a use beside the rollout."""
+        if use == "reference" and self.reference_guidance is not None:
+            return self.reference_guidance
+        if self.training_guidance is not None:
+            return self.training_guidance
+        as_sampled = self.trains_on_sampling_steps or (policy is not None and policy.embeds_guidance)
+        return self.rollout_spec(0).guidance if as_sampled else 1.0
 
     def setup(self, policy: Policy) -> None:  # noqa: B027
         """Make whatever copies of the loaded policy the method keeps."""
@@ -109,13 +143,14 @@ class Objective(ABC):
         """
         spec = self.rollout_spec(iteration)
         group_rows, image_ids = group_layout(slots, group_size, members)
-        conditioning = policy.encode(prompts)
+        device = self.rollout_device or policy.device
+        conditioning = policy.encode(prompts).to(device)
         if spec.shared_noise:
-            groups = policy.prior(image_generators(STREAM_GROUP_NOISE, seed, iteration, list(slots)))
-            noise = groups[group_rows.to(groups.device)]
+            groups = policy.prior(image_generators(STREAM_GROUP_NOISE, seed, iteration, list(slots))).to(device)
+            noise = groups[group_rows.to(device)]
         else:
-            noise = policy.prior(image_generators(STREAM_ROLLOUT, seed, iteration, image_ids.tolist()))
-        conditioning_rows = group_rows.to(noise.device)
+            noise = policy.prior(image_generators(STREAM_ROLLOUT, seed, iteration, image_ids.tolist())).to(device)
+        conditioning_rows = group_rows.to(device)
         trajectory = None
         with self.acting(policy):
             if spec.is_sde:
@@ -222,8 +257,9 @@ class Objective(ABC):
         return {name: copy for name, copy in self.copies.items() if name != "reference"}
 
 
-def guidance_factor(guidance: float) -> int:
-    """Network passes of one prediction: classifier-free guidance takes two."""
+def _guidance_factor(guidance: float, policy: Policy | None) -> int:
+    if policy is not None:
+        return policy.guidance_factor(guidance)
     return 1 if guidance == 1.0 else 2
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.ledger import PassLedger
-from lit_vgrpo.objectives.base import Objective, guidance_factor, require
+from lit_vgrpo.objectives.base import Objective, require
 from lit_vgrpo.objectives.ratio import clipped_surrogate, ratio_metrics
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rollout import Experience, Rollout, RolloutSpec
@@ -36,14 +36,17 @@ class ChainObjective(Objective):
     The old log-probabilities are those of the rollout, so there are no extra passes for them.
 
     Args:
-        rollout: how images are sampled; an SDE of the policy's path. Training uses the same guidance.
+        rollout: how images are sampled; an SDE of the policy's path.
         clip: half-width of the ratio's trust region; null for none.
         advantage_clip: bound on the advantages; null for none.
         kl_weight: weight of the KL to the weights of the start; 0 switches it and its passes off.
-        reference_guidance: guidance of those weights; null takes the rollout's.
+        training_guidance: guidance of the network while it is trained; null takes the rollout's. With another one the
+            old log-probabilities are computed anew, in passes of their own.
+        reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
+    trains_on_sampling_steps: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -51,23 +54,17 @@ class ChainObjective(Objective):
         clip: float | None,
         advantage_clip: float | None,
         kl_weight: float,
-        reference_guidance: float | None,
+        training_guidance: float | None = None,
+        reference_guidance: float | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(training_guidance, reference_guidance)
         require(clip is None or 0 < clip < 1, "clip", clip, "Use a small number such as 1e-4, or null")
         require(advantage_clip is None or advantage_clip > 0, "advantage_clip", advantage_clip, "Use 5.0, or null")
         require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more")
-        require(
-            reference_guidance is None or reference_guidance >= 1,
-            "reference_guidance",
-            reference_guidance,
-            "Use 1.0 or more, or null",
-        )
         self.rollout = rollout
         self.clip = clip
         self.advantage_clip = advantage_clip
         self.kl_weight = kl_weight
-        self.reference_guidance = reference_guidance
 
     # --- which steps -----------------------------------------------------------------------------------------------
 
@@ -138,18 +135,19 @@ class ChainObjective(Objective):
     def check(self, sizes: Sizes) -> list[str]:
         return self.chain_faults() or super().check(sizes)
 
-    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
-        spec = self.rollout_spec(0)
-        steps = self.num_trained_steps(spec)
-        passes = super().passes_per_image(sizes)
-        passes["update"] = steps * guidance_factor(spec.guidance) * sizes.uses_per_image
+    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
+        steps = self.num_trained_steps(self.rollout_spec(0))
+        passes = {"update": steps * sizes.uses_per_image}
+        if self._trains_off_rollout:
+            passes["old"] = steps
         if self.kl_weight > 0:
-            passes["reference"] = steps * guidance_factor(self._reference_guidance)
+            passes["reference"] = steps
         return passes
 
     @property
-    def _reference_guidance(self) -> float:
-        return self.rollout.guidance if self.reference_guidance is None else self.reference_guidance
+    def _trains_off_rollout(self) -> bool:
+        """Whether the rollout's own log-probabilities are those of another guidance than the training's."""
+        return self.guidance_in("training", None) != self.rollout.guidance
 
     # --- one iteration ---------------------------------------------------------------------------------------------
 
@@ -172,12 +170,27 @@ class ChainObjective(Objective):
         if self.advantage_clip is not None:
             advantages = advantages.clamp(-self.advantage_clip, self.advantage_clip)
         experience = Experience.of(rollout, advantages, extras=self._chosen(rollout))
+        if self._trains_off_rollout:
+            with (ledger or PassLedger()).phase("old"), torch.no_grad():
+                self._store_old(policy, experience, micro_batch_size)
         if self.kl_weight > 0:
+            guidance = self.guidance_in("reference", policy)
             with self.with_copy(policy, "reference", ledger):
                 parts = experience.micro_batches(micro_batch_size)
-                means = [self._transition(policy, micro, self._reference_guidance).mean for micro in parts]
+                means = [self._transition(policy, micro, guidance).mean for micro in parts]
             experience.extras["reference_mean"] = torch.cat(means)
         return experience
+
+    def _store_old(self, policy: Policy, experience: Experience, micro_batch_size: int) -> None:
+        """What the rollout's steps are under the training's guidance, so that the ratio is 1 before an update."""
+        log_probs, means = [], []
+        for micro in experience.micro_batches(micro_batch_size):
+            step = self._transition(policy, micro, self.guidance_in("training", policy))
+            log_probs.append(self._log_prob(micro, step))
+            means.append(step.mean)
+        experience.extras["log_prob"] = torch.cat(log_probs)
+        if "old_mean" in experience.extras:
+            experience.extras["old_mean"] = torch.cat(means)
 
     def _chosen(self, rollout: Rollout) -> dict[str, Tensor]:
         """The trained steps of every image, by name; views of the trajectory where all of it is trained."""
@@ -203,28 +216,31 @@ class ChainObjective(Objective):
 
     def _transition(self, policy: Policy, micro: Experience, guidance: float) -> Transition:
         """Every trained step's distribution under the present weights ``(M, K, ...)``, in one pass of ``M K`` rows."""
-        before, times = micro.extras["before"], micro.extras["t"]
-        shape = times.shape
+        home, micro = micro.latents.device, micro.to(policy.device)
+        shape = micro.extras["t"].shape
         z, t, t_next, second = (micro.extras[n].flatten(0, 1) for n in ("before", "t", "t_next", "second_time"))
-        cond = micro.conditioning.select(micro.rows.repeat_interleave(before.shape[1]))
+        cond = micro.conditioning.select(micro.rows.repeat_interleave(shape[1]))
         prediction = policy(z, t, cond, guidance)
         spec = self.rollout
         step = transition(spec.solver, policy.path, prediction, z, t, t_next, spec.noise_level, second)
-        return Transition(*(value.unflatten(0, shape) for value in (step.mean, step.std, step.diffusion)))
+        return Transition(*(value.unflatten(0, shape).to(home) for value in (step.mean, step.std, step.diffusion)))
 
     def log_ratio(self, micro: Experience, step: Transition) -> Tensor:
         """Log of new over old likelihood of every trained step, ``(M, K)``; carries grad."""
+        return self._log_prob(micro, step) - micro.extras["log_prob"]
+
+    def _log_prob(self, micro: Experience, step: Transition) -> Tensor:
+        """Log-probability ``(M, K)`` of where every trained step of the rollout ended."""
         after = micro.extras["after"]
         flat = Transition(*(value.flatten(0, 1) for value in (step.mean, step.std, step.diffusion)))
-        new = log_prob(self.rollout.solver, after.flatten(0, 1), flat).unflatten(0, after.shape[:2])
-        return new - micro.extras["log_prob"]
+        return log_prob(self.rollout.solver, after.flatten(0, 1), flat).unflatten(0, after.shape[:2])
 
     def step_weight(self, micro: Experience) -> Tensor | float:
         """Weight of each step's surrogate in the loss, broadcastable to ``(M, K)``."""
         return 1.0
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        step = self._transition(policy, micro, self.rollout.guidance)
+        step = self._transition(policy, micro, self.guidance_in("training", policy))
         log_ratio = self.log_ratio(micro, step)
         gain = self.step_weight(micro) * clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip)
         loss, metrics = -gain.mean(), ratio_metrics(log_ratio, self.clip)

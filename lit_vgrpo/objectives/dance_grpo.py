@@ -25,6 +25,7 @@ class DanceGRPO(ChainObjective):
         train_fraction: share of the steps that is trained, drawn for each image and iteration, rounded down; the last
             step is never among them.
         advantage_clip: bound on the advantages; null for none.
+        training_guidance: guidance of the network while it is trained; null takes the rollout's.
     """
 
     advantage_std: ClassVar[Literal["global", "group"]] = "group"
@@ -35,9 +36,10 @@ class DanceGRPO(ChainObjective):
         clip: float | None = 1e-4,
         train_fraction: float = 0.6,
         advantage_clip: float | None = 5.0,
+        training_guidance: float | None = None,
     ) -> None:
         rollout = rollout or RolloutSpec("dance_sde", steps=16, shared_noise=True)
-        super().__init__(rollout, clip, advantage_clip, kl_weight=0.0, reference_guidance=None)
+        super().__init__(rollout, clip, advantage_clip, kl_weight=0.0, training_guidance=training_guidance)
         require(0 < train_fraction <= 1, "train_fraction", train_fraction, "Use a share in (0, 1] such as 0.6")
         self.train_fraction = train_fraction
 

@@ -19,7 +19,8 @@ class DDPO(ChainObjective):
         clip: half-width of the ratio's trust region; null for none.
         advantage_clip: bound on the advantages; null for none.
         kl_weight: weight of the KL of each step to the weights of the start; the paper has none.
-        reference_guidance: guidance of the start's weights; null takes the rollout's.
+        training_guidance: guidance of the network while it is trained; null takes the rollout's.
+        reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
     advantage_std: ClassVar[Literal["global", "group"]] = "group"
@@ -32,6 +33,7 @@ class DDPO(ChainObjective):
         advantage_clip: float | None = 5.0,
         kl_weight: float = 0.0,
         reference_guidance: float | None = None,
+        training_guidance: float | None = None,
     ) -> None:
         rollout = rollout or RolloutSpec("ddim_sde", steps=50, guidance=5.0)
-        super().__init__(rollout, clip, advantage_clip, kl_weight, reference_guidance)
+        super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance)

@@ -61,7 +61,10 @@ class Denoising(Objective):
     def rollout_spec(self, iteration: int) -> RolloutSpec:
         return self.rollout
 
-    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
+    def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, int]:
+        return self.prediction_passes(sizes)
+
+    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
         return {"update": sizes.uses_per_image * self.num_mc_samples}
 
     def collect(
@@ -116,6 +119,6 @@ class Denoising(Objective):
         return Experience.of(rollout, advantages, pairs)
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        _, error, _ = predict_pairs(policy, micro, self.space, None)
+        _, error, _ = predict_pairs(policy, micro, self.space, None, guidance=1.0)
         elbo = surrogate(denoising_error(error, self.self_normalise))
         return elbo.mean(), {"surrogate": elbo.detach()}

@@ -67,6 +67,9 @@ class DGPO(Objective):
         old_decay_rate: ``old <- d old + (1 - d) theta`` after each of n gradient steps, ``d = min(max, rate n)``.
         old_decay_max: the bound of that.
         behaviour_from_step: gradient step from which the old policy rolls out: 200 (500 for GenEval).
+        training_guidance: guidance of the network while it is trained; null is 1, or the rollout's where the network
+            embeds the scale, as FLUX.1-dev's does.
+        reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class DGPO(Objective):
         old_decay_rate: float = 0.001,
         old_decay_max: float = 0.3,
         behaviour_from_step: int = 200,
+        training_guidance: float | None = None,
+        reference_guidance: float | None = None,
     ) -> None:
         require(num_times >= 1, "num_times", num_times, "Use 1 or more (the paper uses 4)")
         require(noisiest >= num_times, "noisiest", noisiest, f"Use {num_times} (num_times) or more")
@@ -91,7 +96,7 @@ class DGPO(Objective):
         require(old_decay_rate >= 0, "old_decay_rate", old_decay_rate, "Use 0.001")
         require(0 <= old_decay_max < 1, "old_decay_max", old_decay_max, "Use a number in [0, 1) such as 0.3")
         require(behaviour_from_step >= 0, "behaviour_from_step", behaviour_from_step, "Use 0 or more (the paper: 200)")
-        super().__init__()
+        super().__init__(training_guidance, reference_guidance)
         self.rollout = rollout or RolloutSpec("dpm++", steps=10)
         self.num_times = num_times
         self.noisiest = noisiest
@@ -122,9 +127,9 @@ class DGPO(Objective):
             )
         return faults
 
-    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
+    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
         trained = sizes.uses_per_image * self.num_times
-        passes = {**super().passes_per_image(sizes), "update": trained, "old": trained}
+        passes = {"update": trained, "old": trained}
         if self.reference == "frozen":
             passes["reference"] = self.num_times
         if sizes.micro_batch_size % sizes.group_size:
@@ -167,15 +172,17 @@ class DGPO(Objective):
             micros = experience.micro_batches(micro_batch_size)
             with self.with_copy(policy, "reference", ledger):
                 for micro in micros:
-                    self._store_reference(micro, *self._losses(policy, micro))
+                    self._store_reference(micro, *self._losses(policy, micro, "reference"))
             for name in micros[0].extras.keys() - experience.extras.keys():
                 experience.extras[name] = torch.cat([micro.extras[name] for micro in micros])
         return experience
 
-    @staticmethod
-    def _losses(policy: Policy, micro: Experience) -> tuple[Tensor, Tensor]:
+    def _losses(
+        self, policy: Policy, micro: Experience, use: Literal["training", "reference"] = "training"
+    ) -> tuple[Tensor, Tensor]:
         """The network's own predictions ``(M, N, ...)`` and ``l_i``, ``(M,)``."""
-        prediction, error, _ = predict_pairs(policy, micro, policy.path.prediction, None)
+        guidance = self.guidance_in(use, policy)
+        prediction, error, _ = predict_pairs(policy, micro, policy.path.prediction, None, guidance)
         return prediction, surrogate(denoising_error(error, self_normalised=False))
 
     def _store_reference(self, micro: Experience, prediction: Tensor, losses: Tensor) -> None:

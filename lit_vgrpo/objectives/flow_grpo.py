@@ -42,7 +42,8 @@ class FlowGRPO(ChainObjective):
         fast_window: steps of that window.
         guard: GRPO-Guard's ratio, and each step's surrogate divided by its ``h``.
         advantage_clip: bound on the advantages; null for none.
-        reference_guidance: guidance of the start's weights; null takes the rollout's.
+        training_guidance: guidance of the network while it is trained; null takes the rollout's.
+        reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class FlowGRPO(ChainObjective):
         guard: bool = False,
         advantage_clip: float | None = 5.0,
         reference_guidance: float | None = None,
+        training_guidance: float | None = None,
     ) -> None:
         rollout = rollout or RolloutSpec("flow_sde", steps=10, guidance=4.5)
         clip = PUBLISHED_CLIP.get(rollout.solver, DEFAULT_CLIP) if clip is None else clip
-        super().__init__(rollout, clip, advantage_clip, kl_weight, reference_guidance)
+        super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance)
         require(fast_window >= 1, "fast_window", fast_window, "Use 1 or more (published 2)")
         self.fast = fast
         self.fast_window = fast_window

@@ -40,7 +40,8 @@ class MixGRPO(ChainObjective):
         clip: half-width of the ratio's trust region; null for none.
         advantage_clip: bound on the advantages; null for none.
         kl_weight: weight of the KL to the weights of the start; the paper has none.
-        reference_guidance: guidance of the start's weights; null takes the rollout's.
+        training_guidance: guidance of the network while it is trained; null takes the rollout's.
+        reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
     advantage_std: ClassVar[Literal["global", "group"]] = "group"
@@ -61,9 +62,10 @@ class MixGRPO(ChainObjective):
         advantage_clip: float | None = 5.0,
         kl_weight: float = 0.0,
         reference_guidance: float | None = None,
+        training_guidance: float | None = None,
     ) -> None:
         rollout = rollout or RolloutSpec("flow_sde", steps=25, shared_noise=True)
-        super().__init__(rollout, clip, advantage_clip, kl_weight, reference_guidance)
+        super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance)
         strategies = ("progressive", "random", "decay", "frozen")
         require(window_size >= 1, "window_size", window_size, "Use 1 or more (published 4)")
         require(window_strategy in strategies, "window_strategy", window_strategy, f"Use {' or '.join(strategies)}")

@@ -94,6 +94,9 @@ class DiffusionNFT(Objective):
         advantage_clip: bound of the advantages, and weight of the loss, so that an image's weight is its advantage.
         kl_weight: weight of the squared distance to the start's predictions; 0 saves the reference's passes.
         scale_cap: bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Ours.
+        training_guidance: guidance of the network while it is trained; null is 1, or the rollout's where the network
+            embeds the scale, as FLUX.1-dev's does.
+        reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
     def __init__(
@@ -105,6 +108,8 @@ class DiffusionNFT(Objective):
         advantage_clip: float = 5.0,
         kl_weight: float = 1e-4,
         scale_cap: float | None = 5.0,
+        training_guidance: float | None = None,
+        reference_guidance: float | None = None,
     ) -> None:
         require(beta > 0, "beta", beta, "Use 1.0, or 0.1 for OCR and for several rewards")
         require(decay_type in (0, 1, 2), "decay_type", decay_type, "Use 0, 1 or 2")
@@ -112,7 +117,7 @@ class DiffusionNFT(Objective):
         require(advantage_clip > 0, "advantage_clip", advantage_clip, "Use 5.0")
         require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more (the paper uses 1e-4)")
         require(scale_cap is None or scale_cap > 0, "scale_cap", scale_cap, "Use 5, or null")
-        super().__init__()
+        super().__init__(training_guidance, reference_guidance)
         self.rollout = rollout or RolloutSpec(steps=10)
         self.beta = beta
         self.decay_type: Literal[0, 1, 2] = decay_type
@@ -143,9 +148,9 @@ class DiffusionNFT(Objective):
         """How many of the sampler's times each image trains at."""
         return self.num_times or self.rollout.network_calls - 1
 
-    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
+    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
         times = self.times_an_image()
-        passes = {**super().passes_per_image(sizes), "update": sizes.uses_per_image * times, "old": times}
+        passes = {"update": sizes.uses_per_image * times, "old": times}
         if self.kl_weight > 0:
             passes["reference"] = times
         return passes
@@ -174,16 +179,18 @@ class DiffusionNFT(Objective):
         pairs = pairs_at(policy, rollout, schedule[torch.stack(picked)], shared=False)
         experience = Experience.of(rollout, advantages, pairs)
         with self.with_copy(policy, "old", ledger):
-            errors = stored_errors(policy, experience, micro_batch_size, "x", self.scale_cap)
+            guidance = self.guidance_in("training", policy)
+            errors = stored_errors(policy, experience, micro_batch_size, "x", self.scale_cap, guidance)
         experience.extras["old_error"] = errors
         if "reference" in self.copies:
             with self.with_copy(policy, "reference", ledger):
-                predictions = stored_predictions(policy, experience, micro_batch_size)
+                guidance = self.guidance_in("reference", policy)
+                predictions = stored_predictions(policy, experience, micro_batch_size, guidance)
             experience.extras["reference_prediction"] = predictions
         return experience
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        prediction, error, _ = predict_pairs(policy, micro, "x", self.scale_cap)
+        prediction, error, _ = predict_pairs(policy, micro, "x", self.scale_cap, self.guidance_in("training", policy))
         share = optimality(micro.advantages, self.advantage_clip)
         contrast = surrogate(contrastive_error(error, micro.extras["old_error"], share, self.beta))
         distance = torch.zeros_like(contrast)

@@ -66,43 +66,49 @@ def pair_owners(rollout: Rollout, shared: bool) -> tuple[Tensor, Tensor]:
     return rollout.image_ids, torch.arange(len(rollout))
 
 
-def predict_pairs(policy: Policy, micro: Experience, space: Space, cap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def predict_pairs(
+    policy: Policy, micro: Experience, space: Space, cap: float | None, guidance: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run the network on every pair of a micro-batch, in one pass of ``M N`` rows.
 
     Args:
+        micro: on any device; the results come back to it.
         space: where the error is measured.
         cap: bound on the factor from the prediction's own error to that space, where it diverges.
+        guidance: guidance scale of the network.
 
     Returns:
         The network's own predictions ``(M, N, ...)``, the error ``estimate - truth`` in ``space`` (up to its sign)
         ``(M, N, ...)``, and the factor between an error of the one and of the other, ``(M, N, 1...)``.
     """
+    home, micro = micro.latents.device, micro.to(policy.device)
     assert micro.pairs is not None
     times, noise = micro.pairs.of_images()
     num_pairs = times.shape[1]
     t, eps = times.flatten(), noise.flatten(0, 1)
     x = micro.latents.repeat_interleave(num_pairs, dim=0)
     rows = micro.rows.repeat_interleave(num_pairs)
-    prediction = policy(policy.path.interpolate(x, eps, t), t, micro.conditioning.select(rows))
+    prediction = policy(policy.path.interpolate(x, eps, t), t, micro.conditioning.select(rows), guidance)
     scale = expand(policy.path.error_scale(space, t, cap), x)
     error = scale * (prediction - policy.path.target(x, eps, t))
-    shape = times.shape
-    return prediction.unflatten(0, shape), error.unflatten(0, shape), scale.unflatten(0, shape)
+    prediction, error, scale = (value.unflatten(0, times.shape).to(home) for value in (prediction, error, scale))
+    return prediction, error, scale
 
 
 @torch.no_grad()
-def stored_predictions(policy: Policy, experience: Experience, micro_batch_size: int) -> Tensor:
+def stored_predictions(policy: Policy, experience: Experience, micro_batch_size: int, guidance: float) -> Tensor:
     """The network's own predictions on all pairs ``(B, N, ...)``, with the weights as they are."""
-    own = policy.path.prediction
-    return torch.cat([predict_pairs(policy, m, own, None)[0] for m in experience.micro_batches(micro_batch_size)])
+    own, micros = policy.path.prediction, experience.micro_batches(micro_batch_size)
+    return torch.cat([predict_pairs(policy, micro, own, None, guidance)[0] for micro in micros])
 
 
 @torch.no_grad()
 def stored_errors(
-    policy: Policy, experience: Experience, micro_batch_size: int, space: Space, cap: float | None
+    policy: Policy, experience: Experience, micro_batch_size: int, space: Space, cap: float | None, guidance: float
 ) -> Tensor:
     """The errors of :func:`predict_pairs` on all pairs ``(B, N, ...)``, with the weights as they are."""
-    return torch.cat([predict_pairs(policy, m, space, cap)[1] for m in experience.micro_batches(micro_batch_size)])
+    micros = experience.micro_batches(micro_batch_size)
+    return torch.cat([predict_pairs(policy, micro, space, cap, guidance)[1] for micro in micros])
 
 
 def squared_distance(prediction: Tensor, stored: Tensor) -> Tensor:

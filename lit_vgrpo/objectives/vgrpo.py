@@ -49,6 +49,8 @@ class VGRPO(Objective):
         kl_weight: weight beta of the distance to the behaviour policy, or to the anchor where there is one.
         anchor_decay: let the KL's other side be a slowly moving copy, ``copy <- d copy + (1 - d) weights`` after each
             iteration; null keeps the behaviour policy. Not in the paper.
+        training_guidance: guidance of the network while it is trained; null is 1, or the rollout's where the network
+            embeds the scale, as FLUX.1-dev's does.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class VGRPO(Objective):
         soft_clip: float | None = None,
         kl_weight: float = 0.0,
         anchor_decay: float | None = None,
+        training_guidance: float | None = None,
     ) -> None:
         require(num_mc_samples >= 1, "num_mc_samples", num_mc_samples, "Use 1 or more (the paper uses 4)")
         require(clip is None or 0 < clip < 1, "clip", clip, "Use a number between 0 and 1 (6e-3 to 3e-2), or null")
@@ -74,7 +77,7 @@ class VGRPO(Objective):
         require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more")
         require(time_shift > 0, "time_shift", time_shift, "Use 1.0, or the scheduler's shift")
         require(anchor_decay is None or 0 <= anchor_decay < 1, "anchor_decay", anchor_decay, "Use 0.3 to 0.5, or null")
-        super().__init__()
+        super().__init__(training_guidance)
         self.rollout = rollout or RolloutSpec()
         self.num_mc_samples = num_mc_samples
         self.share_pairs = share_pairs
@@ -103,8 +106,8 @@ class VGRPO(Objective):
             )
         return faults
 
-    def passes_per_image(self, sizes: Sizes) -> dict[str, int]:
-        passes = {**super().passes_per_image(sizes), "update": sizes.uses_per_image * self.num_mc_samples}
+    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
+        passes = {"update": sizes.uses_per_image * self.num_mc_samples}
         if sizes.updates_per_iteration > 1:
             passes["old"] = self.num_mc_samples
         if self.anchor_decay is not None:
@@ -150,6 +153,9 @@ class VGRPO(Objective):
                 experience.extras |= self._stored(policy, experience, micro_batch_size, {"kl_prediction"})
         return experience
 
+    def _predict(self, policy: Policy, micro: Experience) -> tuple[Tensor, Tensor, Tensor]:
+        return predict_pairs(policy, micro, self.space, self.scale_cap, self.guidance_in("training", policy))
+
     @torch.no_grad()
     def _stored(
         self, policy: Policy, experience: Experience, micro_batch_size: int, wanted: Set[str]
@@ -157,7 +163,7 @@ class VGRPO(Objective):
         """What the present weights say; only what is wanted is kept, since predictions are as large as all pairs."""
         stored: dict[str, list[Tensor]] = {name: [] for name in wanted}
         for micro in experience.micro_batches(micro_batch_size):
-            prediction, error, _ = predict_pairs(policy, micro, self.space, self.scale_cap)
+            prediction, error, _ = self._predict(policy, micro)
             if "old_surrogate" in wanted:
                 stored["old_surrogate"].append(surrogate(denoising_error(error, self.self_normalise)))
             if "kl_prediction" in wanted:
@@ -165,7 +171,7 @@ class VGRPO(Objective):
         return {name: torch.cat(parts) for name, parts in stored.items()}
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        prediction, error, scale = predict_pairs(policy, micro, self.space, self.scale_cap)
+        prediction, error, scale = self._predict(policy, micro)
         elbo = surrogate(denoising_error(error, self.self_normalise))
         log_ratio = micro.extras.get("old_surrogate", elbo.detach()) - elbo
         objective = clipped_surrogate(log_ratio, micro.advantages, self.clip)

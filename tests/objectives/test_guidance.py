@@ -1,0 +1,144 @@
+"""Four guidance scales: of the rollout, of training, of the reference and of the evaluation."""
+
+import pytest
+import torch
+from helpers import make_module
+from pair_methods import ADVANTAGES, prepare, roll
+
+from lit_vgrpo import AWM, DGPO, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec, SD3Policy
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.rollout import Experience
+from lit_vgrpo.sizes import Sizes
+
+ODE, SDE = RolloutSpec(steps=4, guidance=2.0), RolloutSpec("flow_sde", steps=4, guidance=2.0)
+GUIDED = {"training_guidance": 3.0, "reference_guidance": 4.0}
+PAIRS = {
+    "vgrpo": lambda **g: VGRPO(ODE, num_mc_samples=2, **{k: v for k, v in g.items() if k == "training_guidance"}),
+    "nft": lambda **g: DiffusionNFT(ODE, **g),
+    "dgpo": lambda **g: DGPO(ODE, num_times=2, noisiest=3, **g),
+    "awm": lambda **g: AWM(ODE, num_times=2, **g),
+}
+CHAINS = {
+    "flow_grpo": lambda **g: FlowGRPO(SDE, kl_weight=0.1, **g),
+    "guard": lambda **g: FlowGRPO(SDE, kl_weight=0.1, guard=True, **g),
+    "mix_grpo": lambda **g: MixGRPO(SDE, window_size=2, kl_weight=0.1, **g),
+    "dance_grpo": lambda **g: DanceGRPO(SDE, **{k: v for k, v in g.items() if k == "training_guidance"}),
+}
+METHODS = PAIRS | CHAINS
+
+
+class Listener(SD3Policy):
+    """Notes the guidance of every pass by the phase of its ledger."""
+
+    def __init__(self, checkpoint, embeds=False, **options):
+        super().__init__(checkpoint, max_sequence_length=1, **options)
+        self.embeds, self.ledger, self.heard = embeds, PassLedger(), {}
+
+    @property
+    def embeds_guidance(self):
+        return self.embeds
+
+    def forward(self, z, t, cond, guidance=1.0):
+        self.heard.setdefault(self.ledger._phase, set()).add(guidance)
+        return super().forward(z, t, cond, guidance)
+
+
+def heard_in_an_iteration(policy, objective):
+    ledger = policy.ledger
+    ledger.attach(policy.network)
+    objective.setup(policy)
+    with ledger.phase("rollout"):
+        rollout = roll(policy, objective)
+    experience = objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1, ledger=ledger)
+    objective.before_update(policy, [experience], ledger)
+    _, metrics = objective.loss(policy, experience)
+    return policy.heard, metrics
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_use_has_its_own_scale(name, tiny_sd3):
+    policy, objective = Listener(str(tiny_sd3)).load(), METHODS[name](**GUIDED)
+    heard, _ = heard_in_an_iteration(policy, objective)
+    assert heard["rollout"] == {2.0}
+    assert heard["update"] == {3.0}
+    assert heard.get("reference", {4.0}) == {4.0}
+    assert all(heard[copy] == {3.0} for copy in heard.keys() & {"old", "ema"})
+    passes = {phase: sum(count.values()) / 6 for phase, count in policy.ledger.counts.items()}
+    assert passes == objective.passes_per_image(Sizes(2, 3, micro_batch_size=6), policy)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_by_default_only_a_chain_trains_with_the_rollouts_scale(name, tiny_sd3):
+    policy, objective = Listener(str(tiny_sd3)).load(), METHODS[name]()
+    heard, _ = heard_in_an_iteration(policy, objective)
+    trained = 2.0 if name in CHAINS else 1.0
+    assert heard["update"] == {trained}
+    assert heard.get("reference", {trained}) == {trained}
+    assert "old" not in heard or name in PAIRS
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_embedded_scale_is_trained_as_it_was_sampled(name, tiny_sd3):
+    policy, objective = Listener(str(tiny_sd3), embeds=True), METHODS[name]()
+    assert objective.guidance_in("training", policy) == 2.0
+    assert objective.guidance_in("reference", policy) == 2.0
+    embedded, by_two_passes = (objective.passes_per_image(Sizes(2, 3), p) for p in (policy, None))
+    assert embedded["rollout"] * 2 == by_two_passes["rollout"]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_ratio_is_one_before_an_update_whatever_the_scale(name, tiny_sd3):
+    policy, objective = Listener(str(tiny_sd3)).load(), METHODS[name](training_guidance=1.0)
+    heard, metrics = heard_in_an_iteration(policy, objective)
+    assert heard["old"] == {1.0}
+    assert metrics["ratio_deviation"].max() < 1e-6
+
+
+def test_the_rollouts_own_likelihood_would_not_do(tiny_sd3):
+    policy, objective = Listener(str(tiny_sd3)).load(), FlowGRPO(SDE, kl_weight=0.0, training_guidance=1.0)
+    objective.setup(policy)
+    experience = objective.prepare(policy, roll(policy, objective), ADVANTAGES, micro_batch_size=6, updates=1)
+    kept = FlowGRPO(SDE, kl_weight=0.0)
+    sampled = kept.prepare(policy, roll(policy, kept), ADVANTAGES, micro_batch_size=6, updates=1)
+    assert (experience.extras["log_prob"] - sampled.extras["log_prob"]).abs().max() > 1e-4
+
+
+def test_the_evaluation_has_a_scale_of_its_own(tiny_sd3):
+    def draw(evaluation):
+        module = make_module(tiny_sd3, VGRPO(ODE, num_mc_samples=2), evaluation=evaluation)
+        module.policy.load()
+        return module.generate(["a red circle on the left"], [0])
+
+    assert torch.equal(draw(None), draw(ODE))
+    assert not torch.allclose(draw(None), draw(RolloutSpec(steps=4, guidance=5.0)), atol=1e-4)
+
+
+@pytest.mark.parametrize("option", ["training_guidance", "reference_guidance"])
+def test_a_scale_below_one_is_refused(option):
+    with pytest.raises(ValueError, match=rf"model.objective.{option}=0.5 .*Use 1.0 or more"):
+        DiffusionNFT(**{option: 0.5})
+
+
+def test_an_experience_moves_with_only_the_rows_it_uses(tiny_sd3):
+    policy = SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
+    experience = prepare(policy, VGRPO(RolloutSpec(steps=2), num_mc_samples=2))
+    assert experience.to(torch.device("cpu")) is experience
+    moved = experience.select(slice(3, 6)).to(torch.device("meta"))
+    assert isinstance(moved, Experience)
+    assert {t.device.type for t in (moved.latents, moved.rows, moved.pairs.noise, moved.pairs.rows)} == {"meta"}
+    assert len(experience.conditioning) == 2
+    assert len(moved.conditioning) == len(moved.pairs.noise) == 1
+
+
+def test_a_moved_micro_batch_has_the_same_loss(tiny_sd3):
+    policy = SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
+    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2)
+    micro = prepare(policy, objective).select(slice(3, 6))
+    there_and_back = Experience(
+        latents=micro.latents,
+        advantages=micro.advantages,
+        conditioning=micro.conditioning.select(micro.rows.unique()),
+        rows=torch.zeros_like(micro.rows),
+        pairs=micro.pairs.compact(),
+    )
+    assert torch.equal(objective.loss(policy, micro)[0], objective.loss(policy, there_and_back)[0])
