@@ -22,7 +22,9 @@ _HOMES = {
     "DanceGRPO": "lit_vgrpo.objectives",
     "DDPO": "lit_vgrpo.objectives",
     "Denoising": "lit_vgrpo.objectives",
+    "FluxPolicy": "lit_vgrpo.policies",
     "SD3Policy": "lit_vgrpo.policies",
+    "SDXLPolicy": "lit_vgrpo.policies",
     "UNetPolicy": "lit_vgrpo.policies",
     "RolloutSpec": "lit_vgrpo.rollout",
 }

@@ -1,4 +1,4 @@
-"""``lightning check``: find every fault of a recipe without training it."""
+"""``lightning check``: find every fault of a recipe, or of all stages of a curriculum, without training it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lit_vgrpo.cli import LINKED, TOP_LEVEL, RecipeCLI, build, guarded
+from lit_vgrpo.curriculum import Curriculum, Stage, is_curriculum, merged_faults
 from lit_vgrpo.data.prompts import prompt_faults
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.estimate.room import memory_report
 from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.recipe import parse_command, read_recipe
 from lit_vgrpo.schema import sound_parts
@@ -22,7 +24,7 @@ COPIES_OF_WEIGHTS = 4
 
 
 def check(args: Sequence[str]) -> int:
-    """Validate ``RECIPE.yaml [key=value ...]``: keys, types, values, sizes, files, weights, free disk.
+    """Validate ``RECIPE.yaml [key=value ...]``: keys, types, values, sizes, files, weights, free disk, memory.
 
     Returns:
         0, or 2 with every fault that was found, a line each on stderr.
@@ -31,6 +33,24 @@ def check(args: Sequence[str]) -> int:
 
 
 def _check(args: Sequence[str]) -> int:
+    command = parse_command(args)
+    return _check_stages(Curriculum.of(command)) if is_curriculum(command.recipe) else _check_recipe(args)
+
+
+def _check_stages(curriculum: Curriculum) -> int:
+    found: list[tuple[Stage, list[str]]] = []
+    for stage in curriculum.stages:
+        print(f"Stage {stage.number} of {len(curriculum.stages)}: {stage.name}")
+        try:
+            _check_recipe(curriculum.check_words(stage))
+        except UserError as error:
+            found.append((stage, error.faults))
+    if found:
+        raise UserError(*merged_faults(found))
+    return 0
+
+
+def _check_recipe(args: Sequence[str]) -> int:
     try:
         cli = build(args, make_folder=False)
     except UserError as error:
@@ -38,6 +58,10 @@ def _check(args: Sequence[str]) -> int:
     faults = [*cli.faults(), *disk_faults(cli)]
     if not cli.datamodule.sizes.faults(cli.trainer.world_size):
         print(cli.plan())
+        if not cli.model.check(cli.datamodule.sizes):
+            text, too_large = memory_report(cli)
+            print(text)
+            faults += too_large
     if faults:
         raise UserError(*faults)
     print("\n".join(cli.about_prompts()))

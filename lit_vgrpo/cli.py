@@ -22,6 +22,8 @@ from typing_extensions import override
 from lit_vgrpo import callbacks as our_callbacks
 from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so that their classes go by short names
 from lit_vgrpo.checkpoint_file import CheckpointDamage, read
+from lit_vgrpo.curriculum import is_curriculum
+from lit_vgrpo.curriculum_runner import run_curriculum
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, from_parser, one_line, report
 from lit_vgrpo.interrupt import RunCheckpoint
@@ -41,7 +43,7 @@ from lit_vgrpo.run_folder import (
     reserve,
 )
 from lit_vgrpo.schema import CONSTRUCTOR_ERRORS, recipe_faults
-from lit_vgrpo.strategies import strategy_fault
+from lit_vgrpo.strategies import strategy_faults
 from lit_vgrpo.training import train
 from lit_vgrpo.unscorable import UnscorablePrompts
 
@@ -240,14 +242,13 @@ class RecipeCLI(LightningCLI):
         alarms = [callback for callback in callbacks if isinstance(callback, our_callbacks.RewardHackAlarm)]
         of_callbacks = [fault for fid in fids for fault in fid.check(ranks)]
         of_callbacks += [fault for alarm in alarms for fault in alarm.check(self.model, self.datamodule)]
-        of_strategy = strategy_fault(self.trainer.strategy)
+        of_strategy = strategy_faults(self.trainer.strategy, self.model, self.datamodule.sizes)
         of_data = self.datamodule.check(ranks)
         if not of_data:
             self.unscorable = self.find_unscorable()
         strict = self.model.failed_images == "stop"
         of_prompts = [fault for found in self.unscorable for fault in found.refused(strict)]
-        faults = [*self.model.check(self.datamodule.sizes), *of_data, *of_prompts, *of_callbacks]
-        return faults if of_strategy is None else [of_strategy, *faults]
+        return [*of_strategy, *self.model.check(self.datamodule.sizes), *of_data, *of_prompts, *of_callbacks]
 
     def find_unscorable(self) -> list[UnscorablePrompts]:
         """What the rewards cannot score of the training prompts, and of the held-out ones; these must be readable."""
@@ -351,6 +352,9 @@ def run(args: Sequence[str]) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
+    command = parse_command(args)
+    if is_curriculum(command.recipe):
+        return run_curriculum(command)
     cli = build(args)
     try:
         faults = cli.faults()

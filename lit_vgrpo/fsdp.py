@@ -68,14 +68,23 @@ def shard(network: nn.Module, mesh: Any) -> None:
     """
     from torch.distributed.fsdp import fully_shard
 
-    for module in [*_blocks(network), network]:
+    for module in [*blocks_of(network), network]:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
 
-def _blocks(module: nn.Module, names: frozenset[str] | None = None) -> list[nn.Module]:
-    """The outermost modules of the classes that diffusers says must not be split over devices."""
-    names = frozenset(getattr(module, "_no_split_modules", None) or ()) if names is None else names
+def blocks_of(network: nn.Module) -> list[nn.Module]:
+    """The innermost modules of the classes that diffusers says must not be split over devices.
+
+    In a UNet such classes hold each other: one block that goes up has nearly half of SDXL's weights, which would all be
+    gathered at once.
+    """
+    names = frozenset(getattr(network, "_no_split_modules", None) or ())
+    return _innermost(network, names)
+
+
+def _innermost(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
     found = []
     for child in module.children():
-        found += [child] if type(child).__name__ in names else _blocks(child, names)
+        within = _innermost(child, names)
+        found += within or ([child] if type(child).__name__ in names else [])
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import warnings
@@ -28,6 +29,9 @@ def quiet_libraries() -> Iterator[None]:
     libraries = (diffusers_logging, transformers_logging)
     levels = [library.get_verbosity() for library in libraries]
     bars = [library.is_progress_bar_enabled() for library in libraries]
+    bitsandbytes = logging.getLogger("bitsandbytes")  # imported by peft where it is installed, and talks of kernels
+    level_of_bitsandbytes = bitsandbytes.level
+    bitsandbytes.setLevel(logging.ERROR)
     for library in libraries:
         library.set_verbosity_error()
         library.disable_progress_bar()
@@ -37,6 +41,7 @@ def quiet_libraries() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
             yield
     finally:
+        bitsandbytes.setLevel(level_of_bitsandbytes)
         for library, level, bar in zip(libraries, levels, bars, strict=True):
             library.set_verbosity(level)
             if bar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_MACHINE = Path("/proc/meminfo")
 
 
 @dataclass
@@ -67,10 +69,16 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _kilobytes(name: str) -> int | None:
-    """A line of Linux's own account of the process, in bytes."""
+def available_bytes() -> int:
+    """The machine's memory that a process may still take; all of it where the system does not say."""
+    known = _kilobytes("MemAvailable", _MACHINE)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known is None else known
+
+
+def _kilobytes(name: str, account: Path = _STATUS) -> int | None:
+    """A line of Linux's own account of the process or of the machine, in bytes."""
     try:
-        lines = _STATUS.read_text().splitlines()
+        lines = account.read_text().splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)

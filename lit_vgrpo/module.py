@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import lightning as L
@@ -15,17 +14,19 @@ from lit_vgrpo.guard import NonFinite, NonFiniteGuard
 from lit_vgrpo.heldout import HeldOutObserver, HeldOutScores
 from lit_vgrpo.iteration import Iteration
 from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.micro_batch import accumulate, settle
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.optimizer import OptimizerConfig
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.record import Evaluation, IterationRecord, Stopwatch, timed
 from lit_vgrpo.rewards import Reward, RewardBatch, ScoreQueue, as_weighted
+from lit_vgrpo.rewind import rewind
 from lit_vgrpo.rollout import STREAM_HELDOUT, Rollout, RolloutSpec, image_generators, sample
 from lit_vgrpo.scoring import IterationScores, RolloutScoring
 from lit_vgrpo.shards import gradients
 from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.strategies import strategy_fault
+from lit_vgrpo.strategies import strategy_faults
 
 
 class VGRPOModule(L.LightningModule):
@@ -97,6 +98,7 @@ class VGRPOModule(L.LightningModule):
         self.reference: Snapshot | None = None
         self._iteration: Iteration | None = None
         self._saved_iteration: dict[str, Any] | None = None
+        self._cut_short: dict[str, Any] | None = None
         self._batch: PromptBatch | None = None
         self._scores = ScoreQueue(self.reward)
         self.observed = self.reward.observing(self.heldout_reward)
@@ -109,7 +111,7 @@ class VGRPOModule(L.LightningModule):
 
     def check(self, sizes: Sizes) -> list[str]:
         """Faults of the policy, the objective and the reward that can be found without loading weights."""
-        faults = [*self.policy.check(), *self.observed.check()]
+        faults = [*self.policy.check(), *self.observed.check(), *self.optimizer_config.check()]
         faults += [*self.objective.policy_faults(type(self.policy)), *self.objective.check(sizes)]
         if self.evaluation is not None and self.evaluation.solver not in self.policy.solvers:
             options = " or ".join(self.policy.solvers)
@@ -128,16 +130,9 @@ class VGRPOModule(L.LightningModule):
                 "VGRPOModule takes its sizes from the data module. "
                 "Call trainer.fit(module, datamodule=PromptDataModule(...))."
             )
-        for fault in (strategy_fault(self.trainer.strategy), *self.check(sizes)):
-            if fault is not None:
-                raise ValueError(fault)
-        needed = sizes.plan(self.trainer.world_size).micro_batches_per_update
-        if self.trainer.accumulate_grad_batches not in (1, needed):
-            raise ValueError(
-                f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches} is set by the sizes. "
-                "Leave it out; use data.micro_batch_size."
-            )
-        self.trainer.accumulate_grad_batches = needed
+        for fault in (*strategy_faults(self.trainer.strategy, self, sizes), *self.check(sizes)):
+            raise ValueError(fault)
+        accumulate(self.trainer, sizes)
 
     def configure_model(self) -> None:
         if self.reference is not None:
@@ -315,6 +310,11 @@ class VGRPOModule(L.LightningModule):
         return self.policy.decode(latents)
 
     def on_fit_start(self) -> None:
+        settle(self)
+        if self._cut_short is not None:
+            done = self._saved_iteration["updates_done"] if self._saved_iteration is not None else 0
+            rewind(self._cut_short, self.trainer.datamodule, self.trainer.world_size, done)  # type: ignore[attr-defined]
+            self._cut_short = None
         if self.evaluate_at_start and not self._resumed and self.evaluate():
             for logger in self.loggers:
                 logger.log_metrics(self.heldout, step=0)
@@ -388,18 +388,5 @@ class VGRPOModule(L.LightningModule):
         self.stopwatch.load_state_dict(state["stopwatch"])
         self.evaluations = [Evaluation(**values) for values in state["evaluations"]]
         self._saved_iteration = state["iteration"]
-        self._rewind(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"])
-
-    def _rewind(self, progress: dict[str, Any]) -> None:
-        """Let an iteration that was cut short go on after its last whole update, on this number of ranks."""
-        if progress["is_last_batch"]:
-            return
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        plan = datamodule.sizes.plan(self.trainer.world_size)
-        done = self._saved_iteration["updates_done"] if self._saved_iteration is not None else 0
-        steps = done * plan.micro_batches_per_update
-        # Lightning cannot know that the sampler starts at the right step.
-        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
-        progress["current"] = dict.fromkeys(progress["current"], steps)
-        progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
-        datamodule.first_step = steps
+        # The trainer reads its progress after on_fit_start, where it is rewound.
+        self._cut_short = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]

@@ -20,6 +20,8 @@ from lit_vgrpo.run_folder import CONFIG_NAME
 from lit_vgrpo.shorthand import expanded_override, expanded_recipe
 
 RESUME = "--resume"
+STAGES = "stages"
+"""The key that makes a file a curriculum, see :mod:`lit_vgrpo.curriculum`."""
 NO_OVERLAYS = ("compare", "assets", "prompts")
 """Folders of the shipped files that hold no overlays; those of a comparison have a form of their own."""
 OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
@@ -154,7 +156,7 @@ def parser_config(command: Command) -> Iterator[tuple[Path, str | None]]:
         UserError: as :func:`read_recipe`.
     """
     plain, swapped = _plain_recipe(command)
-    if not swapped and not command.overlays and plain == _loaded(command.recipe):
+    if not swapped and not command.overlays and plain == loaded(command.recipe):
         yield command.recipe, None
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -185,15 +187,23 @@ def _plain_recipe(command: Command) -> tuple[dict[Any, Any], bool]:
 
 
 def _plain_file(path: Path) -> dict[Any, Any]:
-    return expanded_recipe(_loaded(path))
+    plain = loaded(path)
+    if STAGES in plain:
+        raise UserError(f"{path} is a curriculum of several recipes. Give one of its stages, or the run of one.")
+    return expanded_recipe(plain)
 
 
-def _loaded(path: Path) -> dict[Any, Any]:
+def loaded(path: Path) -> dict[Any, Any]:
+    """A file's plain values, not resolved.
+
+    Raises:
+        UserError: it cannot be read, is not YAML, or not a mapping.
+    """
     with _readable(path):
-        loaded = OmegaConf.load(path)
-        if not OmegaConf.is_dict(loaded):
+        content = OmegaConf.load(path)
+        if not OmegaConf.is_dict(content):
             raise UserError(f"{path} is no recipe: its top level must be a mapping such as model: and data:.")
-        plain = OmegaConf.to_container(loaded, resolve=False)
+        plain = OmegaConf.to_container(content, resolve=False)
     assert isinstance(plain, dict)
     return plain
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser
-
 from lit_vgrpo import rewards  # noqa: F401  imported so that its classes go by short names
-from lit_vgrpo.errors import UserError, from_parser
+from lit_vgrpo.errors import UserError
 from lit_vgrpo.paths import import_from_here
 from lit_vgrpo.recipe import apply_override, parse_command, read_recipe, shipped_recipes
+from lit_vgrpo.recipe_part import built_part
 from lit_vgrpo.rewards import Reward, Weighted, as_weighted
-from lit_vgrpo.schema import CONSTRUCTOR_ERRORS, recipe_faults
 from lit_vgrpo.shorthand import REWARD_KEYS, expanded
 
 
@@ -41,7 +38,7 @@ def build_reward(words: Sequence[str]) -> Weighted:
         if not equals:
             raise UserError(f"{word} is no option of a reward. Options are written key=value.")
         apply_override(tree, f"reward.{key}", text)
-    return as_weighted(_built(tree, "reward"))
+    return as_weighted(built_part(tree, "reward", Reward))
 
 
 def of_recipe(recipe: dict[str, Any]) -> Weighted:
@@ -53,7 +50,7 @@ def of_recipe(recipe: dict[str, Any]) -> Weighted:
     model = recipe.get("model")
     if not isinstance(model, dict) or model.get("reward") is None:
         raise UserError("The recipe has no model.reward. Add one, for example model.reward=PickScore.")
-    found = [as_weighted(_built({"model": model}, f"model.{key}")) for key in REWARD_KEYS if model.get(key)]
+    found = [as_weighted(built_part(recipe, f"model.{key}", Reward)) for key in REWARD_KEYS if model.get(key)]
     try:
         return found[0].observing(found[1] if len(found) > 1 else None)
     except ValueError as error:
@@ -62,18 +59,3 @@ def of_recipe(recipe: dict[str, Any]) -> Weighted:
 
 def _is_recipe(text: str) -> bool:
     return text.endswith((".yaml", ".yml")) or text in shipped_recipes() or Path(text).expanduser().exists()
-
-
-def _built(tree: dict[str, Any], key: str) -> Reward:
-    node: Any = tree
-    for part in key.split("."):
-        node = node[part]
-    parser = ArgumentParser(exit_on_error=False, parser_mode="omegaconf+")
-    parser.add_argument(f"--{key}", type=Reward)
-    try:
-        parsed = parser.parse_object({key: node})
-        built = parser.instantiate_classes(parsed)[key]
-    except (ArgumentError, *CONSTRUCTOR_ERRORS) as error:
-        raise UserError(*(recipe_faults({key: node}, {key: Reward | None}, {}) or [from_parser(error)])) from error
-    assert isinstance(built, Reward)
-    return built

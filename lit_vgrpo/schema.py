@@ -11,7 +11,7 @@ import inspect
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from importlib import import_module
 from pathlib import PurePath
@@ -147,6 +147,11 @@ class _Walk:
 def _wrong_value(value: Any, hint: Any, key: str) -> str:
     words = [option for option in _options(hint) if typing.get_origin(option) is Literal]
     choices = [str(choice) for option in words for choice in typing.get_args(option)]
+    others = [option for option in _options(hint) if option not in words and option is not type(None)]
+    if choices and others:
+        return (
+            f"{key}={value} has the wrong type. Give {' or '.join(map(describe, others))}, or {' or '.join(choices)}."
+        )
     if choices:
         return f"{key}={value} is not a choice. {suggestion(str(value), choices)}"
     return f"{key}={value} has the wrong type. Give {describe(hint)}."
@@ -209,22 +214,35 @@ def _is_component(cls: type) -> bool:
     return cls.__module__ not in ("builtins", "typing", "collections.abc", "datetime")
 
 
+def _constructors(cls: type) -> Iterator[type]:
+    """The class, and as long as a constructor hands on what it does not name, the one that gets it."""
+    for owner in cls.__mro__:
+        if owner is cls or ("__init__" in vars(owner) and owner is not object):
+            yield owner
+            if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(owner).parameters.values()):
+                return
+
+
 def _parameters(cls: type) -> tuple[dict[str, inspect.Parameter], bool]:
-    parameters = dict(inspect.signature(cls).parameters)
-    named = {
-        name: parameter
-        for name, parameter in parameters.items()
-        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    }
-    return named, len(named) < len(parameters)
+    """What can be set by name, and whether something else can be too."""
+    named: dict[str, inspect.Parameter] = {}
+    open_ended = False
+    for owner in _constructors(cls):
+        own = inspect.signature(owner).parameters.values()
+        plain = {p.name: p for p in own if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        named, open_ended = {**named, **{k: p for k, p in plain.items() if k not in named}}, len(plain) < len(own)
+    return named, open_ended
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    function: Callable[..., Any] = inspect.unwrap(cls.__init__)  # type: ignore[misc]
-    try:
-        return typing.get_type_hints(function)
-    except (NameError, TypeError, AttributeError):  # a name that is imported for type checkers only
-        return {}
+    found: dict[str, Any] = {}
+    for owner in _constructors(cls):
+        function: Callable[..., Any] = inspect.unwrap(owner.__init__)  # type: ignore[misc]
+        try:
+            found = {**typing.get_type_hints(function), **found}
+        except (NameError, TypeError, AttributeError):  # a name that is imported for type checkers only
+            continue
+    return found
 
 
 def _subclasses(base: type) -> dict[str, type]:

@@ -28,7 +28,7 @@ VERBS: dict[str, Verb] = {
     "run": Verb(
         "lit_vgrpo.cli:run",
         "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--resume]",
-        "train a recipe; a shipped one goes by its name",
+        "train a recipe, or a curriculum of several; a shipped one goes by its name",
     ),
     "check": Verb(
         "lit_vgrpo.check:check",
@@ -40,6 +40,17 @@ VERBS: dict[str, Verb] = {
         "RUN [--ema] [--reference] [--checkpoint FILE] [--fid-reference FOLDER] [--features NETWORK] [--out FILE.json] "
         "[key=value ...]",
         "score the held-out prompts with a run's weights, with confidence intervals",
+    ),
+    "export": Verb(
+        "lit_vgrpo.exporting.cli:export",
+        "RUN --to DIR [--ema] [--merge] [--checkpoint FILE] [key=value ...]",
+        "write a run's LoRA, or its weights as a pipeline folder, for diffusers to load",
+    ),
+    "sample": Verb(
+        "lit_vgrpo.sampling.cli:sample_images",
+        "RUN --prompt TEXT [--prompt TEXT ... | --prompts FILE] [--seed 0] [--count 1] [--reference] [--ema] "
+        "[--checkpoint FILE] [--steps N] [--guidance G] [--out DIR] [key=value ...]",
+        "draw prompts with a run's weights as PNG files",
     ),
     "compare": Verb(
         "lit_vgrpo.compare.cli:compare",

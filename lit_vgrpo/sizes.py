@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Literal
 
 DEVICE_COUNTS_NAMED = 8  # how far the list of world sizes that would work goes, at least
 
@@ -24,6 +25,7 @@ class Plan:
     images_per_update: int
     micro_batches_per_update: int
     steps_per_iteration: int  # = length of the training loader on every rank
+    is_settled: bool = True  # False while a micro-batch size of "auto" has still to be chosen
 
     def table(self, passes_per_image: Mapping[str, int] | None = None) -> str:
         """The plan as aligned text.
@@ -38,15 +40,22 @@ class Plan:
             ("ranks", str(self.world_size)),
             ("groups a rank", str(self.groups_per_rank) if self.ranks_per_group == 1 else f"1/{self.ranks_per_group}"),
             ("images a rank", str(self.images_per_rank)),
-            ("micro-batches an update", f"{self.micro_batches_per_update} of {self.micro_batch_size} images"),
+            ("micro-batches an update", self._micro_batches),
             ("updates", f"{self.updates_per_iteration} on {self.images_per_update} images each"),
-            ("steps an iteration", str(self.steps_per_iteration)),
         ]
+        if self.is_settled:
+            rows.append(("steps an iteration", str(self.steps_per_iteration)))
         for phase, passes in (passes_per_image or {}).items():
             total = passes * self.images_per_iteration
             rows.append((f"network passes, {phase}", f"{total:g} ({passes:g} an image)"))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+    @property
+    def _micro_batches(self) -> str:
+        if not self.is_settled:
+            return "auto: as few as memory allows"
+        return f"{self.micro_batches_per_update} of {self.micro_batch_size} images"
 
 
 @dataclass(frozen=True)
@@ -57,14 +66,15 @@ class Sizes:
         prompts_per_iteration: prompts, hence groups, of one iteration over all ranks.
         group_size: images per prompt, at least 2.
         updates_per_iteration: optimizer steps of one iteration.
-        micro_batch_size: most images one rank takes through one forward and backward pass.
+        micro_batch_size: most images one rank takes through one forward and backward pass; ``"auto"`` until a size has
+            been chosen.
         split_updates: every update takes its own share of the images, instead of all of them.
     """
 
     prompts_per_iteration: int
     group_size: int
     updates_per_iteration: int = 1
-    micro_batch_size: int = 8
+    micro_batch_size: int | Literal["auto"] = 8
     split_updates: bool = False
 
     @property
@@ -77,8 +87,18 @@ class Sizes:
         """Into how many shares the images of an iteration are cut."""
         return self.updates_per_iteration if self.split_updates else 1
 
+    @property
+    def holds_whole_groups(self) -> bool:
+        """Whether it is known that every micro-batch is made of whole groups."""
+        return self.micro_batch_size != "auto" and self.micro_batch_size % self.group_size == 0
+
+    def images_per_share(self, world_size: int) -> int:
+        """The images of one update on a rank, of which a micro-batch is a part."""
+        return self.prompts_per_iteration * self.group_size // world_size // self._shares
+
     def _numbers(self) -> dict[str, int]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "split_updates"}
+        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "split_updates"}
+        return {name: value for name, value in named.items() if (name, value) != ("micro_batch_size", "auto")}
 
     def type_faults(self) -> list[str]:
         """The numbers that are not whole numbers, one line each."""
@@ -167,8 +187,8 @@ class Sizes:
                 f"updates_per_iteration={updates} cannot share out the images alike on {world_size} ranks. "
                 f"Use split_updates=false, or trainer.devices {_either(working)}."
             ]
-        share = images // world_size // self._shares
-        if share % min(self.micro_batch_size, share):
+        share = self.images_per_share(world_size)
+        if self.micro_batch_size != "auto" and share % min(self.micro_batch_size, share):
             working = _nearest_divisors(share, self.micro_batch_size)
             whose = "one update on a rank" if self.split_updates else "a rank"
             return [
@@ -187,13 +207,14 @@ class Sizes:
         if faults:
             raise ValueError(faults[0])
         images = self.prompts_per_iteration * self.group_size
-        share = images // world_size // self._shares
-        micro_batches = max(1, share // self.micro_batch_size)
+        share = self.images_per_share(world_size)
+        size = 1 if self.micro_batch_size == "auto" else min(self.micro_batch_size, share)
+        micro_batches = share // size
         return Plan(
             prompts_per_iteration=self.prompts_per_iteration,
             group_size=self.group_size,
             updates_per_iteration=self.updates_per_iteration,
-            micro_batch_size=min(self.micro_batch_size, share),
+            micro_batch_size=size,
             world_size=world_size,
             images_per_iteration=images,
             groups_per_rank=max(1, self.prompts_per_iteration // world_size),
@@ -202,6 +223,7 @@ class Sizes:
             images_per_update=images // self._shares,
             micro_batches_per_update=micro_batches,
             steps_per_iteration=micro_batches * self.updates_per_iteration,
+            is_settled=self.micro_batch_size != "auto",
         )
 
 
@@ -212,14 +234,14 @@ def _as_int(value: object) -> int:
         return 8
 
 
-def _divisors(number: int, up_to: int) -> list[int]:
-    return [d for d in range(1, min(number, up_to) + 1) if number % d == 0]
+def divisors(number: int) -> list[int]:
+    """All of them, smallest first."""
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _nearest_divisors(number: int, wanted: int) -> list[int]:
-    divisors = _divisors(number, number)
-    below = [d for d in divisors if d < wanted]
-    above = [d for d in divisors if d > wanted]
+    below = [d for d in divisors(number) if d < wanted]
+    above = [d for d in divisors(number) if d > wanted]
     return below[-1:] + above[:1]
 
 

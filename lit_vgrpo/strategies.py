@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -11,10 +13,27 @@ from lightning.pytorch.strategies import (
 )
 
 from lit_vgrpo.fsdp import FSDP2
+from lit_vgrpo.micro_batch import auto_fault
+from lit_vgrpo.policies.speed import sharding_fault
 from lit_vgrpo.portable import PortableCheckpoints
 from lit_vgrpo.zero import ZeRO
 
-__all__ = ["FSDP2", "ZeRO", "register", "strategy_fault"]
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
+    from lit_vgrpo.sizes import Sizes
+
+__all__ = ["FSDP2", "ZeRO", "register", "strategy_fault", "strategy_faults"]
+
+
+def strategy_faults(strategy: Strategy, module: VGRPOModule, sizes: Sizes) -> list[str]:
+    """What of a run does not go with a strategy, a line each."""
+    found = (
+        strategy_fault(strategy),
+        module.optimizer_config.sharding_fault(strategy),
+        sharding_fault(module.policy, strategy),
+        auto_fault(sizes, strategy),
+    )
+    return [fault for fault in found if fault is not None]
 
 
 def strategy_fault(strategy: Strategy) -> str | None:

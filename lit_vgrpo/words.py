@@ -56,6 +56,31 @@ def split_words(
     return given, rest
 
 
+def take_every(args: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+    """The values of an option that may be given several times, and the other words.
+
+    Raises:
+        UserError: it has no value.
+
+    >>> take_every(["run", "--prompt", "a", "--prompt=b"], "prompt")
+    (['a', 'b'], ['run'])
+    """
+    values: list[str] = []
+    rest: list[str] = []
+    pending = list(args)
+    while pending:
+        word = pending.pop(0)
+        if word == f"--{name}":
+            if not pending:
+                raise UserError(f"--{name} has no value. Write --{name} VALUE.")
+            values.append(pending.pop(0))
+        elif word.startswith(f"--{name}="):
+            values.append(word.partition("=")[2])
+        else:
+            rest.append(word)
+    return values, rest
+
+
 def whole_number(name: str, text: str, least: int, example: int, faults: list[str]) -> int:
     """The number that an option was given; a fault is added where it is none, or below ``least``, which is returned.
 

@@ -9,9 +9,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 
-from lit_vgrpo.tiny.build import build_clip, build_sd3, build_unet
+from lit_vgrpo.tiny.build import build_clip, build_flux, build_sd3, build_sdxl, build_unet
 
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("policies.contract")  # so that its asserts say what was compared
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +38,34 @@ def unet_folder(tmp_path_factory):
             folder = tmp_path_factory.mktemp("unet")
             made[prediction] = build_unet(folder, small=True, prediction_type=prediction)
         return made[prediction]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def sdxl_folder(tmp_path_factory):
+    """``sdxl_folder("epsilon")``: a random small StableDiffusionXLPipeline folder."""
+    made = {}
+
+    def make(prediction="epsilon"):
+        if prediction not in made:
+            folder = tmp_path_factory.mktemp("sdxl")
+            made[prediction] = build_sdxl(folder, small=True, prediction_type=prediction)
+        return made[prediction]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def flux_folder(tmp_path_factory):
+    """``flux_folder(guidance_embeds=True)``: a random small FluxPipeline folder; use it with a height and a width."""
+    made = {}
+
+    def make(guidance_embeds=True):
+        if guidance_embeds not in made:
+            folder = tmp_path_factory.mktemp("flux")
+            made[guidance_embeds] = build_flux(folder, small=True, guidance_embeds=guidance_embeds)
+        return made[guidance_embeds]
 
     return make
 

@@ -20,8 +20,9 @@ from lit_vgrpo.cli import run
 from lit_vgrpo.evaluation.cli import evaluate
 from lit_vgrpo.evaluation.options import parse_options
 from lit_vgrpo.evaluation.report import results, table, write
-from lit_vgrpo.evaluation.scores import ImageScores, SavedWeights
+from lit_vgrpo.evaluation.scores import ImageScores
 from lit_vgrpo.run_folder import CONFIG_NAME
+from lit_vgrpo.saved_weights import SavedWeights
 
 VARIANTS = ["trained", "EMA", "reference"]
 IMAGES = 9  # an odd number, so that two ranks have unequal shares
@@ -362,10 +363,12 @@ def test_weights_of_another_shape_are_refused(inside, tiny_sd3):
     saved = SavedWeights.read(Path("runs/tiny/checkpoints/last.ckpt"))
     module = make_module(tiny_sd3)
     module.configure_model()
-    assert saved.faults("trained", module) == []
+    assert saved.faults("trained", module.policy) == []
     name = next(iter(saved.tensors["EMA"]))
+    here = tuple(saved.tensors["EMA"][name].shape)
     saved.tensors["EMA"][name] = torch.zeros(1, 1)
-    assert f"1 trained tensors differ, the first, {name}, is of another shape." in saved.faults("EMA", module)[0]
+    (fault,) = saved.faults("EMA", module.policy)
+    assert f"1 trained tensors differ, the first, {name}, has shape (1, 1) there and {here} here." in fault
 
 
 def test_a_checkpoint_names_its_run(inside):

@@ -1,15 +1,29 @@
+import sys
+
 import pytest
 import torch
 from helpers import make_data, make_module, make_trainer, weights
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lit_vgrpo import OptimizerConfig
+from lit_vgrpo.check import check
+from lit_vgrpo.strategies import FSDP2, ZeRO
+
+KINDS = ["adamw", "adamw8bit"]
+EIGHT_BIT_FROM = 4096  # elements; smaller parameters keep their moments in float32
+
+
+@pytest.fixture(autouse=True)
+def _needed(request):
+    if "adamw8bit" in request.node.name:
+        pytest.importorskip("bitsandbytes")
 
 
 def trained(config, steps=3, state=None):
     """An optimizer and its schedule after some steps, perhaps from the state of others."""
     torch.manual_seed(0)
-    parameter = nn.Parameter(torch.ones(4))
+    parameter = nn.Parameter(torch.ones(EIGHT_BIT_FROM))
     built = config.build([parameter])
     optimizer, warmup = (
         (built, None) if not config.warmup_steps else (built["optimizer"], built["lr_scheduler"]["scheduler"])
@@ -19,7 +33,7 @@ def trained(config, steps=3, state=None):
         if warmup is not None:
             warmup.load_state_dict(state[1])
     for _ in range(steps):
-        parameter.grad = torch.randn(4)
+        parameter.grad = torch.randn(EIGHT_BIT_FROM)
         optimizer.step()
         if warmup is not None:
             warmup.step()
@@ -30,9 +44,19 @@ def states(parts):
     return [None if part is None else part.state_dict() for part in parts]
 
 
-def test_another_learning_rate_counts_from_the_first_step_on():
-    before = states(trained(OptimizerConfig(lr=1e-2)))
-    (group,) = trained(OptimizerConfig(lr=1e-4, weight_decay=0.5, betas=(0.8, 0.9)), 0, before)[0].param_groups
+def tensors(values):
+    """The tensors of a parameter's state by name, also those that bitsandbytes puts a level deeper."""
+    found = {}
+    for name, value in values.items():
+        found |= tensors(value) if isinstance(value, dict) else {name: torch.as_tensor(value)}
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_learning_rate_counts_from_the_first_step_on(kind):
+    before = states(trained(OptimizerConfig(lr=1e-2, kind=kind)))
+    changed = OptimizerConfig(lr=1e-4, weight_decay=0.5, betas=(0.8, 0.9), kind=kind)
+    (group,) = trained(changed, 0, before)[0].param_groups
     assert group["lr"] == 1e-4
     assert (group["weight_decay"], group["betas"]) == (0.5, (0.8, 0.9))
 
@@ -46,13 +70,16 @@ def test_a_warm_up_goes_on_where_it_was_towards_the_new_rate(done):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * min(1, (done + 2) / 8))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("warmup", [0, 8])
-def test_the_same_settings_change_no_bit(warmup):
-    config = OptimizerConfig(lr=1e-3 / 3, warmup_steps=warmup)
+def test_the_same_settings_change_no_bit(warmup, kind):
+    config = OptimizerConfig(lr=1e-3 / 3, warmup_steps=warmup, kind=kind)
     before = states(trained(config))
     optimizer, _ = trained(config, 0, before)
     assert optimizer.state_dict()["param_groups"] == before[0]["param_groups"]
-    assert all(torch.equal(optimizer.state_dict()["state"][0][k], v) for k, v in before[0]["state"][0].items())
+    now, then = (tensors(state["state"][0]) for state in (optimizer.state_dict(), before[0]))
+    assert now.keys() == then.keys()
+    assert all(torch.equal(now[name], value) for name, value in then.items())
 
 
 def test_a_run_that_goes_on_with_a_lower_rate_moves_less(tiny_sd3, tmp_path):
@@ -68,3 +95,87 @@ def test_a_run_that_goes_on_with_a_lower_rate_moves_less(tiny_sd3, tmp_path):
         )
         moved[lr] = max(float((now - weights(first)[name]).abs().max()) for name, now in weights(module).items())
     assert moved[1e-4] < 0.1 * moved[1e-2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_the_other_kind_is_refused_with_the_way_out(kind):
+    pytest.importorskip("bitsandbytes")
+    other = next(name for name in KINDS if name != kind)
+    before = states(trained(OptimizerConfig(kind=other)))
+    with pytest.raises(ValueError, match=f"the moments of another optimizer. Set model.optimizer.kind={other}."):
+        trained(OptimizerConfig(kind=kind), 0, before)
+
+
+# --- 8 bits -----------------------------------------------------------------------------------------------------------
+
+
+def test_adamw8bit_moves_weights_as_adamw_does_with_a_quarter_of_its_memory():
+    after, size = {}, {}
+    for kind in KINDS:
+        optimizer, _ = trained(OptimizerConfig(lr=1e-2, weight_decay=0.1, kind=kind), 20)
+        (group,) = optimizer.param_groups
+        (parameter,) = group["params"]
+        after[kind] = parameter.detach()
+        size[kind] = sum(value.nbytes for value in tensors(optimizer.state[parameter]).values() if value.ndim)
+    difference = (after["adamw8bit"] - after["adamw"]).abs().mean()
+    assert 0 < difference < 0.03 * (after["adamw"] - 1).abs().mean()
+    tables = 2 * 256 * 4  # of the values that 8 bits stand for; one pair for all parameters
+    assert size["adamw8bit"] - tables < 0.26 * size["adamw"]
+
+
+def test_adamw8bit_leaves_a_weight_without_gradient_as_it_is():
+    parameters = [nn.Parameter(torch.ones(EIGHT_BIT_FROM)) for _ in range(2)]
+    optimizer = OptimizerConfig(lr=1e-2, kind="adamw8bit").build(parameters)
+    parameters[0].grad = torch.ones(EIGHT_BIT_FROM)
+    optimizer.step()
+    assert not torch.equal(parameters[0], torch.ones(EIGHT_BIT_FROM))
+    assert torch.equal(parameters[1], torch.ones(EIGHT_BIT_FROM))
+
+
+def test_one_and_one_iterations_are_two_with_adamw8bit(tiny_sd3, tmp_path):
+    config = OptimizerConfig(lr=1e-3, warmup_steps=4, kind="adamw8bit")
+    whole = make_module(tiny_sd3, optimizer=config)
+    make_trainer(tmp_path, 2).fit(whole, datamodule=make_data())
+    trainer = make_trainer(tmp_path, 1)
+    trainer.fit(make_module(tiny_sd3, optimizer=config), datamodule=make_data())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    assert torch.uint8 in {value.dtype for values in saved.values() for value in tensors(values).values()}
+    resumed = make_module(tiny_sd3, optimizer=config)
+    make_trainer(tmp_path, 2).fit(resumed, datamodule=make_data(), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    before, after = weights(whole), weights(resumed)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize(("strategy", "name"), [(ZeRO, "ZeRO"), (FSDP2, "FSDP2")])
+def test_8_bits_are_refused_where_weights_or_moments_are_sharded(strategy, name):
+    fault = OptimizerConfig(kind="adamw8bit").sharding_fault(strategy())
+    assert f"kind=adamw8bit works on whole weights, and {name} shards" in fault
+    assert "\n" not in fault
+    assert OptimizerConfig().sharding_fault(strategy()) is None
+    assert OptimizerConfig(kind="adamw8bit").sharding_fault(DDPStrategy()) is None
+
+
+def test_the_command_refuses_8_bits_under_a_sharding_strategy(tiny_recipe, capsys):
+    overrides = ["model.optimizer.kind=adamw8bit", "trainer.strategy=fsdp2"]
+    assert check([str(tiny_recipe), *overrides]) == 2
+    assert "model.optimizer.kind=adamw8bit works on whole weights" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_one_line_with_its_command(monkeypatch, tiny_sd3, tmp_path):
+    for name in ("bitsandbytes", "bitsandbytes.optim"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "lit_vgrpo.adamw8bit", raising=False)
+    config = OptimizerConfig(kind="adamw8bit")
+    with pytest.raises(ModuleNotFoundError, match=r'^.*needs bitsandbytes. Run: pip install "lit-vgrpo\[memory\]"$'):
+        config.build([nn.Parameter(torch.ones(2))])
+    module = make_module(tiny_sd3, optimizer=config)
+    with pytest.raises(ValueError, match="needs bitsandbytes"):
+        make_trainer(tmp_path, 1).fit(module, datamodule=make_data())
+    assert not module.policy.loaded
+    assert OptimizerConfig().check() == []
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="model.optimizer.kind='sgd' is not known. Use adamw or adamw8bit."):
+        OptimizerConfig(kind="sgd")

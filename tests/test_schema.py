@@ -7,6 +7,7 @@ import pytest
 
 from lit_vgrpo.objectives import VGRPO
 from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.policies import Policy
 from lit_vgrpo.rewards import Reward, ShapesReward
 from lit_vgrpo.schema import describe, recipe_faults, sound_parts
 
@@ -85,3 +86,15 @@ def test_sound_parts_are_built_beside_faulty_ones():
 
 def test_hints_in_words():
     assert describe(float | list[int] | None) == "a number or a list of int or null"
+
+
+def test_options_that_a_constructor_hands_on_are_known():
+    def policy(**options):
+        node = {"class_path": "UNetPolicy", "init_args": options}
+        return recipe_faults({"policy": node}, {"policy": Policy | None}, {})
+
+    assert policy(checkpoint="x", lora_rank=2, channels_last=True) == []
+    (line,) = policy(checkpoint="x", lora_rnk=2)
+    assert line == "policy.lora_rnk is not an option of UNetPolicy. Did you mean lora_rank?"
+    assert policy(checkpoint="x", lora_rank="a") == ["policy.lora_rank=a has the wrong type. Give an int or null."]
+    assert policy(lora_rank=2)[0].startswith("policy.checkpoint is missing: UNetPolicy needs it.")

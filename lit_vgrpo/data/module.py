@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -36,7 +36,8 @@ class PromptDataModule(L.LightningDataModule):
         group_size: images per prompt, at least 2.
         heldout: prompts of the evaluation; None for no evaluation, unless ``heldout_fraction`` is given.
         updates_per_iteration: optimizer steps of one iteration.
-        micro_batch_size: most images a rank takes through one forward and backward pass.
+        micro_batch_size: most images a rank takes through one forward and backward pass; ``auto`` tries out before
+            training which is the largest that fits into memory.
         split_updates: every update takes its own share of the images, instead of all of them.
         heldout_images_per_prompt: images made for each held-out prompt.
         heldout_limit: take only the first so many held-out prompts.
@@ -60,7 +61,7 @@ class PromptDataModule(L.LightningDataModule):
         group_size: int,
         heldout: Source | None = None,
         updates_per_iteration: int = 1,
-        micro_batch_size: int = 8,
+        micro_batch_size: int | Literal["auto"] = 8,
         split_updates: bool = False,
         heldout_images_per_prompt: int = 1,
         heldout_limit: int | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -14,15 +13,16 @@ from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.cli import RecipeCLI, build, guarded, say_on_first
 from lit_vgrpo.data.datasets import Rows, held_out_fault
 from lit_vgrpo.errors import UserError, report
-from lit_vgrpo.evaluation.options import Options, no_checkpoint, parse_options
+from lit_vgrpo.evaluation.options import Options, parse_options
 from lit_vgrpo.evaluation.report import INTERVAL, results, table, write
-from lit_vgrpo.evaluation.scores import AVERAGE, HeldOutEvaluation, SavedWeights
+from lit_vgrpo.evaluation.scores import HeldOutEvaluation
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
-from lit_vgrpo.resume import last_good_checkpoint
 from lit_vgrpo.rewards import RewardError
 from lit_vgrpo.run_folder import CONFIG_NAME, is_first_process
+from lit_vgrpo.saved_run import last_good
+from lit_vgrpo.saved_weights import REFERENCE, SavedWeights
 from lit_vgrpo.training import leave_together
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null", "trainer.inference_mode=false")
@@ -45,10 +45,12 @@ def evaluate(args: Sequence[str]) -> int:
 
 def _evaluate(args: Sequence[str]) -> int:
     options = parse_options(args)
-    saved = SavedWeights.read(options.checkpoint or _last_good(options.run))
-    if AVERAGE in options.variants and AVERAGE not in saved.tensors:
-        raise UserError(f"{saved.path} holds no average: the run had no EMA callback. Leave out --ema.")
+    saved = SavedWeights.read(options.checkpoint or last_good(options.run, say_on_first))
+    for variant in options.variants:
+        saved.require(variant)
     cli = build([str(options.run / CONFIG_NAME), *options.recipe_words, *OVERRIDES], make_folder=False)
+    if REFERENCE not in options.variants:
+        cli.model.policy.start_from = None  # all that was trained comes from the checkpoint
     rows = heldout_rows(cli)
     fids, network, missing = image_metrics(cli, options)
     data = cli.datamodule
@@ -80,13 +82,6 @@ def _evaluate(args: Sequence[str]) -> int:
         raise UserError(f"Cannot write {options.out}: {error.strerror}. Set --out /another/file.json.") from error
     print(f"Written: {' and '.join(map(str, files))}")
     return int(any(scores.total.isnan().all() for scores in module.scores.values()))
-
-
-def _last_good(run: Path) -> Path:
-    found = last_good_checkpoint(run, say_on_first)
-    if found.checkpoint is None:
-        raise UserError(no_checkpoint(run))
-    return found.checkpoint
 
 
 def heldout_rows(cli: RecipeCLI) -> Rows:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_vgrpo.evaluation.scores import REFERENCE, ImageScores
+from lit_vgrpo.evaluation.scores import ImageScores
 from lit_vgrpo.metrics.bootstrap import bootstrap_interval
 from lit_vgrpo.metrics.diversity import diversity
 from lit_vgrpo.paths import write_whole
 from lit_vgrpo.run_folder import candidates
+from lit_vgrpo.saved_weights import REFERENCE
 
 LEVEL, RESAMPLES = 0.95, 2000
 INTERVAL = {"level": LEVEL, "resamples": RESAMPLES, "of": "prompts"}

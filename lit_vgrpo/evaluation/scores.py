@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from lit_vgrpo.callbacks import FID
-from lit_vgrpo.checkpoint_file import CheckpointDamage, read
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import HeldOutDataset, Rows
 from lit_vgrpo.data.sampler import LocalSampler
@@ -24,56 +22,9 @@ from lit_vgrpo.metrics.features import FeatureNetwork
 from lit_vgrpo.metrics.ranks import objects_of_all_ranks
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.objectives import VGRPO
-from lit_vgrpo.resume import Progress
 from lit_vgrpo.rewards import RewardBatch
-from lit_vgrpo.shards import shape_of
-from lit_vgrpo.snapshots import Snapshot, trainable_parameters
-
-TRAINED, AVERAGE, REFERENCE = "trained", "EMA", "reference"
-
-
-@dataclass
-class SavedWeights:
-    """What a checkpoint of a run holds for an evaluation.
-
-    Args:
-        path: the checkpoint.
-        progress: how far training was.
-        tensors: of the trained weights and, where the run had an EMA callback, of their average, by variant and name.
-    """
-
-    path: Path
-    progress: Progress
-    tensors: dict[str, dict[str, Tensor]]
-
-    @classmethod
-    def read(cls, path: Path) -> SavedWeights:
-        """Read a checkpoint; tensors stay on the disk until they are used.
-
-        Raises:
-            UserError: it is torn, or no checkpoint of a run.
-        """
-        try:
-            saved = read(path)
-        except CheckpointDamage as damage:
-            raise UserError(f"{path} {damage}. Give another: --checkpoint FILE.") from damage
-        tensors = {TRAINED: saved["state_dict"]}
-        for state in saved.get("callbacks", {}).values():
-            if isinstance(state, dict) and "average" in state:
-                tensors[AVERAGE] = state["average"]
-        return cls(path, Progress.of(saved), tensors)
-
-    def faults(self, variant: str, module: VGRPOModule) -> list[str]:
-        """Why the tensors of a variant cannot be put into a module's policy."""
-        saved, own = self.tensors[variant], trainable_parameters(module)
-        odd = sorted(own.keys() ^ saved.keys()) or [n for n, p in own.items() if shape_of(p) != saved[n].shape]
-        if not odd:
-            return []
-        what = "is of another shape" if odd[0] in own and odd[0] in saved else "is in one of them only"
-        return [
-            f"{self.path} is a checkpoint of another policy: {len(odd)} trained tensors differ, the first, {odd[0]}, "
-            f"{what}. Evaluate it with the recipe that wrote it."
-        ]
+from lit_vgrpo.saved_weights import REFERENCE, SavedWeights
+from lit_vgrpo.snapshots import Snapshot
 
 
 @dataclass
@@ -171,7 +122,7 @@ class HeldOutEvaluation(VGRPOModule):
 
     def on_validation_start(self) -> None:
         for variant in self.variants:
-            for fault in self.saved.faults(variant, self) if variant != REFERENCE else []:
+            for fault in self.saved.faults(variant, self.policy) if variant != REFERENCE else []:
                 raise UserError(fault)
         if self.feature_network is not None:
             self.feature_network.to(self.device)
@@ -211,9 +162,9 @@ class HeldOutEvaluation(VGRPOModule):
         if variant == REFERENCE:  # what the policy was loaded with
             yield
             return
-        copy = Snapshot(self, device="cpu")
+        copy = Snapshot(self.policy, device="cpu")
         copy.load_state_dict(self.saved.tensors[variant])
-        with copy.swapped_into(self):
+        with copy.swapped_into(self.policy):
             yield
 
 

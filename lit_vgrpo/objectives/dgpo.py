@@ -132,7 +132,7 @@ class DGPO(Objective):
         passes = {"update": trained, "old": trained}
         if self.reference == "frozen":
             passes["reference"] = self.num_times
-        if sizes.micro_batch_size % sizes.group_size:
+        if not sizes.holds_whole_groups:
             passes["group"] = trained
         return passes
 

@@ -2,8 +2,19 @@
 
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.conditioning import Conditioning
+from lit_vgrpo.policies.flux import FluxPolicy
 from lit_vgrpo.policies.paths import RectifiedFlow, VariancePreserving
 from lit_vgrpo.policies.sd3 import SD3Policy
+from lit_vgrpo.policies.sdxl import SDXLPolicy
 from lit_vgrpo.policies.unet import UNetPolicy
 
-__all__ = ["Conditioning", "Policy", "RectifiedFlow", "SD3Policy", "UNetPolicy", "VariancePreserving"]
+__all__ = [
+    "Conditioning",
+    "FluxPolicy",
+    "Policy",
+    "RectifiedFlow",
+    "SD3Policy",
+    "SDXLPolicy",
+    "UNetPolicy",
+    "VariancePreserving",
+]

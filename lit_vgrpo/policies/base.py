@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,12 +12,21 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, quiet_libraries, source_of
+from lit_vgrpo.hub import LoadError, quiet_libraries, source_of
 from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.policies.conditioning import Conditioning
 from lit_vgrpo.policies.export import save_policy
+from lit_vgrpo.policies.fold import FoldedLora, folded_for_sampling
+from lit_vgrpo.policies.image_size import latent_side
 from lit_vgrpo.policies.paths import ProbabilityPath
+from lit_vgrpo.policies.pipeline_folder import null_components, pipeline_faults
+from lit_vgrpo.policies.placement import cast, place
+from lit_vgrpo.policies.precision import in_own_precision
+from lit_vgrpo.policies.prompt_encoder import PromptEncoder
+from lit_vgrpo.policies.speed import speed_up
+from lit_vgrpo.policies.start import load_start, start_fault
 from lit_vgrpo.policies.trained import choose_trained, option_faults
+from lit_vgrpo.policies.vae import save_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -68,8 +75,11 @@ class Policy(nn.Module):
     path_kind: ClassVar[Literal["flow", "vp"]]
     default_lora_targets: ClassVar[tuple[str, ...]]
     uses_latent_shift: ClassVar[bool] = True
+    pipeline_options: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of the pipeline's call without which it draws something else than the policy does."""
     network: Any  # a diffusers model, the only submodule
     path: ProbabilityPath
+    prompt_encoder: PromptEncoder
 
     def __init__(
         self,
@@ -103,6 +113,8 @@ class Policy(nn.Module):
             raise ValueError(fault)
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is not known. Use {', '.join(DTYPES)}.")
+        if embedding_cache_gb <= 0:
+            raise ValueError(f"embedding_cache_gb={embedding_cache_gb} keeps nothing. Use a number above 0.")
         resolve_path(checkpoint)  # refuses a shipped: path that leads out of the installed folder
         self.checkpoint = checkpoint
         self.lora_rank = lora_rank
@@ -123,8 +135,7 @@ class Policy(nn.Module):
         self.fold_lora = fold_lora
         self.init_seed = init_seed
         self.pipeline: Any = None
-        self._negative: Conditioning | None = None
-        self._warned_of_long_prompts = False
+        self.folded: FoldedLora | None = None  # made when first used
 
     # --- loading ---------------------------------------------------------------------------------------------------
 
@@ -141,27 +152,11 @@ class Policy(nn.Module):
         """Faults that can be found without reading weights, a line each; empty when there are none."""
         if self.loaded:
             return []
-        name = type(self).__name__
-        folder = local_folder(self.checkpoint)
-        if folder is None:
-            fault = explain_unloadable(self.checkpoint, "model_index.json", "model.policy.checkpoint")
-            return [fault] if fault else []
-        if not folder.is_dir():
-            return [f"model.policy.checkpoint={self.checkpoint} is no folder. Give a pipeline folder or a hub name."]
-        index = folder / "model_index.json"
-        if not index.is_file():
-            return [f"model.policy.checkpoint={self.checkpoint} holds no model_index.json: it is no pipeline folder."]
-        try:
-            found = json.loads(index.read_text()).get("_class_name")
-        except (json.JSONDecodeError, AttributeError):
-            return [f"{index} is damaged: not a JSON object. Save or download the pipeline again."]
-        if found != self.pipeline_class:
-            families = {cls.pipeline_class: cls.__name__ for cls in Policy.__subclasses__()}
-            advice = f"Use class_path: {families[found]}." if found in families else f"Give a {self.pipeline_class}."
-            return [
-                f"model.policy.checkpoint={self.checkpoint} is a {found}, {name} needs {self.pipeline_class}. {advice}"
-            ]
-        return []
+        faults = pipeline_faults(self)
+        if self.start_from is not None:
+            fault = start_fault(self.start_from, self.start_weights)
+            faults += [fault] if fault else []
+        return faults
 
     def load(self) -> Policy:
         """Read the weights and put the adapter in; does nothing the second time.
@@ -175,14 +170,14 @@ class Policy(nn.Module):
             raise LoadError(fault)
         import diffusers
 
-        frozen_dtype = torch.float32 if self.trains_all else self.dtype
+        # What is trained, and the VAE, must not be rounded on the way from the disk.
+        network_dtype = torch.float32 if self.lora_rank is None else self.dtype
+        dtypes = {self.network_name: network_dtype, "vae": torch.float32, "default": self.dtype}
         source = source_of(self.checkpoint)
         family = getattr(diffusers, self.pipeline_class)
         with quiet_libraries():
             try:
-                pipeline = family.from_pretrained(
-                    source, torch_dtype=frozen_dtype, **self.null_components(Path(source))
-                )
+                pipeline = family.from_pretrained(source, torch_dtype=dtypes, **self.null_components(Path(source)))
             except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
                 reason = " ".join(str(error).split())[:200]
                 raise LoadError(
@@ -199,40 +194,40 @@ class Policy(nn.Module):
                 component.requires_grad_(False).eval()
         cast(pipeline.vae, torch.float32)
         pipeline.vae.to(memory_format=torch.channels_last)
+        save_memory(pipeline.vae, slicing=self.vae_slicing, tiling=self.vae_tiling)
         self.pipeline = pipeline
+        self.prompt_encoder = PromptEncoder(self)
         self.network = getattr(pipeline, self.network_name)
-        for helper in self.helpers():
-            if helper is not pipeline.vae:
-                cast(helper, self.dtype)
+        for encoder in self.encoders():
+            cast(encoder, self.dtype)
+        if self.offload_encoders:
+            place(self.encoders(), torch.device("cpu"))
         if self.trains_all:
             cast(self.network, torch.float32)
         choose_trained(self)
+        load_start(self)
         if self.gradient_checkpointing:
             self.network.enable_gradient_checkpointing()
+        speed_up(self)
         self.path = self.build_path()
         self.latent_shape = self.find_latent_shape()
         return self
 
     def null_components(self, folder: Path) -> dict[str, None]:
         """Components that are null in the folder's index: diffusers refuses the folder unless told of each."""
-        index = folder / "model_index.json"
-        if not index.is_file():
-            return {}
-        entries = json.loads(index.read_text())
-        return {name: None for name, value in entries.items() if isinstance(value, list) and value[0] is None}
+        return null_components(folder)
 
     def helpers(self) -> list[nn.Module]:
         """The frozen parts: text encoders and VAE."""
         return [c for c in self.pipeline.components.values() if isinstance(c, nn.Module) and c is not self.network]
 
+    def encoders(self) -> list[nn.Module]:
+        """The frozen parts that read prompts."""
+        return [helper for helper in self.helpers() if helper is not self.pipeline.vae]
+
     @property
     def device(self) -> torch.device:
         return next(self.network.parameters()).device
-
-    def _place_helpers(self) -> None:
-        for helper in self.helpers():
-            if next(helper.parameters()).device != self.device:
-                helper.to(self.device)
 
     def train(self, mode: bool = True) -> Policy:
         """Stay in eval mode: dropout would make the ratio differ from 1 before any update."""
@@ -243,6 +238,10 @@ class Policy(nn.Module):
     def autocast(self) -> AbstractContextManager[Any]:
         """The one precision of the network, the same in rollout and training, whatever the trainer's own is."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """Inside, images are sampled by an ODE: the adapter is folded into the weights where it may be."""
+        return folded_for_sampling(self)
 
     def forward(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
         """The network's own prediction (velocity or noise), float32.
@@ -277,25 +276,19 @@ class Policy(nn.Module):
         """Network passes of one prediction: classifier-free guidance takes two."""
         return 1 if guidance == 1.0 or self.embeds_guidance else 2
 
+    @in_own_precision
     def negative(self) -> Conditioning:
         """The embedding of the negative prompt, one row, computed once."""
-        if self._negative is None or next(iter(self._negative.tensors.values())).device != self.device:
-            self._place_helpers()
-            with torch.no_grad(), quiet_libraries():
-                self._negative = _as_conditioning(self.encode_negative())
-        return self._negative
+        return self.prompt_encoder.negative()
 
     def prior(self, generators: Sequence[torch.Generator]) -> Tensor:
         """``z_1``: unit Gaussian noise, one generator an image, ``(B, C, h, w)``, the same on every device."""
         return torch.stack([torch.randn(self.latent_shape, generator=g) for g in generators]).to(self.device)
 
-    @torch.no_grad()
+    @in_own_precision
     def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """Prompt embeddings, one row a prompt, float32, on the network's device."""
-        self._place_helpers()
-        self._warn_of_long_prompts(prompts)
-        with quiet_libraries():
-            return _as_conditioning(self.encode_prompts(list(prompts)))
+        """Prompt embeddings, one row a prompt, float32, on the network's device; from the cache where it has them."""
+        return self.prompt_encoder.encode(prompts)
 
     def encode_each(self, prompts: Sequence[str]) -> tuple[Conditioning, Tensor]:
         """The embeddings of the different prompts, each encoded once, and the row of each prompt ``(B,)``."""
@@ -303,26 +296,16 @@ class Policy(nn.Module):
         rows = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self.device)
         return self.encode(distinct), rows
 
-    def _warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
-        """Say once that the text encoder sees only the start of some prompts."""
-        if self._warned_of_long_prompts:
-            return
+    def prompt_limit(self) -> tuple[Any, int, str]:
+        """The tokenizer that cuts long prompts, to how many tokens, and the name of its encoder."""
         tokenizer = self.pipeline.tokenizer
-        limit = tokenizer.model_max_length
-        ids = tokenizer(list(prompts), truncation=True, max_length=limit + 1)["input_ids"]
-        long = [prompt for prompt, tokens in zip(prompts, ids, strict=True) if len(tokens) > limit]
-        if long:
-            self._warned_of_long_prompts = True
-            warnings.warn(
-                f"{len(long)} of {len(prompts)} prompts are longer than the {limit} tokens of "
-                f"{type(self.pipeline.text_encoder).__name__}, which sees only their start. First: {long[0][:80]!r}",
-                stacklevel=3,
-            )
+        return tokenizer, tokenizer.model_max_length, type(self.pipeline.text_encoder).__name__
 
     @torch.no_grad()
+    @in_own_precision
     def decode(self, latents: Tensor) -> Tensor:
         """Images ``(B, 3, H, W)``, float32 in [0, 1]."""
-        self._place_helpers()
+        place([self.pipeline.vae], self.device)
         scale, shift = self._latent_affine()
         images = []
         for part in latents.float().split(self.decode_batch_size):
@@ -331,16 +314,20 @@ class Policy(nn.Module):
         return torch.cat(images)
 
     @torch.no_grad()
+    @in_own_precision
     def encode_images(self, images: Tensor) -> Tensor:
         """Latents ``(B, C, h, w)`` of images ``(B, 3, H, W)`` in [0, 1]: the mean of the VAE's posterior."""
-        self._place_helpers()
+        place([self.pipeline.vae], self.device)
         scale, shift = self._latent_affine()
         parts = (images.to(self.device).float() * 2 - 1).split(self.decode_batch_size)
         latents = torch.cat([self.pipeline.vae.encode(part).latent_dist.mode() for part in parts])
         return (latents - shift) * scale
 
-    def _latent_affine(self) -> tuple[float, float]:
-        """Scale and shift between the VAE's latents and the network's, as the family's own pipeline applies them."""
+    def _latent_affine(self) -> tuple[Any, Any]:
+        """Scale and shift between the VAE's latents and the network's, as the family's own pipeline applies them.
+
+        Numbers, or tensors with an entry a channel.
+        """
         config = self.pipeline.vae.config
         return config.scaling_factor, (config.shift_factor or 0.0) if self.uses_latent_shift else 0.0
 
@@ -349,16 +336,11 @@ class Policy(nn.Module):
         factor = self.pipeline.vae_scale_factor
         patch = getattr(self.network.config, "patch_size", None) or 1
         default = self.network.config.sample_size * factor
-        sizes = []
-        for name, pixels in (("height", self.height or default), ("width", self.width or default)):
-            if pixels % (factor * patch):
-                lower = pixels // (factor * patch) * factor * patch
-                raise LoadError(
-                    f"model.policy.{name}={pixels} is not a multiple of {factor * patch} (VAE factor x patch size). "
-                    f"Use {lower or factor * patch} or {lower + factor * patch}."
-                )
-            sizes.append(pixels // factor)
-        return self.network.config.in_channels, sizes[0], sizes[1]
+        height, width = (
+            latent_side(name, pixels if pixels is not None else default, factor, patch)
+            for name, pixels in (("height", self.height), ("width", self.width))
+        )
+        return self.network.config.in_channels, height, width
 
     def save(self, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> Path:
         """Write what was trained so that diffusers loads it back.
@@ -401,13 +383,3 @@ class Policy(nn.Module):
     @abstractmethod
     def scheduler_times(self, scheduler: Any) -> Tensor:
         """The scheduler's timesteps as times in (0, 1], float32, ``(S,)``."""
-
-
-def cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Change a module's floating-point type, where it is another (diffusers warns of every cast that it is told of)."""
-    if any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
-        module.to(dtype)
-
-
-def _as_conditioning(tensors: Mapping[str, Tensor]) -> Conditioning:
-    return Conditioning({name: value.detach().float() for name, value in tensors.items()})

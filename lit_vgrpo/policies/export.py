@@ -27,6 +27,17 @@ def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | No
         _save_adapter(policy, folder, weights)
 
 
+def save_merged(policy: Policy, folder: Path) -> None:
+    """Add the adapter to the weights under it and write a pipeline folder; the policy is of no use afterwards.
+
+    In float32, in which the frozen weights are exact whatever their type: a 16-bit type would round small updates away.
+    """
+    policy.network.float()
+    policy.network.fuse_lora()
+    policy.network.unload_lora()
+    _save_pipeline(policy, folder, None)
+
+
 def _save_adapter(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
     from peft.utils import get_peft_model_state_dict
 

@@ -6,7 +6,11 @@ setting that matters is passed by name.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 FLOW_SOLVERS = ("euler", "dpm++", "unipc")
 VP_SOLVERS = ("ddim", "dpm++")
@@ -16,40 +20,72 @@ def _refuse(solver: str, known: tuple[str, ...], path: str) -> ValueError:
     return ValueError(f"rollout.solver={solver!r} does not exist on the {path} path. Use {' or '.join(known)}.")
 
 
-def flow_scheduler(solver: str, shift: float, base: Any) -> Any:
-    """A scheduler on the rectified flow: ``euler`` (the pipeline's own), ``dpm++`` (2M) or ``unipc``.
+def flow_scheduler(
+    solver: str,
+    base: Any,
+    steps: int,
+    image_tokens: int,
+    device: torch.device | None = None,
+    euler_sigmas: Sequence[float] | None = None,
+) -> Any:
+    """A scheduler on the rectified flow, with times: ``euler`` (the pipeline's own), ``dpm++`` (2M) or ``unipc``.
 
     Args:
-        shift: the resolution shift of the sigmas.
-        base: the pipeline's own scheduler.
+        base: the pipeline's own scheduler, whose shift of the sigmas all solvers get.
+        steps: number of network calls.
+        image_tokens: of one picture in the network; a dynamic shift grows with it.
+        device: where the timesteps go.
+        euler_sigmas: what the pipeline gives its own scheduler to shift, ``(steps,)``; ``None`` for the scheduler's.
 
     Raises:
         ValueError: the path does not have that solver.
     """
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
-    steps = base.config.num_train_timesteps
+    mu = dynamic_mu(base, image_tokens)
     if solver == "euler":
-        return type(base).from_config(base.config)
+        scheduler = type(base).from_config(base.config)
+        given: dict[str, Any] = {} if mu is None else {"mu": mu}
+        if euler_sigmas is not None:
+            given["sigmas"] = list(euler_sigmas)
+        scheduler.set_timesteps(steps, device=device, **given)
+        return scheduler
+    shared = {
+        "num_train_timesteps": base.config.num_train_timesteps,
+        "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True,
+        "flow_shift": static_shift(base, mu),
+        "final_sigmas_type": "zero",
+    }
     if solver == "dpm++":
-        return DPMSolverMultistepScheduler(
-            num_train_timesteps=steps,
-            algorithm_type="dpmsolver++",
-            solver_order=2,
-            prediction_type="flow_prediction",
-            use_flow_sigmas=True,
-            flow_shift=shift,
-            final_sigmas_type="zero",
-        )
-    if solver == "unipc":
-        return UniPCMultistepScheduler(
-            num_train_timesteps=steps,
-            prediction_type="flow_prediction",
-            use_flow_sigmas=True,
-            flow_shift=shift,
-            final_sigmas_type="zero",
-        )
-    raise _refuse(solver, FLOW_SOLVERS, "rectified-flow")
+        scheduler = DPMSolverMultistepScheduler(**shared, algorithm_type="dpmsolver++", solver_order=2)
+    elif solver == "unipc":
+        scheduler = UniPCMultistepScheduler(**shared)
+    else:
+        raise _refuse(solver, FLOW_SOLVERS, "rectified-flow")
+    scheduler.set_timesteps(steps, device=device)
+    return scheduler
+
+
+def dynamic_mu(base: Any, image_tokens: int) -> float | None:
+    """The logarithm ``mu`` of a shift that grows with the picture; ``None`` where the scheduler's shift is fixed.
+
+    Linear in the number of tokens, through the two points that the scheduler's config names.
+    """
+    config = base.config
+    if not config.get("use_dynamic_shifting"):
+        return None
+    tokens = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    shifts = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope = (shifts[1] - shifts[0]) / (tokens[1] - tokens[0])
+    return shifts[0] + slope * (image_tokens - tokens[0])
+
+
+def static_shift(base: Any, mu: float | None) -> float:
+    """The factor ``s`` of ``s t / (1 + (s - 1) t)`` that moves the sigmas as the scheduler's own shift does."""
+    if mu is None:
+        return base.config.shift
+    return mu if base.config.get("time_shift_type") == "linear" else math.exp(mu)
 
 
 def vp_scheduler(solver: str, base: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.conditioning import Conditioning
+from lit_vgrpo.policies.image_size import refuse_above
 from lit_vgrpo.policies.paths import RectifiedFlow
 from lit_vgrpo.policies.schedulers import FLOW_SOLVERS, flow_scheduler
 from lit_vgrpo.solvers import FLOW_SDES
@@ -66,24 +67,19 @@ class SD3Policy(Policy):
             return_dict=False,
         )[0]
 
-    def scheduler(self, solver: str, steps: int) -> Any:
-        base = self.pipeline.scheduler
-        scheduler = flow_scheduler(solver, base.config.shift, base)
-        options = {}
-        if scheduler.config.get("use_dynamic_shifting"):
-            from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+    def find_latent_shape(self) -> tuple[int, int, int]:
+        shape = super().find_latent_shape()
+        config, factor = self.network.config, self.pipeline.vae_scale_factor
+        most = config.pos_embed_max_size * config.patch_size * factor
+        for name, side in zip(("height", "width"), shape[1:], strict=True):
+            refuse_above(name, side * factor, most, "the network's positions")
+        return shape
 
-            _, height, width = self.latent_shape
-            config, patch = base.config, self.network.config.patch_size
-            options["mu"] = calculate_shift(
-                (height // patch) * (width // patch),
-                config.get("base_image_seq_len", 256),
-                config.get("max_image_seq_len", 4096),
-                config.get("base_shift", 0.5),
-                config.get("max_shift", 1.16),
-            )
-        scheduler.set_timesteps(steps, device=self.device, **options)
-        return scheduler
+    def scheduler(self, solver: str, steps: int) -> Any:
+        _, height, width = self.latent_shape
+        patch = self.network.config.patch_size
+        tokens = height // patch * (width // patch)
+        return flow_scheduler(solver, self.pipeline.scheduler, steps, tokens, self.device)
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
         return (scheduler.timesteps.double() / scheduler.config.num_train_timesteps).float()

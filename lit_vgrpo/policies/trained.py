@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def choose_trained(policy: Policy) -> None:
-    """Freeze and cast a policy's network so that exactly what the policy says is trained, in float32.
+    """Freeze and cast a policy's network: what the policy says is trained, in float32, all else is of its own type.
 
     Raises:
         LoadError: a name pattern or a LoRA target matches nothing.
@@ -30,8 +30,7 @@ def choose_trained(policy: Policy) -> None:
     else:
         network.requires_grad_(True)
     for parameter in network.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else policy.dtype)
 
 
 def add_adapter(policy: Policy) -> None:
@@ -64,9 +63,10 @@ def _refuse_unmatched_targets(network: nn.Module, targets: Sequence[str]) -> Non
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             endings = sorted({_ending(name) for name in names})
+            holding = [ending for ending in endings if f".{target}." in f".{ending}."]
+            advice = suggestion(target, holding or endings) if len(holding) < 2 else suggestion("", holding)
             raise LoadError(
-                f"model.policy.lora_targets: {target!r} matches nothing in {type(network).__name__}. "
-                f"{suggestion(target, endings)}"
+                f"model.policy.lora_targets: {target!r} matches nothing in {type(network).__name__}. {advice}"
             )
 
 

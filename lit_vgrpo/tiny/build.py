@@ -8,10 +8,14 @@ from typing import Any, Literal
 import torch
 from diffusers import (
     DDIMScheduler,
+    EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -31,6 +35,7 @@ from lit_vgrpo.tiny.vae import LATENT_CHANNELS, LATENT_SIZE, new_vae
 from lit_vgrpo.tiny.words import LETTERS, PROMPT
 
 _TEXT_WIDTH = 32
+_LATENT_DIFFUSION_BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 WORDS_LATENT_SIZE = 10  # of the longer side
 
 
@@ -117,25 +122,9 @@ def build_unet(
         small: a UNet of about 0.1 M parameters instead of 1 M.
         prediction_type: what the scheduler takes the network's output for.
     """
-    channels = (8, 16) if small else (32, 64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        unet = UNet2DConditionModel(
-            sample_size=LATENT_SIZE,
-            in_channels=LATENT_CHANNELS,
-            out_channels=LATENT_CHANNELS,
-            block_out_channels=channels,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            layers_per_block=1,
-            norm_num_groups=8,
-            cross_attention_dim=2 * _TEXT_WIDTH,
-            attention_head_dim=4,
-        )
+    unet = _new_unet(seed, small, sample_size=LATENT_SIZE, cross_attention_dim=2 * _TEXT_WIDTH)
     scheduler = DDIMScheduler(
-        beta_start=0.00085,
-        beta_end=0.012,
-        beta_schedule="scaled_linear",
+        **_LATENT_DIFFUSION_BETAS,
         clip_sample=False,
         set_alpha_to_one=False,
         steps_offset=1,
@@ -152,6 +141,108 @@ def build_unet(
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
+    )
+    return _save(pipeline, folder)
+
+
+def build_sdxl(
+    folder: str | Path,
+    seed: int = 0,
+    vae: AutoencoderKL | None = None,
+    *,
+    small: bool = False,
+    prediction_type: Literal["epsilon", "v_prediction"] = "epsilon",
+) -> Path:
+    """Write a `StableDiffusionXLPipeline` folder: 32 x 32 pictures, 8 x 8 x 8 latents.
+
+    Args:
+        folder: where to write; made if absent.
+        seed: of all random weights.
+        vae: a trained autoencoder; ``None`` writes an untrained one, for tests.
+        small: a UNet of about 0.08 M parameters instead of 1.4 M.
+        prediction_type: what the scheduler takes the network's output for.
+    """
+    unet = _new_unet(
+        seed,
+        small,
+        sample_size=LATENT_SIZE,
+        cross_attention_dim=2 * _TEXT_WIDTH,
+        transformer_layers_per_block=1 if small else (1, 2),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=6 * 8 + _TEXT_WIDTH,  # six sizes and the pooled text
+    )
+    scheduler = EulerDiscreteScheduler(
+        **_LATENT_DIFFUSION_BETAS, steps_offset=1, timestep_spacing="leading", prediction_type=prediction_type
+    )
+    tokenizers = clip_tokenizer(), clip_tokenizer(pad_token="!")
+    pipeline = StableDiffusionXLPipeline(
+        unet=unet,
+        scheduler=scheduler,
+        vae=vae if vae is not None else new_vae(seed, scaling_factor=0.8),
+        text_encoder=text_encoder(tokenizers[0], _TEXT_WIDTH, seed + 1),
+        tokenizer=tokenizers[0],
+        text_encoder_2=text_encoder_with_projection(tokenizers[1], _TEXT_WIDTH, seed + 2),
+        tokenizer_2=tokenizers[1],
+        force_zeros_for_empty_prompt=True,
+        add_watermarker=False,
+    )
+    return _save(pipeline, folder)
+
+
+def build_flux(
+    folder: str | Path,
+    seed: int = 0,
+    vae: AutoencoderKL | None = None,
+    *,
+    small: bool = False,
+    guidance_embeds: bool = True,
+    dynamic_shift: bool = True,
+) -> Path:
+    """Write a `FluxPipeline` folder: 8 x 8 x 8 latents and 16 image tokens for 32 x 32 pictures.
+
+    The pipeline's own size is 128 latents a side, 512 pixels: give a height and a width wherever one is used.
+
+    Args:
+        folder: where to write; made if absent.
+        seed: of all random weights.
+        vae: a trained autoencoder; ``None`` writes an untrained one whose scale and shift are not trivial, for tests.
+        small: a transformer of about 0.08 M parameters instead of 0.7 M.
+        guidance_embeds: the network takes the guidance scale as an input, as FLUX.1-dev does.
+        dynamic_shift: the scheduler's shift grows with the picture, as FLUX.1-dev's does; else it is 1, as schnell's.
+    """
+    heads, layers = (2, 1) if small else (4, 3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = FluxTransformer2DModel(
+            in_channels=4 * LATENT_CHANNELS,  # 2 x 2 latents make one token
+            num_layers=layers,
+            num_single_layers=layers,
+            attention_head_dim=16,
+            num_attention_heads=heads,
+            joint_attention_dim=2 * _TEXT_WIDTH,
+            pooled_projection_dim=_TEXT_WIDTH,
+            guidance_embeds=guidance_embeds,
+            axes_dims_rope=(4, 6, 6),
+        )
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        shift=3.0 if dynamic_shift else 1.0,
+        use_dynamic_shifting=dynamic_shift,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
+        base_shift=0.5,
+        max_shift=1.15,
+    )
+    tokenizers = clip_tokenizer(), t5_tokenizer()
+    pipeline = FluxPipeline(
+        transformer=transformer,
+        scheduler=scheduler,
+        vae=vae if vae is not None else new_vae(seed, scaling_factor=0.8, shift_factor=0.1),
+        text_encoder=text_encoder(tokenizers[0], _TEXT_WIDTH, seed + 1),
+        tokenizer=tokenizers[0],
+        text_encoder_2=t5_encoder(tokenizers[1], 2 * _TEXT_WIDTH, seed + 2),
+        tokenizer_2=tokenizers[1],
     )
     return _save(pipeline, folder)
 
@@ -177,6 +268,22 @@ def build_clip(folder: str | Path, seed: int = 0) -> Path:
     model.eval().save_pretrained(folder)
     CLIPProcessor(image_processor=images, tokenizer=tokenizer).save_pretrained(folder)
     return Path(folder)
+
+
+def _new_unet(seed: int, small: bool, **options: Any) -> UNet2DConditionModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return UNet2DConditionModel(
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            block_out_channels=(8, 16) if small else (32, 64),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            layers_per_block=1,
+            norm_num_groups=8,
+            attention_head_dim=4,
+            **options,
+        )
 
 
 def _save(pipeline: Any, folder: str | Path) -> Path:

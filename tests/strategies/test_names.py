@@ -4,13 +4,14 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import torch
 import yaml
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, StrategyRegistry
 from torch import nn
 
-from lit_vgrpo.fsdp import _blocks
+from lit_vgrpo.fsdp import blocks_of
 from lit_vgrpo.strategies import FSDP2, ZeRO, strategy_fault
-from lit_vgrpo.tiny.build import build_sd3
 
 OVERLAYS = sorted((Path(__file__).parents[2] / "recipes" / "strategy").glob("*.yaml"))
 
@@ -67,7 +68,7 @@ def test_others_are_not_refused(strategy):
     assert strategy_fault(strategy()) is None
 
 
-def test_blocks_are_the_outermost_of_their_classes():
+def test_blocks_are_the_innermost_of_their_classes():
     class Inner(nn.Sequential):
         pass
 
@@ -76,15 +77,39 @@ def test_blocks_are_the_outermost_of_their_classes():
 
         def __init__(self):
             super().__init__()
-            self.first = Inner(Inner(nn.Linear(1, 1)))
+            self.first = Inner(Inner(nn.Linear(1, 1)), nn.Linear(1, 1))
             self.rest = nn.ModuleList([Inner(), nn.Linear(1, 1)])
 
     net = Net()
-    assert _blocks(net) == [net.first, net.rest[0]]
+    assert blocks_of(net) == [net.first[0], net.rest[0]]
 
 
-def test_blocks_of_an_sd3(tmp_path):
-    from diffusers import SD3Transformer2DModel
+def test_blocks_of_the_transformers(sd3_folder, flux_folder):
+    sd3 = SD3Transformer2DModel.from_pretrained(sd3_folder(), subfolder="transformer")
+    assert blocks_of(sd3) == list(sd3.transformer_blocks)
+    flux = FluxTransformer2DModel.from_pretrained(flux_folder(), subfolder="transformer")
+    assert blocks_of(flux) == [*flux.transformer_blocks, *flux.single_transformer_blocks]
 
-    network = SD3Transformer2DModel.from_pretrained(build_sd3(tmp_path, small=True), subfolder="transformer")
-    assert _blocks(network) == list(network.transformer_blocks)
+
+def test_no_block_of_sdxl_is_large():
+    """All that is gathered at once: one block, and what lies in none, which the whole forward pass needs."""
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(
+            sample_size=128,
+            in_channels=4,
+            block_out_channels=(320, 640, 1280),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            transformer_layers_per_block=(1, 2, 10),
+            attention_head_dim=(5, 10, 20),
+            cross_attention_dim=2048,
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816,
+        )
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks_of(unet)]
+    whole = sum(p.numel() for p in unet.parameters())
+    assert whole == 2_567_463_684  # as published, 2.6 B
+    assert max(sizes) < 0.02 * whole
+    assert whole - sum(sizes) < 0.05 * whole

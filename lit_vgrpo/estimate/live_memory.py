@@ -1,0 +1,56 @@
+"""Counts the bytes of the tensors that are alive, on any device, the meta device too."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveMemory(TorchDispatchMode):
+    """While entered, counts every storage that an operation makes until it is freed, those of a backward pass too.
+
+    What an operation needs only while it runs is not seen.
+
+    Attributes:
+        live: bytes alive now.
+        peak: most bytes that were alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known = {_place(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            # A view of an outer tensor, or one changed in place, takes nothing.
+            if isinstance(value, Tensor) and _place(value) not in known:
+                self._add(value.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place in self._storages:
+            return
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def freed(_: object) -> None:
+            self.live -= size
+            self._storages.pop(place, None)
+
+        self._storages[place] = weakref.ref(storage, freed)
+
+
+def _place(value: Tensor) -> int:
+    return value.untyped_storage()._cdata

@@ -1,0 +1,1 @@
+"""``lightning export``: a run's weights as diffusers reads them."""

@@ -1,0 +1,58 @@
+"""What was typed after ``lightning export``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.saved_run import find_checkpoint, take_run
+from lit_vgrpo.saved_weights import AVERAGE, TRAINED
+from lit_vgrpo.vacant import vacant_folder
+from lit_vgrpo.words import split_words
+
+VALUES, FLAGS = ("to", "checkpoint"), ("ema", "merge")
+
+
+@dataclass
+class Options:
+    """The parsed command line.
+
+    Attributes:
+        run: the run folder.
+        checkpoint: the file that was asked for; ``None`` takes the last good one.
+        to: the folder to write, which is not there yet or is empty.
+        variant: the set of weights.
+        merge: add a LoRA adapter to the weights under it.
+        settings: ``key=value`` words for the run's recipe.
+    """
+
+    run: Path
+    checkpoint: Path | None
+    to: Path
+    variant: str
+    merge: bool
+    settings: list[str]
+
+
+def parse_options(args: Sequence[str]) -> Options:
+    """Take our options out of the words; the rest are the run and settings of its recipe.
+
+    Raises:
+        UserError: an unknown option, or what was named is not there, or the folder is in use.
+    """
+    given, rest = split_words(args, "export", VALUES, FLAGS)
+    run, checkpoint = take_run(rest, "export")
+    if "checkpoint" in given:
+        checkpoint = find_checkpoint(given["checkpoint"], run)
+    if "to" not in given:
+        raise UserError(f"No folder given to write to. Add --to DIR, for example --to exports/{run.resolve().name}")
+    return Options(
+        run=run,
+        checkpoint=checkpoint,
+        to=vacant_folder(given["to"], "--to"),
+        variant=AVERAGE if "ema" in given else TRAINED,
+        merge="merge" in given,
+        settings=rest,
+    )

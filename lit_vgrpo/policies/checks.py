@@ -1,0 +1,241 @@
+"""What makes a policy a faithful one of its diffusers pipeline, as checks of a loaded policy.
+
+Each takes the policy, returns what it measured in a few words, and raises :class:`Broken` with what is wrong. It
+leaves the policy as it was. All are made for float32.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.hub import quiet_libraries, source_of
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.conditioning import Conditioning
+from lit_vgrpo.policies.pipeline_call import call_of, pipeline_with
+from lit_vgrpo.rollout import RolloutSpec, image_generators, sample
+from lit_vgrpo.snapshots import trainable_parameters
+
+PROMPTS = ("a red circle on the left", "a blue square", "a green triangle at the top", "dogs")
+STEPS = 3
+GUIDANCE = 3.0
+SAME = 1e-3  # largest relative difference that float error makes over a few passes
+OTHER = 1e-5  # least relative difference that another input makes
+
+Check = Callable[[Policy], str]
+
+
+class Broken(Exception):
+    """What a policy does wrong, and where to look."""
+
+
+def checks_of(policy: Policy) -> Iterator[tuple[str, Check]]:
+    """All checks by what they show, the cheap and the basic first."""
+    yield "a prompt's embedding depends on no other prompt", prompts_are_rows
+    yield "times lie in (0, 1] and fall", times_are_in_range
+    yield "noise, time and prompt reach the prediction", inputs_count
+    yield "a row does not depend on its batch", rows_do_not_depend_on_the_batch
+    for solver in policy.solvers:
+        for guidance in (1.0, GUIDANCE):
+            shown = f"the pipeline draws the same picture: {solver}, guidance {guidance:g}"
+            yield shown, partial(pictures_are_the_pipelines, solver=solver, guidance=guidance)
+    yield "the path agrees with the solver's last step", path_agrees_with_the_solver
+    yield "latents and pictures have their sizes", sizes_agree
+    yield "the gradient reaches what is trained, and nothing else", gradient_reaches_what_is_trained
+    yield "what was trained is saved so that diffusers reads it", saved_weights_are_read_back
+
+
+def inputs(policy: Policy, size: int = 2) -> tuple[Tensor, Tensor, Conditioning]:
+    """Noise, times and prompts of a small batch."""
+    noise = policy.prior(image_generators(1, 0, 0, list(range(size))))
+    times = policy.path.snap(torch.linspace(0.2, 0.9, size, device=policy.device))
+    return noise, times, policy.encode(PROMPTS[:size])
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest value that was expected; infinite where something is not finite."""
+    if found.shape != expected.shape:
+        raise Broken(f"the shape is {tuple(found.shape)} and should be {tuple(expected.shape)}")
+    if not (found.isfinite().all() and expected.isfinite().all()):
+        return float("inf")
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
+
+
+def _require_same(found: Tensor, expected: Tensor, advice: str) -> str:
+    error = difference(found, expected)
+    if not error <= SAME:
+        raise Broken(f"differs by {error:.1e} of the largest value. {advice}")
+    return f"differs by {error:.0e}"
+
+
+@torch.no_grad()
+def prompts_are_rows(policy: Policy) -> str:
+    together = policy.encode(PROMPTS)
+    for name, value in together.tensors.items():
+        if len(value) != len(PROMPTS):
+            raise Broken(f"encode_prompts gives {name!r} {len(value)} rows for {len(PROMPTS)} prompts")
+    worst = 0.0
+    for row, prompt in enumerate(PROMPTS):
+        with quiet_libraries():
+            alone = policy.encode_prompts([prompt])
+        for name, value in alone.items():
+            if value.shape[1:] != together.tensors[name].shape[1:]:
+                raise Broken(f"{name!r} has another shape for another prompt: pad every prompt to one length")
+            worst = max(worst, difference(value.float(), together.tensors[name][row : row + 1]))
+    if worst > SAME:
+        raise Broken(f"an embedding changes by {worst:.1e} with the prompts beside it")
+    shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in together.tensors.items())
+    return shapes
+
+
+def times_are_in_range(policy: Policy) -> str:
+    for solver in policy.solvers:
+        times = policy.scheduler_times(policy.scheduler(solver, STEPS))
+        if len(times) != STEPS:
+            raise Broken(f"{solver} calls the network {len(times)} times for {STEPS} steps")
+        if not (times.max() <= 1 and times.min() > 0 and (times.diff() < 0).all()):
+            raise Broken(f"{solver} has the times {times.tolist()}: scheduler_times is in other units")
+    return f"{times[0]:.3f} to {times[-1]:.3f}"
+
+
+@torch.no_grad()
+def inputs_count(policy: Policy) -> str:
+    noise, t, cond = inputs(policy)
+    plain = policy(noise, t, cond)
+    if plain.shape != noise.shape or plain.dtype != torch.float32:
+        raise Broken(f"predict gives {tuple(plain.shape)} for latents {tuple(noise.shape)}")
+    others = {
+        "noise": policy(noise.flip(0), t, cond),
+        "time": policy(noise, policy.path.snap(t / 2), cond),
+        "prompt": policy(noise, t, policy.encode(PROMPTS[2:4])),
+        "guidance": policy(noise, t, cond, GUIDANCE),
+    }
+    for name, other in others.items():
+        if difference(other, plain) < OTHER:
+            raise Broken(f"another {name} gives the same prediction: predict drops it")
+    return ", ".join(f"{name} {difference(other, plain):.0e}" for name, other in others.items())
+
+
+@torch.no_grad()
+def rows_do_not_depend_on_the_batch(policy: Policy) -> str:
+    noise, t, cond = inputs(policy, 4)
+    together = policy(noise, t, cond)
+    alone = [policy(noise[i : i + 1], t[i : i + 1], cond.select(torch.tensor([i]).to(noise.device))) for i in range(4)]
+    return _require_same(torch.cat(alone), together, "Does the network see an attention mask, where prompts have one?")
+
+
+@torch.no_grad()
+def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> str:
+    noise, _, cond = inputs(policy)
+    rows = torch.arange(2, device=noise.device)
+    latents, _ = sample(policy, cond, rows, RolloutSpec(solver, STEPS, guidance), noise)
+    drawn = policy.decode(latents)
+    with pipeline_with(policy, solver, STEPS), quiet_libraries():
+        pictures = policy.pipeline(**call_of(policy, PROMPTS[:2], noise, STEPS, guidance)).images
+    plain, guided = "Times, latents or the prediction are in other units.", "See encode_negative and pipeline_options."
+    return _require_same(drawn, pictures.to(drawn), plain if guidance == 1.0 else guided)
+
+
+@torch.no_grad()
+def path_agrees_with_the_solver(policy: Policy) -> str:
+    """A first-order solver's last step goes to the clean latents that the path finds in the last prediction."""
+    z, _, cond = inputs(policy)
+    scheduler = policy.scheduler(policy.solvers[0], STEPS)
+    times = policy.scheduler_times(scheduler).to(z.device)
+    for timestep, t in zip(scheduler.timesteps, times, strict=True):
+        before, t = z, t.expand(len(z))
+        prediction = policy(before, t, cond)
+        z = scheduler.step(prediction, timestep, before, return_dict=False)[0].float()
+    clean = policy.path.to_x(prediction, before, t)
+    return _require_same(clean, z, "build_path is another path, or scheduler_times and predict run the other way.")
+
+
+@torch.no_grad()
+def sizes_agree(policy: Policy) -> str:
+    noise, _, _ = inputs(policy)
+    pictures = policy.decode(noise)
+    latents = policy.encode_images(pictures)
+    if latents.shape != noise.shape:
+        raise Broken(f"a picture of {tuple(pictures.shape[2:])} has latents {tuple(latents.shape)}")
+    return f"{tuple(noise.shape[1:])}, {tuple(pictures.shape[1:])}"
+
+
+def gradient_reaches_what_is_trained(policy: Policy) -> str:
+    trained = trainable_parameters(policy)
+    if any(parameter.dtype != torch.float32 for parameter in trained.values()):
+        raise Broken("trained weights must stay float32")
+    noise, t, cond = inputs(policy)
+    try:
+        policy(noise, t, cond).square().mean().backward()
+        reached = {name for name, parameter in policy.named_parameters() if parameter.grad is not None}
+        outside = [p for helper in policy.helpers() for p in helper.parameters() if p.grad is not None]
+    finally:
+        policy.zero_grad(set_to_none=True)
+    if reached - trained.keys() or outside:
+        raise Broken(f"{len(reached - trained.keys()) + len(outside)} frozen weights get a gradient")
+    if not reached:
+        raise Broken("no weight gets a gradient: does predict detach something?")
+    if any(module.training for module in policy.train().modules()):
+        raise Broken("train() must leave the network in eval mode")
+    return f"{len(reached)} of {len(trained)} trained tensors"
+
+
+@torch.no_grad()
+def saved_weights_are_read_back(policy: Policy) -> str:
+    """An adapter through the pipeline's ``load_lora_weights``, whole weights through ``from_pretrained``."""
+    given, trained = inputs(policy), trainable_parameters(policy)
+    before, kept = policy(*given), {name: value.clone() for name, value in trained.items()}
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for value in trained.values():
+            noise = torch.randn(value.shape, generator=generator).to(value.device)
+            value.add_(noise, alpha=0.1 * max(0.02, value.abs().mean().item()))
+        expected = policy(*given)
+        with TemporaryDirectory() as folder:
+            with quiet_libraries():
+                policy.save(folder)
+            read = _with_adapter if policy.lora_rank is not None else _with_weights
+            found = read(policy, Path(folder), given)
+    finally:
+        for name, value in trained.items():
+            value.copy_(kept[name])
+    if difference(expected, before) < OTHER:
+        raise Broken("other weights give the same prediction")
+    return _require_same(found, expected, "See lora_names.")
+
+
+def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Conditioning]) -> Tensor:
+    """The prediction with the adapter as the pipeline reads it, in place of the policy's own."""
+    network = policy.network
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # peft's, of a second adapter
+        try:
+            with quiet_libraries():
+                policy.pipeline.load_lora_weights(str(folder), adapter_name="read_back")
+            network.set_adapter("read_back")
+            return policy(*given)
+        except (AttributeError, ValueError, KeyError, RuntimeError) as error:
+            raise Broken(f"load_lora_weights cannot read it: {one_line(error)[:200]}") from error
+        finally:
+            if "read_back" in network.peft_config:
+                network.delete_adapters("read_back")
+            network.set_adapter("default")
+
+
+def _with_weights(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Conditioning]) -> Tensor:
+    """The prediction of the network that diffusers reads from the saved folder."""
+    network = policy.network
+    kind = type(network)
+    with quiet_libraries():
+        policy.network = kind.from_pretrained(source_of(str(folder)), subfolder=policy.network_name).to(policy.device)
+    try:
+        return policy(*given)
+    finally:
+        policy.network = network

@@ -1,0 +1,144 @@
+"""FLUX.1 (dev, schnell and their offspring)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lit_vgrpo.hub import LoadError, local_folder
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.conditioning import Conditioning
+from lit_vgrpo.policies.image_size import latent_side
+from lit_vgrpo.policies.paths import RectifiedFlow
+from lit_vgrpo.policies.schedulers import FLOW_SOLVERS, flow_scheduler
+from lit_vgrpo.solvers import FLOW_SDES
+
+LONGEST_PROMPT = 512  # tokens
+PATCH = 2  # latents a side that are packed into one token
+
+
+class FluxPolicy(Policy):
+    """``FluxPipeline`` as a policy on a rectified flow.
+
+    FLUX.1-dev takes the guidance scale as an input: guidance costs no second pass, and there is no negative prompt.
+    A FLUX network without that input is guided as the pipeline's ``true_cfg_scale`` does, by two passes.
+
+    Args:
+        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
+        max_sequence_length: length of the T5 block in tokens, at most 512; CLIP sees only the first 77.
+        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
+    """
+
+    pipeline_class: ClassVar[str] = "FluxPipeline"
+    network_name: ClassVar[str] = "transformer"
+    solvers: ClassVar[tuple[str, ...]] = FLOW_SOLVERS
+    sde_solvers: ClassVar[tuple[str, ...]] = FLOW_SDES
+    path_kind: ClassVar[Literal["flow", "vp"]] = "flow"
+    default_lora_targets: ClassVar[tuple[str, ...]] = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    )
+
+    def __init__(self, checkpoint: str, max_sequence_length: int = LONGEST_PROMPT, **options: Any) -> None:
+        super().__init__(checkpoint, **options)
+        if not 1 <= max_sequence_length <= LONGEST_PROMPT:
+            raise ValueError(f"max_sequence_length={max_sequence_length}: FLUX takes 1 to {LONGEST_PROMPT} tokens.")
+        self.max_sequence_length = max_sequence_length
+
+    # --- guidance --------------------------------------------------------------------------------------------------
+
+    @property
+    def embeds_guidance(self) -> bool:
+        known = bool(self.network.config.guidance_embeds) if self.loaded else self._embeds_guidance_on_disk()
+        return True if known is None else known
+
+    def _embeds_guidance_on_disk(self) -> bool | None:
+        """What the network's config says, or ``None`` where it is not on this machine."""
+        from huggingface_hub import try_to_load_from_cache
+
+        name = f"{self.network_name}/config.json"
+        folder = local_folder(self.checkpoint)
+        path = folder / name if folder is not None else try_to_load_from_cache(self.checkpoint, name)
+        try:
+            return bool(json.loads(Path(path).read_text())["guidance_embeds"])  # type: ignore[arg-type]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def check(self) -> list[str]:
+        faults = super().check()
+        if not faults and not self.loaded and self.negative_prompt and self._embeds_guidance_on_disk():
+            return [self._unused_negative_prompt()]
+        return faults
+
+    def adopt(self, pipeline: Any) -> Policy:
+        if self.negative_prompt and pipeline.transformer.config.guidance_embeds:
+            raise LoadError(self._unused_negative_prompt())
+        return super().adopt(pipeline)
+
+    def _unused_negative_prompt(self) -> str:
+        return (
+            f"model.policy.negative_prompt={self.negative_prompt!r} has no effect: {self.checkpoint} takes guidance as "
+            "an input, without a pass for a negative prompt. Leave it out."
+        )
+
+    # --- the model -------------------------------------------------------------------------------------------------
+
+    def build_path(self) -> RectifiedFlow:
+        return RectifiedFlow()
+
+    def find_latent_shape(self) -> tuple[int, int, int]:
+        factor = self.pipeline.vae_scale_factor
+        default = self.pipeline.default_sample_size * factor  # the network's own config names no size
+        height, width = (
+            latent_side(name, pixels if pixels is not None else default, factor, PATCH)
+            for name, pixels in (("height", self.height), ("width", self.width))
+        )
+        return self.network.config.in_channels // PATCH**2, height, width
+
+    def prompt_limit(self) -> tuple[Any, int, str]:
+        encoder = type(self.pipeline.text_encoder_2).__name__  # CLIP gives one vector of the start of the prompt
+        return self.pipeline.tokenizer_2, self.max_sequence_length, encoder
+
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        tokens, pooled, _ = self.pipeline.encode_prompt(
+            prompt=prompts, prompt_2=prompts, device=self.device, max_sequence_length=self.max_sequence_length
+        )
+        return {"tokens": tokens, "pooled": pooled}
+
+    def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
+        tokens = cond.tensors["tokens"]
+        rows, columns = (side // PATCH for side in z.shape[-2:])
+        prediction = self.network(
+            hidden_states=F.pixel_unshuffle(z, PATCH).flatten(2).transpose(1, 2),
+            timestep=t,  # the network multiplies it by 1000 itself
+            guidance=cond.tensors.get("guidance"),
+            encoder_hidden_states=tokens,
+            pooled_projections=cond.tensors["pooled"],
+            txt_ids=torch.zeros(tokens.shape[1], 3, device=z.device),
+            img_ids=_image_ids(rows, columns, z.device),
+            return_dict=False,
+        )[0]
+        return F.pixel_shuffle(prediction.transpose(1, 2).unflatten(2, (rows, columns)), PATCH)
+
+    def scheduler(self, solver: str, steps: int) -> Any:
+        _, height, width = self.latent_shape
+        tokens = height // PATCH * (width // PATCH)
+        sigmas = np.linspace(1.0, 1 / steps, steps)  # what the pipeline gives its scheduler
+        return flow_scheduler(solver, self.pipeline.scheduler, steps, tokens, self.device, sigmas.tolist())
+
+    def scheduler_times(self, scheduler: Any) -> Tensor:
+        return (scheduler.timesteps.double() / scheduler.config.num_train_timesteps).float()
+
+
+def _image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Position of each token in the picture, ``(rows x columns, 3)``: 0, row, column."""
+    ids = torch.zeros(rows, columns, 3, device=device)
+    ids[..., 1] = torch.arange(rows, device=device)[:, None]
+    ids[..., 2] = torch.arange(columns, device=device)
+    return ids.flatten(0, 1)

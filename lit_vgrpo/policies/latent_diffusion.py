@@ -1,0 +1,90 @@
+"""What Stable Diffusion 1.x, 2.x and XL share: a UNet on the variance-preserving path (arXiv 2112.10752)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.hub import LoadError
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.conditioning import Conditioning
+from lit_vgrpo.policies.paths import Space, VariancePreserving
+from lit_vgrpo.policies.schedulers import VP_SOLVERS, vp_scheduler
+from lit_vgrpo.solvers import VP_SDES
+
+PREDICTIONS: dict[str, Space] = {"epsilon": "eps", "v_prediction": "v"}
+
+
+class LatentDiffusionPolicy(Policy, ABC):
+    """A ``UNet2DConditionModel`` (epsilon or v-prediction) as a policy.
+
+    Rollouts space their timesteps "trailing", so that they start from pure noise as :meth:`Policy.prior` does.
+
+    Args:
+        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
+        channels_last: lay the network's weights and activations out with the channels last, for faster convolutions
+            on a GPU.
+        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
+    """
+
+    network_name: ClassVar[str] = "unet"
+    solvers: ClassVar[tuple[str, ...]] = VP_SOLVERS
+    sde_solvers: ClassVar[tuple[str, ...]] = VP_SDES
+    path_kind: ClassVar[Literal["flow", "vp"]] = "vp"
+    default_lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    uses_latent_shift: ClassVar[bool] = False
+
+    def __init__(self, checkpoint: str, channels_last: bool = False, **options: Any) -> None:
+        super().__init__(checkpoint, **options)
+        self.channels_last = channels_last
+
+    def adopt(self, pipeline: Any) -> Policy:
+        super().adopt(pipeline)
+        if self.channels_last:
+            from lit_vgrpo.policies.speed import use_channels_last
+
+            use_channels_last(self.network)
+        return self
+
+    def build_path(self) -> VariancePreserving:
+        base = self.pipeline.scheduler
+        kind = base.config.prediction_type
+        if kind not in PREDICTIONS:
+            raise LoadError(
+                f"{self.checkpoint} predicts {kind!r}. {type(self).__name__} takes {' or '.join(PREDICTIONS)}."
+            )
+        # The betas may be rescaled to a zero terminal SNR, which every scheduler does in its own constructor.
+        return VariancePreserving(vp_scheduler("ddim", base).alphas_cumprod, PREDICTIONS[kind])
+
+    def lora_names(self, layers: dict[str, Tensor]) -> dict[str, Tensor]:
+        from diffusers.utils import convert_state_dict_to_diffusers
+
+        return convert_state_dict_to_diffusers(layers)
+
+    def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
+        assert isinstance(self.path, VariancePreserving)
+        if self.channels_last:
+            z = z.contiguous(memory_format=torch.channels_last)
+        return self.network(
+            z,
+            self.path.index(t).clamp(min=0),
+            encoder_hidden_states=cond.tensors["tokens"],
+            added_cond_kwargs=self.added_conditions(z, cond),
+            return_dict=False,
+        )[0]
+
+    @abstractmethod
+    def added_conditions(self, z: Tensor, cond: Conditioning) -> dict[str, Tensor] | None:
+        """What the UNet takes beside the prompt's tokens, or ``None`` for nothing."""
+
+    def scheduler(self, solver: str, steps: int) -> Any:
+        scheduler = vp_scheduler(solver, self.pipeline.scheduler)
+        scheduler.set_timesteps(steps, device=self.device)
+        return scheduler
+
+    def scheduler_times(self, scheduler: Any) -> Tensor:
+        assert isinstance(self.path, VariancePreserving)
+        return self.path.time(scheduler.timesteps)

@@ -1,0 +1,55 @@
+"""How a policy's own diffusers pipeline is told to draw what the policy draws."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from lit_vgrpo.policies.base import Policy
+
+
+def call_of(policy: Policy, prompts: Sequence[str], noise: Tensor, steps: int, guidance: float) -> dict[str, Any]:
+    """The arguments of a loaded policy's pipeline.
+
+    Args:
+        noise: ``z_1`` of each prompt, ``(B, C, h, w)``.
+    """
+    pipeline = policy.pipeline
+    known = inspect.signature(type(pipeline).__call__).parameters
+    own = [name for name in inspect.signature(type(policy)).parameters if name in known]  # max_sequence_length
+    factor = pipeline.vae_scale_factor
+    packed = getattr(pipeline, "_pack_latents", None)  # the FLUX pipelines take latents as tokens
+    scale = "true_cfg_scale" if "true_cfg_scale" in known and not policy.embeds_guidance else "guidance_scale"
+    options: dict[str, Any] = {
+        **{name: getattr(policy, name) for name in own},
+        "prompt": list(prompts),
+        "height": noise.shape[2] * factor,
+        "width": noise.shape[3] * factor,
+        "num_inference_steps": steps,
+        scale: guidance,
+        "latents": noise.clone() if packed is None else packed(noise.clone(), *noise.shape),
+        "output_type": "pt",
+    }
+    options.pop("negative_prompt", None)
+    if not policy.embeds_guidance and (policy.negative_prompt or scale == "true_cfg_scale"):
+        options["negative_prompt"] = [policy.negative_prompt] * len(prompts)
+    return {**options, **policy.pipeline_options}
+
+
+@contextmanager
+def pipeline_with(policy: Policy, solver: str, steps: int) -> Iterator[Any]:
+    """A policy's pipeline with the policy's scheduler, and all of its parts on the network's device."""
+    pipeline, own = policy.pipeline, policy.pipeline.scheduler
+    scheduler = policy.scheduler(solver, steps)
+    if solver != policy.solvers[0]:  # not all others take what a pipeline would set them with
+        scheduler.set_timesteps = lambda num_inference_steps=None, device=None, sigmas=None, mu=None: None
+    try:
+        pipeline.to(policy.device)
+        pipeline.scheduler = scheduler
+        yield pipeline
+    finally:
+        pipeline.scheduler = own

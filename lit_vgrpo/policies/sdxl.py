@@ -1,0 +1,52 @@
+"""Stable Diffusion XL (arXiv 2307.01952), its base model."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.policies.conditioning import Conditioning
+from lit_vgrpo.policies.latent_diffusion import LatentDiffusionPolicy
+
+
+class SDXLPolicy(LatentDiffusionPolicy):
+    """``StableDiffusionXLPipeline`` as a policy on the variance-preserving path.
+
+    The network is told of an uncropped picture of the very size that is drawn, as the pipeline does by default. An
+    empty negative prompt is what the pipeline makes of none: zeros where ``force_zeros_for_empty_prompt`` is set.
+    """
+
+    pipeline_class: ClassVar[str] = "StableDiffusionXLPipeline"
+
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        tokens, _, pooled, _ = self.pipeline.encode_prompt(
+            prompts, device=self.device, num_images_per_prompt=1, do_classifier_free_guidance=False
+        )
+        return {"tokens": tokens, "pooled": pooled}
+
+    def encode_negative(self) -> dict[str, Tensor]:
+        _, tokens, _, pooled = self.pipeline.encode_prompt(
+            [""],
+            device=self.device,
+            num_images_per_prompt=1,
+            do_classifier_free_guidance=True,
+            negative_prompt=self.negative_prompt or None,
+        )
+        return {"tokens": tokens, "pooled": pooled}
+
+    def added_conditions(self, z: Tensor, cond: Conditioning) -> dict[str, Tensor]:
+        factor = self.pipeline.vae_scale_factor
+        height, width = (side * factor for side in z.shape[-2:])
+        # original size, top left corner of the crop, target size
+        sizes = torch.tensor([[height, width, 0, 0, height, width]], dtype=torch.float32, device=z.device)
+        return {"text_embeds": cond.tensors["pooled"], "time_ids": sizes.expand(len(z), -1)}
+
+    def _latent_affine(self) -> tuple[Any, Any]:
+        config = self.pipeline.vae.config
+        mean, std = config.get("latents_mean"), config.get("latents_std")
+        if mean is None or std is None:
+            return super()._latent_affine()
+        mean, std = (torch.tensor(values, device=self.device).reshape(1, -1, 1, 1) for values in (mean, std))
+        return config.scaling_factor / std, mean

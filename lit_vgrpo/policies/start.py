@@ -1,0 +1,95 @@
+"""Weights of an earlier run, from which a new one starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lit_vgrpo.errors import UserError, report
+from lit_vgrpo.hub import LoadError
+from lit_vgrpo.paths import resolve_path
+
+if TYPE_CHECKING:
+    from lit_vgrpo.policies.base import Policy
+    from lit_vgrpo.saved_weights import SavedWeights
+
+# What reads checkpoints needs Lightning, which a policy does not: it is imported where it is used.
+
+
+def start_fault(start_from: str, start_weights: str) -> str | None:
+    """Why a run cannot start from an earlier one's weights, found without reading them; ``None`` where it can.
+
+    Args:
+        start_from: a run folder or a checkpoint.
+        start_weights: ``"trained"`` or ``"ema"``.
+    """
+    try:
+        _saved(start_from, start_weights, thorough=False)
+    except (LoadError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def load_start(policy: Policy) -> None:
+    """Put the trained weights of the run that a policy starts from in place of its own; none without such a run.
+
+    Raises:
+        LoadError: there is no such run, or it trained other weights.
+    """
+    if policy.start_from is None:
+        return
+    saved, variant = _saved(policy.start_from, policy.start_weights, thorough=True)
+    difference = saved.difference(variant, policy)
+    if difference is not None:
+        raise LoadError(
+            f"model.policy.start_from={policy.start_from} trained other weights: {difference} Give lora_rank, "
+            "lora_targets and train_only as there; or start from its weights as a pipeline: "
+            "lightning export RUN --to DIR [--merge], then model.policy.checkpoint=DIR."
+        )
+    alpha = saved.policy_options.get("lora_alpha") or saved.policy_options.get("lora_rank")
+    if policy.lora_rank is not None and alpha not in (None, policy.lora_alpha):
+        raise LoadError(
+            f"model.policy.start_from={policy.start_from} trained with lora_alpha={alpha}, this run has "
+            f"{policy.lora_alpha}: the same adapter would count {policy.lora_alpha / alpha:g} times as much. "
+            f"Set model.policy.lora_alpha={alpha}."
+        )
+    saved.put_into(policy, variant)
+
+
+def _saved(start_from: str, start_weights: str, thorough: bool) -> tuple[SavedWeights, str]:
+    """The checkpoint that a run starts from, and which of its weights are meant.
+
+    Args:
+        thorough: make sure that every byte is as it was written, for which all are read, and say what was skipped.
+
+    Raises:
+        LoadError: it cannot be used.
+    """
+    from lit_vgrpo.saved_run import find_run, last_good
+    from lit_vgrpo.saved_weights import AVERAGE, TRAINED, SavedWeights
+
+    path = resolve_path(start_from)
+    variant = {"trained": TRAINED, "ema": AVERAGE}[start_weights]
+    try:
+        if not (path.is_file() and path.suffix == ".ckpt"):
+            run, _ = find_run(str(path))
+            path = last_good(run, _say_on_first if thorough else _say_nothing, thorough)
+        saved = SavedWeights.read(path)
+    except UserError as error:
+        raise LoadError(f"model.policy.start_from: {error}") from error
+    if variant not in saved.tensors:
+        raise LoadError(
+            f"model.policy.start_weights=ema, but {path} holds no average: that run had no EMA callback. "
+            "Set start_weights=trained."
+        )
+    return saved, variant
+
+
+def _say_on_first(line: str) -> None:
+    from lit_vgrpo.run_folder import is_first_process
+
+    if is_first_process():
+        report([line])
+
+
+def _say_nothing(line: str) -> None:
+    pass

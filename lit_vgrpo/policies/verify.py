@@ -1,0 +1,96 @@
+"""Tries a policy class on a checkpoint: ``python -m lit_vgrpo.policies.verify my_models.MyPolicy checkpoint=FOLDER``.
+
+One line a check. The options are those of ``model.policy`` in a recipe; without ``lora_rank`` or ``train_only`` an
+adapter of rank 4 is what is trained. It computes in float32, on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from lit_vgrpo.errors import UserError, one_line, report
+from lit_vgrpo.hub import LoadError
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.checks import Broken, checks_of
+
+USAGE = "usage: python -m lit_vgrpo.policies.verify CLASS checkpoint=FOLDER_OR_HUB_NAME [option=value ...]"
+ADAPTER = "lora_rank=4"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run all checks on a policy.
+
+    Args:
+        words: ``my_models.MyPolicy checkpoint=/a/folder height=512``; ``None`` reads the command line.
+
+    Returns:
+        0, 1 where a check fails, 2 for a mistake in the words.
+    """
+    words = sys.argv[1:] if words is None else list(words)
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE, file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    try:
+        policy = build_policy(words)
+        policy.load()
+    except UserError as error:
+        report(error.faults)
+        return 2
+    except LoadError as error:
+        report([str(error)])
+        return 2
+    if torch.cuda.is_available():
+        torch.backends.cudnn.allow_tf32 = False  # coarser than the differences that are looked for
+        policy.to("cuda")
+    return 1 if run_checks(policy) else 0
+
+
+def build_policy(words: Sequence[str]) -> Policy:
+    """Build a policy, without loading it, from its class and its options.
+
+    Raises:
+        UserError: with every fault of what was typed.
+    """
+    from lit_vgrpo import policies  # noqa: F401  imported so that its classes go by short names
+    from lit_vgrpo.paths import import_from_here
+    from lit_vgrpo.recipe import apply_override
+    from lit_vgrpo.recipe_part import built_part
+
+    import_from_here()
+    tree = {"policy": {"class_path": words[0]}}
+    options = list(words[1:])
+    if not any(word.startswith(("lora_rank=", "train_only=")) for word in options):
+        options.append(ADAPTER)
+    for word in options:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise UserError(f"{word} is no option of a policy. Options are written key=value.")
+        apply_override(tree, f"policy.{key}", text)
+    policy = built_part(tree, "policy", Policy)
+    if policy.dtype != torch.float32:
+        raise UserError("dtype is not float32: pictures are compared to float error. Leave it out.")
+    return policy
+
+
+def run_checks(policy: Policy) -> int:
+    """Print a line for every check of a loaded policy; the number of those that fail."""
+    failed = 0
+    for shown, check in checks_of(policy):
+        try:
+            mark, said = "ok", check(policy)
+        except Broken as fault:
+            mark, said = "NO", str(fault)
+        except Exception as error:  # a family's own code, and the pipeline's, may raise anything
+            mark, said = "NO", f"{type(error).__name__}: {error}"
+        failed += mark == "NO"
+        print(f"{mark}  {shown}: {one_line(said)}", flush=True)
+    name = type(policy).__name__
+    print(f"{failed} of the checks fail." if failed else f"{name} draws and trains as {policy.pipeline_class} does.")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""``lightning sample``: images of a run's weights for prompts of one's own."""

@@ -1,0 +1,70 @@
+"""A folder that a verb is asked to write to: a new one, whole or not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from lit_vgrpo.checkpoint_file import DRAFT_PREFIX, sync_folder
+from lit_vgrpo.errors import UserError, one_line
+
+
+def vacant_folder(text: str, option: str) -> Path:
+    """The folder that an option names.
+
+    Raises:
+        UserError: something lies there already.
+    """
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        fault = "is not empty" if any(folder.iterdir()) else None
+    else:
+        fault = "is a file" if folder.exists() or folder.is_symlink() else None
+    if fault is not None:
+        raise UserError(f"{option} {text} {fault}, and nothing is overwritten. Name a new folder.")
+    return folder
+
+
+@contextmanager
+def written_whole(folder: Path, option: str) -> Iterator[Path]:
+    """A draft beside a vacant folder, which takes its place at the end of the block.
+
+    Where the block raises, the draft is removed; where the process is killed, it is left under a name of its own.
+
+    Raises:
+        UserError: the disk is full, or does not let itself be written to.
+    """
+    target = folder.resolve()
+    draft = target.with_name(f"{DRAFT_PREFIX}{target.name}-{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
+        yield draft
+        _finish(draft)
+        if target.is_dir():
+            target.rmdir()  # an empty one; elsewhere than on POSIX a rename does not replace it
+        os.rename(draft, target)
+        sync_folder(target.parent)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+        raise UserError(f"Cannot write {folder}: {reason}. Name another place: {option} DIR.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _finish(folder: Path) -> None:
+    """Wait until all files are on the disk, readable for whom the folder is: safetensors makes private ones."""
+    mode = folder.stat().st_mode & 0o666
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            path.chmod(mode)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)

@@ -1,0 +1,26 @@
+"""Run as a script: draws with exported weights, using diffusers alone. ``python plain_diffusers.py JOBS.json``."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+
+def main(path):
+    for job in json.loads(Path(path).read_text()):
+        scope = {}
+        exec("\n".join(job["lines"]), scope)  # the very lines that the command printed
+        pipe = scope["pipe"]
+        pipe.set_progress_bar_config(disable=True)
+        if job["scheduler"]:
+            scheduler = getattr(scope["diffusers"], job["scheduler"].pop("class"))
+            pipe.scheduler = scheduler.from_config(pipe.scheduler.config, **job["scheduler"])
+        noise = torch.load(job["latents"])
+        torch.save(pipe(latents=noise, output_type="pt", **job["call"]).images[0], job["image"])
+    # What was exported needs nothing of ours.
+    assert not [name for name in sys.modules if name.startswith("lit_vgrpo")]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,323 @@
+"""What every model family must do, as functions that a test of any family calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor
+
+from lit_vgrpo.hub import LoadError
+from lit_vgrpo.policies import Conditioning, Policy
+from lit_vgrpo.rollout import RolloutSpec, image_generators, sample
+from lit_vgrpo.snapshots import trainable_parameters
+
+PROMPTS = ["a red circle on the left", "a blue square on the right", "a green triangle", "a red square at the top"]
+NEGATIVE = "a blue square"
+HEIGHT, WIDTH = 24, 32  # not square, so that a swap of the two shows
+
+
+def classifier_free(guidance: float, negative: str) -> dict[str, Any]:
+    """How most pipelines are told of guidance, for the first two prompts."""
+    return {"guidance_scale": guidance, "negative_prompt": [negative] * 2 if negative else None}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A policy class and a small folder of its pipeline.
+
+    Args:
+        policy_class: what is tested.
+        folder: a pipeline folder that loads in less than a second.
+        options: of every policy that is made.
+        guidance: the pipeline's arguments for a scale and a negative prompt, ``""`` for none.
+        pack: image-like latents as the pipeline's call takes them.
+        prompt_limit: tokens of a prompt that the encoder sees which limits its length.
+        limited_by: how that encoder's class name starts.
+        train_only: a pattern that matches some of the network's weights.
+        idle: patterns of weights that no output depends on.
+    """
+
+    policy_class: type[Policy]
+    folder: Path
+    options: dict[str, Any] = field(default_factory=dict)
+    guidance: Callable[[float, str], dict[str, Any]] = classifier_free
+    pack: Callable[[Tensor], Tensor] = lambda z: z
+    prompt_limit: int = 12
+    limited_by: str = ""
+    train_only: str = "*attn*to_q*"
+    idle: tuple[str, ...] = ()
+
+    def load(self, **options: Any) -> Policy:
+        """A policy of its own for a test that changes it."""
+        sizes = {"height": HEIGHT, "width": WIDTH}
+        return self.policy_class(str(self.folder), **{**sizes, **self.options, **options}).load()
+
+    @cached_property
+    def shared(self) -> Policy:
+        """A policy that no test changes."""
+        return self.load()
+
+    @cached_property
+    def shared_with_negative(self) -> Policy:
+        return self.load(negative_prompt=NEGATIVE)
+
+    @cached_property
+    def shared_pipeline(self) -> Any:
+        """A pipeline of which tests change the scheduler alone."""
+        return self.pipeline()
+
+    def pipeline(self) -> Any:
+        """The same weights, as plain diffusers loads them."""
+        kind = getattr(diffusers, self.policy_class.pipeline_class)
+        pipeline = kind.from_pretrained(self.folder, **self.shared.null_components(self.folder))
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+
+def inputs(policy: Policy, size: int = 2) -> tuple[Tensor, Tensor, Conditioning]:
+    """Noise, times and prompts of a small batch."""
+    noise = policy.prior(image_generators(1, 0, 0, list(range(size))))
+    return noise, torch.linspace(0.2, 0.9, size), policy.encode(PROMPTS[:size])
+
+
+def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, negative: bool = False) -> None:
+    """The same noise becomes the same image as in the diffusers pipeline."""
+    policy = family.shared_with_negative if negative else family.shared
+    noise, _, cond = inputs(policy)
+    latents, times = sample(policy, cond, torch.arange(2), RolloutSpec(solver, 3, guidance), noise)
+    assert len(times) == 3
+    pipeline = family.shared_pipeline
+    pipeline.scheduler = policy.scheduler(solver, 3)
+    if solver != policy.solvers[0]:  # of other solvers not all take what the pipeline would set them with
+        pipeline.scheduler.set_timesteps = _keep_times
+    length = {name: value for name, value in family.options.items() if name == "max_sequence_length"}
+    images = pipeline(
+        PROMPTS[:2],
+        num_inference_steps=3,
+        latents=family.pack(noise.clone()),
+        output_type="pt",
+        height=HEIGHT,
+        width=WIDTH,
+        **family.guidance(guidance, NEGATIVE if negative else ""),
+        **length,
+    ).images
+    assert images.shape == (2, 3, HEIGHT, WIDTH)
+    torch.testing.assert_close(policy.decode(latents), images, rtol=1e-3, atol=1e-4)
+
+
+def _keep_times(num_inference_steps=None, device=None, sigmas=None, mu=None):
+    """Stands in for a scheduler's ``set_timesteps`` where the policy has set them."""
+
+
+def unknown_solvers_are_refused(family: Family) -> None:
+    for solver in {"euler", "dpm++", "unipc", "ddim", "heun"} - set(family.shared.solvers):
+        with pytest.raises(ValueError, match="does not exist on the"):
+            family.shared.scheduler(solver, 3)
+
+
+def gradient_reaches_exactly_the_trained_weights(family: Family, **trained: Any) -> None:
+    """Full weights, an adapter (``lora_rank``) or some names (``train_only``)."""
+    policy = family.load(**trained).train()
+    names = [name.removeprefix("network.") for name, _ in policy.named_parameters()]
+    if "lora_rank" in trained:
+        expected = {name for name in names if ".lora_" in name}
+    else:
+        patterns = trained.get("train_only", ["*"])
+        expected = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    assert expected
+    assert {name.removeprefix("network.") for name in trainable_parameters(policy)} == expected
+
+    noise, t, cond = inputs(policy)
+    policy(noise, t, cond).square().mean().backward()
+    gradients = {name: p.grad for name, p in policy.network.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected
+    # A of an adapter gets a gradient once B is not zero
+    zero = {name for name, gradient in gradients.items() if not gradient.any() and ".lora_A." not in name}
+    assert zero == {
+        name for name in expected if any(fnmatchcase(name, idle) for idle in family.idle) and ".lora_A." not in name
+    }
+
+    assert not any(module.training for module in policy.modules())
+    for helper in policy.helpers():
+        assert not any(module.training for module in helper.modules())
+        assert not any(parameter.requires_grad or parameter.grad is not None for parameter in helper.parameters())
+    assert {name.split(".")[0] for name in policy.state_dict()} == {"network"}
+
+
+def checkpointing_changes_no_gradient(family: Family) -> None:
+    policies = family.load(lora_rank=2), family.load(lora_rank=2, gradient_checkpointing=True)
+    for policy in policies:
+        policy(*inputs(policy), 2.0).square().mean().backward()
+    plain, cheap = (trainable_parameters(policy) for policy in policies)
+    assert policies[1].network.is_gradient_checkpointing
+    for name, parameter in plain.items():
+        torch.testing.assert_close(cheap[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def a_fresh_adapter_changes_nothing(family: Family) -> None:
+    adapted = family.load(lora_rank=4, lora_alpha=8)
+    with torch.no_grad():
+        prediction = adapted(*inputs(adapted))
+        torch.testing.assert_close(prediction, family.shared(*inputs(family.shared)), rtol=1e-5, atol=1e-6)
+
+
+def a_row_does_not_depend_on_its_batch(family: Family) -> None:
+    """A batch of one is the row of a batch of four up to float error, prompts included."""
+    policy = family.shared
+    noise, t, cond = inputs(policy, 4)
+    guidances = (1.0, 3.0)
+    with torch.no_grad():
+        for guidance in guidances:
+            four = policy(noise, t, cond, guidance)
+            for i, prompt in enumerate(PROMPTS):
+                one = policy(noise[i : i + 1], t[i : i + 1], policy.encode([prompt]), guidance)
+                torch.testing.assert_close(one, four[i : i + 1], rtol=1e-4, atol=1e-5)
+    assert (four[0] - four[1]).abs().max() > 1e-3
+
+
+def noise_depends_on_the_image_number_alone(family: Family) -> None:
+    many, one = (family.shared.prior(image_generators(1, 0, 5, ids)) for ids in ([3, 4, 5], [4]))
+    assert torch.equal(many[1:2], one)
+
+
+def prompts_and_guidance_count(family: Family) -> None:
+    """Each input of the network reaches its output, and guidance costs what the policy says."""
+    policy = family.shared
+    noise, t, cond = inputs(policy)
+    passes = _count_passes(policy)
+    with torch.no_grad(), passes as rows:
+        plain = policy(noise, t, cond)
+        other_prompt = policy(noise, t, policy.encode(PROMPTS[2:4]))
+        other_time = policy(noise, t / 2, cond)
+        assert rows == [2, 2, 2]
+        guided = policy(noise, t, cond, 3.0)
+        assert sum(rows[3:]) == 2 * policy.guidance_factor(3.0)
+    for other in (other_prompt, other_time, guided):
+        assert (other - plain).abs().amax(dim=(1, 2, 3)).min() > 1e-4
+
+
+class _count_passes:
+    """The number of rows in each call of a policy's network."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.network, self.rows = policy.network, []
+
+    def __enter__(self) -> list[int]:
+        self.hook = self.network.register_forward_hook(lambda *call: self.rows.append(len(call[-1][0])))
+        return self.rows
+
+    def __exit__(self, *_: object) -> None:
+        self.hook.remove()
+
+
+def a_negative_prompt_counts_with_guidance_alone(family: Family) -> None:
+    if family.shared.embeds_guidance:
+        with pytest.raises(LoadError, match=rf"negative_prompt='{NEGATIVE}' has no effect.*Leave it out"):
+            family.load(negative_prompt=NEGATIVE)
+        return
+    plain, negative = family.shared, family.shared_with_negative
+    given = inputs(plain)
+    with torch.no_grad():
+        assert torch.equal(plain(*given), negative(*given))
+        assert (plain(*given, 3.0) - negative(*given, 3.0)).abs().max() > 1e-4
+
+
+def long_prompts_are_cut_with_one_warning(family: Family) -> None:
+    policy, limit = family.load(), family.prompt_limit
+    long = "a red circle on the left " * 12
+    said = rf"1 of 2 prompts are longer than the {limit} tokens of {family.limited_by}\w*, which sees only their start"
+    with pytest.warns(UserWarning, match=said) as caught:
+        policy.encode([PROMPTS[0], long])
+        cut = policy.encode([long])
+    assert len([w for w in caught if "longer than" in str(w.message)]) == 1
+    for name, value in policy.encode([long + "with a blue square below it"]).tensors.items():
+        assert torch.equal(value, cut.tensors[name]), name
+
+
+def bfloat16_keeps_trained_weights_in_float32(family: Family) -> None:
+    """The network computes in bfloat16, what is trained and all around it stays in float32."""
+    policy = family.load(lora_rank=2, dtype="bfloat16")
+    assert {p.dtype for p in trainable_parameters(policy).values()} == {torch.float32}
+    assert {p.dtype for p in policy.network.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert {p.dtype for p in policy.pipeline.vae.parameters()} == {torch.float32}
+    noise, t, cond = inputs(policy)
+    assert {value.dtype for value in cond.tensors.values()} == {torch.float32}
+    prediction = policy(noise, t, cond, 2.0)
+    assert prediction.dtype == torch.float32
+    exact = family.shared(*inputs(family.shared), 2.0)
+    error = (prediction - exact).norm() / exact.norm()
+    assert 1e-4 < error < 0.1
+    assert policy.decode(noise).dtype == torch.float32
+    prediction.mean().backward()
+
+
+def helpers_follow_the_network_to_its_device(family: Family) -> None:
+    """On the ``meta`` device, which refuses every tensor that stays behind."""
+    policy = family.load(lora_rank=2).to("meta")
+    policy.autocast = nullcontext  # torch has none for this device
+    assert policy.device.type == "meta"
+    noise, _, cond = inputs(policy)
+    t = torch.tensor([0.2, 0.9], device="meta")
+    for tensor in (noise, *cond.tensors.values(), policy.decode(noise)):
+        assert tensor.device.type == "meta"
+    for guidance in (1.0, 3.0):
+        prediction = policy(noise, t, cond, guidance)
+        assert (prediction.device.type, prediction.shape) == ("meta", noise.shape)
+    assert {p.device.type for helper in policy.helpers() for p in helper.parameters()} == {"meta"}
+
+
+def decode_and_encode_are_inverse_up_to_the_vae(family: Family) -> None:
+    policy = family.shared
+    images = policy.decode(inputs(policy)[0])
+    assert images.shape == (2, 3, HEIGHT, WIDTH)
+    assert (images.min() >= 0, images.max() <= 1) == (True, True)
+    assert policy.encode_images(images).shape == (2, *policy.latent_shape)
+
+
+def trained_weights_are_saved_as_a_pipeline(family: Family, folder: Path, **trained: Any) -> None:
+    policy = family.load(**trained)
+    with torch.no_grad():
+        for parameter in trainable_parameters(policy).values():
+            parameter.add_(0.1)
+    policy.save(folder)
+    sizes = {"height": HEIGHT, "width": WIDTH}
+    again = family.policy_class(str(folder), **{**sizes, **family.options}).load()
+    for (name, saved), (_, kept) in zip(again.named_parameters(), policy.named_parameters(), strict=True):
+        assert torch.equal(saved, kept), name
+    with torch.no_grad():
+        torch.testing.assert_close(again(*inputs(again)), policy(*inputs(policy)), rtol=1e-4, atol=1e-5)
+
+
+def an_adapter_is_saved_so_that_the_pipeline_loads_it(family: Family, folder: Path) -> None:
+    policy = family.load(lora_rank=2, lora_alpha=4)
+    with torch.no_grad():
+        for name, parameter in trainable_parameters(policy).items():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    policy.save(folder)
+    pipeline = family.pipeline()
+    pipeline.load_lora_weights(str(folder))
+    sizes = {"height": HEIGHT, "width": WIDTH}
+    other = family.policy_class(str(family.folder), **{**sizes, **family.options}).adopt(pipeline)
+    with torch.no_grad():
+        trained = policy(*inputs(policy))
+        torch.testing.assert_close(other(*inputs(other)), trained, rtol=1e-4, atol=1e-5)
+        assert (family.shared(*inputs(family.shared)) - trained).abs().max() > 1e-3
+
+
+def draws_pictures_of(family: Family, height: int, width: int) -> None:
+    """Samples, decodes and trains at a size."""
+    policy = family.load(height=height, width=width)
+    noise, t, cond = inputs(policy)
+    latents, _ = sample(policy, cond, torch.arange(2), RolloutSpec(policy.solvers[0], 2), noise)
+    assert policy.decode(latents).shape == (2, 3, height, width)
+    policy(noise, t, cond).mean().backward()

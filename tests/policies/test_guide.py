@@ -1,0 +1,154 @@
+"""The example of docs/add_a_policy.md, built from its text: a family that the package lacks."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from policies import contract
+from policies.tiny_lumina2 import build_lumina2
+
+from lit_vgrpo.check import check
+from lit_vgrpo.cli import run
+from lit_vgrpo.policies import verify
+from lit_vgrpo.policies.checks import Broken, checks_of
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "add_a_policy.md").read_text()
+OPTIONS = {"max_sequence_length": 48, "height": 32, "width": 48}
+
+
+@pytest.fixture(scope="module")
+def code():
+    (block,) = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+    return block
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_lumina2(tmp_path_factory.mktemp("lumina2"))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, code):
+    """A folder with the guide's file, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_models.py").write_text(code)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the folder there
+    yield tmp_path
+    sys.modules.pop("my_models", None)
+    importlib.invalidate_caches()
+
+
+def policy_class(code):
+    names = {"__name__": "guide"}
+    exec(code, names)
+    return names["Lumina2Policy"]
+
+
+@pytest.fixture(scope="module")
+def family(code, folder):
+    def guided(scale, negative):
+        return {**contract.classifier_free(scale, negative), "cfg_normalization": False}
+
+    return contract.Family(policy_class(code), folder, OPTIONS, guidance=guided, prompt_limit=19, limited_by="Gemma2")
+
+
+def test_the_file_is_short(code):
+    assert code.count("\n") <= 100
+
+
+def test_the_command_finds_nothing_wrong(here, folder, capsys):
+    words = [f"{name}={value}" for name, value in OPTIONS.items()]
+    assert verify.main(["my_models.Lumina2Policy", f"checkpoint={folder}", *words]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("ok  ") for line in lines)
+    assert len(lines) == 14
+    assert last == "Lumina2Policy draws and trains as Lumina2Pipeline does."
+
+
+SAME_PICTURE = "the pipeline draws the same picture: "
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "found"),
+    [
+        ("timestep=1 - t", "timestep=t", f"{SAME_PICTURE}euler, guidance 1"),
+        ("return -prediction", "return prediction", f"{SAME_PICTURE}unipc, guidance 1"),
+        ('"mask": mask}\n\n    def enc', '"mask": mask * 0 + 1}\n\n    def enc', f"{SAME_PICTURE}euler, guidance 1"),
+        ("def encode_negative", "def _encode_negative", f"{SAME_PICTURE}euler, guidance 3"),
+        ('pipeline_options = {"cfg', 'unused = {"cfg', f"{SAME_PICTURE}dpm++, guidance 3"),
+        ('"flow"', '"flow"\n    uses_latent_shift = False', f"{SAME_PICTURE}euler, guidance 1"),
+        ("return (scheduler.timesteps", "return 1000 * (scheduler.timesteps", "times lie in (0, 1] and fall"),
+        ("timestep=1 - t", "timestep=t * 0", "noise, time and prompt reach the prediction"),
+    ],
+    ids=["time", "sign", "mask", "negative", "guidance", "shift", "units", "dropped"],
+)
+def test_a_mistake_is_found(code, folder, right, wrong, found):
+    assert right in code
+    policy = policy_class(code.replace(right, wrong))(str(folder), lora_rank=2, **OPTIONS).load()
+    with pytest.raises(Broken):
+        dict(checks_of(policy))[found](policy)
+
+
+def test_a_path_the_other_way_is_found(code, folder):
+    """What the pipeline's pictures cannot show: rollouts would be right and the loss wrong."""
+    turned = code.replace("return -prediction", "return prediction").replace(
+        "return flow_scheduler(", "return turned(flow_scheduler("
+    )
+    turned = turned.replace("sigmas.tolist())", "sigmas.tolist()))") + (
+        "\n\ndef turned(scheduler):\n"
+        "    step = scheduler.step\n"
+        "    scheduler.step = lambda v, *args, **options: step(-v, *args, **options)\n"
+        "    return scheduler\n"
+    )
+    policy = policy_class(turned)(str(folder), **OPTIONS).load()
+    with pytest.raises(Broken, match="build_path is another path"):
+        dict(checks_of(policy))["the path agrees with the solver's last step"](policy)
+
+
+@pytest.mark.parametrize("trained", [{"lora_rank": 2}, {}], ids=["adapter", "full"])
+def test_the_checks_leave_the_policy_as_it_was(code, folder, trained):
+    policy = policy_class(code)(str(folder), **trained, **OPTIONS).load()
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    for shown, measure in list(checks_of(policy))[-3:]:
+        assert measure(policy), shown
+    after = policy.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        contract.bfloat16_keeps_trained_weights_in_float32,
+        contract.long_prompts_are_cut_with_one_warning,
+        contract.a_negative_prompt_counts_with_guidance_alone,
+    ],
+    ids=lambda part: part.__name__,
+)
+def test_the_contract_holds(monkeypatch, family, part):
+    monkeypatch.setattr(contract, "HEIGHT", 32)
+    monkeypatch.setattr(contract, "WIDTH", 48)
+    part(family)
+
+
+def test_one_iteration_through_the_command(here, folder, capsys):
+    (block,) = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
+    recipe = yaml.safe_load(block)
+    recipe["model"]["policy"]["init_args"] |= {**OPTIONS, "checkpoint": str(folder), "dtype": "float32"}
+    recipe["model"]["reward"] = "JPEGCompressibility"
+    recipe["trainer"] = {"max_epochs": 1, "accelerator": "cpu", "devices": 1}
+    recipe["data"] = {
+        "train": "shipped:prompts/shapes_train.jsonl",
+        "heldout": "shipped:prompts/shapes_heldout.jsonl",
+        **{"heldout_limit": 1, "prompts_per_iteration": 1, "group_size": 2, "micro_batch_size": 2},
+    }
+    Path("mine.yaml").write_text(yaml.safe_dump(recipe))
+    assert check(["mine.yaml"]) == 0
+    assert "memory: not estimated, shapes in Lumina2Pipeline depend on the prompts" in capsys.readouterr().out
+    assert run(["mine.yaml", "model.objective.rollout.steps=2", "model.objective.num_mc_samples=2", "run_dir=out"]) == 0
+    assert yaml.safe_load(Path("out/config.yaml").read_text())["model"]["policy"]["class_path"].startswith("my_models.")
+    assert Path("out/checkpoints/last.ckpt").is_file()

@@ -1,0 +1,261 @@
+"""Embeddings through the cache, and text encoders that wait on the CPU; on every family's small pipeline."""
+
+import shutil
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from lit_vgrpo.hub import LoadError
+from lit_vgrpo.policies import SD3Policy
+from lit_vgrpo.policies.fingerprint import encoder_fingerprint
+from lit_vgrpo.policies.placement import placed
+from lit_vgrpo.tiny.shapes import render
+
+A, B, C = "a red circle on the left", "a blue square on the right", "a green triangle"
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def equal(one, other):
+    return one.tensors.keys() == other.tensors.keys() and all(
+        torch.equal(value, other.tensors[name]) for name, value in one.tensors.items()
+    )
+
+
+@contextmanager
+def prompts_encoded(policy):
+    """How many rows each pass of the first text encoder had."""
+    sizes = []
+    hook = policy.pipeline.text_encoder.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(len(args[0] if args else kwargs["input_ids"])), with_kwargs=True
+    )
+    yield sizes
+    hook.remove()
+
+
+def without_encoders(policy):
+    """The same policy, whose encoders can neither compute nor be moved."""
+    for encoder in policy.encoders():
+        encoder.to(META)
+    return policy
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cold_cache_changes_no_bit_and_a_warm_one_needs_no_encoder(families, tmp_path):
+    for name in ("sd3_t5", "sdxl", "flux"):
+        family = families(name)
+        plain = family.shared.encode([A, B])
+        policy = family.load(embedding_cache=str(tmp_path))
+        assert equal(policy.encode([A, B]), plain)
+        with prompts_encoded(policy) as sizes:
+            assert equal(policy.encode([B, A]), plain.select(torch.tensor([1, 0])))
+        assert not sizes
+        assert equal(without_encoders(policy).encode([B]), plain.select(torch.tensor([1])))
+
+
+def test_another_run_finds_what_the_first_has_kept(families, tmp_path):
+    family, options = families("unet_eps"), {"embedding_cache": str(tmp_path), "dtype": "bfloat16"}
+    kept = family.load(**options).encode([A, B, C])
+    again = family.load(**options)
+    with prompts_encoded(again) as sizes:
+        assert equal(again.encode([C, A]), kept.select(torch.tensor([2, 0])))
+    assert not sizes
+    assert {value.dtype for value in kept.tensors.values()} == {torch.float32}
+
+
+def test_only_what_is_missing_is_encoded_and_each_prompt_once(families, tmp_path):
+    family = families("unet_eps")
+    for policy in (family.load(), family.load(embedding_cache=str(tmp_path))):
+        with prompts_encoded(policy) as sizes:
+            rows = policy.encode([A, B, A, A])
+            assert sizes == [2]
+            assert equal(rows, policy.encode([A, B]).select(torch.tensor([0, 1, 0, 0])))
+    with prompts_encoded(policy) as sizes:
+        mixed = policy.encode([C, A, C, B])
+        assert sizes == [1]
+    torch.testing.assert_close(mixed.tensors, family.shared.encode([C, A, C, B]).tensors)
+
+
+def test_the_negative_prompt_is_kept_apart_from_the_prompts(families, tmp_path):
+    family = families("sdxl")
+    policy = family.load(embedding_cache=str(tmp_path))
+    empty, negative = policy.encode([""]), policy.negative()
+    assert not negative.tensors["tokens"].any()  # what this family's pipeline makes of none
+    assert empty.tensors["tokens"].any()
+    again = family.load(embedding_cache=str(tmp_path))
+    with prompts_encoded(again) as sizes:
+        assert equal(again.encode([""]), empty)
+        assert equal(again.negative(), negative)
+    assert not sizes
+
+
+def test_a_folder_that_cannot_be_used_costs_a_warning_and_no_more(families, tmp_path):
+    (tmp_path / "file").touch()
+    policy = families("unet_eps").load(embedding_cache=str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="Cannot keep embeddings in "):
+        assert equal(policy.encode([A, B]), families("unet_eps").shared.encode([A, B]))
+
+
+def test_a_cache_of_no_size_is_refused(families):
+    with pytest.raises(ValueError, match="embedding_cache_gb=0 keeps nothing"):
+        families("sd3").load(embedding_cache_gb=0)
+
+
+# --- whose embeddings they are ----------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_is_of_the_encoders_and_not_of_where_they_lie(families, tmp_path):
+    family = families("sd3_t5")
+    first = encoder_fingerprint(family.shared)
+    folder = shutil.copytree(family.folder, tmp_path / "elsewhere")
+    policy = type(family.shared)(str(folder), max_sequence_length=8, lora_rank=2, height=16, width=16).load()
+    assert encoder_fingerprint(policy) == first
+    policy.encode([A])  # tokenizers remember how they were last asked to fill up
+    assert encoder_fingerprint(policy) == first
+
+
+def reweigh(policy):
+    with torch.no_grad():
+        for parameter in policy.pipeline.text_encoder_2.parameters():
+            parameter.add_(1e-3)
+
+
+def reconfigure(policy):
+    policy.pipeline.text_encoder.config.hidden_act = "gelu"
+
+
+def add_word(policy):
+    policy.pipeline.tokenizer_2.add_tokens(["chartreuse"])
+
+
+def pad_otherwise(policy):
+    policy.pipeline.tokenizer_2.pad_token = policy.pipeline.tokenizer_2.eos_token
+
+
+def cut_shorter(policy):
+    policy.pipeline.tokenizer.model_max_length = 7
+
+
+@pytest.mark.parametrize("change", [reweigh, reconfigure, add_word, pad_otherwise, cut_shorter])
+def test_the_fingerprint_changes_with_every_part_of_an_encoder(families, change):
+    policy = families("sd3_t5").load()
+    before = encoder_fingerprint(policy)
+    change(policy)
+    assert encoder_fingerprint(policy) != before
+
+
+def test_the_fingerprint_changes_with_the_options_that_matter(families):
+    family = families("sd3_t5")
+    options = [{}, {"dtype": "bfloat16"}, {"max_sequence_length": 5}, {"use_t5": False}]
+    assert len({encoder_fingerprint(family.load(**changed)) for changed in options}) == len(options)
+
+
+# --- where the encoders are -------------------------------------------------------------------------------------------
+
+
+def addresses(modules):
+    return [(name, tensor.data_ptr()) for module in modules for name, tensor in module.state_dict().items()]
+
+
+class Unmovable(torch.Tensor):
+    """What a device without room left does."""
+
+    def to(self, *args, **kwargs):
+        raise RuntimeError("out of memory")
+
+
+def test_modules_are_elsewhere_for_a_while_and_then_their_own_again(families):
+    encoders = families("sd3_t5").shared.encoders()
+    before = addresses(encoders)
+
+    def gather():
+        return [tensor for module in encoders for tensor in (*module.parameters(), *module.buffers())]
+
+    count = len(gather())
+    with placed(encoders, META):
+        assert {tensor.device for tensor in gather()} == {META}
+        assert len(gather()) == count  # T5 has one table under two names
+        assert not any(p.requires_grad for module in encoders for p in module.parameters())
+    assert addresses(encoders) == before
+
+
+def test_modules_come_back_when_something_fails_on_the_way(families):
+    encoders = families("sd3_t5").load().encoders()
+    before = addresses(encoders)
+    encoders[1].register_parameter("broken", nn.Parameter(Unmovable()))
+    with pytest.raises(RuntimeError, match="out of memory"), placed(encoders, META):
+        pass
+    del encoders[1].broken
+    assert addresses(encoders) == before
+
+
+def test_offloaded_encoders_are_with_the_network_only_while_they_encode(families):
+    seen = []
+    for offload in (True, False):
+        policy = families("sd3").load(offload_encoders=offload)
+        policy.network.to(META)  # a second device that every machine has
+        policy.pipeline.text_encoder.register_forward_pre_hook(
+            lambda module, args: seen.append(next(module.parameters()).device)
+        )
+        assert policy.prompt_encoder.encode([A, B]).tensors["tokens"].device == META
+        devices = {p.device for encoder in policy.encoders() for p in encoder.parameters()}
+        assert devices == ({CPU} if offload else {META})
+    assert seen == [META, META]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_with_a_warm_cache_the_encoders_stay_where_they_are(families, tmp_path, offload):
+    options = {"embedding_cache": str(tmp_path), "offload_encoders": offload}
+    families("sd3").load(**options).encode([A, B])
+    policy = families("sd3").load(**options)
+    policy.network.to(META)
+    assert policy.prompt_encoder.encode([A, B]).tensors["tokens"].device == META
+    assert {p.device for encoder in policy.encoders() for p in encoder.parameters()} == {CPU}
+
+
+def test_images_need_the_vae_alone(families):
+    policy = without_encoders(families("sd3").load())
+    latents = torch.zeros(1, *policy.latent_shape)
+    assert policy.encode_images(policy.decode(latents)).shape == latents.shape
+
+
+# --- the VAE ----------------------------------------------------------------------------------------------------------
+
+
+def test_slicing_gives_the_same_images(families):
+    family = families("sd3")
+    policy = family.load(vae_slicing=True)
+    passes = []
+    policy.pipeline.vae.decoder.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
+    latents = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    images = policy.decode(latents)
+    assert passes == [1, 1, 1]
+    torch.testing.assert_close(images, family.shared.decode(latents))
+    torch.testing.assert_close(policy.encode_images(images), family.shared.encode_images(images))
+
+
+def test_tiling_above_the_tiles_size_changes_images_a_little():
+    # a trained VAE, whose tiles look like the picture that they are cut from
+    plain, tiled = (SD3Policy("shipped:assets/tiny_sd3", vae_tiling=tiling).load() for tiling in (False, True))
+    vae = tiled.pipeline.vae
+    vae.tile_sample_min_size, vae.tile_latent_min_size = 16, 4
+    passes = []
+    vae.decoder.register_forward_pre_hook(lambda module, args: passes.append(max(args[0].shape[-2:])))
+    places = [("red", "circle", "on the left"), ("blue", "square", "on the right")]
+    pictures = torch.stack([render(*place, generator=torch.Generator().manual_seed(0)) for place in places])
+    latents = plain.encode_images(pictures)
+    whole, joined = plain.decode(latents), tiled.decode(latents)
+    assert max(passes) == 4
+    assert 0 < (joined - whole).abs().mean() < 0.06
+
+
+@pytest.mark.parametrize("option", ["vae_slicing", "vae_tiling"])
+def test_a_vae_that_can_do_neither_is_named(families, option):
+    pipeline = families("sd3").pipeline()
+    policy = type(families("sd3").shared)("mine", **{option: True})
+    pipeline.vae = nn.Identity()
+    with pytest.raises(LoadError, match=rf"^model.policy.{option}=true: Identity cannot do so. Leave it out.$"):
+        policy.adopt(pipeline)

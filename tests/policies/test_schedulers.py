@@ -1,0 +1,73 @@
+"""The solvers of diffusers, as the policies set them up."""
+
+import diffusers
+import pytest
+import torch
+from policies.contract import HEIGHT, PROMPTS, WIDTH, inputs
+
+from lit_vgrpo.policies.schedulers import dynamic_mu, flow_scheduler, static_shift
+
+STEPS, TOKENS = 8, 1024
+
+
+def base(dynamic=False, **config):
+    return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=dynamic, **config)
+
+
+@pytest.mark.parametrize("solver", ["euler", "dpm++", "unipc"])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_flow_solvers_integrate_a_linear_field_exactly(solver, shift):
+    """With v = eps - x for one known x, every solver must end at that x."""
+    scheduler = flow_scheduler(solver, diffusers.FlowMatchEulerDiscreteScheduler(shift=shift), STEPS, TOKENS)
+    x, z = torch.full((1, 1, 2, 2), 0.7), torch.randn(1, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    for timestep, t in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
+        z = scheduler.step((z - x) / t, timestep, z, return_dict=False)[0]
+    torch.testing.assert_close(z, x, rtol=1e-3, atol=1e-3)
+
+
+def test_a_dynamic_shift_is_linear_in_the_tokens():
+    scheduler = base(dynamic=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096)
+    assert dynamic_mu(scheduler, 256) == pytest.approx(0.5)
+    assert dynamic_mu(scheduler, 4096) == pytest.approx(1.15)
+    assert dynamic_mu(scheduler, 2176) == pytest.approx(0.825)
+    assert dynamic_mu(base(), 256) is None
+
+
+@pytest.mark.parametrize("kind", ["exponential", "linear"])
+@pytest.mark.parametrize("solver", ["dpm++", "unipc"])
+def test_other_solvers_get_the_same_shift_as_the_pipelines_own(solver, kind):
+    scheduler = base(dynamic=True, time_shift_type=kind)
+    mu = dynamic_mu(scheduler, TOKENS)
+    ours = flow_scheduler(solver, scheduler, STEPS, TOKENS)
+    # their own grid of unshifted times, moved by the scheduler of the pipeline
+    grid = flow_scheduler(solver, diffusers.FlowMatchEulerDiscreteScheduler(), STEPS, TOKENS).sigmas[:-1].double()
+    expected = scheduler.time_shift(mu, 1.0, grid)
+    torch.testing.assert_close(ours.sigmas[:-1].double(), expected, rtol=0, atol=1e-5)
+    assert static_shift(scheduler, mu) != 3.0
+
+
+def test_a_fixed_shift_reaches_every_solver():
+    for solver in ("dpm++", "unipc"):
+        assert flow_scheduler(solver, base(), STEPS, TOKENS).config.flow_shift == 3.0
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_a_dynamic_shift_gives_the_pipelines_own_times(families, name):
+    """The pipeline sets its scheduler by itself here, for a picture that is not square."""
+    family = families(name)
+    policy = family.load()
+    config = {**policy.pipeline.scheduler.config, "use_dynamic_shifting": True}
+    policy.pipeline.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
+    policy.pipeline(
+        PROMPTS[:1],
+        num_inference_steps=4,
+        latents=family.pack(inputs(policy, 1)[0]),
+        output_type="latent",
+        height=HEIGHT,
+        width=WIDTH,
+        max_sequence_length=8,
+    )
+    times = policy.scheduler_times(policy.scheduler("euler", 4))
+    torch.testing.assert_close(policy.pipeline.scheduler.timesteps / 1000, times)
+    assert times[0] == 1.0
+    assert times[1] > {"sd3": 0.667, "flux": 0.75}[name] + 0.05  # where it is without a shift

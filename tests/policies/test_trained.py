@@ -1,0 +1,175 @@
+"""What of a network is trained: an adapter, all of it, or the parameters of some names."""
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lit_vgrpo.hub import LoadError
+from lit_vgrpo.policies import SD3Policy, UNetPolicy
+from lit_vgrpo.rollout import image_generators
+from lit_vgrpo.snapshots import Snapshot, trainable_parameters
+
+PROMPTS = ["a red circle on the left", "a blue square on the right"]
+
+
+def sd3(folder, **options):
+    return SD3Policy(str(folder), max_sequence_length=4, **options)
+
+
+def predict(policy):
+    """A prediction ``(2, C, h, w)`` for fixed noise, times and prompts."""
+    noise = policy.prior(image_generators(1, 0, 0, [0, 1]))
+    return policy(noise, torch.tensor([0.3, 0.7]), policy.encode(PROMPTS))
+
+
+def trained_layers(policy):
+    """The layers with an adapter, by their names in the network."""
+    names = trainable_parameters(policy.network)
+    return {name.partition(".lora_")[0] for name in names if ".lora_" in name}
+
+
+# --- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_has_the_rank_and_the_scale_that_were_asked_for(tiny_sd3):
+    policy = sd3(tiny_sd3, lora_rank=3, lora_alpha=12, lora_targets=["attn.to_q"]).load()
+    layer = policy.network.get_submodule("transformer_blocks.0.attn.to_q")
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert (a.shape[0], b.shape[1]) == (3, 3)
+    assert not b.any()
+    with torch.no_grad():
+        b.normal_()
+    x = torch.randn(5, a.shape[1])
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + 12 / 3 * x @ a.T @ b.T, rtol=1e-5, atol=1e-5)
+    assert sd3(tiny_sd3, lora_rank=3).lora_alpha == 3
+
+
+def test_an_adapter_goes_to_the_targets_and_nowhere_else(tiny_sd3):
+    policy = sd3(tiny_sd3, lora_rank=2, lora_targets=["attn.to_q", "ff.net.2"]).load()
+    blocks = [f"transformer_blocks.{number}" for number in range(2)]
+    assert trained_layers(policy) == {f"{block}.{end}" for block in blocks for end in ("attn.to_q", "ff.net.2")}
+    one = sd3(tiny_sd3, lora_rank=2, lora_targets=["transformer_blocks.1.attn.to_q"]).load()
+    assert trained_layers(one) == {"transformer_blocks.1.attn.to_q"}
+    assert all(".attn." in name for name in trained_layers(sd3(tiny_sd3, lora_rank=2).load()))
+
+
+def test_convolutions_take_an_adapter(tiny_unet):
+    policy = UNetPolicy(str(tiny_unet), lora_rank=2, lora_targets=["conv1", "attn2.to_k"]).load()
+    assert any(name.endswith("resnets.0.conv1") for name in trained_layers(policy))
+    assert any(name.endswith("attn2.to_k") for name in trained_layers(policy))
+
+
+def test_the_seed_is_that_of_the_adapter(tiny_sd3):
+    first, again, other = (
+        trainable_parameters(sd3(tiny_sd3, lora_rank=2, init_seed=seed).load()) for seed in (0, 0, 1)
+    )
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    assert not any(torch.equal(tensor, other[name]) for name, tensor in first.items() if "lora_A" in name)
+
+
+@pytest.mark.parametrize(
+    ("target", "meant"),
+    [
+        ("attn.to_qq", "Did you mean attn.to_q?"),
+        ("to_out", "Did you mean attn.to_out.0?"),  # the name of a list of layers, which is no layer
+        ("attn", "Use one of: attn.add_k_proj, attn.add_q_proj, "),
+        ("tn.to_q", "Did you mean attn.to_q?"),  # an ending starts with a whole word
+    ],
+)
+def test_every_target_that_matches_nothing_is_named(tiny_sd3, target, meant):
+    policy = sd3(tiny_sd3, lora_rank=2, lora_targets=["attn.to_k", target])
+    with pytest.raises(LoadError) as caught:
+        policy.load()
+    message = str(caught.value)
+    nothing = "matches nothing in SD3Transformer2DModel."
+    assert message.startswith(f"model.policy.lora_targets: {target!r} {nothing} {meant}")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"lora_rank": 2, "lora_dropout": 0.1}, "lora_dropout=0.1 would make the policy differ from the one that "),
+        ({"lora_rank": 0}, "lora_rank=0 is no rank. Use 1 or more, or null to train the full weights."),
+        ({"lora_rank": 2, "train_only": ["*"]}, "train_only and lora_rank are given: only an adapter is trained then."),
+        (
+            {"train_only": []},
+            "train_only=[] trains nothing. Give patterns such as '*.attn.*', or null",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused_at_once(options, line):
+    with pytest.raises(ValueError, match="^[^\n]*$") as caught:
+        sd3("x", **options)
+    assert str(caught.value).startswith(line)
+
+
+def test_a_dropout_of_zero_is_none():
+    sd3("x", lora_rank=2, lora_dropout=0.0)
+
+
+# --- partial and full ------------------------------------------------------------------------------------------------
+
+
+def test_patterns_choose_the_parameters(tiny_sd3):
+    policy = sd3(tiny_sd3, train_only=["transformer_blocks.1.attn.to_?.weight", "proj_out.*"]).load()
+    letters = [f"transformer_blocks.1.attn.to_{letter}.weight" for letter in "qkv"]
+    assert set(trainable_parameters(policy.network)) == {*letters, "proj_out.weight", "proj_out.bias"}
+    predict(policy).square().mean().backward()
+    for name, parameter in policy.network.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+    assert set(Snapshot(policy).tensors) == {f"network.{name}" for name in trainable_parameters(policy.network)}
+
+
+def test_every_pattern_that_matches_nothing_is_named(tiny_sd3):
+    with pytest.raises(LoadError) as caught:
+        sd3(tiny_sd3, train_only=["*.attn.*", "proj_out.wieght"]).load()
+    assert str(caught.value) == (
+        "model.policy.train_only: 'proj_out.wieght' matches no parameter of SD3Transformer2DModel. Did you mean "
+        "proj_out.weight? Patterns are those of a shell, such as '*.attn.*'."
+    )
+    with pytest.raises(LoadError, match="'attn' matches no parameter"):  # a whole name is compared
+        sd3(tiny_sd3, train_only=["attn"]).load()
+
+
+@pytest.mark.parametrize("options", [{"train_only": ["*.attn.*"]}, {"lora_rank": 2}])
+def test_what_is_trained_is_float32_and_what_is_frozen_takes_half(tiny_sd3, options):
+    policy = sd3(tiny_sd3, dtype="bfloat16", **options).load()
+    types = {(p.requires_grad, p.dtype) for p in policy.network.parameters()}
+    assert types == {(True, torch.float32), (False, torch.bfloat16)}
+    prediction = predict(policy)
+    assert prediction.dtype == torch.float32
+    prediction.square().mean().backward()
+    assert any(p.grad is not None and p.grad.any() for p in trainable_parameters(policy).values())
+
+
+def test_a_pipeline_in_memory_is_cast_too(tiny_sd3):
+    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tiny_sd3, text_encoder_3=None, tokenizer_3=None)
+    policy = sd3(tiny_sd3, dtype="bfloat16", lora_rank=2).adopt(pipeline)
+    assert {p.dtype for p in policy.network.parameters() if not p.requires_grad} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("options", [{}, {"train_only": ["proj_out.*"]}])
+def test_training_in_16_bits_starts_from_the_weights_as_they_are_stored(tiny_sd3, options):
+    policy = sd3(tiny_sd3, dtype="bfloat16", **options).load()
+    stored = load_file(tiny_sd3 / "transformer" / "diffusion_pytorch_model.safetensors")
+    trained = trainable_parameters(policy.network)
+    assert len(trained) == (2 if options else len(list(policy.network.parameters())))
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in trained.items())
+
+
+def test_the_vae_is_as_it_is_stored(tiny_sd3):
+    policy = sd3(tiny_sd3, dtype="bfloat16", lora_rank=2).load()
+    stored = load_file(tiny_sd3 / "vae" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in policy.pipeline.vae.named_parameters())
+
+
+def test_partial_weights_are_saved_as_a_pipeline(tiny_sd3, tmp_path):
+    policy = sd3(tiny_sd3, train_only=["proj_out.*"]).load()
+    with torch.no_grad():
+        policy.network.proj_out.weight.add_(0.1)
+    policy.save(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(predict(sd3(tmp_path).load()), predict(policy), rtol=0, atol=0)
+        assert (predict(sd3(tiny_sd3).load()) - predict(policy)).abs().max() > 1e-2

@@ -1,0 +1,111 @@
+"""One iteration of every model family on two processes against one: the same weights, exports that diffusers reads."""
+
+import json
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from processes import run_ranks
+
+WORKER = Path(__file__).with_name("family_worker.py")
+FAMILIES = {"sd3": "SD3Policy", "unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
+RUNS = [
+    *((family, "lora", strategy) for family in FAMILIES for strategy in ("zero2", "fsdp2")),
+    *((family, "full", "fsdp2") for family in FAMILIES),
+]
+
+
+@pytest.fixture(scope="module")
+def options(sd3_folder, unet_folder, sdxl_folder, flux_folder):
+    """Of each family's policy."""
+    return {
+        "sd3": {"checkpoint": str(sd3_folder()), "max_sequence_length": 1},
+        "unet": {"checkpoint": str(unet_folder())},
+        "sdxl": {"checkpoint": str(sdxl_folder())},
+        "flux": {"checkpoint": str(flux_folder()), "max_sequence_length": 8, "height": 32, "width": 32},
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, options):
+    """What all runs left, made in one launch of one process and one of two."""
+    folder = tmp_path_factory.mktemp("families")
+
+    def launch(name, world, runs):
+        spec = folder / f"{name}.json"
+        keys = ("name", "policy", "options", "lora", "strategy")
+        rows = [
+            (f"{family}-{kind}-{strategy}", FAMILIES[family], options[family], kind == "lora", strategy)
+            for family, kind, strategy in runs
+        ]
+        runs = [dict(zip(keys, row, strict=True)) for row in rows]
+        spec.write_text(json.dumps({"folder": str(folder), "runs": runs}))
+        run_ranks(WORKER, spec, world=world, logs=folder)
+
+    launch("one", 1, [(family, kind, None) for family in FAMILIES for kind in ("lora", "full")])
+    launch("two", 2, RUNS)
+    return folder
+
+
+def load(folder, family, kind, strategy=None):
+    return torch.load(folder / f"{family}-{kind}-{strategy}.ckpt", weights_only=True)
+
+
+def weights(checkpoint):
+    average = checkpoint["callbacks"]["EMA"]["average"]
+    return {**checkpoint["state_dict"], **{f"EMA {name}": value for name, value in average.items()}}
+
+
+@pytest.mark.parametrize(("family", "kind", "strategy"), RUNS)
+def test_two_processes_equal_one(folder, family, kind, strategy):
+    one, two = load(folder, family, kind), load(folder, family, kind, strategy)
+    assert two["global_step"] == one["global_step"] == 2
+    found, expected = weights(two), weights(one)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_process_trains(folder, family, kind):
+    """Otherwise the comparison would say nothing: two steps of Adam move a weight by about twice the learning rate."""
+    checkpoint = load(folder, family, kind)
+    moments = checkpoint["optimizer_states"][0]["state"].values()
+    reached = [state["exp_avg"].abs().max() > 0 for state in moments]
+    assert sum(reached) > 0.8 * len(reached)
+    average = checkpoint["callbacks"]["EMA"]["average"]
+    moved = max((value - average[name]).abs().max() for name, value in checkpoint["state_dict"].items())
+    assert moved > (1e-4 if kind == "lora" else 1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_weights_are_exported_under_fsdp2(folder, options, family):
+    pipeline = plain(folder / f"{family}-full-fsdp2-export")
+    average = load(folder, family, "full", "fsdp2")["callbacks"]["EMA"]["average"]
+    network = dict(network_of(pipeline).named_parameters())
+    assert {f"policy.network.{name}" for name in network} == average.keys()
+    for name, value in network.items():
+        assert torch.equal(value, average[f"policy.network.{name}"]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_is_exported_under_fsdp2(folder, options, family):
+    pipeline = plain(Path(options[family]["checkpoint"]))
+    pipeline.load_lora_weights(folder / f"{family}-lora-fsdp2-export")
+    average = load(folder, family, "lora", "fsdp2")["callbacks"]["EMA"]["average"]
+    found = {name.replace("default_0", "default"): p for name, p in network_of(pipeline).named_parameters()}
+    assert {name for name in found if "lora" in name} == {name.removeprefix("policy.network.") for name in average}
+    for name, value in average.items():
+        assert torch.equal(found[name.removeprefix("policy.network.")], value), name
+
+
+def plain(folder):
+    index = json.loads((folder / "model_index.json").read_text())
+    missing = {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
+    return diffusers.DiffusionPipeline.from_pretrained(folder, **missing)
+
+
+def network_of(pipeline):
+    return pipeline.unet if hasattr(pipeline, "unet") else pipeline.transformer
