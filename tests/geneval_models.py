@@ -74,8 +74,8 @@ def save_detector(folder):
     processor.save_pretrained(folder)
 
 
-def save_segmenter(folder):
-    """A Mask2Former of random weights with its image processor."""
+def save_segmenter(folder, names=NAMES, queries=6):
+    """A Mask2Former of random weights that knows these names, with its image processor."""
     from transformers import (
         Mask2FormerConfig,
         Mask2FormerForUniversalSegmentation,
@@ -89,8 +89,8 @@ def save_segmenter(folder):
     )  # fmt: skip
     config = Mask2FormerConfig(
         backbone_config=swin, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=32,
-        encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=32, num_queries=6,
-        id2label=NAMES, label2id={name: index for index, name in NAMES.items()},
+        encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=32, num_queries=queries,
+        id2label=names, label2id={name: index for index, name in names.items()},
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(1)
