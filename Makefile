@@ -28,9 +28,12 @@ $(VENV)/installed: pyproject.toml
 	$(PIP) install -e ".[test]"
 	touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
+# All of the above and more, in one go.
+$(VENV)/installed-dev: pyproject.toml
+	@echo "Installing into $(VENV): about 6 GB, two minutes and more"
+	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -e ".[dev]"
-	touch $@
+	touch $(VENV)/installed $@
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -1,4 +1,4 @@
-"""Run by torchrun: trains what each job names on its ranks, and writes what came out of it.
+"""Run by processes.run_ranks or torchrun: trains what each job names on its ranks, and writes what came out of it.
 
     torchrun --nproc-per-node 2 tests/ranks.py POLICY_FOLDER OUT JOB [JOB ...]
 
@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from all_methods import METHODS
 from helpers import make_data, make_module, make_trainer
+from processes import small_strategy
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import EMA
@@ -60,7 +61,7 @@ def job(folder, out, text):
     module.heldout_observers.append(seen)
     callbacks = [ema, seen, SaveInTheMiddle(chosen.pop("middle", -1), Path(out) / f"{name}.middle.ckpt")]
     ckpt = Path(out) / f"{name}.ckpt"
-    ranks = {"strategy": STRATEGY, "devices": WORLD} if WORLD > 1 else {}
+    ranks = {"strategy": small_strategy(STRATEGY), "devices": WORLD} if WORLD > 1 else {}
     trainer = make_trainer(out, chosen.pop("iterations", 3), callbacks, gradient_clip_val=0.5, **ranks)
     error = ""
     try:

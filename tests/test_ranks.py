@@ -1,15 +1,13 @@
 """The same recipe on another number of ranks: the same images, the same rewards, the same weights."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_ranks
 
-HERE = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("ranks.py")
 WHOLE = "iterations=5"
 # Two prompts on four ranks: every group is cut in two.
 CUT = "iterations=3,prompts_per_iteration=2,micro_batch_size=2"
@@ -27,12 +25,8 @@ CUT_JOBS = ["V-GRPO, three steps", "DGPO, no guidance", "DGPO, moving", "AWM"]
 def train(out, ranks, jobs, strategy="ddp"):
     """What each rank ended with, by job; where weights are sharded, rank 0 has them whole."""
     out.mkdir(exist_ok=True)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    script = [str(HERE / "ranks.py"), "shipped:assets/tiny_sd3", str(out)]
-    command = [*(launch if ranks > 1 else [sys.executable]), *script, *(f"{name}|{words}" for name, words in jobs)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "STRATEGY": strategy}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = (f"{name}|{options}" for name, options in jobs)
+    run_ranks(SCRIPT, "shipped:assets/tiny_sd3", out, *words, world=ranks, logs=out, env={"STRATEGY": strategy})
     return {
         name: [torch.load(out / f"{name}.{rank}.pt", weights_only=True) for rank in range(ranks)] for name, _ in jobs
     }

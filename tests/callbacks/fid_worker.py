@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import lightning as L
 import torch
 from helpers import make_data, make_module, make_trainer
+from processes import small_strategy
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo import strategies as _  # noqa: F401  known to Lightning by name from here on
@@ -47,7 +48,7 @@ def main(spec):
         witness,
     ]
     data = make_data(heldout_limit=7, heldout_images_per_prompt=3, eval_batch_size=4)
-    parallel = {"devices": spec["devices"], "strategy": spec["strategy"]} if spec["devices"] > 1 else {}
+    parallel = {"devices": spec["devices"], "strategy": small_strategy(spec["strategy"])} if spec["devices"] > 1 else {}
     trainer = make_trainer(spec["out"], 1, callbacks, **parallel)
     trainer.fit(module, datamodule=data)
     Path(spec["out"], f"{spec['devices']}-{trainer.global_rank}.json").write_text(json.dumps(witness.found))

@@ -1,14 +1,12 @@
 import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from feature_networks import SmallNetwork, pictures, save_script
 from helpers import make_data, make_module, make_trainer
+from processes import run_ranks
 
 from lit_vgrpo.callbacks import EMA, FID, RunSummary, averaged_weights
 from lit_vgrpo.callbacks.fid import FIRST_OWN_IMAGE
@@ -206,10 +204,7 @@ def test_two_ranks_find_what_one_finds(tiny_sd3, tmp_path, script, real, prompts
     spec = {"sd3": str(tiny_sd3), "script": script, "real": real, "prompts": prompts, "out": str(tmp_path)}
     runpy.run_path(str(WORKER))["main"]({**spec, "devices": 1})
     (tmp_path / "spec.json").write_text(json.dumps({**spec, "devices": 2, "strategy": strategy}))
-    command = [sys.executable, str(WORKER), str(tmp_path / "spec.json")]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(WORKER, tmp_path / "spec.json", world=2, logs=tmp_path)
     one, first, second = (json.loads((tmp_path / name).read_text()) for name in ("1-0.json", "2-0.json", "2-1.json"))
     keys = ["heldout/fid@21", "heldout/kid@21", "heldout/fid@9", "heldout/kid@9"]
     assert first == second

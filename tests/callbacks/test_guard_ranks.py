@@ -1,15 +1,12 @@
 """The alarm, the stop and the best checkpoint on two ranks: all of them do the same."""
 
 import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import free_port
+from processes import run_ranks
 
 WORKER = Path(__file__).with_name("guard_worker.py")
 
@@ -20,20 +17,7 @@ def ranks(tmp_path_factory, tiny_sd3):
     out = tmp_path_factory.mktemp("ranks")
     spec = out / "spec.json"
     spec.write_text(json.dumps({"sd3": str(tiny_sd3), "out": str(out), "devices": 2, "strategy": "ddp"}))
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "tests"}
-    processes = []
-    for rank in range(2):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
-        env = {**os.environ, **address, **{key: str(value) for key, value in place.items()}}
-        command = [sys.executable, str(WORKER), str(spec)]
-        processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=500)
-            assert process.returncode == 0, errors[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
+    run_ranks(WORKER, spec, world=2, logs=out)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)], out
 
 

@@ -1,6 +1,7 @@
-"""What two ranks give together: ``ranks_worker.py SPEC.json RANK``; each rank writes what it got."""
+"""What two ranks give together: ``ranks_worker.py SPEC.json``; each rank writes what it got."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -46,4 +47,4 @@ def main(spec, rank):
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    main(json.loads(Path(sys.argv[1]).read_text()), int(os.environ["RANK"]))

@@ -1,11 +1,10 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import run_ranks
 
 from lit_vgrpo.metrics import Reference, reference_statistics
 
@@ -22,17 +21,7 @@ def spec(tmp_path_factory, folders, script):
     values = {"out": out, "real": folders[1], "torn": torn, "script": script}
     spec = {"features": features, **{name: str(path) for name, path in values.items()}}
     (out / "spec.json").write_text(json.dumps(spec))
-    ranks = [
-        subprocess.Popen([sys.executable, str(WORKER), str(out / "spec.json"), str(rank)], stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=180)
-            assert rank.returncode == 0, errors.decode()[-2000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(WORKER, out / "spec.json", world=2, logs=out)
     return spec
 
 

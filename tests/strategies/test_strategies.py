@@ -40,7 +40,8 @@ def folder(tmp_path_factory, tiny_sd3):
     legs = {kind: relay(kind) for kind in KINDS}
     alone = [run("one", kind) for kind in KINDS] + [legs[kind][0] for kind in KINDS]
     alone.append(run("one", "lora", dtype="bfloat16", iterations=2))
-    both = [run(name, kind, writes=name in ("fsdp2", "zero2", "zero3")) for name in STRATEGIES for kind in KINDS]
+    writes = ("fsdp2", "zero2", "zero3")
+    both = [run(name, kind, writes=name in writes, as_named=name == "zero3") for name in STRATEGIES for kind in KINDS]
     both += [run(name, "lora", dtype="bfloat16", iterations=2) for name in ("fsdp2", "zero2", "zero3")]
     alone.append(run("one", "full", name="one-broken", broken=True, iterations=2))
     both += [run(name, "full", name=f"{name}-broken", broken=True, iterations=2) for name in BROKEN]

@@ -1,6 +1,7 @@
 """Small runs under one strategy after the other, as one process of one or two: ``worker.py SPEC.json``.
 
-A run is ``{name, strategy, iterations, ...}``; it leaves ``NAME.ckpt``, and on rank 0 ``NAME.pt`` with what it showed.
+A run is ``{name, strategy, iterations, ...}``; ``as_named`` leaves DeepSpeed's own settings as they are. It leaves
+``NAME.ckpt``, and on rank 0 ``NAME.pt`` with what it showed.
 """
 
 import json
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import lightning as L
 import torch
 from helpers import make_data, make_module, make_trainer
+from processes import small_strategy
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec, SD3Policy
 from lit_vgrpo.callbacks import EMA, Export, RewardLogger, SampleGrid, averaged_weights
@@ -110,7 +112,8 @@ def train(run, folder, sd3):
     if run.get("writes"):
         callbacks += [SampleGrid(2, 1, every_n_iterations=2), Export(f"{run['name']}-export")]
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    chosen = {"strategy": run["strategy"]} if run["strategy"] else {}
+    strategy = run["strategy"] if run.get("as_named") else small_strategy(run["strategy"])
+    chosen = {"strategy": strategy} if strategy else {}
     trainer = make_trainer(folder, run["iterations"], callbacks, devices=world, gradient_clip_val=0.05, **chosen)
     data = make_data(**{"micro_batch_size": 2, "updates_per_iteration": 2, **run.get("data", {})})
     start = str(folder / f"{run['start']}.ckpt") if "start" in run else None
