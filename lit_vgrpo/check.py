@@ -58,10 +58,9 @@ def _check_recipe(args: Sequence[str]) -> int:
     faults = [*cli.faults(), *disk_faults(cli)]
     if not cli.datamodule.sizes.faults(cli.trainer.world_size):
         print(cli.plan())
-        if not cli.model.check(cli.datamodule.sizes):
-            text, too_large = memory_report(cli)
+        if not faults:
+            text, faults = memory_report(cli)
             print(text)
-            faults += too_large
     if faults:
         raise UserError(*faults)
     print("\n".join(cli.about_prompts()))

@@ -145,6 +145,8 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # deepspeed, imported by diffusers, reports on stdout which accelerator it found
     logging.getLogger("DeepSpeed").addFilter(_is_worth_saying)
+    # imported by peft where it is installed, and warns of kernels that only quantized networks need
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:

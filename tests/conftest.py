@@ -1,6 +1,7 @@
 """Small real pipelines for every test; no network, one thread."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,6 +14,15 @@ from lit_vgrpo.tiny.build import build_clip, build_flux, build_sd3, build_sdxl, 
 
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("policies.contract")  # so that its asserts say what was compared
+
+
+@pytest.fixture(autouse=True)
+def own_signals():
+    """A trainer that was interrupted leaves Ctrl-C ignored, which the next test would inherit."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

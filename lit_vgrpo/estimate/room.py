@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lit_vgrpo.errors import one_line
 from lit_vgrpo.estimate import estimate as stages
 from lit_vgrpo.estimate.estimate import Estimate, estimate
 from lit_vgrpo.estimate.meta import NotHere
@@ -32,6 +33,8 @@ def memory_report(cli: RecipeCLI) -> tuple[str, list[str]]:
         return "memory: not estimated", [str(error)]
     except NotImplementedError:  # what the meta device says when a shape depends on values, which it has none of
         return f"memory: not estimated, shapes in {cli.model.policy.pipeline_class} depend on the prompts", []
+    except Exception as error:  # of a family of the user's own: a check is no place to fail for want of an estimate
+        return f"memory: not estimated: {type(error).__name__}: {one_line(error)}", []
     place, room = device_room(cli)
     lines = [found.table(), f"Room: {place}, {shown(room)}. {NOT_COUNTED}"]
     if found.peak <= room:

@@ -108,8 +108,8 @@ class Policy(nn.Module):
         init_seed: int = 0,
     ) -> None:
         super().__init__()
-        trained = {"lora_rank": lora_rank, "lora_dropout": lora_dropout, "train_only": train_only}
-        for fault in option_faults(trained):
+        trained = {"lora_rank": lora_rank, "lora_targets": lora_targets, "lora_dropout": lora_dropout}
+        for fault in option_faults({**trained, "train_only": train_only}):
             raise ValueError(fault)
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is not known. Use {', '.join(DTYPES)}.")
@@ -174,8 +174,8 @@ class Policy(nn.Module):
         network_dtype = torch.float32 if self.lora_rank is None else self.dtype
         dtypes = {self.network_name: network_dtype, "vae": torch.float32, "default": self.dtype}
         source = source_of(self.checkpoint)
-        family = getattr(diffusers, self.pipeline_class)
         with quiet_libraries():
+            family = getattr(diffusers, self.pipeline_class)  # imported here, with all that it needs
             try:
                 pipeline = family.from_pretrained(source, torch_dtype=dtypes, **self.null_components(Path(source)))
             except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:

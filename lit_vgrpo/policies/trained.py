@@ -97,6 +97,7 @@ def train_only(network: nn.Module, patterns: Sequence[str]) -> None:
 def option_faults(options: dict[str, Any]) -> list[str]:
     """What cannot be among the options that say what is trained, a line each."""
     rank, dropout, only = options["lora_rank"], options["lora_dropout"], options["train_only"]
+    targets = options["lora_targets"]
     faults = []
     if rank is not None and rank < 1:
         faults.append(f"lora_rank={rank} is no rank. Use 1 or more, or null to train the full weights.")
@@ -105,6 +106,8 @@ def option_faults(options: dict[str, Any]) -> list[str]:
             f"lora_dropout={dropout} would make the policy differ from the one that rolled out, so that the ratio is "
             "not 1 before any update. Leave it out."
         )
+    if targets and rank is None:
+        faults.append(f"lora_targets={list(targets)} has no effect without lora_rank. Set lora_rank=32 too.")
     if only is not None and rank is not None:
         faults.append("train_only and lora_rank are given: only an adapter is trained then. Leave one of them out.")
     if only is not None and not only:
