@@ -13,7 +13,18 @@ import torch
 from lit_vgrpo.tiny.build import build_clip, build_flux, build_sd3, build_sdxl, build_unet
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, which tests press
 pytest.register_assert_rewrite("policies.contract")  # so that its asserts say what was compared
+
+
+def pytest_collection_modifyitems(items):
+    """Of a test with several cases, only the first counts for coverage, which costs a sixth of the time."""
+    seen = set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if function in seen:
+            item.add_marker(pytest.mark.no_cover)
+        seen.add(function)
 
 
 @pytest.fixture(autouse=True)
