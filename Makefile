@@ -14,7 +14,7 @@ demo: $(VENV)/installed
 	$(BIN)/lightning run recipes/tiny_shapes.yaml
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 3 --dist loadfile --cov --cov-report=term --cov-fail-under=85 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-fail-under=85 $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
