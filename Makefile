@@ -1,20 +1,25 @@
 # make demo    train the tiny recipe in a fresh .venv
 # make test    run the tests with coverage
+# make test-all  the slow ones too: every strategy, launcher and rank
 # make lint    ruff and mypy
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-fail-under=85
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
 	$(BIN)/lightning run recipes/tiny_shapes.yaml
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-fail-under=85 $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(VENV)/installed
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

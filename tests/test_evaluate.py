@@ -190,7 +190,9 @@ def test_the_csv_has_a_line_for_every_image(evaluated):
     assert report["difference_to_reference"]["EMA"]["reward"]["mean"] == pytest.approx(np.mean(pairs), abs=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize(
+    "strategy", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp2"))]
+)
 def test_two_ranks_find_the_same(inside, evaluated, strategy):
     report, scores = evaluated
     words = ["runs/tiny", "--ema", "--reference", "--out=two.json", "trainer.devices=2", f"trainer.strategy={strategy}"]

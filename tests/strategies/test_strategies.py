@@ -10,6 +10,8 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import launch
 
+# test_ranks and test_families hold DDP, ZeRO-2, ZeRO-3 and FSDP2 to one process in every run of the tests.
+pytestmark = pytest.mark.slow
 STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
 KINDS = ["full", "lora"]
 BROKEN = ["fsdp2", "zero1", "zero2_offload", "zero3"]
