@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from lit_vgrpo.curriculum import Curriculum, Settings, Stage
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.recipe import RESUME, Command
 from lit_vgrpo.run_folder import CONFIG_NAME, FolderLock, candidates, is_first_process, release, reserve
+from lit_vgrpo.signals import heard_by
 
-STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 FINISHED, FAILED = 0, 1
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -36,20 +33,9 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: list[int] = []
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> AbstractContextManager[None]:
         """Pass signals on inside the block."""
-        before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
-            # nohup and a shell's background jobs have set a signal to be ignored: that is kept.
-            heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-            before = {number: signal.signal(number, self._pass_on) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return heard_by(self._pass_on)
 
     def run(self, words: Sequence[str], env: dict[str, str] | None = None, quiet: bool = False) -> int:
         """Run ``lightning WORDS`` to its end.

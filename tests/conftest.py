@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import cache
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -49,56 +50,29 @@ def own_signals():
 @pytest.fixture(scope="session")
 def sd3_folder(tmp_path_factory):
     """``sd3_folder(t5=False)``: a random small StableDiffusion3Pipeline folder."""
-    made = {}
-
-    def make(t5=False):
-        if t5 not in made:
-            made[t5] = build_sd3(tmp_path_factory.mktemp("sd3"), small=True, t5=t5)
-        return made[t5]
-
-    return make
+    made = cache(lambda t5: build_sd3(tmp_path_factory.mktemp("sd3"), small=True, t5=t5))
+    return lambda t5=False: made(t5)
 
 
 @pytest.fixture(scope="session")
 def unet_folder(tmp_path_factory):
     """``unet_folder("epsilon")``: a random small StableDiffusionPipeline folder."""
-    made = {}
-
-    def make(prediction="epsilon"):
-        if prediction not in made:
-            folder = tmp_path_factory.mktemp("unet")
-            made[prediction] = build_unet(folder, small=True, prediction_type=prediction)
-        return made[prediction]
-
-    return make
+    made = cache(lambda kind: build_unet(tmp_path_factory.mktemp("unet"), small=True, prediction_type=kind))
+    return lambda prediction="epsilon": made(prediction)
 
 
 @pytest.fixture(scope="session")
 def sdxl_folder(tmp_path_factory):
     """``sdxl_folder("epsilon")``: a random small StableDiffusionXLPipeline folder."""
-    made = {}
-
-    def make(prediction="epsilon"):
-        if prediction not in made:
-            folder = tmp_path_factory.mktemp("sdxl")
-            made[prediction] = build_sdxl(folder, small=True, prediction_type=prediction)
-        return made[prediction]
-
-    return make
+    made = cache(lambda kind: build_sdxl(tmp_path_factory.mktemp("sdxl"), small=True, prediction_type=kind))
+    return lambda prediction="epsilon": made(prediction)
 
 
 @pytest.fixture(scope="session")
 def flux_folder(tmp_path_factory):
     """``flux_folder(guidance_embeds=True)``: a random small FluxPipeline folder; use it with a height and a width."""
-    made = {}
-
-    def make(guidance_embeds=True):
-        if guidance_embeds not in made:
-            folder = tmp_path_factory.mktemp("flux")
-            made[guidance_embeds] = build_flux(folder, small=True, guidance_embeds=guidance_embeds)
-        return made[guidance_embeds]
-
-    return make
+    made = cache(lambda embeds: build_flux(tmp_path_factory.mktemp("flux"), small=True, guidance_embeds=embeds))
+    return lambda guidance_embeds=True: made(guidance_embeds)
 
 
 @pytest.fixture(scope="session")

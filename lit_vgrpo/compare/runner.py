@@ -8,23 +8,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lit_vgrpo.compare.plan import Run
 from lit_vgrpo.compare.progress import Display, Status, duration
 from lit_vgrpo.errors import UserError, one_line
+from lit_vgrpo.signals import heard_by
 
 POLL_S = 0.2
 REFRESH_S = 1.0
 GRACE_S = 5.0
 """How long a process that was asked to stop may take."""
-STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Stopped(Exception):
@@ -217,24 +215,8 @@ def _signal_group(process: subprocess.Popen[bytes], signum: int) -> None:
 def _listening() -> Iterator[list[int]]:
     """The signals to stop that have come so far; nothing is interrupted, so no process is started and then lost."""
     caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
+    with heard_by(lambda signum, frame: caught.append(signum)):
         yield caught
-        return
-    before: dict[int, Any] = {}
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        caught.append(signum)
-
-    for name in STOP_SIGNALS:
-        number = getattr(signal, name, None)
-        # nohup and a shell's background jobs have set a signal to be ignored: that is kept.
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, note)
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
