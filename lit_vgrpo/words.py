@@ -45,7 +45,7 @@ def split_words(
                 raise UserError(f"{word} {taken[key]}")
             raise UserError(f"--{name} is not an option of {verb}. {suggestion(name, (*values, *flags))}")
         if name in given:
-            raise UserError(f"--{name} is given twice. Write several values with commas: --{name} a,b.")
+            raise UserError(f"--{name} is given twice. Give it once, several values with commas where it takes them.")
         if not equals and not pending:
             raise UserError(f"--{name} has no value. Write --{name} VALUE.")
         text = text if equals else pending.pop(0)
@@ -54,6 +54,16 @@ def split_words(
         else:
             rest.append(f"{key}={text}")
     return given, rest
+
+
+def is_override(word: str) -> bool:
+    """True for ``key=value``; a path may hold a ``=`` too, but no key a slash.
+
+    >>> is_override("data.train=a/b.txt"), is_override("runs/lr=1e-4/config.yaml")
+    (True, False)
+    """
+    key, equals, _ = word.partition("=")
+    return bool(equals) and "/" not in key
 
 
 def take_every(args: Sequence[str], name: str) -> tuple[list[str], list[str]]:

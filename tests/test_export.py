@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lit_vgrpo.checkpoint_file import read, write
 from lit_vgrpo.cli import run
 from lit_vgrpo.exporting.cli import export
-from lit_vgrpo.policies import Policy, SD3Policy
-from lit_vgrpo.policies.export import save_merged
+from lit_vgrpo.policies import Policy, SD3Policy, UNetPolicy
+from lit_vgrpo.policies.export import save_kohya, save_merged
 from lit_vgrpo.rollout import RolloutSpec
 from lit_vgrpo.run_folder import CONFIG_NAME
 from lit_vgrpo.sampling.cli import image_of
@@ -49,6 +50,8 @@ CASES = {  # name of the folder -> family, kind of the run, options of the verb
     "sd3_ema": ("sd3", "lora", ["--ema"]),
     "sd3_merged": ("sd3", "lora", ["--ema", "--merge"]),
     "flux_merged": ("flux", "lora", ["--merge"]),
+    "unet_kohya": ("unet", "lora", ["--format", "kohya"]),
+    "sdxl_kohya": ("sdxl", "lora", ["--format=kohya"]),
 }
 
 
@@ -172,6 +175,76 @@ def test_the_average_is_another_adapter(drawn):
     torch.testing.assert_close(drawn["sd3_merged"][0], drawn["sd3_ema"][0], rtol=1e-3, atol=2e-4)
 
 
+# --- files: what a program that looks at no header makes of an adapter ------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_scale_of_an_adapter_is_in_its_tensors(inside, tmp_path, family):
+    """B @ A of the file is the update that was trained, although alpha is not the rank."""
+    policy = loaded(f"runs/{family}_lora", "trained")
+    assert (policy.lora_rank, policy.lora_alpha) == (2, 4)
+    policy.save(tmp_path)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    found = updates(load_file(file), ".lora_A", ".lora_B")
+    assert_same_updates(found, policy, lambda name: f"{policy.network_name}.{name}")
+    with safe_open(file, "pt") as opened:
+        header = json.loads(opened.metadata()["lora_adapter_metadata"])
+    assert header[f"{policy.network_name}.lora_alpha"] == header[f"{policy.network_name}.r"] == 2
+
+
+@pytest.mark.parametrize(("family", "base"), [("unet", "sd_v1"), ("sdxl", "sdxl_base_v1-0")])
+def test_the_names_of_kohya(inside, tmp_path, family, base):
+    policy = loaded(f"runs/{family}_lora", "trained")
+    save_kohya(policy, tmp_path / "a.safetensors")
+    tensors = load_file(tmp_path / "a.safetensors")
+    alphas = {tensors.pop(name).item() for name in [name for name in tensors if name.endswith(".alpha")]}
+    assert alphas == {2}  # the rank, which makes the scale 1
+    found = updates(tensors, ".lora_down", ".lora_up")
+    assert_same_updates(found, policy, lambda name: f"lora_unet_{name.replace('.', '_')}")
+    with safe_open(tmp_path / "a.safetensors", "pt") as opened:
+        header = opened.metadata()
+    assert (header["ss_base_model_version"], header["ss_v2"]) == (base, "False")
+
+
+def updates(tensors, down, up):
+    """B @ A by the name of the layer."""
+    layers = {name.removesuffix(f"{down}.weight") for name in tensors if down in name}
+    assert tensors.keys() == {f"{layer}{side}.weight" for layer in layers for side in (down, up)}
+    return {layer: tensors[f"{layer}{up}.weight"] @ tensors[f"{layer}{down}.weight"] for layer in layers}
+
+
+def assert_same_updates(found, policy, named):
+    layers = {name: layer for name, layer in policy.network.named_modules() if hasattr(layer, "lora_A")}
+    expected = {named(name): layer.get_delta_weight("default").detach() for name, layer in layers.items()}
+    assert found.keys() == expected.keys()
+    for name, update in expected.items():
+        torch.testing.assert_close(found[name], update, msg=name)
+    assert any(update.any() for update in expected.values())
+
+
+@pytest.mark.parametrize("file", ["pytorch_lora_weights.safetensors", "kohya.safetensors"])
+def test_every_kind_of_layer_is_read_back(unet_folder, tmp_path, file):
+    """Linear layers in and out of the attention, and convolutions, whose weights lie with the channels last."""
+    targets = ["to_q", "to_out.0", "ff.net.2", "conv1", "proj_in", "time_emb_proj", "conv_in"]
+    options = {"lora_rank": 3, "lora_alpha": 4, "lora_targets": targets, "channels_last": True}
+    policy = UNetPolicy(str(unet_folder()), **options).load()
+    plain = UNetPolicy(str(unet_folder())).load()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainable_parameters(policy).values():
+            parameter.normal_(std=0.1)
+    if file.startswith("kohya"):
+        save_kohya(policy, tmp_path / file)
+    else:
+        policy.save(tmp_path)
+    noise, t, cond = torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5), policy.encode([PROMPT])
+    with torch.no_grad():
+        trained, start = policy(noise, t, cond), plain(noise, t, cond)
+        plain.pipeline.load_lora_weights(str(tmp_path / file))
+        torch.testing.assert_close(plain(noise, t, cond), trained, rtol=1e-4, atol=1e-5)
+    assert (trained - start).abs().max() > 0.1
+
+
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +329,10 @@ def test_merging_loses_no_small_update(sd3_folder, tmp_path):
         (["runs/sd3_lora", "--to=x", "model.policy.checkpoint=none/at/all"], "none/at/all"),
         (["runs/sd3_lora", "--to=x", "model.policy.lora_rank=3"], "has shape (2, 32) there and (3, 32) here."),
         (["runs/sd3_full", "--to=x", "--merge"], "--merge has nothing to merge: runs/sd3_full trains weights of its "),
+        (["runs/sd3_full", "--to=x", "--format=kohya"], "--format kohya is a format of a LoRA: runs/sd3_full trains "),
+        (["runs/sd3_lora", "--to=x", "--format=kohya"], "SD3Policy has a transformer. Leave it out: ComfyUI reads "),
+        (["runs/unet_lora", "--to=x", "--format=koya"], "--format koya is no format of a LoRA. Did you mean kohya?"),
+        (["runs/unet_lora", "--to=x", "--format=kohya", "--merge"], "and --merge leaves none. Leave one of them out."),
         (["runs/unet_full", "--to=x", "--ema"], "holds no average: the run had no EMA callback. Leave out --ema."),
     ],
 )

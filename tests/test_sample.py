@@ -1,6 +1,7 @@
 """``lightning sample``: an image depends on its prompt, its seed and the weights alone, and nothing is overwritten."""
 
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+from lit_vgrpo import sampling
 from lit_vgrpo.cli import run
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.rollout import RolloutSpec, sample
 from lit_vgrpo.run_folder import CONFIG_NAME
-from lit_vgrpo.sampling.cli import sample_images
+from lit_vgrpo.sampling.cli import sample_images, write_png
 from lit_vgrpo.saved_weights import SavedWeights
 
 PROMPTS = ["a red circle on the left", "a blue square at the top"]
@@ -124,6 +126,20 @@ def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
     assert sample_images([str(tmp_path), "--prompt=x", "--steps=1", "--reference"]) == 0
 
 
+def test_ctrl_c_leaves_whole_images(inside, capsys, monkeypatch):
+    def pressed(image, path):
+        write_png(image, path)
+        if path.name == "001_seed1.png":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sampling.cli, "write_png", pressed)
+    # so many seeds that a list of them would not fit into memory
+    assert sample_images(["runs/tiny", "--prompt=x", "--steps=1", f"--count={10**12}", "--out=out"]) == 130
+    out, err = capsys.readouterr()
+    assert (out, err) == ("out/001_seed0.png\n", "Stopped. The images named so far are whole.\n")
+    assert [pixels(path).shape for path in sorted(Path("out").iterdir())] == 2 * [(32, 32, 3)]
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -140,6 +156,7 @@ def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
         (["runs/tiny", "--prompt=x", "--seed=a"], "--seed a is not a whole number. Use an integer such as 0."),
         (["runs/tiny", "--prompt=x", f"--seed={2**63}"], f"--seed {2**63} is too large. Use {2**63 - 1} or less."),
         (["runs/tiny", "--prompt=x", "--count=0"], "--count 0 is too small. Use 1 or more."),
+        (["runs/tiny", "--prompt=x", "--seed=1", "--seed=2"], "--seed is given twice. Give it once"),
         (["runs/tiny", "--prompt=x", "--steps=0"], "--steps 0 is too small. Use 1 or more."),
         (["runs/tiny", "--prompt=x", "--guidance=nan"], "--guidance nan is no guidance scale. Use 1.0 "),
         (["runs/tiny", "--prompt=x", "--out=train.txt"], "--out train.txt is a file, and nothing is overwritten."),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.saved_run import find_checkpoint, take_run
+from lit_vgrpo.saved_run import take_run
 from lit_vgrpo.saved_weights import AVERAGE, REFERENCE, TRAINED
 from lit_vgrpo.words import split_words
 
@@ -46,12 +46,10 @@ def parse_options(args: Sequence[str]) -> Options:
         UserError: an unknown option, or what was named is not there.
     """
     given, rest = split_words(args, "eval", VALUES, FLAGS)
-    run, checkpoint = take_run(rest, "eval")
+    run, checkpoint = take_run(rest, "eval", given.get("checkpoint"))
     for key in (word.partition("=")[0] for word in rest):
         if key in INSTEAD:
             raise UserError(f"{key} has no effect on an evaluation. Use {INSTEAD[key]}.")
-    if "checkpoint" in given:
-        checkpoint = find_checkpoint(given["checkpoint"], run)
     out = Path(given.get("out", run / "eval.json")).expanduser()
     if out.suffix != ".json" or out.is_dir():
         raise UserError(f"--out {out} is not the name of a JSON file. Write --out {out.with_suffix('.json')}.")

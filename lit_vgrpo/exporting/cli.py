@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,58 +10,67 @@ import torch
 
 from lit_vgrpo.cli import guarded
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.exporting.options import Options, parse_options
+from lit_vgrpo.exporting.options import KOHYA, Options, parse_options
 from lit_vgrpo.hub import source_of
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.export import save_merged
+from lit_vgrpo.policies.export import save_kohya, save_merged
+from lit_vgrpo.policies.pipeline_folder import config_folder
 from lit_vgrpo.saved_policy import build_policy, load_policy, recipe_of, saved_weights
 from lit_vgrpo.saved_weights import SavedWeights
 from lit_vgrpo.vacant import written_whole
 
 
 def export(args: Sequence[str]) -> int:
-    """Write a run's weights: ``RUN --to DIR [--ema] [--merge] [--checkpoint FILE] [key=value ...]``.
+    """Write a run's weights: ``RUN --to DIR [--format kohya] [--ema] [--merge] [--checkpoint FILE] [key=value ...]``.
 
     Returns:
         0; 2 for a mistake in what was typed, or a folder that cannot be written; 130 after Ctrl-C.
     """
-    try:
-        return guarded(_export, args)
-    except KeyboardInterrupt:
-        print("Stopped: nothing was written.", file=sys.stderr)
-        return 130
+    return guarded(_export, args, stopped="Stopped: nothing was written.")
 
 
 def _export(args: Sequence[str]) -> int:
     options = parse_options(args)
     recipe = recipe_of(options.run, options.settings, ["model.policy"], "an export")
     policy = build_policy(recipe)
-    if options.merge and policy.lora_rank is None:
-        raise UserError(
-            f"--merge has nothing to merge: {options.run} trains weights of its own, no LoRA. Leave it out."
-        )
+    refuse_misfit(policy, options)
     saved = saved_weights(options.run, options.checkpoint, options.variant)
     load_policy(policy, saved, options.variant)
     with written_whole(options.to, "--to") as draft:
         if options.merge:
             save_merged(policy, draft)
+        elif options.format == KOHYA:
+            save_kohya(policy, draft / options.kohya_file.name)
         else:
             policy.save(draft)
     print(said(policy, saved, options))
     return 0
 
 
+def refuse_misfit(policy: Policy, options: Options) -> None:
+    """Raise UserError where what was asked for cannot be made of what the run trains."""
+    if policy.lora_rank is None and (options.merge or options.format == KOHYA):
+        asked = "--merge has nothing to merge" if options.merge else f"--format {KOHYA} is a format of a LoRA"
+        raise UserError(f"{asked}: {options.run} trains weights of its own, no LoRA. Leave it out.")
+    if options.format == KOHYA and policy.network_name != "unet":
+        raise UserError(
+            f"--format {KOHYA} is for the UNets of SD 1.x, 2.x and XL, and {type(policy).__name__} has a "
+            f"{policy.network_name}. Leave it out: ComfyUI reads the format of diffusers here."
+        )
+
+
 def said(policy: Policy, saved: SavedWeights, options: Options) -> str:
     """What was written, and the lines of Python that load it."""
     is_adapter = policy.lora_rank is not None and not options.merge
+    written = options.kohya_file if options.format == KOHYA else options.to
     if is_adapter:
         what = f"LoRA of rank {policy.lora_rank}, float32"
-        lines = [from_pretrained(policy, source_of(policy.checkpoint)), f"pipe.load_lora_weights({_text(options.to)})"]
+        lines = [from_pretrained(policy, source_of(policy.checkpoint)), f"pipe.load_lora_weights({_text(written)})"]
     else:
         what = f"pipeline, its {policy.network_name} in float32{' with the LoRA merged in' if options.merge else ''}"
-        lines = [from_pretrained(policy, str(options.to), is_merged=options.merge)]
+        lines = [from_pretrained(policy, str(written), is_merged=options.merge)]
     origin = f"{options.variant} weights of {saved.path} after {saved.progress.iterations} iterations"
-    return "\n".join([f"Written: {options.to} ({what}): {origin}", "import diffusers, torch", *lines])
+    return "\n".join([f"Written: {written} ({what}): {origin}", "import diffusers, torch", *lines])
 
 
 def from_pretrained(policy: Policy, source: str, is_merged: bool = False) -> str:
@@ -73,9 +81,13 @@ def from_pretrained(policy: Policy, source: str, is_merged: bool = False) -> str
         is_merged: an adapter is in the weights, of which a 16-bit type would round the smaller part away.
     """
     optional = type(policy.pipeline)._optional_components
-    nulls = [f"{name}=None" for name in policy.null_components(Path(source)) if name not in optional]
+    is_start = source == source_of(policy.checkpoint)
+    folder = config_folder(policy.checkpoint, policy.revision) if is_start else None
+    nulls = [f"{name}=None" for name in policy.null_components(folder or Path(source)) if name not in optional]
+    which = {"variant": policy.variant, "revision": policy.revision} if is_start else {}
+    given = [f"{name}={_text(value)}" for name, value in which.items() if value is not None]
     dtype = torch.float32 if is_merged else policy.dtype
-    arguments = ", ".join([_text(source), *nulls, f"torch_dtype={dtype}"])
+    arguments = ", ".join([_text(source), *given, *nulls, f"torch_dtype={dtype}"])
     return f"pipe = diffusers.DiffusionPipeline.from_pretrained({arguments})"
 
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_vgrpo.errors import UserError
-from lit_vgrpo.saved_run import find_checkpoint, take_run
+from lit_vgrpo.errors import UserError, suggestion
+from lit_vgrpo.saved_run import take_run
 from lit_vgrpo.saved_weights import AVERAGE, TRAINED
 from lit_vgrpo.vacant import vacant_folder
 from lit_vgrpo.words import split_words
 
-VALUES, FLAGS = ("to", "checkpoint"), ("ema", "merge")
+VALUES, FLAGS = ("to", "format", "checkpoint"), ("ema", "merge")
+DIFFUSERS, KOHYA = "diffusers", "kohya"
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Options:
         to: the folder to write, which is not there yet or is empty.
         variant: the set of weights.
         merge: add a LoRA adapter to the weights under it.
+        format: of an adapter's file, ``DIFFUSERS`` or ``KOHYA``.
         settings: ``key=value`` words for the run's recipe.
     """
 
@@ -33,7 +35,13 @@ class Options:
     to: Path
     variant: str
     merge: bool
+    format: str
     settings: list[str]
+
+    @property
+    def kohya_file(self) -> Path:
+        """The file of an adapter in kohya's format, called like the folder: programs list adapters by that name."""
+        return self.to / f"{self.to.resolve().name}.safetensors"
 
 
 def parse_options(args: Sequence[str]) -> Options:
@@ -43,16 +51,20 @@ def parse_options(args: Sequence[str]) -> Options:
         UserError: an unknown option, or what was named is not there, or the folder is in use.
     """
     given, rest = split_words(args, "export", VALUES, FLAGS)
-    run, checkpoint = take_run(rest, "export")
-    if "checkpoint" in given:
-        checkpoint = find_checkpoint(given["checkpoint"], run)
+    run, checkpoint = take_run(rest, "export", given.get("checkpoint"))
     if "to" not in given:
         raise UserError(f"No folder given to write to. Add --to DIR, for example --to exports/{run.resolve().name}")
+    named = given.get("format", DIFFUSERS)
+    if named not in (DIFFUSERS, KOHYA):
+        raise UserError(f"--format {named} is no format of a LoRA. {suggestion(named, (DIFFUSERS, KOHYA))}")
+    if named == KOHYA and "merge" in given:
+        raise UserError("--format kohya is a format of a LoRA, and --merge leaves none. Leave one of them out.")
     return Options(
         run=run,
         checkpoint=checkpoint,
         to=vacant_folder(given["to"], "--to"),
         variant=AVERAGE if "ema" in given else TRAINED,
         merge="merge" in given,
+        format=named,
         settings=rest,
     )

@@ -14,6 +14,8 @@ from lit_vgrpo.hub import quiet_libraries
 if TYPE_CHECKING:
     from lit_vgrpo.policies.base import Policy
 
+SD2_TEXT_WIDTH = 1024  # of the text encoder of Stable Diffusion 2.x
+
 
 def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write what was trained: an adapter for ``load_lora_weights``, or a whole pipeline folder.
@@ -38,13 +40,46 @@ def save_merged(policy: Policy, folder: Path) -> None:
     _save_pipeline(policy, folder, None)
 
 
+def save_kohya(policy: Policy, file: Path) -> None:
+    """Write the adapter of a UNet under the names of kohya's trainer, which programs without diffusers know.
+
+    The header says for which base model it is: the WebUI takes a header without that for one of Stable Diffusion 1.
+    """
+    from diffusers.utils import convert_state_dict_to_kohya
+    from safetensors.torch import save_file
+
+    layers = {f"unet.{name}": tensor for name, tensor in _layers_of_adapter(policy, None).items()}
+    config, rank = policy.network.config, str(policy.lora_rank)
+    is_xl, is_second = config.addition_embed_type == "text_time", config.cross_attention_dim == SD2_TEXT_WIDTH
+    header = {
+        "ss_base_model_version": "sdxl_base_v1-0" if is_xl else "sd_v2" if is_second else "sd_v1",
+        "ss_v2": str(is_second),
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": rank,
+        "ss_network_alpha": rank,
+    }
+    save_file(convert_state_dict_to_kohya(layers), file, header)
+
+
 def _save_adapter(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
+    layers = policy.lora_names(_layers_of_adapter(policy, weights))
+    config = {**policy.network.peft_config["default"].to_dict(), "lora_alpha": policy.lora_rank}
+    name = f"{policy.network_name}_lora"
+    policy.pipeline.save_lora_weights(folder, **{f"{name}_layers": layers, f"{name}_adapter_metadata": config})
+
+
+def _layers_of_adapter(policy: Policy, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """The adapter's tensors by peft's names, its scale of alpha / rank multiplied into the B matrices.
+
+    Few programs look for alpha in a file's header: without it they take the scale for 1, as it is afterwards.
+    """
     from peft.utils import get_peft_model_state_dict
 
-    state = dict(weights) if weights is not None else None
-    layers = policy.lora_names(get_peft_model_state_dict(policy.network, state_dict=state))
-    metadata = {f"{policy.network_name}_lora_adapter_metadata": policy.network.peft_config["default"].to_dict()}
-    policy.pipeline.save_lora_weights(folder, **{f"{policy.network_name}_lora_layers": layers}, **metadata)
+    config = policy.network.peft_config["default"]
+    layers = get_peft_model_state_dict(policy.network, state_dict=dict(weights) if weights is not None else None)
+    scale = config.lora_alpha / config.r
+    scaled = {name: scale * tensor if ".lora_B." in name else tensor for name, tensor in layers.items()}
+    return {name: tensor.contiguous() for name, tensor in scaled.items()}  # which channels-last ones are not
 
 
 def _save_pipeline(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None) -> None:

@@ -35,11 +35,7 @@ def sample_images(args: Sequence[str]) -> int:
     Returns:
         0; 2 for a mistake in what was typed, or a folder that cannot be written; 130 after Ctrl-C.
     """
-    try:
-        return guarded(_sample, args)
-    except KeyboardInterrupt:
-        print("Stopped. The images named so far are whole.", file=sys.stderr)
-        return 130
+    return guarded(_sample, args, stopped="Stopped. The images named so far are whole.")
 
 
 def _sample(args: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.run_folder import candidates
-from lit_vgrpo.saved_run import find_checkpoint, take_run
+from lit_vgrpo.saved_run import take_run
 from lit_vgrpo.saved_weights import AVERAGE, REFERENCE, TRAINED
 from lit_vgrpo.vacant import vacant_folder
 from lit_vgrpo.words import split_words, take_every, whole_number
@@ -38,7 +38,7 @@ class Options:
     checkpoint: Path | None
     variant: str
     prompts: list[str]
-    seeds: list[int]
+    seeds: range
     steps: int | None
     guidance: float | None
     out: Path
@@ -53,9 +53,7 @@ def parse_options(args: Sequence[str]) -> Options:
     """
     prompts, words = take_every(args, "prompt")
     given, rest = split_words(words, "sample", ("prompt", *VALUES), FLAGS)
-    run, checkpoint = take_run(rest, "sample")
-    if "checkpoint" in given:
-        checkpoint = find_checkpoint(given["checkpoint"], run)
+    run, checkpoint = take_run(rest, "sample", given.get("checkpoint"))
     if "ema" in given and "reference" in given:
         raise UserError("--ema and --reference are both given. Sample once with each, with the same --seed.")
     faults: list[str] = []
@@ -72,7 +70,7 @@ def parse_options(args: Sequence[str]) -> Options:
         checkpoint=checkpoint,
         variant=AVERAGE if "ema" in given else REFERENCE if "reference" in given else TRAINED,
         prompts=_prompts(prompts, given.get("prompts")),
-        seeds=list(range(seed, seed + count)),
+        seeds=range(seed, seed + count),
         steps=steps,
         guidance=guidance,
         out=vacant_folder(given["out"], "--out") if "out" in given else _next_free(run / "sample"),
