@@ -29,23 +29,34 @@ def quiet_libraries() -> Iterator[None]:
     libraries = (diffusers_logging, transformers_logging)
     levels = [library.get_verbosity() for library in libraries]
     bars = [library.is_progress_bar_enabled() for library in libraries]
-    bitsandbytes = logging.getLogger("bitsandbytes")  # imported by peft where it is installed, and talks of kernels
-    level_of_bitsandbytes = bitsandbytes.level
-    bitsandbytes.setLevel(logging.ERROR)
     for library in libraries:
         library.set_verbosity_error()
         library.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        # peft imports bitsandbytes where it is installed, which talks of kernels
+        with only_errors_of("bitsandbytes"), warnings.catch_warnings():
             # torch_dtype was renamed to dtype between two releases that both are supported
             warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
             yield
     finally:
-        bitsandbytes.setLevel(level_of_bitsandbytes)
         for library, level, bar in zip(libraries, levels, bars, strict=True):
             library.set_verbosity(level)
             if bar:
                 library.enable_progress_bar()
+
+
+@contextmanager
+def only_errors_of(*names: str) -> Iterator[None]:
+    """Keep what these loggers say below errors to themselves."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def local_folder(checkpoint: str) -> Path | None:
@@ -66,7 +77,15 @@ def source_of(checkpoint: str) -> str:
     return str(local_folder(checkpoint) or checkpoint)
 
 
-def explain_unloadable(checkpoint: str, filename: str, what_to_set: str) -> str | None:
+def cached_file(checkpoint: str, filename: str, revision: str | None = None) -> Path | None:
+    """A hub repository's file in the hub's cache, or None where it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(checkpoint, filename, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revision: str | None = None) -> str | None:
     """Why a checkpoint cannot be loaded, in one line, or None where it can, as far as one file tells.
 
     Looks for ``filename`` in the local folder, else in the hub's cache, else asks the hub once, for at most about
@@ -76,6 +95,7 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str) -> str 
         checkpoint: a local folder, a ``shipped:`` path or a hub name ``owner/name``.
         filename: a file that every such checkpoint has, such as ``model_index.json``.
         what_to_set: the recipe's key of the checkpoint, for the message.
+        revision: branch, tag or commit of a hub repository; ``None`` is its main branch.
     """
     try:
         folder = local_folder(checkpoint)
@@ -87,32 +107,35 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str) -> str 
         if not (folder / filename).is_file():
             return f"{folder} holds no {filename}. Set {what_to_set} to a folder that holds it, or to a hub name."
         return None
-    if _is_cached(checkpoint, filename):
+    if cached_file(checkpoint, filename, revision) is not None:
         return None
-    return _ask_hub(checkpoint, filename, what_to_set)
+    return _ask_hub(checkpoint, filename, what_to_set, revision)
 
 
-def _is_cached(checkpoint: str, filename: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(checkpoint, filename), str)
-
-
-def _ask_hub(checkpoint: str, filename: str, what_to_set: str) -> str | None:
+def _ask_hub(checkpoint: str, filename: str, what_to_set: str, revision: str | None) -> str | None:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
-    remedy = f"Run: hf download {checkpoint}, or set {what_to_set}=/a/local/folder."
+    which = f" --revision {revision}" if revision else ""
+    remedy = f"Run: hf download {checkpoint}{which}, or set {what_to_set}=/a/local/folder."
     if constants.HF_HUB_OFFLINE:
         return f"Cannot load {checkpoint}: not in the local cache and HF_HUB_OFFLINE is set. {remedy}"
 
-    error = hub_error(lambda: get_hf_file_metadata(hf_hub_url(checkpoint, filename), timeout=HUB_TIMEOUT_S))
+    address = hf_hub_url(checkpoint, filename, revision=revision)
+    error = hub_error(lambda: get_hf_file_metadata(address, timeout=HUB_TIMEOUT_S))
     if error is None:
         return None
     if isinstance(error, GatedRepoError):
         return f"Cannot load {checkpoint}: access must be granted first. Run: hf auth login, then {_lower(remedy)}"
     if isinstance(error, RepositoryNotFoundError):
         return f"Cannot load {checkpoint}: no such repository. Set {what_to_set} to another name or a folder."
+    if isinstance(error, RevisionNotFoundError):
+        return f"Cannot load {checkpoint}: it has no revision {revision!r}. Use one of its branches, tags or commits."
     if isinstance(error, EntryNotFoundError):
         return f"Cannot load {checkpoint}: it holds no {filename}. Set {what_to_set} to another name or a folder."
     return f"Cannot load {checkpoint}: not in the local cache and the hub cannot be reached. {remedy}"

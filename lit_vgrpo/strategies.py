@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import (
 
 from lit_vgrpo.fsdp import FSDP2
 from lit_vgrpo.micro_batch import auto_fault
+from lit_vgrpo.policies.precision import scaling_fault
 from lit_vgrpo.policies.speed import sharding_fault
 from lit_vgrpo.portable import PortableCheckpoints
 from lit_vgrpo.zero import ZeRO
@@ -31,6 +32,7 @@ def strategy_faults(strategy: Strategy, module: VGRPOModule, sizes: Sizes) -> li
         strategy_fault(strategy),
         module.optimizer_config.sharding_fault(strategy),
         sharding_fault(module.policy, strategy),
+        scaling_fault(module.policy, strategy),
         auto_fault(sizes, strategy),
     )
     return [fault for fault in found if fault is not None]

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lit_vgrpo.hub import LoadError, quiet_libraries, source_of
+from lit_vgrpo.hub import LoadError, quiet_libraries
 from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.policies.conditioning import Conditioning
 from lit_vgrpo.policies.export import save_policy
 from lit_vgrpo.policies.fold import FoldedLora, folded_for_sampling
 from lit_vgrpo.policies.image_size import latent_side
 from lit_vgrpo.policies.paths import ProbabilityPath
-from lit_vgrpo.policies.pipeline_folder import null_components, pipeline_faults
+from lit_vgrpo.policies.pipeline_folder import Parts, misfit, null_components, parts_in_memory, pipeline_faults
+from lit_vgrpo.policies.pipeline_loading import read_pipeline
 from lit_vgrpo.policies.placement import cast, place
 from lit_vgrpo.policies.precision import in_own_precision
 from lit_vgrpo.policies.prompt_encoder import PromptEncoder
@@ -40,6 +40,8 @@ class Policy(nn.Module):
 
     Args:
         checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
+        variant: which of the weights that a pipeline holds, such as ``fp16``; ``None`` takes those without a name.
+        revision: branch, tag or commit of a hub repository; ``None`` takes its main branch.
         lora_rank: rank of the LoRA adapter; ``None`` trains the full weights.
         lora_alpha: LoRA scale numerator; ``None`` takes the rank.
         lora_targets: module name endings the adapter goes to; ``None`` takes the family's attention projections.
@@ -106,6 +108,8 @@ class Policy(nn.Module):
         attention_backend: str | None = None,
         fold_lora: bool | None = None,
         init_seed: int = 0,
+        variant: str | None = None,
+        revision: str | None = None,
     ) -> None:
         super().__init__()
         trained = {"lora_rank": lora_rank, "lora_targets": lora_targets, "lora_dropout": lora_dropout}
@@ -117,6 +121,7 @@ class Policy(nn.Module):
             raise ValueError(f"embedding_cache_gb={embedding_cache_gb} keeps nothing. Use a number above 0.")
         resolve_path(checkpoint)  # refuses a shipped: path that leads out of the installed folder
         self.checkpoint = checkpoint
+        self.variant, self.revision = variant, revision
         self.lora_rank = lora_rank
         self.lora_alpha = lora_alpha if lora_alpha is not None else lora_rank
         self.lora_targets = list(lora_targets or self.default_lora_targets)
@@ -168,26 +173,18 @@ class Policy(nn.Module):
             return self
         for fault in self.check():
             raise LoadError(fault)
-        import diffusers
-
-        # What is trained, and the VAE, must not be rounded on the way from the disk.
-        network_dtype = torch.float32 if self.lora_rank is None else self.dtype
-        dtypes = {self.network_name: network_dtype, "vae": torch.float32, "default": self.dtype}
-        source = source_of(self.checkpoint)
+        pipeline = read_pipeline(self)
         with quiet_libraries():
-            family = getattr(diffusers, self.pipeline_class)  # imported here, with all that it needs
-            try:
-                pipeline = family.from_pretrained(source, torch_dtype=dtypes, **self.null_components(Path(source)))
-            except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-                reason = " ".join(str(error).split())[:200]
-                raise LoadError(
-                    f"Cannot load {self.checkpoint}: {reason}. Download or save it again, "
-                    "or set model.policy.checkpoint to another pipeline."
-                ) from error
             return self.adopt(pipeline)
 
     def adopt(self, pipeline: Any) -> Policy:
-        """Train the network of a diffusers pipeline that is already in memory; ``checkpoint`` is then only a name."""
+        """Train the network of a diffusers pipeline that is already in memory; ``checkpoint`` is then only a name.
+
+        Raises:
+            LoadError: the pipeline is none of the family's, or an option does not fit it.
+        """
+        if (fault := misfit(self, parts_in_memory(pipeline))) is not None:
+            raise LoadError(fault)
         pipeline.set_progress_bar_config(disable=True)
         for component in pipeline.components.values():
             if isinstance(component, nn.Module):
@@ -212,6 +209,14 @@ class Policy(nn.Module):
         self.path = self.build_path()
         self.latent_shape = self.find_latent_shape()
         return self
+
+    def misfit(self, parts: Parts) -> str | None:
+        """What of a pipeline's parts speaks against it, as a phrase that follows the pipeline's name, or ``None``.
+
+        Args:
+            parts: by name, with the entries of their configurations, of which those left at a default may be absent.
+        """
+        return None
 
     def null_components(self, folder: Path) -> dict[str, None]:
         """Components that are null in the folder's index: diffusers refuses the folder unless told of each."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -11,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.hub import LoadError, local_folder
+from lit_vgrpo.hub import LoadError
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.conditioning import Conditioning
 from lit_vgrpo.policies.image_size import latent_side
+from lit_vgrpo.policies.misfits import channels_misfit, flow_misfit
 from lit_vgrpo.policies.paths import RectifiedFlow
+from lit_vgrpo.policies.pipeline_folder import Parts, config_folder
 from lit_vgrpo.policies.schedulers import FLOW_SOLVERS, flow_scheduler
 from lit_vgrpo.solvers import FLOW_SDES
 
@@ -60,13 +61,11 @@ class FluxPolicy(Policy):
 
     def _embeds_guidance_on_disk(self) -> bool | None:
         """What the network's config says, or ``None`` where it is not on this machine."""
-        from huggingface_hub import try_to_load_from_cache
-
-        name = f"{self.network_name}/config.json"
-        folder = local_folder(self.checkpoint)
-        path = folder / name if folder is not None else try_to_load_from_cache(self.checkpoint, name)
+        folder = config_folder(self.checkpoint, self.revision)
+        if folder is None:
+            return None
         try:
-            return bool(json.loads(Path(path).read_text())["guidance_embeds"])  # type: ignore[arg-type]
+            return bool(json.loads((folder / self.network_name / "config.json").read_text())["guidance_embeds"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -88,6 +87,10 @@ class FluxPolicy(Policy):
         )
 
     # --- the model -------------------------------------------------------------------------------------------------
+
+    def misfit(self, parts: Parts) -> str | None:
+        network, vae = parts.get(self.network_name), parts.get("vae")
+        return channels_misfit(self.network_name, network, vae, PATCH**2) or flow_misfit(parts.get("scheduler"))
 
     def build_path(self) -> RectifiedFlow:
         return RectifiedFlow()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.hub import LoadError
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.conditioning import Conditioning
+from lit_vgrpo.policies.misfits import channels_misfit, distillation, noise_misfit
 from lit_vgrpo.policies.paths import Space, VariancePreserving
+from lit_vgrpo.policies.pipeline_folder import Parts, parts_in_memory
 from lit_vgrpo.policies.schedulers import VP_SOLVERS, vp_scheduler
 from lit_vgrpo.solvers import VP_SDES
 
@@ -43,26 +45,34 @@ class LatentDiffusionPolicy(Policy, ABC):
 
     def adopt(self, pipeline: Any) -> Policy:
         super().adopt(pipeline)
+        told_by = distillation(parts_in_memory(pipeline).get("scheduler"))
+        if told_by is not None:
+            warnings.warn(
+                f"{self.checkpoint} looks distilled to a few steps (its scheduler is {told_by}): its network no longer "
+                "denoises as the losses take it to. Train the model that it was distilled from.",
+                stacklevel=2,
+            )
         if self.channels_last:
             from lit_vgrpo.policies.speed import use_channels_last
 
             use_channels_last(self.network)
         return self
 
+    def misfit(self, parts: Parts) -> str | None:
+        network = parts.get(self.network_name)
+        if (network or {}).get("time_cond_proj_dim") is not None:
+            return (
+                "is a consistency model, distilled to a few steps (time_cond_proj_dim in its unet/config.json). Give "
+                "the model that it was distilled from."
+            )
+        return channels_misfit(self.network_name, network, parts.get("vae")) or noise_misfit(
+            parts.get("scheduler"), tuple(PREDICTIONS), type(self).__name__
+        )
+
     def build_path(self) -> VariancePreserving:
         base = self.pipeline.scheduler
-        kind = base.config.prediction_type
-        if kind not in PREDICTIONS:
-            raise LoadError(
-                f"{self.checkpoint} predicts {kind!r}. {type(self).__name__} takes {' or '.join(PREDICTIONS)}."
-            )
         # The betas may be rescaled to a zero terminal SNR, which every scheduler does in its own constructor.
-        return VariancePreserving(vp_scheduler("ddim", base).alphas_cumprod, PREDICTIONS[kind])
-
-    def lora_names(self, layers: dict[str, Tensor]) -> dict[str, Tensor]:
-        from diffusers.utils import convert_state_dict_to_diffusers
-
-        return convert_state_dict_to_diffusers(layers)
+        return VariancePreserving(vp_scheduler("ddim", base).alphas_cumprod, PREDICTIONS[base.config.prediction_type])
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         assert isinstance(self.path, VariancePreserving)

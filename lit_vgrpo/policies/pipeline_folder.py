@@ -1,52 +1,189 @@
-"""What a pipeline folder's index tells before a weight is read."""
+"""What a pipeline folder's small files tell before a weight is read, and how a folder comes from the hub."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_vgrpo.hub import explain_unloadable, local_folder
+from lit_vgrpo.hub import cached_file, explain_unloadable, hub_error, local_folder
 
 if TYPE_CHECKING:
     from lit_vgrpo.policies.base import Policy
 
 INDEX = "model_index.json"
+KEY = "model.policy.checkpoint"
+ONE_FILE = (".safetensors", ".ckpt", ".pt", ".pth", ".gguf")
+WEIGHTS = re.compile(
+    # a part's weights, of a variant or none; of several files the variant stands before or, as once, after their number
+    r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+))?(?:-\d{5}-of-\d{5})?(?:\.(\w+))?\.(?:safetensors|bin)"
+)
+
+Parts = Mapping[str, Mapping[str, Any] | None]
+"""A pipeline's parts by name: each one's configuration with its ``_class_name``, ``None`` for one that is left out."""
 
 
 def pipeline_faults(policy: Policy) -> list[str]:
     """Why a policy's checkpoint is none of its family, in a line; empty where nothing speaks against it."""
-    checkpoint, needed = policy.checkpoint, policy.pipeline_class
+    checkpoint, revision = policy.checkpoint, policy.revision
     folder = local_folder(checkpoint)
     if folder is None:
-        fault = explain_unloadable(checkpoint, INDEX, "model.policy.checkpoint")
-        return [fault] if fault else []
+        fault = explain_unloadable(checkpoint, INDEX, KEY, revision)
+        if fault is not None:
+            return [fault]
+        _fetch_index(checkpoint, revision)
+        cached = config_folder(checkpoint, revision)
+        return [] if cached is None else folder_faults(policy, cached, is_whole=False)
     if not folder.is_dir():
-        return [f"model.policy.checkpoint={checkpoint} is no folder. Give a pipeline folder or a hub name."]
-    index = folder / INDEX
-    if not index.is_file():
-        return [f"model.policy.checkpoint={checkpoint} holds no {INDEX}: it is no pipeline folder."]
-    try:
-        found = json.loads(index.read_text()).get("_class_name")
-    except (json.JSONDecodeError, AttributeError):
-        return [f"{index} is damaged: not a JSON object. Save or download the pipeline again."]
-    if found == needed:
-        return []
-    from lit_vgrpo.policies.base import Policy
+        return [_not_a_folder(policy, folder)]
+    if not (folder / INDEX).is_file():
+        return [f"{KEY}={checkpoint} holds no {INDEX}: it is no pipeline folder."]
+    if revision is not None:
+        return [f"model.policy.revision={revision} has no effect on {checkpoint}, which is a folder. Leave it out."]
+    return folder_faults(policy, folder)
 
-    families = {cls.pipeline_class: cls.__name__ for cls in _families(Policy)}
-    advice = f"Use class_path: {families[found]}." if found in families else f"Give a {needed}."
-    return [f"model.policy.checkpoint={checkpoint} is a {found}, {type(policy).__name__} needs {needed}. {advice}"]
+
+def folder_faults(policy: Policy, folder: Path, is_whole: bool = True) -> list[str]:
+    """Why a pipeline folder does not fit a policy, in a line; empty where nothing speaks against it.
+
+    Args:
+        policy: need not be loaded.
+        folder: holds at least an index.
+        is_whole: ``False`` for one that may lack weights and configurations.
+    """
+    checkpoint, needed = policy.checkpoint, policy.pipeline_class
+    index = _index(folder)
+    if index is None:
+        return [f"{folder / INDEX} is damaged: not a JSON object. Save or download the pipeline again."]
+    found = index.get("_class_name")
+    if found != needed:
+        from lit_vgrpo.policies.base import Policy
+
+        families = {cls.pipeline_class: cls.__name__ for cls in _families(Policy)}
+        known = isinstance(found, str) and found in families
+        advice = f"Use class_path: {families[found]}." if known else f"Give a {needed}."
+        return [f"{KEY}={checkpoint} is a {found}, {type(policy).__name__} needs {needed}. {advice}"]
+    nulls = policy.null_components(folder)
+    faults = [misfit(policy, _parts_on_disk(folder, index))]
+    if is_whole:
+        faults.append(_variant_fault(policy, folder, [name for name in index if name not in nulls]))
+    return [fault for fault in faults if fault is not None][:1]
+
+
+def misfit(policy: Policy, parts: Parts) -> str | None:
+    """What of a pipeline of the right class a policy cannot work with, in a line, or ``None``."""
+    fault = policy.misfit(parts)
+    return None if fault is None else f"{KEY}={policy.checkpoint} {fault}"
+
+
+def parts_in_memory(pipeline: Any) -> dict[str, dict[str, Any] | None]:
+    """The parts of a loaded pipeline that are of diffusers, or are left out."""
+    parts: dict[str, dict[str, Any] | None] = {}
+    for name, part in pipeline.components.items():
+        kinds = [kind.__name__ for kind in type(part).__mro__ if kind.__module__.startswith("diffusers.")]
+        if part is None:
+            parts[name] = None
+        elif kinds and isinstance(part.config, Mapping):
+            parts[name] = {**part.config, "_class_name": kinds[0]}
+    return parts
+
+
+def config_folder(checkpoint: str, revision: str | None = None) -> Path | None:
+    """Where a pipeline's index is on this machine, and what else of it is: its own folder, or the hub's cache of it."""
+    folder = local_folder(checkpoint)
+    if folder is None:
+        index = cached_file(checkpoint, INDEX, revision)
+        return None if index is None else index.parent
+    return folder if (folder / INDEX).is_file() else None
 
 
 def null_components(folder: Path) -> dict[str, None]:
     """Components that are null in the folder's index."""
-    index = folder / INDEX
-    if not index.is_file():
-        return {}
-    entries = json.loads(index.read_text())
-    return {name: None for name, value in entries.items() if isinstance(value, list) and value[0] is None}
+    index = _index(folder) or {}
+    return {name: None for name, value in index.items() if isinstance(value, list) and value and value[0] is None}
+
+
+def _index(folder: Path) -> dict[str, Any] | None:
+    """The folder's index, or ``None`` where there is none that can be read."""
+    try:
+        index = json.loads((folder / INDEX).read_text())
+    except (OSError, ValueError):
+        return None
+    return index if isinstance(index, dict) else None
+
+
+def _parts_on_disk(folder: Path, index: Mapping[str, Any]) -> dict[str, dict[str, Any] | None]:
+    """The parts that the index names, with what their configurations say where these are there."""
+    parts: dict[str, dict[str, Any] | None] = {}
+    for name, entry in index.items():
+        if not (isinstance(entry, list) and len(entry) == 2):
+            continue
+        if entry[0] is None:
+            parts[name] = None
+            continue
+        parts[name] = {"_class_name": entry[1]}
+        for file in ("config.json", "scheduler_config.json"):
+            try:
+                parts[name] = {**json.loads((folder / name / file).read_text()), "_class_name": entry[1]}
+            except (OSError, ValueError, TypeError):  # what is damaged is said where it is read
+                continue
+    return parts
+
+
+def _fetch_index(checkpoint: str, revision: str | None) -> None:
+    """Get the index of a repository that is there into the hub's cache; without it, less is known before loading."""
+    from huggingface_hub import hf_hub_download
+
+    if cached_file(checkpoint, INDEX, revision) is None:
+        hub_error(lambda: hf_hub_download(checkpoint, INDEX, revision=revision))
+
+
+def _not_a_folder(policy: Policy, path: Path) -> str:
+    if path.suffix.lower() not in ONE_FILE or not path.is_file():
+        return f"{KEY}={policy.checkpoint} is no folder. Give a pipeline folder or a hub name."
+    convert = f'diffusers.{policy.pipeline_class}.from_single_file("{path}").save_pretrained("DIR")'
+    return (
+        f"{KEY}={policy.checkpoint} is one file, and a pipeline folder is needed. Make one: "
+        f"python -c 'import diffusers; {convert}', then set {KEY}=DIR."
+    )
+
+
+def _variant_fault(policy: Policy, folder: Path, names: list[str]) -> str | None:
+    """Why a folder's weights are not those that are asked for, as far as the names of its files tell."""
+    held = {name: variants for name in names if (variants := _variants(folder / name))}
+    if policy.variant is None:
+        for name, variants in held.items():
+            if None not in variants:
+                known = sorted(filter(None, variants))
+                best = "fp16" if "fp16" in known else known[0]
+                return (
+                    f"{KEY}={policy.checkpoint} holds its {name} as {' and '.join(known)} alone. "
+                    f"Set model.policy.variant={best}."
+                )
+        return None
+    if not held or any(policy.variant in variants for variants in held.values()):
+        return None
+    known = sorted({variant for variants in held.values() for variant in variants if variant is not None})
+    advice = f"Use {' or '.join(known)}, or leave it out" if known else "Leave it out"
+    return f"model.policy.variant={policy.variant}: {policy.checkpoint} holds no such weights. {advice}."
+
+
+def weight_files(folder: Path, variant: str | None) -> list[Path]:
+    """The files that one variant of a part's weights is read from: safetensors where there are any."""
+    files = [path for path, held in _weights(folder) if held == variant]
+    return [path for path in files if path.suffix == ".safetensors"] or files
+
+
+def _variants(folder: Path) -> set[str | None]:
+    """Which variants of a part's weights lie in its folder; ``None`` is the one without a name."""
+    return {variant for _, variant in _weights(folder)}
+
+
+def _weights(folder: Path) -> list[tuple[Path, str | None]]:
+    matches = [(path, WEIGHTS.fullmatch(path.name)) for path in folder.iterdir()] if folder.is_dir() else []
+    return [(path, match[1] or match[2]) for path, match in matches if match is not None]
 
 
 def _families(base: Any) -> Iterator[Any]:

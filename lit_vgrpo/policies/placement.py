@@ -36,9 +36,15 @@ def placed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Change a module's floating-point type, where it is another (diffusers warns of every cast that it is told of)."""
-    if any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
-        module.to(dtype)
+    """Change a module's floating-point type, where it is another (diffusers warns of every cast that it is told of).
+
+    In float16, layers that would overflow (T5's ``wo``) are of float32, as ``from_pretrained`` leaves them.
+    """
+    wide = set(getattr(module, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else set()
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        wanted = torch.float32 if wide.intersection(name.split(".")) else dtype
+        if tensor.is_floating_point() and tensor.dtype != wanted:
+            tensor.data = tensor.data.to(wanted)
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from lit_vgrpo.policies.base import Policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,3 +27,17 @@ def in_own_precision(method: Callable[Concatenate[Any, P], R]) -> Callable[Conca
             return method(policy, *args, **kwargs)
 
     return call
+
+
+def scaling_fault(policy: Policy, strategy: Any) -> str | None:
+    """Why a policy cannot be trained in float16, in a line, or ``None``.
+
+    A loss is a mean over some 10^5 latents, so that most gradients lie below float16's smallest number (6e-8) unless
+    the loss is scaled up before its backward pass.
+    """
+    if policy.dtype != torch.float16 or getattr(strategy.precision_plugin, "scaler", None) is not None:
+        return None
+    return (
+        "model.policy.dtype=float16 has gradients too small for its range, and nothing here scales them. Use "
+        "model.policy.dtype=bfloat16, or on a GPU without it trainer.precision=16-mixed, which does."
+    )

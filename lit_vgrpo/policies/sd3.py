@@ -10,7 +10,9 @@ from torch import Tensor
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.conditioning import Conditioning
 from lit_vgrpo.policies.image_size import refuse_above
+from lit_vgrpo.policies.misfits import channels_misfit, flow_misfit
 from lit_vgrpo.policies.paths import RectifiedFlow
+from lit_vgrpo.policies.pipeline_folder import Parts
 from lit_vgrpo.policies.schedulers import FLOW_SOLVERS, flow_scheduler
 from lit_vgrpo.solvers import FLOW_SDES
 
@@ -43,6 +45,10 @@ class SD3Policy(Policy):
     def null_components(self, folder: Path) -> dict[str, None]:
         nulls = super().null_components(folder)
         return nulls if self.use_t5 else {**nulls, "text_encoder_3": None, "tokenizer_3": None}
+
+    def misfit(self, parts: Parts) -> str | None:
+        network, vae = parts.get(self.network_name), parts.get("vae")
+        return channels_misfit(self.network_name, network, vae) or flow_misfit(parts.get("scheduler"))
 
     def build_path(self) -> RectifiedFlow:
         return RectifiedFlow()

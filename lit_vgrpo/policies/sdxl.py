@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lit_vgrpo.policies.conditioning import Conditioning
 from lit_vgrpo.policies.latent_diffusion import LatentDiffusionPolicy
+from lit_vgrpo.policies.pipeline_folder import Parts
 
 
 class SDXLPolicy(LatentDiffusionPolicy):
@@ -19,6 +20,11 @@ class SDXLPolicy(LatentDiffusionPolicy):
     """
 
     pipeline_class: ClassVar[str] = "StableDiffusionXLPipeline"
+
+    def misfit(self, parts: Parts) -> str | None:
+        if parts.get("text_encoder", {}) is None:
+            return "has one text encoder, as the refiner of Stable Diffusion XL. Give a base model."
+        return super().misfit(parts)
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         tokens, _, pooled, _ = self.pipeline.encode_prompt(

@@ -1,0 +1,73 @@
+"""Reads a policy's diffusers pipeline, from a folder or from the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.hub import LoadError, local_folder, only_errors_of, quiet_libraries
+from lit_vgrpo.policies.pipeline_folder import KEY, config_folder, folder_faults
+
+if TYPE_CHECKING:
+    from lit_vgrpo.policies.base import Policy
+
+
+def read_pipeline(policy: Policy) -> Any:
+    """A policy's pipeline with its weights, in the types that the policy trains and computes in.
+
+    Raises:
+        LoadError: it cannot be downloaded, is damaged or is none of the policy's family.
+    """
+    import diffusers
+
+    # What is trained, and the VAE, must not be rounded on the way from the disk.
+    network_dtype = torch.float32 if policy.lora_rank is None else policy.dtype
+    dtypes = {policy.network_name: network_dtype, "vae": torch.float32, "default": policy.dtype}
+    with quiet_libraries():
+        family = getattr(diffusers, policy.pipeline_class)  # imported here, with all that it needs
+    folder = fetch(policy, family)
+    for fault in folder_faults(policy, folder):
+        raise LoadError(fault)
+    options: dict[str, Any] = {"variant": policy.variant, "torch_dtype": dtypes, **policy.null_components(folder)}
+    if not any(folder.glob("*/*.safetensors")):
+        options["use_safetensors"] = False  # or diffusers reports each that it misses as an error
+    with quiet_libraries():
+        try:
+            return family.from_pretrained(folder, **options)
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+            raise LoadError(
+                f"Cannot load {policy.checkpoint}: {one_line(error)[:200]}. Download or save it again, "
+                f"or set {KEY} to another pipeline."
+            ) from error
+
+
+def fetch(policy: Policy, family: Any) -> Path:
+    """The folder of a policy's pipeline, downloaded if it is a hub name and something of it is not in the cache.
+
+    Args:
+        policy: need not be loaded.
+        family: the pipeline's class.
+
+    Raises:
+        LoadError: the download failed.
+    """
+    folder = local_folder(policy.checkpoint)
+    if folder is not None:
+        return folder
+    index = config_folder(policy.checkpoint, policy.revision)
+    left_out = {} if index is None else policy.null_components(index)
+    try:
+        # The bars of a download stay: of all that a run does first, it may take longest.
+        with only_errors_of("diffusers", "huggingface_hub"):
+            return Path(
+                family.download(policy.checkpoint, revision=policy.revision, variant=policy.variant, **left_out)
+            )
+    except Exception as error:  # the hub's client has a class of its own for each cause
+        raise LoadError(
+            f"Cannot load {policy.checkpoint}: {one_line(error)[:200]}. Run: hf download {policy.checkpoint}, "
+            f"or set {KEY}=/a/local/folder."
+        ) from error
