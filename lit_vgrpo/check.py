@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 from lit_vgrpo.cli import LINKED, TOP_LEVEL, RecipeCLI, build, guarded
 from lit_vgrpo.curriculum import Curriculum, Stage, is_curriculum, merged_faults
 from lit_vgrpo.data.prompts import prompt_faults
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.estimate.room import memory_report
+from lit_vgrpo.estimate.room import NotEstimated, gpu_memory_of, memory_report
 from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.policies.pipeline_folder import weight_files
 from lit_vgrpo.recipe import parse_command, read_recipe
 from lit_vgrpo.schema import sound_parts
 
+MEMORY = "--memory"
 SMALLEST_NEED = 100 * 2**20
 CHECKPOINTS_AT_ONCE = 4
 """The last one, the one before it, the best one, and the one that is being written."""
@@ -26,6 +28,8 @@ COPIES_OF_WEIGHTS = 4
 def check(args: Sequence[str]) -> int:
     """Validate ``RECIPE.yaml [key=value ...]``: keys, types, values, sizes, files, weights, free disk, memory.
 
+    ``--memory 80GiB`` compares the memory it needs with a GPU of that size, on any machine.
+
     Returns:
         0, or 2 with every fault that was found, a line each on stderr.
     """
@@ -33,16 +37,34 @@ def check(args: Sequence[str]) -> int:
 
 
 def _check(args: Sequence[str]) -> int:
+    args, gpu_memory = without_memory(args)
     command = parse_command(args)
-    return _check_stages(Curriculum.of(command)) if is_curriculum(command.recipe) else _check_recipe(args)
+    if is_curriculum(command.recipe):
+        return _check_stages(Curriculum.of(command), gpu_memory)
+    return _check_recipe(args, gpu_memory)
 
 
-def _check_stages(curriculum: Curriculum) -> int:
+def without_memory(args: Sequence[str]) -> tuple[list[str], int | None]:
+    """The words without ``--memory SIZE``, and that size in bytes.
+
+    Raises:
+        UserError: no size, or none that a GPU could have.
+
+    >>> without_memory(["tiny_shapes", "--memory", "1GiB", "name=a"])
+    (['tiny_shapes', 'name=a'], 1073741824)
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(MEMORY, nargs="?", const="")
+    found, rest = parser.parse_known_args(list(args))
+    return rest, None if found.memory is None else gpu_memory_of(found.memory)
+
+
+def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
     found: list[tuple[Stage, list[str]]] = []
     for stage in curriculum.stages:
         print(f"Stage {stage.number} of {len(curriculum.stages)}: {stage.name}")
         try:
-            _check_recipe(curriculum.check_words(stage))
+            _check_recipe(curriculum.check_words(stage), gpu_memory)
         except UserError as error:
             found.append((stage, error.faults))
     if found:
@@ -50,7 +72,7 @@ def _check_stages(curriculum: Curriculum) -> int:
     return 0
 
 
-def _check_recipe(args: Sequence[str]) -> int:
+def _check_recipe(args: Sequence[str], gpu_memory: int | None) -> int:
     try:
         cli = build(args, make_folder=False)
     except UserError as error:
@@ -58,9 +80,15 @@ def _check_recipe(args: Sequence[str]) -> int:
     faults = [*cli.faults(), *disk_faults(cli)]
     if not cli.datamodule.sizes.faults(cli.trainer.world_size):
         print(cli.plan())
-        if not faults:
-            text, faults = memory_report(cli)
+        try:
+            text, too_large = memory_report(cli, gpu_memory)
             print(text)
+            faults += too_large
+        except UserError as error:
+            faults += [fault for fault in error.faults if fault not in faults]
+        except NotEstimated as reason:
+            if not faults:  # of which one may well be the reason
+                print(f"memory: not estimated, {reason}")
     if faults:
         raise UserError(*faults)
     print("\n".join(cli.about_prompts()))
@@ -98,8 +126,5 @@ def checkpoint_bytes(cli: RecipeCLI) -> int:
     network = resolve_path(policy.checkpoint) / policy.network_name
     if policy.lora_rank is not None or not network.is_dir():
         return SMALLEST_NEED
-    return max(SMALLEST_NEED, COPIES_OF_WEIGHTS * _size(network))
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    size = sum(file.stat().st_size for file in weight_files(network, policy.variant))
+    return max(SMALLEST_NEED, COPIES_OF_WEIGHTS * size)

@@ -1,10 +1,11 @@
 """``lightning check``: every fault, no training, nothing written."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
 
-from lit_vgrpo.check import check, disk_faults
+from lit_vgrpo.check import check, checkpoint_bytes, disk_faults
 from lit_vgrpo.cli import build
 
 
@@ -45,11 +46,33 @@ def test_weights_of_a_reward_that_cannot_be_had(tiny_recipe, capsys):
     assert "/none" in lines(capsys)[0]
 
 
+def test_an_estimate_that_a_fault_keeps_from_being_made_is_not_spoken_of(tiny_recipe, capsys):
+    assert check([str(tiny_recipe), "model.policy.checkpoint=."]) == 2
+    out, err = capsys.readouterr()
+    assert "model_index.json" in err
+    assert "memory" not in out
+
+
 def test_too_little_disk(tiny_recipe, monkeypatch):
     cli = build([str(tiny_recipe)], make_folder=False)
     assert disk_faults(cli) == []
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
     assert "0.0 GiB free" in disk_faults(cli)[0]
+
+
+def test_a_checkpoint_is_as_large_as_the_weights_that_are_read(tiny_recipe, tiny_sd3, tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_vgrpo.check.SMALLEST_NEED", 0)
+    folder = tmp_path / "both"
+    shutil.copytree(tiny_sd3, folder)
+    weights = folder / "transformer/diffusion_pytorch_model.safetensors"
+    for name in ("diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.bin", "other.safetensors"):
+        (weights.parent / name).write_bytes(b"x" * 1000)
+
+    def needed(*words):
+        return checkpoint_bytes(build([str(tiny_recipe), f"model.policy.checkpoint={folder}", *words], False))
+
+    assert needed() == 4 * weights.stat().st_size
+    assert needed("model.policy.variant=fp16") == 4 * 1000
 
 
 def test_a_run_dir_that_cannot_be_written(tiny_recipe, monkeypatch):

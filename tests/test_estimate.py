@@ -117,13 +117,11 @@ def test_a_method_asks_for_what_it_says(tiny_sd3, name):
 def test_strategies_share_out_what_they_shard(tiny_sd3, strategy, weights, gradients, state):
     policy = policy_on_meta(SD3Policy(str(tiny_sd3), lora_rank=4))
     whole, part = (shares(policy, OptimizerConfig(), one, world, True) for one, world in ((None, 1), (strategy, 4)))
-    for name, of in {
-        "trained weights": weights,
-        "frozen weights": weights,
-        "gradients": gradients,
-        "AdamW's moments": state,
-    }.items():
+    for name, of in {"trained weights": weights, "gradients": gradients, "AdamW's moments": state}.items():
         assert part.parts[name] == whole.parts[name] // of, name
+    buffers = bytes_of(policy.network.buffers())
+    assert 0 < buffers < whole.parts["frozen weights"]
+    assert part.parts["frozen weights"] - buffers == (whole.parts["frozen weights"] - buffers) // weights
     assert part.trained == part.parts["trained weights"]
     extra = part.parts.keys() - whole.parts.keys()
     assert bool(extra)  # buckets, gathered weights, a copy of ZeRO's own

@@ -11,6 +11,7 @@ from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.estimate.live_memory import LiveMemory
 from lit_vgrpo.estimate.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.estimate.passes import Pass, demand
+from lit_vgrpo.estimate.scorers import scorers
 from lit_vgrpo.estimate.shares import Shares, bytes_of, shares, shown, tensors_of
 from lit_vgrpo.policies.base import Policy
 
@@ -35,10 +36,12 @@ class Estimate:
     Attributes:
         parts: what is there all the time, by name.
         phases: what each phase takes beside that at its peak.
+        unknown: rewards whose models are not in it.
     """
 
     parts: dict[str, int]
     phases: dict[str, int]
+    unknown: tuple[str, ...] = ()
 
     @property
     def peak_phase(self) -> str:
@@ -59,18 +62,21 @@ class Estimate:
         return "\n".join(["Estimated memory of a rank:", *(f"{name:<{width}}  {size:>10}" for name, size in rows)])
 
 
-def estimate(cli: RecipeCLI) -> Estimate:
-    """What a recipe needs, without the rewards' own models and what a library takes for itself.
+def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
+    """What a recipe needs, without what a library takes for itself.
+
+    Args:
+        device: of a rank; ``None`` takes the one that the recipe would use here.
 
     Raises:
         NotHere: the pipeline's configurations are not on this machine.
         LoadError: an option of the policy does not fit them.
     """
     module, trainer = cli.model, cli.trainer
-    device_type = trainer.strategy.root_device.type
-    on_gpu = device_type != "cpu"
+    device = device or trainer.strategy.root_device
+    on_gpu = device.type != "cpu"
     plan = cli.datamodule.sizes.plan(trainer.world_size)
-    policy = policy_on_meta(module.policy, device_type)
+    policy = policy_on_meta(module.policy, device.type)
     asked = demand(module.objective, policy, plan)
     own = shares(policy, module.optimizer_config, trainer.strategy, trainer.world_size, on_gpu)
     averages = sum(isinstance(callback, EMA) for callback in trainer.callbacks)  # type: ignore[attr-defined]
@@ -81,12 +87,14 @@ def estimate(cli: RecipeCLI) -> Estimate:
     encoders = sum(bytes_of(tensors_of(encoder)) for encoder in policy.encoders())
     leave = on_gpu and module.policy.offload_encoders
     latent = 4 * torch.Size(policy.latent_shape).numel()
+    models, unknown = scorers(module.observed.rewards, device)
     kept = 0 if on_gpu and module.objective.rollout_device is not None else round(latent * asked.kept)
     parts = {
         **own.parts,
         "copies of the trained weights": copies * own.trained,
         "text encoders": 0 if leave else encoders,
         "VAE": bytes_of(tensors_of(vae)),
+        "rewards' models": models,
         "latents and what is stored with them": kept,
     }
     rollout = min(module.rollout_batch_size or plan.images_per_rank, plan.images_per_rank)
@@ -102,7 +110,7 @@ def estimate(cli: RecipeCLI) -> Estimate:
         phases[STORED] = peak_of_pass(policy, asked.stored) + bool(asked.copies) * own.trained
     if cli.datamodule.has_heldout:
         phases[EVALUATION] = _evaluation(cli, policy, own, averages)
-    return Estimate(parts, phases)
+    return Estimate(parts, phases, tuple(unknown))
 
 
 def _evaluation(cli: RecipeCLI, policy: Policy, own: Shares, averages: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,11 +31,11 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = {_place(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        known = {_place(value) for value in _held((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
+        for value in _held(result):
             # A view of an outer tensor, or one changed in place, takes nothing.
-            if isinstance(value, Tensor) and _place(value) not in known:
+            if _place(value) not in known:
                 self._add(value.untyped_storage())
         return result
 
@@ -50,6 +51,12 @@ class LiveMemory(TorchDispatchMode):
             self._storages.pop(place, None)
 
         self._storages[place] = weakref.ref(storage, freed)
+
+
+def _held(tree: Any) -> list[Tensor]:
+    """The tensors of a tree; of a sharded one the rank's shard, since itself it claims to be as large as the whole."""
+    tensors = [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
+    return [value._local_tensor if isinstance(value, DTensor) else value for value in tensors]
 
 
 def _place(value: Tensor) -> int:

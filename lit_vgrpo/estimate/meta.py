@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from lit_vgrpo.hub import local_folder, quiet_libraries
+from lit_vgrpo.hub import quiet_libraries
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.pipeline_folder import INDEX, config_folder
 
-INDEX = "model_index.json"
 LOWERED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "baddbmm", "addmm"})
 RAISED = frozenset({"layer_norm", "group_norm", "softmax", "pow", "__pow__", "exp", "norm"})
 """What autocast computes in its own type, and what a GPU's in float32, by the names of torch's functions."""
@@ -104,7 +104,9 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
     """
     import diffusers
 
-    folder = pipeline_folder(policy.checkpoint)
+    folder = config_folder(policy.checkpoint, policy.revision)
+    if folder is None:
+        raise NotHere(policy.checkpoint)
     twin = copy.deepcopy(policy)
     # What changes no size, or cannot be done without weights.
     twin.embedding_cache, twin.start_from, twin.attention_backend = None, None, None
@@ -125,23 +127,6 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
         again = partial(checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), twin.autocast()))
         twin.network.enable_gradient_checkpointing(again)
     return twin
-
-
-def pipeline_folder(checkpoint: str) -> Path:
-    """The folder that a checkpoint's configurations are in: its own, or the hub's cache of it.
-
-    Raises:
-        NotHere: there is none.
-    """
-    folder = local_folder(checkpoint)
-    if folder is None:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(checkpoint, INDEX)
-        folder = Path(found).parent if isinstance(found, str) else None
-    if folder is None or not (folder / INDEX).is_file():
-        raise NotHere(checkpoint)
-    return folder
 
 
 def _components(folder: Path, nulls: dict[str, None]) -> dict[str, nn.Module]:

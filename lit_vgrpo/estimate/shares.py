@@ -43,8 +43,9 @@ def shares(policy: Policy, optimizer: OptimizerConfig, strategy: Strategy, world
         on_gpu: where AdamW steps all weights at once, and what is offloaded leaves the device.
     """
     trained = list(trainable_parameters(policy).values())
-    frozen = [tensor for tensor in tensors_of(policy.network) if not tensor.requires_grad]
+    frozen = [p for p in policy.network.parameters() if not p.requires_grad]
     size, rest, state = bytes_of(trained), bytes_of(frozen), moments(trained, optimizer)
+    buffers = bytes_of(policy.network.buffers())  # which no strategy shards
     is_zero, is_fsdp = isinstance(strategy, ZeRO), isinstance(strategy, FSDP2)
     stage = strategy.stage if isinstance(strategy, ZeRO) else 0
     sharded = is_fsdp or stage == 3
@@ -53,22 +54,26 @@ def shares(policy: Policy, optimizer: OptimizerConfig, strategy: Strategy, world
     of_state = world_size if sharded or is_zero else 1
     parts = {
         "trained weights": size // of_weights,
-        "frozen weights": rest // of_weights,
+        "frozen weights": rest // of_weights + buffers,
         "gradients": size // of_gradients,
         "AdamW's moments": state // of_state,
     }
     if isinstance(strategy, ZeRO):
         parts["ZeRO's own copy of the trained weights"] = size // world_size
-        bucket = strategy.config["zero_optimization"]["reduce_bucket_size"]  # type: ignore[index]
-        parts["ZeRO's buckets"] = 2 * min(size, 4 * bucket)  # one is reduced, one is gathered
+        # One that gradients are reduced in, whole however few they are; gathering is done in place.
+        parts["ZeRO's bucket"] = 4 * strategy.config["zero_optimization"]["reduce_bucket_size"]  # type: ignore[index]
         if strategy.offload and on_gpu:
-            parts["AdamW's moments"] = parts["ZeRO's own copy of the trained weights"] = parts["gradients"] = 0
+            left = ["AdamW's moments", "ZeRO's own copy of the trained weights", "gradients"]
+            parts |= dict.fromkeys(left, 0)
+            if stage == 3:
+                parts |= {"trained weights": 0, "frozen weights": buffers}
     elif world_size > 1 and not is_fsdp:
         parts["DDP's buckets"] = size
     if sharded and world_size > 1:
         parts["weights gathered for a pass"] = _gathered(policy.network, stage)
-    step = size // of_state if on_gpu and not _is_8bit(optimizer) else 0
-    return Shares(parts, parts["trained weights"], step)
+    steps_here = on_gpu and not (isinstance(strategy, ZeRO) and strategy.offload)
+    step = size // of_state if steps_here and not _is_8bit(optimizer) else 0
+    return Shares(parts, size // of_weights, step)
 
 
 def _gathered(network: nn.Module, stage: int) -> int:
