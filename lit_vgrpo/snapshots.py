@@ -35,8 +35,15 @@ class Snapshot:
             for values in (local(p),)
         }
 
+    def follow(self) -> None:
+        """Keep this rank's shard alone, where the weights are sharded by now; the whole of it may not fit."""
+        devices = {name: tensor.device for name, tensor in self.tensors.items()}
+        self._parameters_of(self._module)
+        self.tensors = {name: tensor.to(devices[name]) for name, tensor in self.tensors.items()}
+
     def to(self, device: torch.device) -> None:
         """Move the copy."""
+        self.follow()
         self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
