@@ -54,7 +54,7 @@ class AWM(Objective):
     is as large as the latents times ``num_times``.
 
     Args:
-        rollout: how images are sampled; any ODE solver. Ten steps is our choice, that of the other methods here; the
+        rollout: how images are sampled; any ODE solver. The default of ten steps is that of the other methods here; the
             public code takes 14.
         num_times: times an image, one in each equal part of the schedule, shared by the images of a micro-batch.
         weighting: see :func:`log_likelihood`.
