@@ -20,6 +20,7 @@ from lit_vgrpo.shorthand import expanded_override
 KEYS = (STAGES, "name", "run_dir", "overlays", "overrides")
 START = "model.policy.start_from"
 OF_A_STAGE = re.compile(r"stage(\d+)\.(.+)")
+MEANT_FOR_A_STAGE = re.compile(r"stages?[._-]?(\d+)(?:[._-](.+))?")
 OWN = {
     "name": "is that of the curriculum; its stages are numbered and named after their recipes",
     "run_dir": "is that of the curriculum, whose stages are folders in it",
@@ -68,13 +69,23 @@ class Settings:
         for key, _ in self.overrides:
             match = OF_A_STAGE.fullmatch(key)
             number, own_key = (int(match[1]), match[2]) if match else (None, key)
-            if number is not None and not 1 <= number <= count:
+            if own_key == STAGES:
+                found.append(f"{key} cannot be set: the stages are those of the file. Write a file of your own.")
+            elif number is None and (meant := MEANT_FOR_A_STAGE.fullmatch(key)):
+                found.append(
+                    f"{key} is not an option. For stage {meant[1]} write stage{meant[1]}.{meant[2] or 'KEY'}=VALUE."
+                )
+            elif number is not None and not 1 <= number <= count:
                 found.append(f"{key} is for stage {number}, but there are stages 1 to {count}. Correct the number.")
             elif own_key in OWN and (number is not None or own_key == "ckpt_path"):
                 found.append(f"{key} cannot be set: {own_key} {OWN[own_key]}.")
             elif own_key == START and number != 1:
                 found.append(f"{key} cannot be set: stages start from the one before. Only stage1.{START} is free.")
         return found
+
+    def of(self, stage: Stage) -> list[str]:
+        """What is said for a stage alone, as it was typed."""
+        return [f"stage{number}.{key}={text}" for number, key, text in self._of_stages() if number == stage.number]
 
     def _of_stages(self) -> Iterator[tuple[int, str, str]]:
         for key, text in self.overrides:
@@ -112,7 +123,7 @@ class Curriculum:
         content = loaded(command.recipe)
         typed = dict(command.overrides)
         faults = [unknown_option(str(key), "a curriculum", KEYS) for key in content if key not in KEYS]
-        stages = _stages(content.get(STAGES), command.recipe, faults)
+        stages = [] if faults and STAGES not in content else _stages(content.get(STAGES), command.recipe, faults)
         saved = Settings(_overlays(content.get("overlays"), faults), _overrides(content.get("overrides"), faults))
         own = [(key, text) for key, text in command.overrides if key not in ("name", "run_dir")]
         settings = Settings(list(command.overlays), own)
@@ -185,7 +196,7 @@ def _stages(value: Any, file: Path, faults: list[str]) -> list[Stage]:
         try:
             if not isinstance(text, str):
                 raise UserError(f"{text!r} is no recipe's name or path.")
-            recipe = _beside(file, text) or find_recipe(text)
+            recipe = _beside(file, text) or _shipped(file, text)
             if is_curriculum(recipe):
                 raise UserError(f"{text} is a curriculum itself. List its stages instead.")
             found.append(Stage(number, recipe))
@@ -197,6 +208,16 @@ def _stages(value: Any, file: Path, faults: list[str]) -> list[Stage]:
 def _beside(file: Path, text: str) -> Path | None:
     """The recipe of that name in the curriculum's own folder."""
     return next((path for path in (file.parent / text, file.parent / f"{text}.yaml") if path.is_file()), None)
+
+
+def _shipped(file: Path, text: str) -> Path:
+    try:
+        return find_recipe(text)
+    except UserError:
+        guess = nearest(Path(text).stem, [path.stem for path in file.parent.glob("*.yaml") if path.stem != file.stem])
+        if guess is None:
+            raise
+        raise UserError(f"{text} is no recipe: no such file, and not a shipped name. Did you mean {guess}?") from None
 
 
 def _overlays(value: Any, faults: list[str]) -> list[Path]:

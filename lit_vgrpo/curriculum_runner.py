@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -83,6 +84,7 @@ def run_curriculum(command: Command) -> int:
     curriculum, child, lock = Curriculum.of(command), Child(), FolderLock()
     with child.listening():
         if curriculum.typed != Settings() or not command.resume:  # else it was checked when it was started
+            _say(f"Checking all {len(curriculum.stages)} stages.")
             status = child.run(check_words(curriculum), quiet=True)
             if status != FINISHED:
                 return status
@@ -103,7 +105,8 @@ def _run_stages(curriculum: Curriculum, run: Path, child: Child) -> int:
     for stage in curriculum.stages:
         what = f"Stage {stage.number} of {count} ({stage.name})"
         if curriculum.is_done(stage, run):
-            _say(f"{what} is finished.")
+            kept = curriculum.typed.of(stage)
+            _say(f"{what} is finished" + (f", and {', '.join(kept)} has no effect." if kept else "."))
             continue
         if child.stopped_by is not None:
             _say(f"Stopped before stage {stage.number} of {count}. {_how_to_go_on(run)}", error=True)
@@ -111,7 +114,7 @@ def _run_stages(curriculum: Curriculum, run: Path, child: Child) -> int:
         _say(f"{what}: {run / stage.folder}")
         status = child.run(["run", *curriculum.run_words(stage, run)], stage_environment(stage))
         if status != FINISHED:
-            _say(f"{what} ended with status {status}. {_how_to_go_on(run)}", error=True)
+            _say(f"{what} {how_it_ended(status)}. {_how_to_go_on(run)}", error=True)
             return status
         if not curriculum.is_done(stage, run):
             _say(f"{what} {_ended_early(curriculum, stage, run)}", error=True)
@@ -181,6 +184,21 @@ def stage_environment(stage: Stage) -> dict[str, str]:
         port = int(env["MASTER_PORT"]) + stage.number
         env |= {AGENT_STORE: "False", "MASTER_PORT": str(port if port < 2**16 else port - 2**15)}
     return env
+
+
+def how_it_ended(status: int) -> str:
+    """What a process's exit status says, for a line.
+
+    >>> how_it_ended(2)
+    'ended with status 2'
+    >>> how_it_ended(137)
+    'was ended by SIGKILL, which the system sends where memory runs out'
+    """
+    try:
+        name = signal.Signals(status - 128).name
+    except ValueError:
+        return f"ended with status {status}"
+    return f"was ended by {name}" + (", which the system sends where memory runs out" if name == "SIGKILL" else "")
 
 
 def _processes() -> int:

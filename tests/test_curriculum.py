@@ -10,7 +10,7 @@ import pytest
 from lit_vgrpo.check import check
 from lit_vgrpo.cli import run
 from lit_vgrpo.curriculum import Curriculum, is_curriculum
-from lit_vgrpo.curriculum_runner import Child, new_run, resumed_run, stage_environment
+from lit_vgrpo.curriculum_runner import Child, _run_stages, new_run, resumed_run, stage_environment
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.paths import write_whole
 from lit_vgrpo.recipe import parse_command, read_recipe
@@ -81,6 +81,18 @@ def test_a_check_needs_no_earlier_run(here):
         ("stage: [first]", [], "stage is not an option of a curriculum. Did you mean stages?"),
         ("stages: [first]\noveride: {}", [], "overide is not an option of a curriculum. Did you mean override"),
         ("stages: [first, tiny_shape]", [], "Stage 2 of x.yaml: tiny_shape is no recipe: no such file, and not a"),
+        (
+            "stages: [frist]",
+            [],
+            "Stage 1 of x.yaml: frist is no recipe: no such file, and not a shipped name. Did you mean first",
+        ),
+        (
+            "stages: [first]",
+            ["stages=[second]"],
+            "stages cannot be set: the stages are those of the file. Write a file",
+        ),
+        ("stages: [first]", ["stages.1.a=2"], "stages.1.a is not an option. For stage 1 write stage1.a=VALUE."),
+        ("stages: [first]", ["stage_1=2"], "stage_1 is not an option. For stage 1 write stage1.KEY=VALUE."),
         ("stages: [first, 3]", [], "Stage 2 of x.yaml: 3 is no recipe's name or path."),
         ("stages: [first, both]", [], "Stage 2 of x.yaml: both is a curriculum itself. List its stages instead."),
         ("stages: [first]\noverrides: {a: 1}", [], "overrides: {'a': 1} is not key=value. Write overrides: ["),
@@ -106,6 +118,11 @@ def test_what_is_wrong_with_a_curriculum_is_a_line(here, text, words, fault):
     assert is_curriculum(here / "x.yaml")
     found = faults("x.yaml", *words)
     assert any(line.startswith(fault) for line in found), found
+
+
+def test_a_misspelt_list_of_stages_is_said_once(here):
+    (here / "x.yaml").write_text("stagse: [first]\n")
+    assert faults("x.yaml") == ["stagse is not an option of a curriculum. Did you mean stages?"]
 
 
 def test_the_first_stage_may_start_from_an_earlier_run(here):
@@ -171,6 +188,16 @@ def test_a_run_folder_holds_the_curriculum_with_what_was_typed(here):
     assert again.name == "other"
     assert again.saved == typed.typed
     assert [stage.recipe.resolve() for stage in again.stages] == [stage.recipe.resolve() for stage in typed.stages]
+
+
+def test_settings_of_a_finished_stage_are_said_to_be_without_effect(here, capsys):
+    found = curriculum("both.yaml", "stage2.a=1", "stage2.b=x", "c=2")
+    for name in ("1_first", "2_second"):
+        finish(here / "out" / name)
+    assert _run_stages(found, here / "out", Child()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Stage 1 of 2 (first) is finished."
+    assert lines[1] == "Stage 2 of 2 (second) is finished, and stage2.a=1, stage2.b=x has no effect."
 
 
 def test_resume_finds_the_run_or_asks_which(here):
@@ -251,7 +278,8 @@ def test_two_stages_of_which_the_second_is_interrupted(tiny_recipe, here, capfd)
 
     assert run(["both.yaml", *words]) == 128 + signal.SIGTERM
     out = capfd.readouterr()
-    assert "Stage 2 of 2 (second) ended with status 143. Go on: lightning run " in out.err
+    assert out.out.startswith("Checking all 2 stages.\n")
+    assert "Stage 2 of 2 (second) was ended by SIGTERM. Go on: lightning run " in out.err
     folder = here / "runs" / "both"
     first = (folder / "1_first" / "summary.json").stat().st_mtime_ns
     assert (folder / "2_second" / "checkpoints" / "interrupted.ckpt").is_file()
