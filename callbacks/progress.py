@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -10,6 +11,9 @@ from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from tqdm import tqdm
 
 from lit_vgrpo.module import VGRPOModule
+
+NARROW = 90
+"""Columns below which the times would be cut off by the words before them."""
 
 
 class ProgressBar(LightningProgressBar):
@@ -46,9 +50,9 @@ class ProgressBar(LightningProgressBar):
         self._bar = tqdm(
             total=total,
             initial=trainer.current_epoch * steps,
-            disable=not sys.stderr.isatty(),
+            disable=_columns() == 0,
             dynamic_ncols=True,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
+            bar_format="{desc} {elapsed}<{remaining} {percentage:3.0f}%|{bar}|",
         )
         self._describe(trainer, pl_module, 0)
 
@@ -80,10 +84,14 @@ class ProgressBar(LightningProgressBar):
 
     def _describe(self, trainer: L.Trainer, pl_module: L.LightningModule, step: int) -> None:
         assert self._bar is not None
-        if not self._bar.disable:
-            self._bar.set_description_str(
-                f"{self._text(trainer, pl_module)}, step {step}/{trainer.num_training_batches}"
-            )
+        if self._bar.disable:
+            return
+        text = self._text(trainer, pl_module)
+        if _columns() < NARROW:
+            text = text.removeprefix("iteration ")
+        else:
+            text += f", step {step}/{trainer.num_training_batches}"
+        self._bar.set_description_str(text)
 
     def _text(self, trainer: L.Trainer, pl_module: L.LightningModule) -> str:
         assert isinstance(pl_module, VGRPOModule)
@@ -96,3 +104,11 @@ class ProgressBar(LightningProgressBar):
         if "heldout/reward" in pl_module.heldout:
             text += f", held-out {pl_module.heldout['heldout/reward']:.3f}"
         return text
+
+
+def _columns() -> int:
+    """Width of the terminal that stderr goes to; 0 where there is none, or one that does not know its size."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 0
+    except (OSError, ValueError):
+        return 0

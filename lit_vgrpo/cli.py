@@ -221,7 +221,7 @@ class RecipeCLI(LightningCLI):
         )
 
     def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
-        wanted: list[type[Callback]] = [our_callbacks.RewardLogger, our_callbacks.RunSummary]
+        wanted: list[type[Callback]] = [our_callbacks.RunSummary]
         if self.config.trainer.enable_progress_bar is not False:
             wanted.append(our_callbacks.ProgressBar)
         added = [cls() for cls in wanted if not any(isinstance(callback, cls) for callback in chosen)]
@@ -332,14 +332,23 @@ def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
         raise UserError(*faults) from error
 
 
-def guarded(body: Callable[[Sequence[str]], int], args: Sequence[str]) -> int:
-    """Run a verb; a user's mistake becomes lines on stderr and the status 2."""
+def guarded(body: Callable[[Sequence[str]], int], args: Sequence[str], stopped: str | None = None) -> int:
+    """Run a verb; a user's mistake becomes lines on stderr and the status 2.
+
+    Args:
+        stopped: what to say after Ctrl-C, with the status 130; ``None`` lets it pass.
+    """
     try:
         return body(args)
     except UserError as error:
         if is_first_process():
             report(error.faults)
         return 2
+    except KeyboardInterrupt:
+        if stopped is None:
+            raise
+        report([stopped])
+        return 130
 
 
 def run(args: Sequence[str]) -> int:

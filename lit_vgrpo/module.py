@@ -145,6 +145,13 @@ class VGRPOModule(L.LightningModule):
         # A method that needs the start holds it already; one copy of it is enough.
         self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")
 
+    def configure_callbacks(self) -> list[L.Callback]:
+        """The metrics of every iteration, also in a Trainer of one's own."""
+        from lit_vgrpo.callbacks.rewards import RewardLogger  # which imports this module
+
+        has_one = any(isinstance(callback, RewardLogger) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [] if has_one else [RewardLogger()]
+
     def configure_optimizers(self) -> Any:
         return self.optimizer_config.build(trainable_parameters(self.policy).values())
 
@@ -165,9 +172,8 @@ class VGRPOModule(L.LightningModule):
         """The iteration that a step belongs to: the one under way, a new one, or the rest of a saved one."""
         self._batch = batch
         if self._saved_iteration is not None:
-            self._iteration = Iteration.restored(
-                self._saved_iteration, batch, self.objective.rollout_device or self.device
-            )
+            device = self.objective.rollout_device or self.device
+            self._iteration = Iteration.restored(self._saved_iteration, batch, device)
             self._saved_iteration = None
         elif batch.is_first:
             self._iteration = self.collect(batch)
@@ -310,6 +316,9 @@ class VGRPOModule(L.LightningModule):
         return self.policy.decode(latents)
 
     def on_fit_start(self) -> None:
+        assert self.reference is not None
+        for copy in (self.reference, *self.objective.copies.values()):
+            copy.follow()
         settle(self)
         if self._cut_short is not None:
             done = self._saved_iteration["updates_done"] if self._saved_iteration is not None else 0

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from lit_vgrpo.merge import merged
 from lit_vgrpo.paths import shipped_root
 from lit_vgrpo.run_folder import CONFIG_NAME
 from lit_vgrpo.shorthand import expanded_override, expanded_recipe
+from lit_vgrpo.words import is_override
 
 RESUME = "--resume"
 STAGES = "stages"
 """The key that makes a file a curriculum, see :mod:`lit_vgrpo.curriculum`."""
 NO_OVERLAYS = ("compare", "assets", "prompts")
 """Folders of the shipped files that hold no overlays; those of a comparison have a form of their own."""
+SECTIONS = ("model", "data", "trainer")
+SUFFIXES = (".yaml", ".yml")
 OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
 KEPT_SETTINGS = ("rollout",)
 """What one method's settings mean to another. A KL weight of one says nothing about that of the other."""
@@ -67,12 +71,14 @@ def parse_command(args: Sequence[str]) -> Command:
     pending = list(args)
     while pending:
         word = pending.pop(0)
-        key, equals, text = word.removeprefix("--").partition("=")
+        key, _, text = word.removeprefix("--").partition("=")
         if word == RESUME:
             resume = True
-        elif equals and key:
+        elif key and is_override(word):
             overrides.append((key, expanded_override(key, text)))
         elif word.startswith("--"):
+            if get_close_matches(word, [RESUME], cutoff=0.8):
+                raise UserError(f"{word} is not an option. Did you mean {RESUME}?")
             if not pending:
                 raise UserError(f"{word} has no value. Write {key}=VALUE.")
             overrides.append((key, expanded_override(key, pending.pop(0))))
@@ -101,6 +107,8 @@ def find_overlay(text: str) -> Path:
     Raises:
         UserError: there is none of that name.
     """
+    if text.partition(".")[0] in SECTIONS and Path(text).suffix not in SUFFIXES:
+        raise UserError(f"{text} is no overlay. An override is one word: {text}=VALUE.")
     return _find(text, {**shipped_overlays(), **shipped_recipes()}, "overlay", " An override is written key=value.")
 
 
@@ -125,7 +133,10 @@ def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
     fault = f"is a folder, not a {what}" if path.is_dir() else f"is no {what}: no such file, and not a shipped name"
     # Where only the last part was typed, that is what is compared.
     parts = {known.rpartition("/")[2]: known for known in shipped}
-    guess = nearest(name, shipped) or parts.get(nearest(path.stem, parts) or "")
+    beside = {file.name: str(file) for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}") if file.is_file()}
+    own = beside.get(nearest(path.name, beside) or "")
+    guess = nearest(name, shipped) or parts.get(nearest(path.stem, parts) or "") or own
+    guess = own or guess if path.suffix in SUFFIXES else guess
     meant = f"Did you mean {guess}?" if guess else f"Shipped: {', '.join(shipped)}."
     raise UserError(f"{text} {fault}. {meant}{hint}")
 

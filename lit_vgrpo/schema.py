@@ -67,9 +67,13 @@ class _Walk:
         options = _options(hint)
         if value is None and (type(None) in options or Any in options):
             return None
+        if value is None:
+            self.faults.append(_wrong_value("null", hint, key))
+            return UNBUILT
         bases = [option for option in options if inspect.isclass(option) and _is_component(option)]
         plain = [option for option in options if inspect.isclass(option) and dataclasses.is_dataclass(option)]
-        if isinstance(value, Mapping) and "class_path" not in value and plain:
+        is_text = isinstance(value, str) and bases == plain and str not in options
+        if plain and (is_text or (isinstance(value, Mapping) and "class_path" not in value)):
             return self.arguments(plain[0], value, key)
         if bases and isinstance(value, str | Mapping) and not (isinstance(value, str) and str in options):
             return self.component(value, bases, key)
@@ -114,7 +118,8 @@ class _Walk:
                     f"{dotted} follows {self.linked[dotted]}. Set {self.linked[dotted]}={value} instead."
                 )
             elif name in parameters:
-                kwargs[name] = self.value(value, hints.get(name, Any), dotted)
+                as_default = value is None and parameters[name].default is None  # whatever the type hint says
+                kwargs[name] = None if as_default else self.value(value, hints.get(name, Any), dotted)
             elif not open_ended:
                 self.faults.append(unknown_option(dotted, cls.__name__, parameters))
         for name, parameter in parameters.items():

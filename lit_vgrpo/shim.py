@@ -32,7 +32,7 @@ VERBS: dict[str, Verb] = {
     ),
     "check": Verb(
         "lit_vgrpo.check:check",
-        "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...]",
+        "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--memory 80GiB]",
         "find every fault of a recipe, no training",
     ),
     "eval": Verb(
@@ -43,7 +43,7 @@ VERBS: dict[str, Verb] = {
     ),
     "export": Verb(
         "lit_vgrpo.exporting.cli:export",
-        "RUN --to DIR [--ema] [--merge] [--checkpoint FILE] [key=value ...]",
+        "RUN --to DIR [--format kohya] [--ema] [--merge] [--checkpoint FILE] [key=value ...]",
         "write a run's LoRA, or its weights as a pipeline folder, for diffusers to load",
     ),
     "sample": Verb(
@@ -92,8 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else list(argv)
     if args and args[0] in VERBS:
         verb = VERBS[args[0]]
-        if not args[1:] or args[1] in ("-h", "--help"):
-            asked = bool(args[1:])
+        asked = any(word in ("-h", "--help") for word in args[1:])
+        if asked or not args[1:]:
             print(f"usage: lightning {args[0]} {verb.usage}\n{verb.summary}", file=sys.stdout if asked else sys.stderr)
             return 0 if asked else 2
         return _call(verb, args[1:])
@@ -109,7 +109,7 @@ def _call(verb: Verb, args: list[str]) -> int:
     try:
         return int(getattr(import_module(module), function)(args))
     except KeyboardInterrupt:
-        print("Stopped before training began.", file=sys.stderr)
+        print("Stopped before anything was done.", file=sys.stderr)
         return 130
 
 

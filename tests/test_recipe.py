@@ -23,6 +23,9 @@ def test_overrides_come_in_three_forms(tiny_recipe):
         (["tiny_shapes", "other.yaml"], "other.yaml is no overlay: .* An override is written key=value."),
         (["tiny_shapes", "trainer.max_epochs", "5"], "trainer.max_epochs is no overlay"),
         (["tiny_shape"], "tiny_shape is no recipe: .* Did you mean tiny_shapes?"),
+        (["tiny_shapes", "trainer.max_epochs", "=", "5"], "An override is one word: trainer.max_epochs=VALUE."),
+        (["tiny_shapes", "--resum"], "--resum is not an option. Did you mean --resume?"),
+        (["tiny_shapes", "--rsume", "run_dir=x"], "--rsume is not an option. Did you mean --resume?"),
         (["zzz.yaml"], "zzz.yaml is no recipe: .* Shipped: .*tiny_unet"),
     ],
 )
@@ -41,6 +44,28 @@ def test_a_file_here_wins_over_a_shipped_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tiny_shapes.yaml").write_text("")
     assert find_recipe("tiny_shapes.yaml") == Path("tiny_shapes.yaml")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("god.yaml", "good.yaml"), ("sub/good.yml", "sub/good.yaml"), ("tiny_shape.yaml", "tiny_shapes")],
+)
+def test_a_mistyped_file_names_the_one_beside_it(typed, meant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", "sub"):
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "good.yaml").write_text("")
+    with pytest.raises(UserError, match=f"Did you mean {meant}[?]"):
+        find_recipe(typed)
+
+
+def test_a_path_may_hold_an_equals_sign(tmp_path):
+    recipe = tmp_path / "lr=1e-4" / "my.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("a: 1")
+    command = parse_command([str(recipe), f"data.train={recipe}"])
+    assert command.recipe == recipe
+    assert command.overrides == [("data.train", str(recipe))]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,10 @@ class Root:
         number: int | None = None,
         path: Path | None = None,
         seed: int = 0,
+        limit: int = 1,
+        width: int = None,  # type: ignore[assignment]  # noqa: RUF013  as older code says it
     ) -> None:
-        self.arguments = (objective, rewards, kind, number, path, seed)
+        self.arguments = (objective, rewards, kind, number, path, seed, limit, width)
 
 
 GOOD = {"objective": {"class_path": "VGRPO"}, "rewards": ["ShapesReward"]}
@@ -35,7 +37,7 @@ def faults(**changes):
 
 
 def test_a_good_recipe_has_no_fault():
-    assert faults(number=3, kind="two", path="x") == []
+    assert faults(number=3, kind="two", path="x", width=None) == []
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,11 @@ def test_a_good_recipe_has_no_fault():
     [
         ({"nmber": 3}, "model.nmber is not an option of Root. Did you mean number?"),
         ({"number": "x"}, "model.number=x has the wrong type. Give an int or null."),
+        ({"limit": None}, "model.limit=null has the wrong type. Give an int."),
+        (
+            {"objective": {"class_path": "VGRPO", "init_args": {"rollout": "euler"}}},
+            "model.objective.rollout='euler' must be a mapping of the options of RolloutSpec.",
+        ),
         ({"kind": "tow"}, "model.kind=tow is not a choice. Did you mean two?"),
         ({"seed": 4}, "model.seed follows seed_everything. Set seed_everything=4 instead."),
         ({"rewards": ["ShapeReward"]}, "model.rewards[0]=ShapeReward is no Reward that can be imported."),

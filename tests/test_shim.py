@@ -34,6 +34,11 @@ def test_every_verb_has_usage(verb, capsys):
     assert main([verb]) == 2
 
 
+def test_help_may_come_last(capsys):
+    assert main(["run", "tiny_shapes", "trainer.max_epochs=3", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: lightning run ")
+
+
 def test_verbs_exist():
     from importlib import import_module
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from helpers import Brightness, make_data, make_module
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
 
 from lit_vgrpo import VGRPO, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
+from lit_vgrpo.callbacks import RewardLogger
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,12 +22,19 @@ def run_python(code, *args):
 
 
 def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
-    stopper = L.pytorch.callbacks.EarlyStopping("heldout/reward", patience=50, mode="max")
+    stopper = L.pytorch.callbacks.EarlyStopping("reward/mean", patience=50, mode="max")
     keeper = L.pytorch.callbacks.ModelCheckpoint(tmp_path, monitor="heldout/reward", mode="max", filename="best")
-    trainer = L.Trainer(max_epochs=2, accelerator="cpu", logger=False, callbacks=[stopper, keeper])
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", logger=CSVLogger(tmp_path), callbacks=[stopper, keeper])
     trainer.fit(make_module(tiny_sd3), datamodule=make_data())
     assert trainer.global_step == 2
     assert (tmp_path / "best.ckpt").is_file()
+    assert {"reward/mean", "reward/failed", "policy/loss", "heldout/reward"} <= trainer.callback_metrics.keys()
+    table = Path(trainer.logger.log_dir, "metrics.csv").read_text().splitlines()
+    assert {"reward/brightness", "policy/grad_norm", "cost/images", "time/iteration_s"} <= set(table[0].split(","))
+    # Another fit of the same trainer, or one that was given a logger of rewards, has one all the same.
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(make_module(tiny_sd3), datamodule=make_data())
+    assert sum(isinstance(callback, RewardLogger) for callback in trainer.callbacks) == 1
 
 
 def test_a_pipeline_that_is_already_in_memory_and_a_second_fit(tiny_sd3):
