@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.shards import full, is_sharded, local
 from lit_vgrpo.snapshots import trainable_parameters
+from lit_vgrpo.vacant import WRITE_ERRORS, drafted, write_fault
 
 
 class Export(L.Callback):
     """Saves the policy after training, with the EMA's weights where that callback is used.
 
-    LoRA: a folder for ``pipe.load_lora_weights``; full weights: a pipeline folder.
+    LoRA: a folder for ``pipe.load_lora_weights``; full weights: a pipeline folder. An export that cannot be written is
+    a warning: the checkpoint, which is saved after it, holds the same weights.
 
     Args:
         folder: where to; relative paths are inside the run folder.
@@ -33,5 +39,16 @@ class Export(L.Callback):
             sharded = any(is_sharded(p) for p in trained.values())
             weights = {name: full(p, local(p)) for name, p in trained.items()} if sharded else None
             if trainer.is_global_zero:
-                policy.save(Path(trainer.default_root_dir) / self.folder, weights)
+                self._write(policy, Path(trainer.default_root_dir), weights)
         trainer.strategy.barrier("export")
+
+    def _write(self, policy: Policy, root: Path, weights: Mapping[str, Tensor] | None) -> None:
+        folder = root / self.folder
+        try:
+            with drafted(folder, replace=True) as draft:
+                policy.save(draft, weights)
+        except WRITE_ERRORS as error:
+            rank_zero_warn(
+                f"No export: cannot write {folder}: {write_fault(error)}. "
+                f"Make room and run: lightning export {root} --to {folder}"
+            )

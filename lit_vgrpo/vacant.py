@@ -1,4 +1,4 @@
-"""A folder that a verb is asked to write to: a new one, whole or not there."""
+"""A folder that is written to: beside its place first, so that it is whole or not there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from safetensors import SafetensorError
 
 from lit_vgrpo.checkpoint_file import DRAFT_PREFIX, sync_folder
 from lit_vgrpo.errors import UserError, one_line
+
+WRITE_ERRORS = (OSError, SafetensorError)
+"""What a full disk, or one that may not be written to, raises."""
 
 
 def vacant_folder(text: str, option: str) -> Path:
@@ -34,10 +37,27 @@ def vacant_folder(text: str, option: str) -> Path:
 def written_whole(folder: Path, option: str) -> Iterator[Path]:
     """A draft beside a vacant folder, which takes its place at the end of the block.
 
-    Where the block raises, the draft is removed; where the process is killed, it is left under a name of its own.
-
     Raises:
         UserError: the disk is full, or does not let itself be written to.
+    """
+    try:
+        with drafted(folder) as draft:
+            yield draft
+    except WRITE_ERRORS as error:
+        raise UserError(f"Cannot write {folder}: {write_fault(error)}. Name another place: {option} DIR.") from error
+
+
+@contextmanager
+def drafted(folder: Path, replace: bool = False) -> Iterator[Path]:
+    """A draft beside a folder, which takes its place at the end of the block.
+
+    Where the block raises, the draft is removed; where the process is killed, it is left under a name of its own.
+
+    Args:
+        replace: where the folder has entries, those of the draft take the place of their namesakes, and others stay.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
     """
     target = folder.resolve()
     draft = target.with_name(f"{DRAFT_PREFIX}{target.name}-{os.getpid()}")
@@ -46,15 +66,28 @@ def written_whole(folder: Path, option: str) -> Iterator[Path]:
         draft.mkdir()
         yield draft
         _finish(draft)
+        if replace and target.is_dir():
+            for entry in sorted(draft.iterdir()):
+                _move_over(entry, target / entry.name)
+            sync_folder(target)
+            return
         if target.is_dir():
             target.rmdir()  # an empty one; elsewhere than on POSIX a rename does not replace it
         os.rename(draft, target)
         sync_folder(target.parent)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-        raise UserError(f"Cannot write {folder}: {reason}. Name another place: {option} DIR.") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_fault(error: Exception) -> str:
+    """Why something could not be written, in a few words."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+
+
+def _move_over(entry: Path, place: Path) -> None:
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    os.replace(entry, place)
 
 
 def _finish(folder: Path) -> None:

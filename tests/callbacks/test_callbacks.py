@@ -1,5 +1,4 @@
 import csv
-import io
 import json
 
 import pytest
@@ -7,10 +6,12 @@ import torch
 from helpers import make_data, make_module, make_trainer, weights
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
+from safetensors import safe_open
 
 from lit_vgrpo import SD3Policy
 from lit_vgrpo.callbacks import EMA, Export, ProgressBar, RewardLogger, RunSummary, SampleGrid, SurrogateDiagnostics
 from lit_vgrpo.callbacks.samples import draw_grid
+from lit_vgrpo.interrupt import RunCheckpoint
 
 
 def train(folder, tmp_path, callbacks, iterations=3, data=None, trainer=None, ckpt=None, **options):
@@ -202,25 +203,22 @@ def test_export_is_the_average(tiny_sd3, tmp_path):
     assert any(not torch.equal(v, ema.average.tensors["policy." + n]) for n, v in weights(module).items())
 
 
-def test_progress_without_a_terminal_prints_lines(tiny_sd3, tmp_path, capsys):
-    train(tiny_sd3, tmp_path, [ProgressBar(lines=3)], trainer={"enable_progress_bar": True})
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("iteration")]
-    assert [line.split(",")[0] for line in lines] == ["iteration 1/3", "iteration 2/3", "iteration 3/3"]
-    assert all("reward 0." in line and "held-out 0." in line for line in lines)
+def test_an_export_replaces_the_last_one_and_nothing_else(tiny_sd3, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/pytorch_lora_weights.safetensors").write_text("of before")
+    (tmp_path / "out/notes.txt").write_text("mine")
+    train(tiny_sd3, tmp_path, [Export("out")], policy_options={"lora_rank": 2})
+    assert (tmp_path / "out/notes.txt").read_text() == "mine"
+    with safe_open(tmp_path / "out/pytorch_lora_weights.safetensors", "pt") as file:
+        assert len(file.keys()) > 0
+    assert not list(tmp_path.glob("writing-*"))
 
 
-def test_progress_on_a_terminal_shows_step_and_time_left(tiny_sd3, tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    screen = Terminal()
-    monkeypatch.setattr("sys.stderr", screen)
-    train(tiny_sd3, tmp_path, [ProgressBar()], trainer={"enable_progress_bar": True})
-    last = screen.getvalue().split("\r")[-1]
-    assert "iteration 3/3, reward 0." in last
-    assert "step 2/2" in last
-    assert "100%" in last
+def test_an_export_that_cannot_be_written_costs_no_checkpoint(tiny_sd3, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.warns(UserWarning, match=r"No export: cannot write .*taken/out: .*lightning export"):
+        train(tiny_sd3, tmp_path, [Export("taken/out"), RunCheckpoint()], trainer={"enable_checkpointing": True})
+    assert (tmp_path / "checkpoints/last.ckpt").is_file()
 
 
 @pytest.mark.parametrize(
