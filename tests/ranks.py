@@ -24,7 +24,7 @@ from lit_vgrpo.training import leave_together
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 STRATEGY = os.environ.get("STRATEGY", "ddp")
-DATA = {"prompts_per_iteration": 4, "group_size": 4, "micro_batch_size": 4, "heldout_limit": 5, "eval_batch_size": 2}
+DATA = {"prompts_per_iteration": 4, "group_size": 4, "micro_batch_size": 4, "heldout_limit": 5, "eval_batch_size": 3}
 
 
 class Broken(VGRPO):

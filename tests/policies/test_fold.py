@@ -114,13 +114,17 @@ def test_a_base_that_was_written_to_is_taken_up(sd3):
 def test_no_gradient_reaches_folded_weights(sd3):
     policy = sd3()
     noise, cond = policy.prior(image_generators(1, 0, 0, [0, 1])), policy.encode(PROMPTS)
+
+    def loss():
+        return policy(noise, torch.tensor([0.3, 0.7]), cond).square().mean()
+
     with policy.sampling():
-        assert not policy(noise, torch.tensor([0.3, 0.7]), cond).requires_grad
-    loss = policy(noise, torch.tensor([0.3, 0.7]), cond).square().mean()
-    with policy.sampling():
-        pass
+        assert not loss().requires_grad
+    during, after = loss(), loss()
+    with policy.sampling(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        during.backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+        after.backward()
 
 
 def test_an_outer_autocast_does_not_round_the_update(sd3):
