@@ -1,8 +1,10 @@
 """Scripts run as ranks, forked from one process that has the libraries: an import takes 8 s, a fork none."""
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import time
 from pathlib import Path
@@ -35,8 +37,10 @@ def small_strategy(name):
     return ZeRO(3, offload=name.endswith("offload"), zero_options={"stage3_max_reuse_distance": 0})
 
 
-def run_ranks(script, *args, world=1, logs, env=None, timeout_s=600):
+def run_ranks(script, *args, world=1, logs, env=None, timeout_s=400):
     """Run a script on that many ranks with torchrun's environment, or alone; when one fails or hangs all are ended.
+
+    What hangs writes where it is to its log first.
 
     Raises:
         AssertionError: a rank failed, with the end of what it printed to ``logs/SCRIPT.RANK.log``.
@@ -59,6 +63,10 @@ def run_ranks(script, *args, world=1, logs, env=None, timeout_s=600):
             if any(process.exitcode for process in ranks):
                 break
             time.sleep(0.05)
+        else:
+            for process in filter(lambda process: process.is_alive(), ranks):
+                os.kill(process.pid, signal.SIGUSR1)
+                process.join(1)
     finally:
         for process in ranks:
             if process.pid is not None:
@@ -73,6 +81,7 @@ def _run(command, env, log):
     with open(log, "w") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     os.environ |= env
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
