@@ -9,6 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+AdvantageStd = Literal["global", "group"]
+AdvantageAggregate = Literal["rewards", "advantages"]
+
 STD_FLOOR = 1e-4
 NO_SPREAD = 1e-6
 
@@ -35,7 +38,7 @@ def group_statistics(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor
     return mean[index], std[index], count[index], index
 
 
-def group_advantages(rewards: Tensor, group_ids: Tensor, std: Literal["global", "group"] = "global") -> Tensor:
+def group_advantages(rewards: Tensor, group_ids: Tensor, std: AdvantageStd = "global") -> Tensor:
     """``A_i = (R_i - mean of its group) / (s + 1e-4)``.
 
     A group without spread gets 0, not noise divided by the floor. A failed image (NaN) is left out of every
@@ -75,8 +78,8 @@ def combined_advantages(
     parts: Mapping[str, Tensor],
     weights: Mapping[str, float],
     group_ids: Tensor,
-    std: Literal["global", "group"] = "global",
-    aggregate: Literal["rewards", "advantages"] = "rewards",
+    std: AdvantageStd = "global",
+    aggregate: AdvantageAggregate = "rewards",
 ) -> Tensor:
     """Advantages of several rewards: of their weighted sum, or the weighted sum of each one's own.
 

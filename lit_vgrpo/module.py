@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_vgrpo.advantages import combined_advantages
+from lit_vgrpo.advantages import AdvantageAggregate, AdvantageStd, combined_advantages
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.guard import NonFinite, NonFiniteGuard
 from lit_vgrpo.heldout import HeldOutObserver, HeldOutScores
@@ -61,8 +61,8 @@ class VGRPOModule(L.LightningModule):
         reward: Reward,
         optimizer: OptimizerConfig | None = None,
         heldout_reward: Reward | None = None,
-        advantage_std: Literal["global", "group"] | None = None,
-        advantage_aggregate: Literal["rewards", "advantages"] | None = None,
+        advantage_std: AdvantageStd | None = None,
+        advantage_aggregate: AdvantageAggregate | None = None,
         evaluation: RolloutSpec | None = None,
         rollout_batch_size: int | None = None,
         rollout_device: Literal["cpu"] | None = None,
@@ -78,10 +78,8 @@ class VGRPOModule(L.LightningModule):
         self.heldout_reward = None if heldout_reward is None else as_weighted(heldout_reward)
         self.failed_images = failed_images
         self.optimizer_config = optimizer or OptimizerConfig()
-        self.advantage_std: Literal["global", "group"] = advantage_std or objective.advantage_std
-        self.advantage_aggregate: Literal["rewards", "advantages"] = (
-            advantage_aggregate or objective.advantage_aggregate
-        )
+        self.advantage_std: AdvantageStd = advantage_std or objective.advantage_std
+        self.advantage_aggregate: AdvantageAggregate = advantage_aggregate or objective.advantage_aggregate
         self.evaluation = evaluation
         self.rollout_batch_size = rollout_batch_size
         self.objective.rollout_device = None if rollout_device is None else torch.device(rollout_device)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lit_vgrpo.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.ledger import PassLedger
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rollout import (
@@ -49,8 +50,8 @@ class Objective(ABC):
     """
 
     needs_reward: ClassVar[bool] = True
-    advantage_std: ClassVar[Literal["global", "group"]] = "global"
-    advantage_aggregate: ClassVar[Literal["rewards", "advantages"]] = "rewards"
+    advantage_std: ClassVar[AdvantageStd] = "global"
+    advantage_aggregate: ClassVar[AdvantageAggregate] = "rewards"
     path_kinds: ClassVar[tuple[str, ...]] = ("flow", "vp")
     trains_on_sampling_steps: ClassVar[bool] = False
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lit_vgrpo.advantages import AdvantageStd
 from lit_vgrpo.objectives.base import require
 from lit_vgrpo.objectives.chain import ChainObjective
 from lit_vgrpo.rollout import STREAM_STEPS, Rollout, RolloutSpec, image_generators
@@ -28,7 +29,7 @@ class DanceGRPO(ChainObjective):
         training_guidance: guidance of the network while it is trained; null takes the rollout's.
     """
 
-    advantage_std: ClassVar[Literal["global", "group"]] = "group"
+    advantage_std: ClassVar[AdvantageStd] = "group"
 
     def __init__(
         self,

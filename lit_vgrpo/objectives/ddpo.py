@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from lit_vgrpo.advantages import AdvantageStd
 from lit_vgrpo.objectives.chain import ChainObjective
 from lit_vgrpo.rollout import RolloutSpec
 
@@ -23,7 +24,7 @@ class DDPO(ChainObjective):
         reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
-    advantage_std: ClassVar[Literal["global", "group"]] = "group"
+    advantage_std: ClassVar[AdvantageStd] = "group"
     path_kinds: ClassVar[tuple[str, ...]] = ("vp",)
 
     def __init__(

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from lit_vgrpo.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.objectives.base import require
 from lit_vgrpo.objectives.chain import ChainObjective
 from lit_vgrpo.rollout import STREAM_STEPS, RolloutSpec
@@ -44,8 +45,8 @@ class MixGRPO(ChainObjective):
         reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
-    advantage_std: ClassVar[Literal["global", "group"]] = "group"
-    advantage_aggregate: ClassVar[Literal["rewards", "advantages"]] = "advantages"
+    advantage_std: ClassVar[AdvantageStd] = "group"
+    advantage_aggregate: ClassVar[AdvantageAggregate] = "advantages"
 
     def __init__(
         self,
