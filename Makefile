@@ -1,12 +1,13 @@
 # make demo    train the tiny recipe in a fresh .venv
-# make test    run the tests with coverage
-# make test-all  the slow ones too: every strategy, launcher and rank
+# make test    run the tests
+# make test-all  the slow ones too, with coverage: every strategy, launcher and rank
 # make lint    ruff and mypy
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-fail-under=85
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+COVERAGE := --cov --cov-report=term --cov-fail-under=85
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-all lint clean
@@ -19,7 +20,7 @@ test: $(VENV)/installed
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/installed
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) $(COVERAGE) $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
