@@ -85,6 +85,13 @@ def cached_file(checkpoint: str, filename: str, revision: str | None = None) -> 
     return Path(found) if isinstance(found, str) else None
 
 
+def file_at_hand(checkpoint: str, filename: str, revision: str | None = None) -> Path | None:
+    """A checkpoint's file on this machine, in its folder or the hub's cache, or None; nothing is downloaded."""
+    folder = local_folder(checkpoint)
+    path = cached_file(checkpoint, filename, revision) if folder is None else folder / filename
+    return path if path is not None and path.is_file() else None
+
+
 def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revision: str | None = None) -> str | None:
     """Why a checkpoint cannot be loaded, in one line, or None where it can, as far as one file tells.
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from lit_vgrpo.estimate.shares import bytes_of, tensors_of
-from lit_vgrpo.hub import local_folder
+from lit_vgrpo.hub import file_at_hand, local_folder
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.aesthetic import AestheticScore
 from lit_vgrpo.rewards.clip import CLIPReward
@@ -115,14 +114,10 @@ def _elements(reward: ImageReward) -> int | None:
 
 def _config(checkpoint: str) -> Any:
     """The configuration of a checkpoint whose ``config.json`` is on this machine; nothing is downloaded."""
-    from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig
 
-    folder = local_folder(checkpoint)
-    cached = try_to_load_from_cache(checkpoint, "config.json") if folder is None else str(folder / "config.json")
-    if not isinstance(cached, str) or not Path(cached).is_file():
-        return None
-    return AutoConfig.from_pretrained(Path(cached).parent)
+    path = file_at_hand(checkpoint, "config.json")
+    return None if path is None else AutoConfig.from_pretrained(path.parent)
 
 
 def _on_meta(config: Any, dtype: str) -> nn.Module:

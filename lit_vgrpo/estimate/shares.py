@@ -63,8 +63,7 @@ def shares(policy: Policy, optimizer: OptimizerConfig, strategy: Strategy, world
         # One that gradients are reduced in, whole however few they are; gathering is done in place.
         parts["ZeRO's bucket"] = 4 * strategy.config["zero_optimization"]["reduce_bucket_size"]  # type: ignore[index]
         if strategy.offload and on_gpu:
-            left = ["AdamW's moments", "ZeRO's own copy of the trained weights", "gradients"]
-            parts |= dict.fromkeys(left, 0)
+            parts |= dict.fromkeys(("AdamW's moments", "ZeRO's own copy of the trained weights", "gradients"), 0)
             if stage == 3:
                 parts |= {"trained weights": 0, "frozen weights": buffers}
     elif world_size > 1 and not is_fsdp:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_vgrpo.hub import cached_file, explain_unloadable, hub_error, local_folder
+from lit_vgrpo.hub import cached_file, explain_unloadable, file_at_hand, hub_error, local_folder
 
 if TYPE_CHECKING:
     from lit_vgrpo.policies.base import Policy
@@ -92,11 +92,8 @@ def parts_in_memory(pipeline: Any) -> dict[str, dict[str, Any] | None]:
 
 def config_folder(checkpoint: str, revision: str | None = None) -> Path | None:
     """Where a pipeline's index is on this machine, and what else of it is: its own folder, or the hub's cache of it."""
-    folder = local_folder(checkpoint)
-    if folder is None:
-        index = cached_file(checkpoint, INDEX, revision)
-        return None if index is None else index.parent
-    return folder if (folder / INDEX).is_file() else None
+    index = file_at_hand(checkpoint, INDEX, revision)
+    return None if index is None else index.parent
 
 
 def null_components(folder: Path) -> dict[str, None]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.hub import explain_unloadable, local_folder, source_of
+from lit_vgrpo.hub import explain_unloadable, file_at_hand, local_folder, source_of
 from lit_vgrpo.rewards.geneval_rules import Detection, official_name
 from lit_vgrpo.rewards.model import Dtype
 from lit_vgrpo.rewards.weights import unloadable
@@ -102,14 +101,7 @@ class ObjectDetector:
 
 def detector_config(checkpoint: str) -> dict[str, Any] | None:
     """What ``config.json`` of a checkpoint says, or None where it is not at hand; nothing is downloaded."""
-    folder = local_folder(checkpoint)
-    if folder is None:
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(checkpoint, "config.json")
-        path = Path(cached) if isinstance(cached, str) else None
-    else:
-        path = folder / "config.json"
+    path = file_at_hand(checkpoint, "config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
     except (OSError, ValueError):
