@@ -50,7 +50,7 @@ def own_signals():
 @pytest.fixture(scope="session")
 def sd3_folder(tmp_path_factory):
     """``sd3_folder(t5=False)``: a random small StableDiffusion3Pipeline folder."""
-    made = cache(lambda t5: build_sd3(tmp_path_factory.mktemp("sd3"), small=True, t5=t5))
+    made = cache(lambda t5: build_sd3(tmp_path_factory.mktemp("sd3"), small=True, t5=t5, shift=3.0 if t5 else 1.0))
     return lambda t5=False: made(t5)
 
 

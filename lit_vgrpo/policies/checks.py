@@ -7,7 +7,7 @@ leaves the policy as it was. All are made for float32.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from lit_vgrpo.errors import one_line
 from lit_vgrpo.hub import quiet_libraries, source_of
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.conditioning import Conditioning
-from lit_vgrpo.policies.pipeline_call import call_of, pipeline_with
+from lit_vgrpo.policies.pipeline_call import call_of, pipeline_with, scheduler_of_the_pipeline
 from lit_vgrpo.rollout import RolloutSpec, image_generators, sample
 from lit_vgrpo.snapshots import trainable_parameters
 
@@ -28,6 +28,8 @@ STEPS = 3
 GUIDANCE = 3.0
 SAME = 1e-3  # largest relative difference that float error makes over a few passes
 OTHER = 1e-5  # least relative difference that another input makes
+VISIBLE = 10 * SAME  # least that another prompt makes: a part of that must not hide in what counts as the same
+LONG_WALK, SAME_SHIFT = 100, 0.02  # steps, and how far the solvers' middle times may lie apart over so many
 
 Check = Callable[[Policy], str]
 
@@ -41,6 +43,7 @@ def checks_of(policy: Policy) -> Iterator[tuple[str, Check]]:
     yield "a prompt's embedding depends on no other prompt", prompts_are_rows
     yield "times lie in (0, 1] and fall", times_are_in_range
     yield "noise, time and prompt reach the prediction", inputs_count
+    yield "prompts show in the pictures", prompts_show
     yield "a row does not depend on its batch", rows_do_not_depend_on_the_batch
     for solver in policy.solvers:
         for guidance in (1.0, GUIDANCE):
@@ -102,7 +105,13 @@ def times_are_in_range(policy: Policy) -> str:
             raise Broken(f"{solver} calls the network {len(times)} times for {STEPS} steps")
         if not (times.max() <= 1 and times.min() > 0 and (times.diff() < 0).all()):
             raise Broken(f"{solver} has the times {times.tolist()}: scheduler_times is in other units")
-    return f"{times[0]:.3f} to {times[-1]:.3f}"
+    middles = {
+        solver: policy.scheduler_times(policy.scheduler(solver, LONG_WALK)).median().item() for solver in policy.solvers
+    }
+    if max(middles.values()) - min(middles.values()) > SAME_SHIFT:
+        said = ", ".join(f"{solver} {middle:.3f}" for solver, middle in middles.items())
+        raise Broken(f"half of the steps lie above {said}: the solvers shift their times differently")
+    return f"{times[0]:.3f} to {times[-1]:.3f}, half above {middles[policy.solvers[0]]:.3f}"
 
 
 @torch.no_grad()
@@ -124,6 +133,27 @@ def inputs_count(policy: Policy) -> str:
 
 
 @torch.no_grad()
+def prompts_show(policy: Policy) -> str:
+    """The checks of pictures find a wrong prompt, mask or negative prompt only where prompts change the pictures."""
+    noise, _, _ = inputs(policy)
+    drawn = [policy.decode(_sampled(policy, prompts, noise)) for prompts in (PROMPTS[:2], PROMPTS[2:4])]
+    effect = difference(*drawn)
+    if effect < VISIBLE:
+        raise Broken(
+            f"other prompts change the pictures by {effect:.0e}, below {VISIBLE:.0e}: a wrong negative prompt, mask "
+            "or cut prompt would pass for float error. Try trained weights, or larger random ones where prompts enter"
+        )
+    return f"other prompts change them by {effect:.0e}"
+
+
+def _sampled(policy: Policy, prompts: Sequence[str], noise: Tensor, solver: str = "", guidance: float = 1.0) -> Tensor:
+    """Latents ``(B, C, h, w)`` of a short rollout; the first solver by default."""
+    spec = RolloutSpec(solver or policy.solvers[0], STEPS, guidance)
+    rows = torch.arange(len(noise), device=noise.device)
+    return sample(policy, policy.encode(prompts), rows, spec, noise)[0]
+
+
+@torch.no_grad()
 def rows_do_not_depend_on_the_batch(policy: Policy) -> str:
     noise, t, cond = inputs(policy, 4)
     together = policy(noise, t, cond)
@@ -133,13 +163,12 @@ def rows_do_not_depend_on_the_batch(policy: Policy) -> str:
 
 @torch.no_grad()
 def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> str:
-    noise, _, cond = inputs(policy)
-    rows = torch.arange(2, device=noise.device)
-    latents, _ = sample(policy, cond, rows, RolloutSpec(solver, STEPS, guidance), noise)
-    drawn = policy.decode(latents)
-    with pipeline_with(policy, solver, STEPS), quiet_libraries():
-        pictures = policy.pipeline(**call_of(policy, PROMPTS[:2], noise, STEPS, guidance)).images
-    plain, guided = "Times, latents or the prediction are in other units.", "See encode_negative and pipeline_options."
+    noise, _, _ = inputs(policy)
+    drawn = policy.decode(_sampled(policy, PROMPTS[:2], noise, solver, guidance))
+    with quiet_libraries(), pipeline_with(policy, scheduler_of_the_pipeline(policy, solver, STEPS)) as pipeline:
+        pictures = pipeline(**call_of(policy, PROMPTS[:2], noise, STEPS, guidance)).images
+    plain = "The shift, or the units of times, latents or the prediction, are others."
+    guided = "See encode_negative and pipeline_options."
     return _require_same(drawn, pictures.to(drawn), plain if guidance == 1.0 else guided)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -40,13 +41,30 @@ def call_of(policy: Policy, prompts: Sequence[str], noise: Tensor, steps: int, g
     return {**options, **policy.pipeline_options}
 
 
+def scheduler_of_the_pipeline(policy: Policy, solver: str, steps: int) -> Any:
+    """Return the scheduler to hold a policy's own against, from the pipeline's configuration wherever it has one.
+
+    A flow's own solver is the pipeline's scheduler as it is. ``ddim`` is made from the pipeline's noise schedule, with
+    the steps of a rollout: "trailing", from pure noise. Other solvers are unknown to the pipeline and are the policy's.
+    """
+    from diffusers import DDIMScheduler
+
+    own, chosen = policy.pipeline.scheduler, policy.scheduler(solver, steps)
+    if policy.path_kind == "flow" and type(chosen) is type(own):
+        return deepcopy(own)
+    if policy.path_kind == "vp" and isinstance(chosen, DDIMScheduler):
+        return DDIMScheduler.from_config(
+            own.config, timestep_spacing="trailing", clip_sample=False, set_alpha_to_one=True
+        )
+    # Not all others take what a pipeline would set them with.
+    chosen.set_timesteps = lambda num_inference_steps=None, device=None, sigmas=None, mu=None: None
+    return chosen
+
+
 @contextmanager
-def pipeline_with(policy: Policy, solver: str, steps: int) -> Iterator[Any]:
-    """A policy's pipeline with the policy's scheduler, and all of its parts on the network's device."""
+def pipeline_with(policy: Policy, scheduler: Any) -> Iterator[Any]:
+    """A policy's pipeline with another scheduler, and all of its parts on the network's device."""
     pipeline, own = policy.pipeline, policy.pipeline.scheduler
-    scheduler = policy.scheduler(solver, steps)
-    if solver != policy.solvers[0]:  # not all others take what a pipeline would set them with
-        scheduler.set_timesteps = lambda num_inference_steps=None, device=None, sigmas=None, mu=None: None
     try:
         pipeline.to(policy.device)
         pipeline.scheduler = scheduler

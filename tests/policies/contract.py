@@ -23,6 +23,8 @@ from lit_vgrpo.snapshots import trainable_parameters
 PROMPTS = ["a red circle on the left", "a blue square on the right", "a green triangle", "a red square at the top"]
 NEGATIVE = "a blue square"
 HEIGHT, WIDTH = 24, 32  # not square, so that a swap of the two shows
+FROM_PURE_NOISE = {"timestep_spacing": "trailing", "clip_sample": False, "set_alpha_to_one": True}
+SAME = {"rtol": 1e-3, "atol": 1e-4}  # what a few passes may round differently, of pictures in [0, 1]
 
 
 def classifier_free(guidance: float, negative: str) -> dict[str, Any]:
@@ -75,6 +77,11 @@ class Family:
         """A pipeline of which tests change the scheduler alone."""
         return self.pipeline()
 
+    @cached_property
+    def own_scheduler(self) -> Any:
+        """The scheduler that the folder names."""
+        return self.pipeline().scheduler
+
     def pipeline(self) -> Any:
         """The same weights, as plain diffusers loads them."""
         kind = getattr(diffusers, self.policy_class.pipeline_class)
@@ -96,8 +103,13 @@ def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, neg
     latents, times = sample(policy, cond, torch.arange(2), RolloutSpec(solver, 3, guidance), noise)
     assert len(times) == 3
     pipeline = family.shared_pipeline
-    pipeline.scheduler = policy.scheduler(solver, 3)
-    if solver != policy.solvers[0]:  # of other solvers not all take what the pipeline would set them with
+    own = family.own_scheduler
+    if solver == "euler":  # the pipeline's own, which must not be told anything by the policy
+        pipeline.scheduler = type(own).from_config(own.config)
+    elif solver == "ddim":
+        pipeline.scheduler = diffusers.DDIMScheduler.from_config(own.config, **FROM_PURE_NOISE)
+    else:  # not all take what the pipeline would set them with
+        pipeline.scheduler = policy.scheduler(solver, 3)
         pipeline.scheduler.set_timesteps = _keep_times
     length = {name: value for name, value in family.options.items() if name == "max_sequence_length"}
     images = pipeline(
@@ -111,7 +123,22 @@ def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, neg
         **length,
     ).images
     assert images.shape == (2, 3, HEIGHT, WIDTH)
-    torch.testing.assert_close(policy.decode(latents), images, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(policy.decode(latents), images, **SAME)
+
+
+def prompts_show_in_the_pictures(family: Family) -> None:
+    """Another prompt, and another negative one, move pictures by far more than what counts as the same above."""
+    noise, _, _ = inputs(family.shared)
+    policies, pictures = [family.shared, family.shared], []
+    prompts = [PROMPTS[:2], PROMPTS[2:]]
+    if not family.shared.embeds_guidance:
+        policies, prompts = [*policies, family.shared_with_negative], [*prompts, PROMPTS[:2]]
+    for policy, words in zip(policies, prompts, strict=True):
+        spec = RolloutSpec(policy.solvers[0], 3, 3.0)
+        latents, _ = sample(policy, policy.encode(words), torch.arange(2), spec, noise)
+        pictures.append(policy.decode(latents))
+    for other in pictures[1:]:
+        assert (other - pictures[0]).abs().amax(dim=(1, 2, 3)).min() > 10 * (SAME["rtol"] + SAME["atol"])
 
 
 def _keep_times(num_inference_steps=None, device=None, sigmas=None, mu=None):

@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 from policies import contract
-from policies.tiny_lumina2 import build_lumina2
 
 from lit_vgrpo.check import check
 from lit_vgrpo.cli import run
@@ -20,15 +19,26 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "add_a_policy.md").read_text()
 OPTIONS = {"max_sequence_length": 48, "height": 32, "width": 48}
 
 
+CODE, SMALL = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+
+
 @pytest.fixture(scope="module")
 def code():
-    (block,) = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
-    return block
+    return CODE
+
+
+def small_folder(folder, code=SMALL):
+    """Run the guide's script that writes a small random pipeline."""
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
+        patch.setattr(sys, "argv", ["small_lumina2.py", str(folder)])
+        torch.manual_seed(0)
+        exec(code, {"__name__": "__main__"})
+    return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return build_lumina2(tmp_path_factory.mktemp("lumina2"))
+    return small_folder(tmp_path_factory.mktemp("lumina2"))
 
 
 @pytest.fixture
@@ -65,11 +75,13 @@ def test_the_command_finds_nothing_wrong(here, folder, capsys):
     assert verify.main(["my_models.Lumina2Policy", f"checkpoint={folder}", *words]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert all(line.startswith("ok  ") for line in lines)
-    assert len(lines) == 14
+    assert len(lines) == 15
     assert last == "Lumina2Policy draws and trains as Lumina2Pipeline does."
 
 
 SAME_PICTURE = "the pipeline draws the same picture: "
+UNSHIFTED = "type(self.pipeline.scheduler)(shift=1.0)"
+UNSHIFTED_DPM = f"{UNSHIFTED} if solver == 'dpm++' else self.pipeline.scheduler"
 
 
 @pytest.mark.parametrize(
@@ -83,14 +95,45 @@ SAME_PICTURE = "the pipeline draws the same picture: "
         ('"flow"', '"flow"\n    uses_latent_shift = False', f"{SAME_PICTURE}euler, guidance 1"),
         ("return (scheduler.timesteps", "return 1000 * (scheduler.timesteps", "times lie in (0, 1] and fall"),
         ("timestep=1 - t", "timestep=t * 0", "noise, time and prompt reach the prediction"),
+        ("self.pipeline.scheduler, steps", f"{UNSHIFTED}, steps", f"{SAME_PICTURE}euler, guidance 1"),
+        ("self.pipeline.scheduler, steps", f"{UNSHIFTED_DPM}, steps", "times lie in (0, 1] and fall"),
     ],
-    ids=["time", "sign", "mask", "negative", "guidance", "shift", "units", "dropped"],
+    ids=["time", "sign", "mask", "negative", "guidance", "shift", "units", "dropped", "times", "times of one solver"],
 )
 def test_a_mistake_is_found(code, folder, right, wrong, found):
     assert right in code
     policy = policy_class(code.replace(right, wrong))(str(folder), lora_rank=2, **OPTIONS).load()
     with pytest.raises(Broken):
         dict(checks_of(policy))[found](policy)
+
+
+QUIET = """
+for name, weight in transformer.named_parameters():
+    if name.startswith("layers.") and name.endswith("norm2.weight"):
+        weight.data.mul_(1e-5)
+"""
+"""Lets the pictures hardly hear of the prompts: they reach them through attention, whose output this scales."""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ('"mask": mask}\n\n    def enc', '"mask": mask * 0 + 1}\n\n    def enc'),
+        ("def encode_negative", "def _encode_negative"),
+        ("            prompts,\n", "            [prompt[:4] for prompt in prompts],\n"),
+    ],
+    ids=["mask", "negative", "cut"],
+)
+def test_a_folder_whose_prompts_hardly_show_is_refused(code, tmp_path, right, wrong):
+    """Where the mistakes that it hides pass for the same picture."""
+    assert right in code
+    folder = small_folder(tmp_path, SMALL.replace("scheduler = ", f"{QUIET}\nscheduler = "))
+    policy = policy_class(code.replace(right, wrong))(str(folder), lora_rank=2, **OPTIONS).load()
+    checks = dict(checks_of(policy))
+    assert checks[f"{SAME_PICTURE}euler, guidance 1"](policy)
+    assert checks[f"{SAME_PICTURE}euler, guidance 3"](policy)
+    with pytest.raises(Broken, match=r"other prompts change the pictures by .*larger random ones where prompts enter"):
+        checks["prompts show in the pictures"](policy)
 
 
 def test_a_path_the_other_way_is_found(code, folder):

@@ -15,6 +15,10 @@ def test_same_noise_same_image_as_the_pipeline(family, position):
             contract.same_image_as_the_pipeline(family, solver, guidance=3.0, negative=True)
 
 
+def test_prompts_show_in_the_pictures(family):
+    contract.prompts_show_in_the_pictures(family)
+
+
 def test_unknown_solvers_are_refused(family):
     contract.unknown_solvers_are_refused(family)
 
