@@ -43,7 +43,7 @@ VERBS: dict[str, Verb] = {
     ),
     "export": Verb(
         "lit_vgrpo.exporting.cli:export",
-        "RUN --to DIR [--format kohya] [--ema] [--merge] [--checkpoint FILE] [key=value ...]",
+        "RUN --to DIR [--format kohya] [--ema] [--merge] [--dtype bfloat16] [--checkpoint FILE] [key=value ...]",
         "write a run's LoRA, or its weights as a pipeline folder, for diffusers to load",
     ),
     "sample": Verb(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from diffusers import DiffusionPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -251,9 +252,7 @@ def test_every_kind_of_layer_is_read_back(unet_folder, tmp_path, file):
 def test_the_folder_is_whole_and_readable(inside, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert export(["runs/sd3_full", "--to", str(tmp_path / "empty")]) == 0
-    assert f"Written: {tmp_path / 'empty'} (pipeline, its transformer in float32): trained weights of " in (
-        capsys.readouterr().out
-    )
+    assert f"Written: {tmp_path / 'empty'} (pipeline in float32): trained weights of " in (capsys.readouterr().out)
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
     assert not [path for path in (tmp_path / "empty").rglob("*") if path.is_file() and not path.stat().st_mode & 0o044]
     saved = SavedWeights.read(Path("runs/sd3_full/checkpoints/last.ckpt")).tensors["trained"]
@@ -264,8 +263,8 @@ def test_the_folder_is_whole_and_readable(inside, tmp_path, capsys):
 def test_a_stopped_export_leaves_nothing(inside, tmp_path, monkeypatch, capsys):
     save = Policy.save
 
-    def stopped(policy, folder, weights=None):
-        save(policy, folder, weights)
+    def stopped(policy, folder, **options):
+        save(policy, folder, **options)
         assert list(folder.iterdir())
         assert not (tmp_path / "a" / "out").exists()  # all is written before the folder has its name
         raise KeyboardInterrupt
@@ -308,6 +307,31 @@ def test_merging_loses_no_small_update(sd3_folder, tmp_path):
     torch.testing.assert_close(after - before, update, rtol=0, atol=2e-8)
 
 
+@pytest.mark.parametrize("kind", ["full", "partial", "merged"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_path, kind, dtype):
+    """Trained in bfloat16, with a frozen part and text encoders of that type."""
+    trained = {"full": {}, "partial": {"train_only": ["proj_out.*"]}, "merged": {"lora_rank": 2}}[kind]
+    policy = SD3Policy(str(sd3_folder(True)), max_sequence_length=8, dtype="bfloat16", **trained).load()
+    before = {name: (value.data_ptr(), value.dtype) for name, value in policy.pipeline.text_encoder.named_parameters()}
+    if kind == "merged":
+        save_merged(policy, tmp_path, dtype)
+    else:
+        policy.save(tmp_path, dtype=dtype)
+    after = {name: (value.data_ptr(), value.dtype) for name, value in policy.pipeline.text_encoder.named_parameters()}
+    assert after == before  # a run that exports goes on with what it had
+    files = sorted(tmp_path.glob("*/*.safetensors"))
+    assert len(files) == 5  # network, VAE, three text encoders
+    types = {value.dtype for file in files for value in load_file(file).values() if value.is_floating_point()}
+    assert types == {dtype}
+    # what holds float32 needs to be told nothing
+    told = {} if dtype == torch.float32 else {"torch_dtype": dtype}
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path, **told)
+    pipeline.set_progress_bar_config(disable=True)
+    image = pipeline(PROMPT, num_inference_steps=1, height=32, width=32, max_sequence_length=8, output_type="pt").images
+    assert image.isfinite().all()
+
+
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -333,6 +357,7 @@ def test_merging_loses_no_small_update(sd3_folder, tmp_path):
         (["runs/sd3_lora", "--to=x", "--format=kohya"], "SD3Policy has a transformer. Leave it out: ComfyUI reads "),
         (["runs/unet_lora", "--to=x", "--format=koya"], "--format koya is no format of a LoRA. Did you mean kohya?"),
         (["runs/unet_lora", "--to=x", "--format=kohya", "--merge"], "and --merge leaves none. Leave one of them out."),
+        (["runs/unet_lora", "--to=x", "--dtype=fp16"], "--dtype fp16 is not known. Use float32, bfloat16, float16."),
         (["runs/unet_full", "--to=x", "--ema"], "holds no average: the run had no EMA callback. Leave out --ema."),
     ],
 )

@@ -21,7 +21,7 @@ from lit_vgrpo.vacant import written_whole
 
 
 def export(args: Sequence[str]) -> int:
-    """Write a run's weights: ``RUN --to DIR [--format kohya] [--ema] [--merge] [--checkpoint FILE] [key=value ...]``.
+    """Write a run's weights: ``RUN --to DIR [options] [key=value ...]``.
 
     Returns:
         0; 2 for a mistake in what was typed, or a folder that cannot be written; 130 after Ctrl-C.
@@ -38,11 +38,11 @@ def _export(args: Sequence[str]) -> int:
     load_policy(policy, saved, options.variant)
     with written_whole(options.to, "--to") as draft:
         if options.merge:
-            save_merged(policy, draft)
+            save_merged(policy, draft, options.dtype)
         elif options.format == KOHYA:
-            save_kohya(policy, draft / options.kohya_file.name)
+            save_kohya(policy, draft / options.kohya_file.name, options.dtype)
         else:
-            policy.save(draft)
+            policy.save(draft, dtype=options.dtype)
     print(said(policy, saved, options))
     return 0
 
@@ -64,21 +64,22 @@ def said(policy: Policy, saved: SavedWeights, options: Options) -> str:
     is_adapter = policy.lora_rank is not None and not options.merge
     written = options.kohya_file if options.format == KOHYA else options.to
     if is_adapter:
-        what = f"LoRA of rank {policy.lora_rank}, float32"
-        lines = [from_pretrained(policy, source_of(policy.checkpoint)), f"pipe.load_lora_weights({_text(written)})"]
+        what = f"LoRA of rank {policy.lora_rank}, {_name(options.dtype)}"
+        source = source_of(policy.checkpoint)
+        lines = [from_pretrained(policy, source, policy.dtype), f"pipe.load_lora_weights({_text(written)})"]
     else:
-        what = f"pipeline, its {policy.network_name} in float32{' with the LoRA merged in' if options.merge else ''}"
-        lines = [from_pretrained(policy, str(written), is_merged=options.merge)]
+        what = f"pipeline in {_name(options.dtype)}{', with the LoRA merged in' if options.merge else ''}"
+        lines = [from_pretrained(policy, str(written), options.dtype)]
     origin = f"{options.variant} weights of {saved.path} after {saved.progress.iterations} iterations"
     return "\n".join([f"Written: {written} ({what}): {origin}", "import diffusers, torch", *lines])
 
 
-def from_pretrained(policy: Policy, source: str, is_merged: bool = False) -> str:
+def from_pretrained(policy: Policy, source: str, dtype: torch.dtype) -> str:
     """The line of Python that loads a pipeline as the run had it.
 
     Args:
         source: a pipeline folder or a hub name.
-        is_merged: an adapter is in the weights, of which a 16-bit type would round the smaller part away.
+        dtype: to load it in.
     """
     optional = type(policy.pipeline)._optional_components
     is_start = source == source_of(policy.checkpoint)
@@ -86,9 +87,12 @@ def from_pretrained(policy: Policy, source: str, is_merged: bool = False) -> str
     nulls = [f"{name}=None" for name in policy.null_components(folder or Path(source)) if name not in optional]
     which = {"variant": policy.variant, "revision": policy.revision} if is_start else {}
     given = [f"{name}={_text(value)}" for name, value in which.items() if value is not None]
-    dtype = torch.float32 if is_merged else policy.dtype
     arguments = ", ".join([_text(source), *given, *nulls, f"torch_dtype={dtype}"])
     return f"pipe = diffusers.DiffusionPipeline.from_pretrained({arguments})"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _text(path: object) -> str:

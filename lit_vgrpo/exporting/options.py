@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from lit_vgrpo.errors import UserError, suggestion
+from lit_vgrpo.policies.base import DTYPES
 from lit_vgrpo.saved_run import take_run
 from lit_vgrpo.saved_weights import AVERAGE, TRAINED
 from lit_vgrpo.vacant import vacant_folder
 from lit_vgrpo.words import split_words
 
-VALUES, FLAGS = ("to", "format", "checkpoint"), ("ema", "merge")
+VALUES, FLAGS = ("to", "format", "checkpoint", "dtype"), ("ema", "merge")
 DIFFUSERS, KOHYA = "diffusers", "kohya"
 
 
@@ -27,6 +30,7 @@ class Options:
         variant: the set of weights.
         merge: add a LoRA adapter to the weights under it.
         format: of an adapter's file, ``DIFFUSERS`` or ``KOHYA``.
+        dtype: of everything that is written.
         settings: ``key=value`` words for the run's recipe.
     """
 
@@ -36,6 +40,7 @@ class Options:
     variant: str
     merge: bool
     format: str
+    dtype: torch.dtype
     settings: list[str]
 
     @property
@@ -59,6 +64,9 @@ def parse_options(args: Sequence[str]) -> Options:
         raise UserError(f"--format {named} is no format of a LoRA. {suggestion(named, (DIFFUSERS, KOHYA))}")
     if named == KOHYA and "merge" in given:
         raise UserError("--format kohya is a format of a LoRA, and --merge leaves none. Leave one of them out.")
+    wanted = given.get("dtype", "float32")
+    if wanted not in DTYPES:
+        raise UserError(f"--dtype {wanted} is not known. Use {', '.join(DTYPES)}.")
     return Options(
         run=run,
         checkpoint=checkpoint,
@@ -66,5 +74,6 @@ def parse_options(args: Sequence[str]) -> Options:
         variant=AVERAGE if "ema" in given else TRAINED,
         merge="merge" in given,
         format=named,
+        dtype=DTYPES[wanted],
         settings=rest,
     )

@@ -347,7 +347,12 @@ class Policy(nn.Module):
         )
         return self.network.config.in_channels, height, width
 
-    def save(self, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        weights: Mapping[str, Tensor] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Path:
         """Write what was trained so that diffusers loads it back.
 
         LoRA: a folder for ``pipe.load_lora_weights``. Full weights: a folder for ``DiffusionPipeline.from_pretrained``.
@@ -355,8 +360,9 @@ class Policy(nn.Module):
         Args:
             folder: where to.
             weights: the trained tensors by their names in the network, whole, where the network itself holds shards.
+            dtype: of all that is written.
         """
-        save_policy(self, Path(folder), weights)
+        save_policy(self, Path(folder), weights, dtype)
         return Path(folder)
 
     def lora_names(self, layers: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_vgrpo.hub import quiet_libraries
+from lit_vgrpo.policies.placement import written_in
 
 if TYPE_CHECKING:
     from lit_vgrpo.policies.base import Policy
@@ -17,30 +18,40 @@ if TYPE_CHECKING:
 SD2_TEXT_WIDTH = 1024  # of the text encoder of Stable Diffusion 2.x
 
 
-def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_policy(
+    policy: Policy,
+    folder: Path,
+    weights: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Write what was trained: an adapter for ``load_lora_weights``, or a whole pipeline folder.
 
     Args:
         weights: the trained tensors by their names in the network, whole, where the network itself holds shards.
+        dtype: of everything that is written: ``from_pretrained`` loads a folder of several types as they are, and then
+            its parts do not fit together.
     """
     if policy.lora_rank is None:
-        _save_pipeline(policy, folder, weights)
+        _save_pipeline(policy, folder, weights, dtype)
     else:
-        _save_adapter(policy, folder, weights)
+        _save_adapter(policy, folder, weights, dtype)
 
 
-def save_merged(policy: Policy, folder: Path) -> None:
+def save_merged(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Add the adapter to the weights under it and write a pipeline folder; the policy is of no use afterwards.
 
-    In float32, in which the frozen weights are exact whatever their type: a 16-bit type would round small updates away.
+    They are added in float32, in which the frozen weights are exact whatever their type.
+
+    Args:
+        dtype: of everything that is written; a 16-bit type rounds small updates away.
     """
     policy.network.float()
     policy.network.fuse_lora()
     policy.network.unload_lora()
-    _save_pipeline(policy, folder, None)
+    _save_pipeline(policy, folder, None, dtype)
 
 
-def save_kohya(policy: Policy, file: Path) -> None:
+def save_kohya(policy: Policy, file: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the adapter of a UNet under the names of kohya's trainer, which programs without diffusers know.
 
     The header says for which base model it is: the WebUI takes a header without that for one of Stable Diffusion 1.
@@ -48,7 +59,7 @@ def save_kohya(policy: Policy, file: Path) -> None:
     from diffusers.utils import convert_state_dict_to_kohya
     from safetensors.torch import save_file
 
-    layers = {f"unet.{name}": tensor for name, tensor in _layers_of_adapter(policy, None).items()}
+    layers = {f"unet.{name}": tensor for name, tensor in _layers_of_adapter(policy, None, dtype).items()}
     config, rank = policy.network.config, str(policy.lora_rank)
     is_xl, is_second = config.addition_embed_type == "text_time", config.cross_attention_dim == SD2_TEXT_WIDTH
     header = {
@@ -61,14 +72,14 @@ def save_kohya(policy: Policy, file: Path) -> None:
     save_file(convert_state_dict_to_kohya(layers), file, header)
 
 
-def _save_adapter(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
-    layers = policy.lora_names(_layers_of_adapter(policy, weights))
+def _save_adapter(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype) -> None:
+    layers = policy.lora_names(_layers_of_adapter(policy, weights, dtype))
     config = {**policy.network.peft_config["default"].to_dict(), "lora_alpha": policy.lora_rank}
     name = f"{policy.network_name}_lora"
     policy.pipeline.save_lora_weights(folder, **{f"{name}_layers": layers, f"{name}_adapter_metadata": config})
 
 
-def _layers_of_adapter(policy: Policy, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+def _layers_of_adapter(policy: Policy, weights: Mapping[str, Tensor] | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """The adapter's tensors by peft's names, its scale of alpha / rank multiplied into the B matrices.
 
     Few programs look for alpha in a file's header: without it they take the scale for 1, as it is afterwards.
@@ -79,15 +90,16 @@ def _layers_of_adapter(policy: Policy, weights: Mapping[str, Tensor] | None) -> 
     layers = get_peft_model_state_dict(policy.network, state_dict=dict(weights) if weights is not None else None)
     scale = config.lora_alpha / config.r
     scaled = {name: scale * tensor if ".lora_B." in name else tensor for name, tensor in layers.items()}
-    return {name: tensor.contiguous() for name, tensor in scaled.items()}  # which channels-last ones are not
+    # which channels-last ones are not
+    return {name: tensor.to(dtype).contiguous() for name, tensor in scaled.items()}
 
 
-def _save_pipeline(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
+def _save_pipeline(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype) -> None:
     pipeline, network = policy.pipeline, policy.network
+    whole = network if weights is None else _whole(network, weights)
     try:
-        if weights is not None:
-            setattr(pipeline, policy.network_name, _whole(network, weights))
-        with quiet_libraries():
+        setattr(pipeline, policy.network_name, whole)
+        with quiet_libraries(), written_in([*policy.helpers(), whole], dtype):
             pipeline.save_pretrained(folder)
     finally:
         setattr(pipeline, policy.network_name, network)

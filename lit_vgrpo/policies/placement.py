@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Slot = tuple[dict[str, Any], str, Tensor]
+"""Where a module keeps a tensor: the table, the name in it, the tensor."""
 
 
 def place(modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -22,13 +25,29 @@ def place(modules: Sequence[nn.Module], device: torch.device) -> None:
 def placed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Frozen modules on a device for a while; then their own tensors are back, and nothing had to be copied back."""
     own = [slot for module in modules for slot in _slots(module) if slot[2].device != device]
-    moved: dict[int, Tensor] = {}  # a tensor may stand under several names
+    with _replaced(own, lambda tensor: tensor.to(device)):
+        yield
+
+
+@contextmanager
+def written_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """Modules with all floating-point tensors in one type, on the CPU where that takes a copy, while they are saved."""
+    slots = [slot for module in modules for slot in _slots(module)]
+    own = [slot for slot in slots if slot[2].is_floating_point() and slot[2].dtype != dtype]
+    with _replaced(own, lambda tensor: tensor.to("cpu", dtype)):
+        yield
+
+
+@contextmanager
+def _replaced(own: Sequence[Slot], replacement: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Other tensors in place of a module's own for a while."""
+    made: dict[int, Tensor] = {}  # a tensor may stand under several names
     try:
         for tensors, name, tensor in own:
-            if id(tensor) not in moved:
-                there = tensor.detach().to(device)
-                moved[id(tensor)] = nn.Parameter(there, False) if isinstance(tensor, nn.Parameter) else there
-            tensors[name] = moved[id(tensor)]
+            if id(tensor) not in made:
+                there = replacement(tensor.detach())
+                made[id(tensor)] = nn.Parameter(there, False) if isinstance(tensor, nn.Parameter) else there
+            tensors[name] = made[id(tensor)]
         yield
     finally:
         for tensors, name, tensor in own:
@@ -47,8 +66,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(wanted)
 
 
-def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Where a module keeps its tensors: the table, the name in it, the tensor."""
+def _slots(module: nn.Module) -> Iterator[Slot]:
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
