@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from functools import cache
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,11 +10,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
-import torch
+from processes import PYTHON
 
-from lit_vgrpo.tiny.build import build_clip, build_flux, build_sd3, build_sdxl, build_unet
-
-torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, which tests press
 pytest.register_assert_rewrite("policies.contract")  # so that its asserts say what was compared
 
@@ -38,6 +36,21 @@ def pytest_collection_modifyitems(items):
         seen.add(function)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The builders. Imported here, since the process that hands tests out to workers needs no torch."""
+    from lit_vgrpo.tiny import build
+
+    return build
+
+
 @pytest.fixture(autouse=True)
 def own_signals():
     """A trainer that was interrupted leaves Ctrl-C ignored, which the next test would inherit."""
@@ -47,31 +60,37 @@ def own_signals():
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def forked_python(monkeypatch):
+    """What the product starts by ``sys.executable`` is forked, so that its imports cost nothing."""
+    monkeypatch.setattr(sys, "executable", PYTHON)
+
+
 @pytest.fixture(scope="session")
-def sd3_folder(tmp_path_factory):
+def sd3_folder(tmp_path_factory, tiny):
     """``sd3_folder(t5=False)``: a random small StableDiffusion3Pipeline folder."""
-    made = cache(lambda t5: build_sd3(tmp_path_factory.mktemp("sd3"), small=True, t5=t5, shift=3.0 if t5 else 1.0))
+    made = cache(lambda t5: tiny.build_sd3(tmp_path_factory.mktemp("sd3"), small=True, t5=t5, shift=3.0 if t5 else 1.0))
     return lambda t5=False: made(t5)
 
 
 @pytest.fixture(scope="session")
-def unet_folder(tmp_path_factory):
+def unet_folder(tmp_path_factory, tiny):
     """``unet_folder("epsilon")``: a random small StableDiffusionPipeline folder."""
-    made = cache(lambda kind: build_unet(tmp_path_factory.mktemp("unet"), small=True, prediction_type=kind))
+    made = cache(lambda kind: tiny.build_unet(tmp_path_factory.mktemp("unet"), small=True, prediction_type=kind))
     return lambda prediction="epsilon": made(prediction)
 
 
 @pytest.fixture(scope="session")
-def sdxl_folder(tmp_path_factory):
+def sdxl_folder(tmp_path_factory, tiny):
     """``sdxl_folder("epsilon")``: a random small StableDiffusionXLPipeline folder."""
-    made = cache(lambda kind: build_sdxl(tmp_path_factory.mktemp("sdxl"), small=True, prediction_type=kind))
+    made = cache(lambda kind: tiny.build_sdxl(tmp_path_factory.mktemp("sdxl"), small=True, prediction_type=kind))
     return lambda prediction="epsilon": made(prediction)
 
 
 @pytest.fixture(scope="session")
-def flux_folder(tmp_path_factory):
+def flux_folder(tmp_path_factory, tiny):
     """``flux_folder(guidance_embeds=True)``: a random small FluxPipeline folder; use it with a height and a width."""
-    made = cache(lambda embeds: build_flux(tmp_path_factory.mktemp("flux"), small=True, guidance_embeds=embeds))
+    made = cache(lambda embeds: tiny.build_flux(tmp_path_factory.mktemp("flux"), small=True, guidance_embeds=embeds))
     return lambda guidance_embeds=True: made(guidance_embeds)
 
 
@@ -86,9 +105,9 @@ def tiny_unet(unet_folder):
 
 
 @pytest.fixture(scope="session")
-def tiny_clip(tmp_path_factory):
+def tiny_clip(tmp_path_factory, tiny):
     """A random small CLIPModel folder with its processor."""
-    return build_clip(tmp_path_factory.mktemp("clip"))
+    return tiny.build_clip(tmp_path_factory.mktemp("clip"))
 
 
 @pytest.fixture

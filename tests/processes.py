@@ -1,28 +1,21 @@
-"""Scripts run as ranks, forked from one process that has the libraries: an import takes 8 s, a fork none."""
+"""Scripts run as ranks, and PYTHON: an interpreter for what a test starts, whose imports cost nothing."""
 
-import faulthandler
-import multiprocessing
+import contextlib
 import os
-import runpy
 import signal
-import sys
+import subprocess
+import tempfile
 import time
 from pathlib import Path
 
-from helpers import free_port
+from forks import write_python
 
-# What the scripts import, so that it is imported once for all ranks of all tests in this process.
-PRELOADED = [
-    "lit_vgrpo.cli",
-    "lit_vgrpo.zero",
-    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
-    "torch.distributed.fsdp",
-    "peft",
-    "deepspeed",
-]
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(PRELOADED)
+SHARED = "LIT_VGRPO_TESTS_PYTHON"
+if SHARED not in os.environ:
+    _FOLDER = tempfile.TemporaryDirectory(prefix="lit-vgrpo-")
+    os.environ[SHARED] = write_python(Path(_FOLDER.name))
+PYTHON = os.environ[SHARED]
+"""In place of ``sys.executable``, with ``-m lit_vgrpo ...`` or a script: see forks.py. All workers share it."""
 
 
 def small_strategy(name):
@@ -45,43 +38,33 @@ def run_ranks(script, *args, world=1, logs, env=None, timeout_s=400):
     Raises:
         AssertionError: a rank failed, with the end of what it printed to ``logs/SCRIPT.RANK.log``.
     """
+    from helpers import free_port
+
     env, places = dict(env or {}), [{}]
     if world > 1:
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "tests"}
         shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
         places = [{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(world)]
-    command, ranks = [str(word) for word in (script, *args)], {}
-    for rank, place in enumerate(places):
-        log = Path(logs, f"{Path(script).stem}.{rank}.log")
-        own = {**env, **{key: str(value) for key, value in place.items()}}
-        ranks[FORKS.Process(target=_run, args=(command, own, str(log)))] = log
+    command, ranks = [PYTHON, *map(str, (script, *args))], {}
     end = time.monotonic() + timeout_s
     try:
-        for process in ranks:
-            process.start()
-        while any(process.is_alive() for process in ranks) and time.monotonic() < end:
-            if any(process.exitcode for process in ranks):
+        for rank, place in enumerate(places):
+            log = Path(logs, f"{Path(script).stem}.{rank}.log")
+            own = {**os.environ, **env, **{key: str(value) for key, value in place.items()}}
+            with open(log, "wb") as file:
+                ranks[subprocess.Popen(command, env=own, stdout=file, stderr=subprocess.STDOUT)] = log
+        while any(process.poll() is None for process in ranks) and time.monotonic() < end:
+            if any(process.returncode for process in ranks):
                 break
             time.sleep(0.05)
         else:
-            for process in filter(lambda process: process.is_alive(), ranks):
-                os.kill(process.pid, signal.SIGUSR1)
-                process.join(1)
+            for process in filter(lambda process: process.poll() is None, ranks):
+                process.send_signal(signal.SIGUSR1)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(1)
     finally:
         for process in ranks:
-            if process.pid is not None:
-                process.kill()
-                process.join()
-    for process, log in sorted(ranks.items(), key=lambda pair: pair[0].exitcode == -9):  # first who failed by itself
-        assert process.exitcode == 0, f"exit status {process.exitcode}\n{log.read_text()[-4000:]}"
-
-
-def _run(command, env, log):
-    """Become ``python COMMAND``."""
-    with open(log, "w") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
-    os.environ |= env
-    sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
+            process.kill()
+            process.wait()
+    for process, log in sorted(ranks.items(), key=lambda pair: pair[0].returncode == -9):  # first who failed by itself
+        assert process.returncode == 0, f"exit status {process.returncode}\n{log.read_text()[-4000:]}"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from processes import PYTHON
 
 from lit_vgrpo.cli import build, fixed_seed, run
 from lit_vgrpo.objectives import VGRPO
@@ -222,7 +223,7 @@ def test_one_word_swaps_the_method_and_its_settings_are_its_own(tiny_recipe, cap
 
 
 def start(*args):
-    command = [sys.executable, "-m", "lit_vgrpo", "run", *args]
+    command = [PYTHON, "-m", "lit_vgrpo", "run", *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ})
 
 

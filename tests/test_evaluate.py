@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 import torch
 from helpers import make_module
 from PIL import Image
+from processes import PYTHON
 
 from lit_vgrpo.cli import run
 from lit_vgrpo.evaluation.cli import evaluate
@@ -197,7 +197,7 @@ def test_two_ranks_find_the_same(inside, evaluated, strategy):
     report, scores = evaluated
     words = ["runs/tiny", "--ema", "--reference", "--out=two.json", "trainer.devices=2", f"trainer.strategy={strategy}"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "lit_vgrpo", "eval", *words]
+    command = [PYTHON, "-m", "lit_vgrpo", "eval", *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import PYTHON
 
 from lit_vgrpo import VGRPOModule
 from lit_vgrpo.cli import build, run
@@ -199,7 +200,7 @@ def test_a_full_disk_leaves_what_was_saved(tiny_recipe, tmp_path, stop, ranks):
     callbacks = "{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}, {class_path: filling.Filling, "
     words = [f"trainer.callbacks=[{callbacks}init_args: {{start: 2, stop: {stop}}}}}]", "trainer.max_epochs=4"]
     words += ["trainer.devices=2", "trainer.strategy=ddp"] if ranks == 2 else []
-    command = [sys.executable, "-m", "lit_vgrpo", "run", str(tiny_recipe), "data.heldout=null", *words]
+    command = [PYTHON, "-m", "lit_vgrpo", "run", str(tiny_recipe), "data.heldout=null", *words]
     done = subprocess.run(command, text=True, timeout=240, capture_output=True, check=False)
     failed = [line for line in done.stderr.splitlines() if line.startswith("Cannot save")]
     assert len(failed) == (1 if stop == 3 else 2), done.stderr

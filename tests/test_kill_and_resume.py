@@ -2,8 +2,9 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
+
+from processes import PYTHON
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kill_and_resume.py"
 WORDS = [
@@ -15,7 +16,7 @@ WORDS = [
 
 
 def test_a_run_that_is_killed_twice_ends_like_one_undisturbed(tiny_recipe):
-    command = [sys.executable, str(SCRIPT), "--recipe", str(tiny_recipe), "--kills", "2", "--seed", "4", "--out", "out"]
+    command = [PYTHON, str(SCRIPT), "--recipe", str(tiny_recipe), "--kills", "2", "--seed", "4", "--out", "out"]
     done = subprocess.run([*command, *WORDS], text=True, timeout=400, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(Path("out/kill_and_resume.json").read_text())

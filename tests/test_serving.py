@@ -14,6 +14,7 @@ import pytest
 import torch
 import uvicorn
 from helpers import Brightness, free_port
+from processes import PYTHON
 
 from lit_vgrpo import __version__
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Weighted
@@ -57,7 +58,7 @@ def command():
     """The command as it is typed, in a process of its own; gives its address."""
     environment = {**os.environ, "SERVE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "lit_vgrpo", *COMMAND.split()],
+        [PYTHON, "-m", "lit_vgrpo", *COMMAND.split()],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,
