@@ -1,18 +1,19 @@
-# docker build -t lit-vgrpo . && docker run --gpus all -v "$PWD:/home/trainer/work" lit-vgrpo run tiny_shapes
-FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
+# docker build -t lit-vgrpo .
+# docker run --gpus all -v "$PWD:/home/trainer/work" lit-vgrpo run tiny_shapes trainer.accelerator=gpu
+# torch's wheel brings CUDA's libraries itself; of the machine it needs the driver and the NVIDIA container toolkit.
+FROM python:3.12-slim-bookworm
 
-SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-# The base image's tag fixes the release; pinned package versions vanish from its mirrors with every security update.
+# g++ compiles what torch.compile and DeepSpeed make at run time; pinned versions vanish from the mirrors.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 python3-venv python3-dev g++ \
+    && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 10001 trainer
 
-ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
+ENV PYTHONUNBUFFERED=1
 COPY . /opt/lit-vgrpo
 WORKDIR /opt/lit-vgrpo
-RUN python3 -m venv /opt/venv && pip install --no-cache-dir -c constraints.txt ".[rewards,data,memory]"
+RUN pip install --no-cache-dir -c constraints.txt ".[rewards,data,memory]"
 
 USER 10001
 WORKDIR /home/trainer/work

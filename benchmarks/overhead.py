@@ -89,7 +89,7 @@ def main(recipe: str = "tiny_shapes", iterations: str = "10", *overrides: str) -
     outside = 1 - network / total
     print(f"{'iteration':<{width}}  {total:7.3f} s\noutside the network's own passes: {outside:.1%}")
     result = {"recipe": recipe, "overrides": overrides, "seconds": rows, "iteration": total, "outside": outside}
-    result["peak_memory_bytes"] = peak_memory_bytes()
+    result["peak_memory_bytes"] = peak_memory_bytes(torch.device("cpu"))
     Path("overhead.json").write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -63,6 +63,9 @@ class RewardLogger(L.Callback):
             value = record.mean(name)
             if value is not None:
                 metrics[f"policy/{name}"] = value
+        before = record.first_update("ratio_deviation")
+        if before is not None:
+            metrics["policy/ratio_deviation_before_update"] = float(before.max())
         if self._norms:
             metrics["policy/grad_norm"] = float(torch.stack(self._norms).mean())
         metrics["cost/images_per_second"] = record.images / seconds

@@ -14,7 +14,7 @@ import torch
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.callbacks.stop import StopsRun
-from lit_vgrpo.memory import peak_resident_bytes
+from lit_vgrpo.memory import device_name, peak_resident_bytes
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.paths import write_whole
 from lit_vgrpo.record import Evaluation
@@ -81,7 +81,8 @@ class RunSummary(L.Callback):
             "train_seconds": round(pl_module.stopwatch.wall_s, 3),
             "cpu_seconds": round(pl_module.stopwatch.cpu_s, 3),
             "network_passes": pl_module.ledger.state_dict(),
-            "peak_memory_bytes": peak_memory_bytes(),
+            "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),
+            "device": device_name(trainer.strategy.root_device),
             "evaluations": [_evaluation(evaluation) for evaluation in pl_module.evaluations],
             "seed": pl_module.seed,
             "world_size": trainer.world_size,
@@ -90,10 +91,10 @@ class RunSummary(L.Callback):
         write_whole(folder / self.filename, json.dumps(summary, indent=2) + "\n")
 
 
-def peak_memory_bytes() -> int:
-    """Most memory that was in use at once: the GPU's where there is one, else the process's resident memory."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory that was in use at once on this rank: what torch's allocator held of a GPU, else resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
     return peak_resident_bytes()
 
 

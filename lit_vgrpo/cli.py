@@ -27,6 +27,7 @@ from lit_vgrpo.curriculum_runner import run_curriculum
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, from_parser, one_line, report
 from lit_vgrpo.interrupt import RunCheckpoint
+from lit_vgrpo.memory import device_name, idle_gpu
 from lit_vgrpo.metrics_table import MetricsTable, rows_up_to
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.paths import import_from_here, write_whole
@@ -273,7 +274,10 @@ class RecipeCLI(LightningCLI):
         """What to say before training."""
         lines = [self.note] if self.note is not None else []
         lines += [f"Changed: {change}" for change in self.allowed_changes]
-        lines += [self.plan(), *self.about_prompts(), f"Run folder: {self.folder}"]
+        device = self.trainer.strategy.root_device
+        lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}", f"Run folder: {self.folder}"]
+        if (gpu := idle_gpu(device)) is not None:
+            lines.append(f"WARNING: {gpu} is not used. To train on it: trainer.accelerator=gpu")
         if self.resumption is not None:
             lines.append(self.resumption.opening)
         return lines

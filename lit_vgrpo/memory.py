@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import sys
 from collections.abc import Iterator
@@ -40,12 +41,29 @@ def measured_memory() -> Iterator[MemoryUse]:
     _start_over()
     before = _resident()
     if has_gpu:
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         gpu_before = torch.cuda.memory_allocated()
     yield use
     use.resident = max(0, _peak() - before)
     if has_gpu:
         use.gpu = torch.cuda.max_memory_allocated() - gpu_before
+
+
+def device_name(device: torch.device) -> str:
+    """A device for a reader: a GPU by its name, a CPU by its architecture and torch's threads."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+        return f"{torch.cuda.get_device_name(device)} ({memory:.0f} GiB, {device})"
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"CPU ({platform.machine()}, {threads} thread{'s' if threads != 1 else ''})"
+    return str(device)
+
+
+def idle_gpu(device: torch.device) -> str | None:
+    """A GPU that is there while another kind of device is used, by its name."""
+    return torch.cuda.get_device_name() if device.type == "cpu" and torch.cuda.is_available() else None
 
 
 def _start_over() -> None:

@@ -17,6 +17,8 @@ from lit_vgrpo.estimate.passes import demand
 from lit_vgrpo.estimate.shares import moments, shown
 from lit_vgrpo.fsdp import FSDP2
 from lit_vgrpo.memory import available_bytes, measured_memory
+from lit_vgrpo.policies.placement import place
+from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.shards import local
 from lit_vgrpo.sizes import Plan, Sizes, divisors
 from lit_vgrpo.snapshots import trainable_parameters
@@ -140,7 +142,16 @@ class Trial:
         self.device = policy.device
         self.home = objective.rollout_device or self.device
         self.conditioning = policy.encode([self.prompt]).to(self.home)
+        self._place_helpers()
         self.weights = list(trainable_parameters(policy).values())
+
+    def _place_helpers(self) -> None:
+        """Load the VAE and the rewards' models onto the device first: training will find that much less room."""
+        place([self.module.policy.pipeline.vae], self.device)
+        for reward in self.module.observed.rewards:
+            reward.load()
+            if isinstance(reward, ModelReward):
+                reward(torch.zeros(0, 3, 1, 1, device=self.device), [], [])  # no image: it moves its model and no more
 
     def room(self) -> int:
         """Bytes that a step may take: most of what is free, less what training will keep and does not hold yet."""

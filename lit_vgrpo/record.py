@@ -63,10 +63,17 @@ class IterationRecord:
 
 @contextmanager
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Add the wall time of the block to ``seconds[name]``."""
-    start = time.perf_counter()
+    """Add the wall time of the block to ``seconds[name]``, the GPU's work that it started included."""
+    start = _wall_s()
     yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+    seconds[name] = seconds.get(name, 0.0) + _wall_s() - start
+
+
+def _wall_s() -> float:
+    """Seconds on a clock, once the GPU has done what it was given: its work is only queued when a call returns."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class Stopwatch:
@@ -78,7 +85,7 @@ class Stopwatch:
 
     @staticmethod
     def _now() -> tuple[float, float]:
-        return time.perf_counter(), time.process_time()
+        return _wall_s(), time.process_time()
 
     def start(self) -> None:
         self._started = self._now()

@@ -45,9 +45,15 @@ def write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
 
 
 def _forget_gathered(parameters: Iterable[Any]) -> None:
-    """ZeRO-3 keeps small parameters gathered, and fetches others ahead: both would still be the old values."""
+    """Let ZeRO-3 gather anew: it keeps small parameters gathered and fetches others ahead, both with the old values.
+
+    DeepSpeed gathers on a stream of its own, which does not wait for what was just written on the default one.
+    """
     for parameter in parameters:
         if _is_zero3(parameter):
+            from deepspeed.accelerator import get_accelerator
+
+            get_accelerator().synchronize()
             parameter._z3_optimizer.empty_partition_cache()  # of the whole model
             return
 

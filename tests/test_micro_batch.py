@@ -12,6 +12,7 @@ from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.check import check
 from lit_vgrpo.estimate.shares import shown
 from lit_vgrpo.micro_batch import TOO_MUCH, Trial, auto_fault, largest_that_fits
+from lit_vgrpo.rewards import CLIPScore
 from lit_vgrpo.sizes import Sizes, divisors
 from lit_vgrpo.zero import ZeRO
 
@@ -53,6 +54,20 @@ def test_a_run_is_the_one_with_the_size_that_was_chosen(tiny_sd3, tmp_path, caps
     assert found.objective.num_updates == given_size.objective.num_updates
     for copy, snapshot in given_size.objective.copies.items():
         assert same(found.objective.copies[copy].tensors, snapshot.tensors)
+
+
+def test_rewards_models_take_their_room_first(tiny_sd3, tmp_path, monkeypatch, tiny_clip):
+    """Training will find that much less."""
+    there, room = [], Trial.room
+
+    def looked(trial):
+        there.append([reward._model is not None for reward in trial.module.observed.rewards])
+        return room(trial)
+
+    monkeypatch.setattr(Trial, "room", looked)
+    make, _, _ = METHODS["V-GRPO, three steps"]
+    fit(tiny_sd3, tmp_path, make, "auto", reward=CLIPScore(str(tiny_clip)), evaluate_at_start=False)
+    assert there == [[True]]
 
 
 def test_less_memory_makes_smaller_micro_batches(tiny_sd3, tmp_path, capsys, monkeypatch):

@@ -33,7 +33,7 @@ class ChainObjective(Objective):
 
     An experience's ``extras`` hold for each image its ``K`` trained steps: ``before`` and ``after (B, K, C, h, w)``,
     ``t``, ``t_next``, ``second_time`` and ``log_prob (B, K)``, and where needed ``old_mean`` and ``reference_mean``.
-    The old log-probabilities are those of the rollout, so there are no extra passes for them.
+    The old log-probabilities are those of the rollout, so there are no extra passes for them by default.
 
     Args:
         rollout: how images are sampled; an SDE of the policy's path.
@@ -43,6 +43,8 @@ class ChainObjective(Objective):
         training_guidance: guidance of the network while it is trained; null takes the rollout's. With another one the
             old log-probabilities are computed anew, in passes of their own.
         reference_guidance: guidance of the start's weights; null takes the training's.
+        recompute_old: compute the old log-probabilities anew in the training's batches, in passes of their own. In 16
+            bits those of the rollout's batches are rounded otherwise, and the ratio is not quite 1 before an update.
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
@@ -56,6 +58,7 @@ class ChainObjective(Objective):
         kl_weight: float,
         training_guidance: float | None = None,
         reference_guidance: float | None = None,
+        recompute_old: bool = False,
     ) -> None:
         super().__init__(training_guidance, reference_guidance)
         require(clip is None or 0 < clip < 1, "clip", clip, "Use a small number such as 1e-4, or null")
@@ -65,6 +68,7 @@ class ChainObjective(Objective):
         self.clip = clip
         self.advantage_clip = advantage_clip
         self.kl_weight = kl_weight
+        self.recompute_old = recompute_old
 
     # --- which steps -----------------------------------------------------------------------------------------------
 
@@ -138,16 +142,16 @@ class ChainObjective(Objective):
     def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
         steps = self.num_trained_steps(self.rollout_spec(0))
         passes = {"update": steps * sizes.uses_per_image}
-        if self._trains_off_rollout:
+        if self._recomputes_old:
             passes["old"] = steps
         if self.kl_weight > 0:
             passes["reference"] = steps
         return passes
 
     @property
-    def _trains_off_rollout(self) -> bool:
-        """Whether the rollout's own log-probabilities are those of another guidance than the training's."""
-        return self.guidance_in("training", None) != self.rollout.guidance
+    def _recomputes_old(self) -> bool:
+        """Whether the rollout's own log-probabilities are not used, such as those of another guidance."""
+        return self.recompute_old or self.guidance_in("training", None) != self.rollout.guidance
 
     # --- one iteration ---------------------------------------------------------------------------------------------
 
@@ -170,7 +174,7 @@ class ChainObjective(Objective):
         if self.advantage_clip is not None:
             advantages = advantages.clamp(-self.advantage_clip, self.advantage_clip)
         experience = Experience.of(rollout, advantages, extras=self._chosen(rollout))
-        if self._trains_off_rollout:
+        if self._recomputes_old:
             with (ledger or PassLedger()).phase("old"), torch.no_grad():
                 self._store_old(policy, experience, micro_batch_size)
         if self.kl_weight > 0:
@@ -182,7 +186,7 @@ class ChainObjective(Objective):
         return experience
 
     def _store_old(self, policy: Policy, experience: Experience, micro_batch_size: int) -> None:
-        """What the rollout's steps are under the training's guidance, so that the ratio is 1 before an update."""
+        """Put in place what the rollout's steps are in the training's own passes: the ratio is 1 before an update."""
         log_probs, means = [], []
         for micro in experience.micro_batches(micro_batch_size):
             step = self._transition(policy, micro, self.guidance_in("training", policy))

@@ -27,6 +27,7 @@ class DanceGRPO(ChainObjective):
             step is never among them.
         advantage_clip: bound on the advantages; null for none.
         training_guidance: guidance of the network while it is trained; null takes the rollout's.
+        recompute_old: see :class:`~lit_vgrpo.objectives.chain.ChainObjective`.
     """
 
     advantage_std: ClassVar[AdvantageStd] = "group"
@@ -38,9 +39,10 @@ class DanceGRPO(ChainObjective):
         train_fraction: float = 0.6,
         advantage_clip: float | None = 5.0,
         training_guidance: float | None = None,
+        recompute_old: bool = False,
     ) -> None:
         rollout = rollout or RolloutSpec("dance_sde", steps=16, shared_noise=True)
-        super().__init__(rollout, clip, advantage_clip, kl_weight=0.0, training_guidance=training_guidance)
+        super().__init__(rollout, clip, advantage_clip, 0.0, training_guidance, recompute_old=recompute_old)
         require(0 < train_fraction <= 1, "train_fraction", train_fraction, "Use a share in (0, 1] such as 0.6")
         self.train_fraction = train_fraction
 

@@ -21,6 +21,7 @@ class DDPO(ChainObjective):
         advantage_clip: bound on the advantages; null for none.
         kl_weight: weight of the KL of each step to the weights of the start; the paper has none.
         training_guidance: guidance of the network while it is trained; null takes the rollout's.
+        recompute_old: see :class:`~lit_vgrpo.objectives.chain.ChainObjective`.
         reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
@@ -35,6 +36,7 @@ class DDPO(ChainObjective):
         kl_weight: float = 0.0,
         reference_guidance: float | None = None,
         training_guidance: float | None = None,
+        recompute_old: bool = False,
     ) -> None:
         rollout = rollout or RolloutSpec("ddim_sde", steps=50, guidance=5.0)
-        super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance)
+        super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance, recompute_old)

@@ -43,6 +43,7 @@ class FlowGRPO(ChainObjective):
         guard: GRPO-Guard's ratio, and each step's surrogate divided by its ``h``.
         advantage_clip: bound on the advantages; null for none.
         training_guidance: guidance of the network while it is trained; null takes the rollout's.
+        recompute_old: see :class:`~lit_vgrpo.objectives.chain.ChainObjective`.
         reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
@@ -57,10 +58,11 @@ class FlowGRPO(ChainObjective):
         advantage_clip: float | None = 5.0,
         reference_guidance: float | None = None,
         training_guidance: float | None = None,
+        recompute_old: bool = False,
     ) -> None:
         rollout = rollout or RolloutSpec("flow_sde", steps=10, guidance=4.5)
         clip = PUBLISHED_CLIP.get(rollout.solver, DEFAULT_CLIP) if clip is None else clip
-        super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance)
+        super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance, recompute_old)
         require(fast_window >= 1, "fast_window", fast_window, "Use 1 or more (published 2)")
         self.fast = fast
         self.fast_window = fast_window

@@ -42,6 +42,7 @@ class MixGRPO(ChainObjective):
         advantage_clip: bound on the advantages; null for none.
         kl_weight: weight of the KL to the weights of the start; the paper has none.
         training_guidance: guidance of the network while it is trained; null takes the rollout's.
+        recompute_old: see :class:`~lit_vgrpo.objectives.chain.ChainObjective`.
         reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
@@ -64,9 +65,10 @@ class MixGRPO(ChainObjective):
         kl_weight: float = 0.0,
         reference_guidance: float | None = None,
         training_guidance: float | None = None,
+        recompute_old: bool = False,
     ) -> None:
         rollout = rollout or RolloutSpec("flow_sde", steps=25, shared_noise=True)
-        super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance)
+        super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance, recompute_old)
         strategies = ("progressive", "random", "decay", "frozen")
         require(window_size >= 1, "window_size", window_size, "Use 1 or more (published 4)")
         require(window_strategy in strategies, "window_strategy", window_strategy, f"Use {' or '.join(strategies)}")

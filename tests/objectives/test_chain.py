@@ -203,6 +203,26 @@ def test_ratio_is_one_before_any_update_and_not_after(tiny_sd3, name, lora):
     assert gradient(policy, loss).isfinite().all()
 
 
+@pytest.mark.parametrize("objective", [FlowGRPO(CHAIN, kl_weight=0.0, guard=True), MixGRPO(CHAIN, window_size=2)])
+def test_old_likelihoods_may_be_computed_anew(policy, objective):
+    """What batches of another size have rounded otherwise, here by far more than that, is gone."""
+    rollout = roll(policy, objective)
+    rollout.trajectory.log_probs += 0.1
+    ratios = {}
+    for recompute in (False, True):
+        objective.recompute_old = recompute
+        ledger = PassLedger()
+        ledger.attach(policy.network)
+        given = {"micro_batch_size": 2, "updates": 1, "ledger": ledger}
+        experience = objective.prepare(policy, rollout, ADVANTAGES, **given)
+        found = [objective.loss(policy, micro)[1]["ratio_deviation"] for micro in experience.micro_batches(2)]
+        ratios[recompute] = torch.cat(found).max()
+        planned = objective.prediction_passes(SIZES).get("old", 0)
+        assert ledger.training_counts().get("old", {}).get("without_grad", 0) == planned * len(rollout)
+    assert ratios[False] > 0.05
+    assert ratios[True] < 1e-6
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_micro_batches_do_not_change_the_gradient(policy, name):
     objective = METHODS[name]()

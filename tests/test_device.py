@@ -1,0 +1,67 @@
+"""What is said and asked of the device, where torch's answers stand in for a GPU's."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lit_vgrpo.cli import build
+from lit_vgrpo.memory import device_name, idle_gpu
+from lit_vgrpo.record import Stopwatch, timed
+from lit_vgrpo.shards import write
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is there, with nothing to compute on it; the calls that wait for it."""
+    waited = []
+    for name, answer in {
+        "is_available": True,
+        "is_initialized": True,
+        "get_device_name": "NVIDIA Test",
+        "get_device_properties": SimpleNamespace(total_memory=80 * 2**30),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: waited.append(args))
+    return waited
+
+
+def test_a_device_has_a_name(gpu):
+    assert device_name(torch.device("cuda", 0)) == "NVIDIA Test (80 GiB, cuda:0)"
+    assert device_name(torch.device("cpu")).startswith("CPU (")
+
+
+def test_a_run_says_where_it_trains(tiny_recipe):
+    assert any(line.startswith("Device: CPU (") for line in build([str(tiny_recipe)], make_folder=False).opening())
+    assert idle_gpu(torch.device("cpu")) is None
+
+
+def test_a_gpu_that_is_not_used_is_named(tiny_recipe, gpu):
+    lines = build([str(tiny_recipe)], make_folder=False).opening()
+    assert "WARNING: NVIDIA Test is not used. To train on it: trainer.accelerator=gpu" in lines
+    assert idle_gpu(torch.device("cuda", 0)) is None
+
+
+def test_a_phase_ends_when_the_gpu_is_done(gpu):
+    """Its work is only queued when a call returns, and would be booked on the next phase."""
+    seconds = {}
+    with timed(seconds, "decode"):
+        assert len(gpu) == 1
+    assert len(gpu) == 2
+    watch = Stopwatch()
+    watch.start()
+    watch.stop()
+    assert len(gpu) == 4
+
+
+def test_written_shards_are_there_before_they_are_gathered(monkeypatch):
+    """DeepSpeed gathers on a stream of its own."""
+    from deepspeed.accelerator import get_accelerator
+
+    done = []
+    monkeypatch.setattr(get_accelerator(), "synchronize", lambda *args: done.append("waited"), raising=False)
+    partition = torch.zeros(4)
+    forget = SimpleNamespace(empty_partition_cache=lambda: done.append(partition.tolist()))
+    parameter = SimpleNamespace(ds_tensor=partition, _z3_optimizer=forget)
+    write({"w": parameter}, {"w": torch.ones(4)})
+    assert done == ["waited", [1.0] * 4]
