@@ -6,6 +6,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from lit_vgrpo.rewards.base import to_uint8
 
 LABEL_HEIGHT = 18
 GAP = 4
+MAGENTA = torch.tensor([1.0, 0.0, 1.0]).view(3, 1, 1)
+"""What an image is drawn in that holds NaN or infinite values; written as it is, it would be black."""
 
 
 class SampleGrid(L.Callback):
@@ -75,6 +78,11 @@ class SampleGrid(L.Callback):
             images = pl_module.generate(prompts, list(range(len(prompts)))).cpu()
         if trainer.is_global_zero:
             rows = torch.cat([self._reference[:, None], images.unflatten(0, (-1, columns))], dim=1)
+            unfit = int((~rows.isfinite().flatten(2).all(dim=2)).sum())
+            if unfit:
+                rank_zero_warn(
+                    f"{unfit} of the images of samples/{name}.png are not finite: they are drawn in magenta."
+                )
             folder = Path(trainer.default_root_dir) / "samples"
             folder.mkdir(parents=True, exist_ok=True)
             labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
@@ -105,7 +113,8 @@ def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels:
         top = LABEL_HEIGHT + row * cell_h
         pen.text((GAP, top + 2), prompt, fill="black", font=font)
         for column, x in enumerate(left):
-            pixels = to_uint8(images[row, column]).permute(1, 2, 0).numpy()
+            image = images[row, column]
+            pixels = to_uint8(image if image.isfinite().all() else MAGENTA.expand_as(image)).permute(1, 2, 0).numpy()
             picture = Image.fromarray(pixels).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
             sheet.paste(picture, (x, top + LABEL_HEIGHT))
     return sheet

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lit_vgrpo import callbacks as our_callbacks
 from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so that their classes go by short names
-from lit_vgrpo.checkpoint_file import CheckpointDamage, read
+from lit_vgrpo.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.curriculum import is_curriculum
 from lit_vgrpo.curriculum_runner import run_curriculum
 from lit_vgrpo.data.module import PromptDataModule
@@ -187,7 +187,7 @@ class RecipeCLI(LightningCLI):
         if Path(path).is_dir():
             return
         try:
-            checkpoint = read(Path(path))
+            checkpoint = read_sound(Path(path))
         except CheckpointDamage as damage:
             raise UserError(f"{what} {damage}. Give another checkpoint of its folder.") from damage
         self.allowed_changes = refuse_changes(checkpoint, self.carried.recipe, self.config.allow_changes, what)

@@ -13,15 +13,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lit_vgrpo.best import AUTO, BestEvaluation, NewestEvaluation
-from lit_vgrpo.checkpoint_file import DRAFT_PREFIX, FileCheckpointIO, put_in_place
+from lit_vgrpo.checkpoint_file import DRAFT_PREFIX, put_in_place
 from lit_vgrpo.errors import one_line, suggestion
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.run_folder import BEST, CHECKPOINTS
@@ -93,15 +92,6 @@ class RunCheckpoint(Checkpoint):
             raise SIGTERMException
 
     # --- hooks, in the order they fire -----------------------------------------------------------------------------
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Some strategies write in a way of their own and refuse another one.
-        try:
-            if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-                trainer.strategy.checkpoint_io = FileCheckpointIO()
-        except (MisconfigurationException, NotImplementedError):
-            return
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

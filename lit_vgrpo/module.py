@@ -19,6 +19,7 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.optimizer import OptimizerConfig
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.record import Evaluation, IterationRecord, Stopwatch, timed
+from lit_vgrpo.resume_guard import ResumeGuard
 from lit_vgrpo.rewards import Reward, RewardBatch, ScoreQueue, as_weighted
 from lit_vgrpo.rewind import rewind
 from lit_vgrpo.rollout import STREAM_HELDOUT, Rollout, RolloutSpec, image_generators, sample
@@ -144,11 +145,11 @@ class VGRPOModule(L.LightningModule):
         self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """The metrics of every iteration, also in a Trainer of one's own."""
+        """The metrics of every iteration and a look at checkpoints before they are loaded, in every Trainer."""
         from lit_vgrpo.callbacks.rewards import RewardLogger  # which imports this module
 
-        has_one = any(isinstance(callback, RewardLogger) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return [] if has_one else [RewardLogger()]
+        there = tuple(type(callback) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [cls() for cls in (RewardLogger, ResumeGuard) if not any(issubclass(own, cls) for own in there)]
 
     def configure_optimizers(self) -> Any:
         return self.optimizer_config.build(trainable_parameters(self.policy).values())

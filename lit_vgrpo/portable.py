@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 from typing_extensions import override
 
+from lit_vgrpo.checkpoint_file import verify_for_trainer
 from lit_vgrpo.shards import cut, full, local, write
 from lit_vgrpo.snapshots import trainable_parameters
 
@@ -44,7 +45,9 @@ class PortableCheckpoints(Strategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         # Mapped, so that the processes of a node share the pages of one file instead of each holding all of it.
         safe = True if weights_only is None else weights_only
-        return torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=safe)
+        content: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=safe)
+        verify_for_trainer(checkpoint_path, content.get("state_dict", {}))
+        return content
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lit_vgrpo.checkpoint_file import DRAFT_PREFIX, CheckpointDamage, read, verify
+from lit_vgrpo.checkpoint_file import DRAFT_PREFIX, CheckpointDamage, read, read_sound
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.run_folder import CHECKPOINTS, CONFIG_NAME
 
@@ -118,37 +119,51 @@ def resumed_folder(recipe: Path, run_dir: str | None) -> Path:
     )
 
 
-def last_good_checkpoint(folder: Path, say: Callable[[str], None], thorough: bool = True) -> Resumption:
-    """The checkpoint of a run folder that is furthest, and whole; every rank finds the same one.
+def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption:
+    """Find the checkpoint of a run folder that is furthest, and sound; every rank finds the same one.
+
+    Sound means that every byte agrees with the file's checksums, and that no weight is NaN or infinite.
 
     Args:
         folder: the run folder.
         say: takes a line for every file that is skipped.
-        thorough: compare every byte with the file's checksums; otherwise only what a torn file lacks is noticed.
+
+    Raises:
+        UserError: there are checkpoints, and none of them is sound: to start from the beginning would overwrite them.
     """
     found: list[tuple[Progress, float, Path]] = []
-    for path in _files(folder):
+    files = _files(folder)
+    for path in files:
         try:
             progress = Progress.of(read(path))
             found.append((progress, path.stat().st_mtime, path))
-        except CheckpointDamage as damage:
+        except (CheckpointDamage, FileNotFoundError) as damage:
+            if not os.path.lexists(path):  # a run that is still going on has just renamed it
+                return last_good_checkpoint(folder, say)
             say(f"Skipped {path}: it {damage}.")
         except (KeyError, TypeError):
             say(f"Skipped {path}: it does not say how far it is.")
     for progress, _, path in sorted(found, key=lambda entry: (entry[0].order, entry[1], entry[2].name), reverse=True):
         try:
-            if thorough:
-                verify(path)
+            read_sound(path)
         except CheckpointDamage as damage:
+            if not os.path.lexists(path):
+                return last_good_checkpoint(folder, say)
             say(f"Skipped {path}: it {damage}.")
             continue
         return Resumption(folder, path, progress)
+    if files:
+        raise UserError(
+            f"None of the checkpoints of {folder} is sound ({len(files)} found). Copy a sound one to "
+            f"{folder / CHECKPOINTS}; or, to start from the beginning, move the damaged ones away."
+        )
     return Resumption(folder)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The file that was written last; nothing is read."""
-    return max(_files(folder), key=lambda path: path.stat().st_mtime, default=None)
+    files = [path for path in _files(folder) if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def how_to_resume(folder: Path) -> str:
@@ -168,6 +183,19 @@ def last_words(folder: Path) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Whole checkpoints, and those that Lightning writes when SLURM is about to requeue a job."""
-    found = [*folder.joinpath(CHECKPOINTS).glob("*.ckpt"), *folder.glob("hpc_ckpt_*.ckpt")]
-    return sorted(path for path in found if path.is_file() and not path.name.startswith(DRAFT_PREFIX))
+    """Whole checkpoints, and those that Lightning writes when SLURM is about to requeue a job.
+
+    Raises:
+        UserError: nobody can tell what is there.
+    """
+    found = [*_listed(folder / CHECKPOINTS, ""), *_listed(folder, "hpc_ckpt_")]
+    return sorted(path for path in found if not path.name.startswith(DRAFT_PREFIX))
+
+
+def _listed(folder: Path, prefix: str) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.suffix == ".ckpt" and path.name.startswith(prefix)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:  # glob() would say that there is nothing
+        raise UserError(f"Cannot look for checkpoints in {folder}: {error.strerror}.") from error

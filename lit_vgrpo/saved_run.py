@@ -64,13 +64,13 @@ def find_checkpoint(text: str, run: Path) -> Path:
     raise UserError(f"--checkpoint {text} does not exist. {suggestion(text, known) if known else no_checkpoint(run)}")
 
 
-def last_good(run: Path, say: Callable[[str], None], thorough: bool = True) -> Path:
+def last_good(run: Path, say: Callable[[str], None]) -> Path:
     """The checkpoint that :func:`~lit_vgrpo.resume.last_good_checkpoint` finds.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or none is sound.
     """
-    found = last_good_checkpoint(run, say, thorough)
+    found = last_good_checkpoint(run, say)
     if found.checkpoint is None:
         raise UserError(no_checkpoint(run))
     return found.checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_vgrpo.checkpoint_file import CheckpointDamage, read
+from lit_vgrpo.checkpoint_file import CheckpointDamage, averages, read_sound
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.recipe_changes import RECIPE_KEY
@@ -40,19 +40,18 @@ class SavedWeights:
 
     @classmethod
     def read(cls, path: Path) -> SavedWeights:
-        """Read a checkpoint; tensors stay on the disk until they are used.
+        """Read a checkpoint of which every byte is looked at; tensors stay on the disk until they are used.
 
         Raises:
-            UserError: it is torn, or no checkpoint of a run.
+            UserError: it is damaged, holds weights that are not finite, or is no checkpoint of a run.
         """
         try:
-            saved = read(path)
+            saved = read_sound(path)
         except CheckpointDamage as damage:
             raise UserError(f"{path} {damage}. Give another: --checkpoint FILE.") from damage
         tensors = {TRAINED: _of_policy(saved["state_dict"])}
-        for state in saved.get("callbacks", {}).values():
-            if isinstance(state, dict) and "average" in state:
-                tensors[AVERAGE] = _of_policy(state["average"])
+        for average in averages(saved):
+            tensors[AVERAGE] = _of_policy(average)
         recipe = saved.get(RECIPE_KEY) or {}
         options = recipe.get("model", {}).get("policy", {}).get("init_args", {})
         return cls(path, Progress.of(saved), tensors, options)

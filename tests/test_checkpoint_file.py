@@ -2,6 +2,7 @@
 
 import errno
 import os
+import zipfile
 
 import pytest
 import torch
@@ -19,6 +20,26 @@ def test_what_is_written_is_read(tmp_path):
     verify(path)
     assert torch.equal(read(path)["state_dict"]["w"], WHOLE["state_dict"]["w"])
     assert [file.name for file in path.parent.iterdir()] == ["a.ckpt"]
+
+
+def test_damage_is_named_and_a_file_that_stays_as_it_was_is_compared_once(tmp_path, monkeypatch):
+    path, compared = tmp_path / "a.ckpt", []
+    weights = {"a": torch.zeros(100), "empty": torch.zeros(0), "b": torch.ones(100)}
+    moment = torch.rand(100)
+    content = {**WHOLE, "state_dict": weights, "lit_vgrpo": {"moments": [weights["a"], {1: moment}]}}
+    checkpoint_file.write(content, path)
+    testzip = zipfile.ZipFile.testzip
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda archive: compared.append(path) or testzip(archive))
+    verify(path)
+    verify(path)
+    assert len(compared) == 1
+    whole = path.read_bytes()
+    for tensor, name in ((weights["b"], "state_dict.b"), (moment, "lit_vgrpo.moments.1.1")):
+        damaged = bytearray(whole)
+        damaged[whole.index(tensor.numpy().tobytes())] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointDamage, match=f"is damaged: {name} is not what was written"):
+            verify(path)
 
 
 def test_a_disk_that_fills_up_leaves_the_old_file_alone(tmp_path, monkeypatch):

@@ -118,9 +118,11 @@ class FeatureNetwork(ABC):
             images: shape ``(B, 3, H, W)``, float in [0, 1], on any device.
 
         Returns:
-            Shape ``(B, D)``, float32, on ``device``.
+            Shape ``(B, D)``, float32, on ``device``; NaN where an image is not finite, which a file would show black.
         """
-        return self.of_pixels(list(to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()))
+        features = self.of_pixels(list(to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()))
+        is_unfit = ~images.isfinite().flatten(1).all(1)
+        return features.masked_fill(is_unfit[:, None].to(features.device), float("nan"))
 
     @torch.no_grad()
     def of_pixels(self, pictures: Sequence[Pixels]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lit_vgrpo.errors import UserError, report
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def start_fault(start_from: str, start_weights: str) -> str | None:
-    """Why a run cannot start from an earlier one's weights, found without reading them; ``None`` where it can.
+    """Why a run cannot start from an earlier one's weights, every byte of which is looked at; ``None`` where it can.
 
     Args:
         start_from: a run folder or a checkpoint.
         start_weights: ``"trained"`` or ``"ema"``.
     """
     try:
-        _saved(start_from, start_weights, thorough=False)
+        _saved(start_from, start_weights, _say_nothing)
     except (LoadError, ValueError) as error:
         return str(error)
     return None
@@ -37,7 +38,7 @@ def load_start(policy: Policy) -> None:
     """
     if policy.start_from is None:
         return
-    saved, variant = _saved(policy.start_from, policy.start_weights, thorough=True)
+    saved, variant = _saved(policy.start_from, policy.start_weights, _say_on_first)
     difference = saved.difference(variant, policy)
     if difference is not None:
         raise LoadError(
@@ -55,11 +56,11 @@ def load_start(policy: Policy) -> None:
     saved.put_into(policy, variant)
 
 
-def _saved(start_from: str, start_weights: str, thorough: bool) -> tuple[SavedWeights, str]:
+def _saved(start_from: str, start_weights: str, say: Callable[[str], None]) -> tuple[SavedWeights, str]:
     """The checkpoint that a run starts from, and which of its weights are meant.
 
     Args:
-        thorough: make sure that every byte is as it was written, for which all are read, and say what was skipped.
+        say: takes a line for every checkpoint that is skipped.
 
     Raises:
         LoadError: it cannot be used.
@@ -72,7 +73,7 @@ def _saved(start_from: str, start_weights: str, thorough: bool) -> tuple[SavedWe
     try:
         if not (path.is_file() and path.suffix == ".ckpt"):
             run, _ = find_run(str(path))
-            path = last_good(run, _say_on_first if thorough else _say_nothing, thorough)
+            path = last_good(run, say)
         saved = SavedWeights.read(path)
     except UserError as error:
         raise LoadError(f"model.policy.start_from: {error}") from error

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from lit_vgrpo.checkpoint_file import DRAFT_PREFIX
 from lit_vgrpo.cli import guarded
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.guard import all_finite
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.recipe_part import built_part
@@ -98,10 +99,19 @@ def image_of(policy: Policy, spec: RolloutSpec, prompt: str, seed: int) -> Tenso
 
     The noise is what the family's pipeline draws with a CPU generator of the seed. Sampled on its own, since arithmetic
     on several images at once rounds differently.
+
+    Raises:
+        UserError: it holds NaN or infinite values, of which a file would show nothing but black.
     """
     noise = policy.prior([torch.Generator().manual_seed(seed)])
     latents, _ = sample(policy, policy.encode([prompt]), torch.zeros(1, dtype=torch.long), spec, noise)
-    return policy.decode(latents)[0]
+    image = policy.decode(latents)[0]
+    if not all_finite([latents, image]):
+        raise UserError(
+            f'The image of prompt "{prompt}", seed {seed}, holds values that are not finite, and is not written. '
+            "Try model.policy.dtype=float32, a lower --guidance, or an earlier checkpoint with --checkpoint FILE."
+        )
+    return image
 
 
 def write_png(image: Tensor, path: Path) -> None:

@@ -131,6 +131,14 @@ def test_draw_grid_enlarges_without_smoothing():
     assert colours == {(0, 0, 0)}
 
 
+def test_draw_grid_shows_what_is_not_finite():
+    images = torch.zeros(1, 2, 3, 8, 8)
+    images[0, 1, 0, 3, 3] = float("nan")
+    picture = draw_grid(images, ["a prompt"], ["reference"], min_pixels=8)
+    assert picture.getpixel((4 + 4, 36 + 4)) == (0, 0, 0)
+    assert picture.getpixel((4 + 12 + 8 + 4, 36 + 4)) == (255, 0, 255)
+
+
 def test_summary(tiny_sd3, tmp_path):
     data = {"heldout_images_per_prompt": 2}
     module, _ = train(tiny_sd3, tmp_path, [RunSummary(), EMA(0.5)], data=data, seed=5)

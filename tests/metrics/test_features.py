@@ -58,6 +58,8 @@ def test_images_are_rounded_once(network):
     assert features.dtype == torch.float32
     assert features.shape == (3, 6) == (3, network.dimension)
     torch.testing.assert_close(features, network.of_pixels(files), rtol=0, atol=0)
+    images[1, 0, 5, 5] = float("nan")  # which a file would show as black
+    assert network(images).isfinite().all(dim=1).tolist() == [True, False, True]
 
 
 def test_a_batch_has_no_effect(script):
