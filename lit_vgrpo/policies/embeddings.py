@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,11 +18,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from lit_vgrpo.errors import one_line
+
 PREFIX, SUFFIX = "embeddings-", ".safetensors"
 DRAFT_PREFIX = "writing-"
 LOCK = "embeddings-merging.lock"
 KEYS = "_keys"
 """The table of a file's prompts: a SHA-256 a row, ``(N, 32)`` uint8. The other tensors are ``(N, ...)``."""
+CHECKSUMS = "_checksums"
+"""A CRC-32 a row, ``(N,)`` int64, see :func:`checksums`."""
+FORMAT = 2
+"""Is part of what names files: those of an earlier format, without checksums, are not read and go with time."""
 LARGEST_HEADER = 2**10
 FILES_BEFORE_MERGE = 16
 LARGEST_MERGED = 2**29
@@ -36,7 +43,8 @@ class EmbeddingCache:
 
     What one :meth:`write` gets becomes one safetensors file of stacked tensors, and many small files become a larger
     one. A folder that cannot be written or read costs one warning and no more. Files are put in place whole, are opened
-    only while they are read, and may go at any time: a row whose file is gone or damaged is one that is not there.
+    only while they are read, and may go at any time: a row whose file is gone or damaged, or that is not what was
+    written, is one that is not there.
 
     Args:
         folder: made when it is first written to.
@@ -48,9 +56,10 @@ class EmbeddingCache:
         self.folder = Path(folder)
         self.max_bytes = max_bytes
         self.encoder = encoder
-        self._prefix = PREFIX + hashlib.sha256(encoder.encode()).hexdigest()[:16] + "-"
+        self._prefix = PREFIX + hashlib.sha256(f"{FORMAT}\n{encoder}".encode()).hexdigest()[:16] + "-"
         self._rows: dict[bytes, tuple[str, int]] = {}
         self._known: set[str] = set()
+        self._damaged: set[tuple[str, int]] = set()
         self._writes = True
         self._warned: set[str] = set()
 
@@ -64,7 +73,8 @@ class EmbeddingCache:
             in that order, on the CPU and in the type that they are kept in. Empty where none was found.
         """
         keys = [self._key(text) for text in texts]
-        for _ in range(ATTEMPTS):
+        attempts = 0
+        while attempts < ATTEMPTS:
             if not all(key in self._rows for key in keys):
                 self._look_around()
             found = [position for position, key in enumerate(keys) if key in self._rows]
@@ -75,6 +85,9 @@ class EmbeddingCache:
                 return [found[place] for place in order], rows
             except _Gone as gone:
                 self._forget(gone.name)
+                attempts += 1
+            except _Damaged:  # another file may hold these rows too
+                self._known, self._rows = set(), {}
         return [], {}
 
     def _gather(self, places: Sequence[tuple[str, int]]) -> tuple[list[int], Rows]:
@@ -82,6 +95,10 @@ class EmbeddingCache:
 
         Returns:
             Which of the places each row is of, and the rows.
+
+        Raises:
+            _Gone: a file is not there any more.
+            _Damaged: rows are not what was written; they are not looked up again.
         """
         by_file: dict[str, list[int]] = {}
         for place, (name, _) in enumerate(places):
@@ -91,18 +108,34 @@ class EmbeddingCache:
         for name, of_file in by_file.items():
             rows, stop = torch.tensor([places[place][1] for place in of_file]), start + len(of_file)
             with self._opened(name) as file:
+                table, written = file.get_tensor(KEYS), file.get_tensor(CHECKSUMS)
+                sums = [zlib.crc32(key) for key in table[rows].numpy()]
                 for key in _tensor_names(file):
                     kept = file.get_tensor(key)
                     whole = gathered.get(key)
                     if whole is None:
                         whole = kept.new_empty(len(places), *kept.shape[1:])
+                    if not len(kept) == len(table) == len(written) or kept.shape[1:] != whole.shape[1:]:
+                        raise SafetensorError("its tensors do not fit each other")
                     if whole.dtype == kept.dtype:
-                        torch.index_select(kept, 0, rows, out=whole[start:stop])
+                        chosen = torch.index_select(kept, 0, rows, out=whole[start:stop])
                     else:  # a file of another type, which the wider one holds too
                         whole = whole.to(torch.promote_types(whole.dtype, kept.dtype))
-                        whole[start:stop] = kept.index_select(0, rows)
+                        chosen = kept.index_select(0, rows)
+                        whole[start:stop] = chosen
+                    sums = checksums(key, chosen, sums)
                     gathered[key] = whole
+                kept_sums = written[rows].tolist()
             self._mark_used(name)
+            wrong = [row for row, one, other in zip(rows.tolist(), sums, kept_sums, strict=True) if one != other]
+            if wrong:
+                self._damaged |= {(name, row) for row in wrong}
+                self._warn(
+                    "damage",
+                    f"{len(wrong)} of {len(table)} rows of {self.folder / name} are damaged. "
+                    "Their prompts are encoded again.",
+                )
+                raise _Damaged
             start = stop
         return [place for of_file in by_file.values() for place in of_file], gathered
 
@@ -139,7 +172,8 @@ class EmbeddingCache:
                 continue
             self._known.add(name)
             for row, key in enumerate(table):
-                self._rows.setdefault(key, (name, row))
+                if (name, row) not in self._damaged:
+                    self._rows.setdefault(key, (name, row))
 
     def _table(self, name: str) -> list[bytes]:
         """A file's keys, one a row."""
@@ -169,7 +203,7 @@ class EmbeddingCache:
         if not self._writes:
             return
         kept = {name: narrowed(value.detach().cpu()) for name, value in tensors.items()}
-        size = sum(value.nbytes for value in kept.values()) + 32 * len(texts) + LARGEST_HEADER
+        size = sum(value.nbytes for value in kept.values()) + (32 + 8) * len(texts) + LARGEST_HEADER
         if size > self.max_bytes:
             self._warn(
                 "large",
@@ -192,10 +226,13 @@ class EmbeddingCache:
         name = f"{self._prefix}{uuid.uuid4().hex}{SUFFIX}"
         draft = self.folder / (DRAFT_PREFIX + name)
         table = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(len(keys), -1)
+        sums = [zlib.crc32(key) for key in keys]
+        for key in sorted(tensors):
+            sums = checksums(key, tensors[key], sums)
         try:
             # not by save_file, whose own draft has another name and, put in place, can be read by its owner alone
             with draft.open("xb") as file:
-                file.write(save({**tensors, KEYS: table}))
+                file.write(save({**tensors, KEYS: table, CHECKSUMS: torch.tensor(sums)}))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(draft, self.folder / name)
@@ -215,17 +252,19 @@ class EmbeddingCache:
             if alone:
                 total = 0
                 chosen = [file.name for file in small if (total := total + file.size) <= limit]
-                with suppress(_Gone):  # another time
+                with suppress(_Gone, _Damaged):  # another time
                     self._put_together(chosen)
 
     def _put_together(self, names: Sequence[str]) -> None:
         places: dict[bytes, tuple[str, int]] = {}
         for name in names:
             for row, key in enumerate(self._table(name)):
-                places.setdefault(key, (name, row))
-        order, rows = self._gather(list(places.values()))
-        keys = list(places)
-        self._store([keys[place] for place in order], rows)
+                if (name, row) not in self._damaged:
+                    places.setdefault(key, (name, row))
+        if places:
+            order, rows = self._gather(list(places.values()))
+            keys = list(places)
+            self._store([keys[place] for place in order], rows)
         for name in names:
             self._remove(self.folder / name)
             self._known.discard(name)
@@ -281,7 +320,7 @@ class EmbeddingCache:
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f"Embedding cache: {text}", stacklevel=2)
+            warnings.warn(f"Embedding cache: {one_line(text)}", stacklevel=2)
 
 
 class _File(NamedTuple):
@@ -294,6 +333,25 @@ class _Gone(Exception):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name
+
+
+class _Damaged(Exception):
+    """Rows of a file are not what was written."""
+
+
+def checksums(name: str, rows: Tensor, start: Sequence[int]) -> list[int]:
+    """Continue the CRC-32 of each row: a tensor's name, type and shape, and the row's bytes.
+
+    Args:
+        rows: ``(N, ...)``, contiguous, on the CPU.
+        start: the N checksums so far.
+
+    >>> checksums("a", torch.tensor([1.0, 2.0]), [0, 0]) == checksums("a", torch.tensor([1.0, 2.5]), [0, 0])
+    False
+    """
+    about = f"{name} {rows.dtype} {list(rows.shape[1:])}".encode()
+    raw = rows.unsqueeze(1).flatten(1).view(torch.uint8).numpy()
+    return [zlib.crc32(row, zlib.crc32(about, so_far)) for row, so_far in zip(raw, start, strict=True)]
 
 
 def narrowed(value: Tensor) -> Tensor:
@@ -311,7 +369,7 @@ def narrowed(value: Tensor) -> Tensor:
 
 
 def _tensor_names(file: safe_open) -> list[str]:
-    return [name for name in file.keys() if name != KEYS]  # noqa: SIM118
+    return sorted(name for name in file.keys() if name not in (KEYS, CHECKSUMS))  # noqa: SIM118
 
 
 def _age(path: Path, now: float) -> float:

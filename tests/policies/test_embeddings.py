@@ -1,5 +1,6 @@
 """The folder of embeddings: what goes in comes out, whatever else happens to the folder."""
 
+import hashlib
 import os
 import resource
 import stat
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from lit_vgrpo.policies.embeddings import FILES_BEFORE_MERGE, EmbeddingCache, narrowed
 
@@ -194,9 +197,90 @@ def test_a_truncated_file_is_removed_and_its_rows_are_missing(tmp_path, size):
         assert torn not in files(tmp_path)
 
 
-def test_a_file_without_keys_is_damaged_too(tmp_path):
-    from safetensors.torch import save_file
+def written(path):
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
+
+def one_bit(tensors, name, row):
+    flipped = tensors[name].clone()
+    flipped[row : row + 1].view(torch.uint8).view(-1)[0] ^= 1
+    return {**tensors, name: flipped}
+
+
+def keys_swapped(tensors):
+    return {**tensors, "_keys": tensors["_keys"].flip(0)}
+
+
+ALTERATIONS = {
+    "one_bit": (lambda tensors: one_bit(tensors, "tokens", 1), [2]),
+    "one_bit_of_another_tensor": (lambda tensors: one_bit(tensors, "pooled", 0), [1]),
+    "one_bit_of_a_checksum": (lambda tensors: one_bit(tensors, "_checksums", 2), [3]),
+    "rows_swapped": (lambda tensors: {**tensors, "tokens": tensors["tokens"].flip(0)}, [1, 3]),
+    "keys_swapped": (keys_swapped, [1, 3]),
+    "another_type": (lambda tensors: {**tensors, "tokens": tensors["tokens"].view(torch.float16)}, [1, 2, 3]),
+    "another_shape": (lambda tensors: {**tensors, "tokens": tensors["tokens"].reshape(3, 3, 2)}, [1, 2, 3]),
+    "another_name": (
+        lambda tensors: {key.replace("tok", "tak"): v for key, v in tensors.items()},
+        [1, 2, 3],
+    ),
+    "fewer_rows": (lambda tensors: {**tensors, "tokens": tensors["tokens"][:2]}, [1, 2, 3]),
+    "no_checksums": (lambda tensors: {key: v for key, v in tensors.items() if key != "_checksums"}, [1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("kind", ALTERATIONS)
+def test_rows_that_were_altered_are_missing_and_encoded_again(tmp_path, kind):
+    """Sound as a file, and not what was written: trained on, such rows cost a run its reward without a word."""
+    alter, lost = ALTERATIONS[kind]
+    for knows_the_file in (True, False):
+        folder = tmp_path / str(knows_the_file)
+        made = cache(folder)
+        made.write(texts(1, 2, 3), rows(texts(1, 2, 3)))
+        (name,) = files(folder)
+        made.write(texts(4), rows(texts(4)))
+        save_file(alter(written(folder / name)), folder / name)
+        reader = made if knows_the_file else cache(folder)
+        with pytest.warns(UserWarning, match="damaged.* encoded again") as caught:
+            assert_holds(reader, texts(4, 3, 2, 1), missing=texts(*lost))
+            assert_holds(reader, texts(1, 2, 3, 4), missing=texts(*lost))
+        assert len(caught) == 1
+        reader.write(texts(*lost), rows(texts(*lost)))
+        assert_holds(reader, texts(1, 2, 3, 4))
+
+
+def test_damaged_rows_of_many_files_are_all_told_from_sound_ones_and_lost_when_files_are_merged(tmp_path):
+    filled(tmp_path, *range(FILES_BEFORE_MERGE - 2))
+    damaged = files(tmp_path)[::2]
+    lost = []
+    for name in damaged:
+        tensors = written(tmp_path / name)
+        lost.append(int(tensors["pooled"][0, 0]))
+        save_file(one_bit(tensors, "tokens", 0), tmp_path / name)
+    everything = texts(*range(FILES_BEFORE_MERGE - 2))
+    made = cache(tmp_path)
+    with pytest.warns(UserWarning, match="1 of 1 rows of .* are damaged") as caught:
+        assert_holds(made, everything, missing=texts(*lost))
+        for number in lost:  # now many enough to be merged, twice
+            made.write(texts(number), rows(texts(number)))
+            made.write(texts(100 + number), rows(texts(100 + number)))
+    assert len(caught) == 1
+    assert_holds(cache(tmp_path), [*everything, *texts(*(100 + number for number in lost))])
+    assert not set(damaged) & set(files(tmp_path))
+
+
+def test_files_of_the_format_without_checksums_are_not_read_and_go_with_time(tmp_path):
+    earlier = tmp_path / f"embeddings-{hashlib.sha256(b'an encoder').hexdigest()[:16]}-0.safetensors"
+    keys = torch.frombuffer(bytearray(cache(tmp_path)._key("prompt 1")), dtype=torch.uint8).view(1, -1)
+    save_file({**rows(texts(1)), "_keys": keys, "large": torch.zeros(1, 1000)}, earlier)
+    made = cache(tmp_path, max_bytes=5000)
+    assert_holds(made, texts(1), missing=texts(1))
+    made.write(texts(1), rows(texts(1)))
+    assert not earlier.exists()
+    assert_holds(made, texts(1))
+
+
+def test_a_file_without_keys_is_damaged_too(tmp_path):
     made = filled(tmp_path, 1)
     save_file({"tokens": torch.zeros(2)}, tmp_path / (made._prefix + "0.safetensors"))
     with pytest.warns(UserWarning, match="is damaged"):
