@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from tqdm import tqdm
 
+from lit_vgrpo.errors import say
 from lit_vgrpo.module import VGRPOModule
 
 NARROW = 90
@@ -69,7 +70,7 @@ class ProgressBar(LightningProgressBar):
             return
         done, every = trainer.current_epoch + 1, max(1, trainer.max_epochs // self.lines)
         if done % every == 0 or done == trainer.max_epochs:
-            print(self._text(trainer, pl_module), file=sys.stderr, flush=True)
+            say(self._text(trainer, pl_module), error=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._close()

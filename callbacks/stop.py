@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import lightning as L
 
+from lit_vgrpo.errors import say
 from lit_vgrpo.interrupt import RunCheckpoint
 from lit_vgrpo.run_folder import BEST, CHECKPOINTS, CONFIG_NAME
 
@@ -27,7 +27,7 @@ class StopsRun(L.Callback):
         self.outcome, self.reason = outcome, f"{reason} {what_is_best(trainer)}"
         trainer.should_stop = True
         if trainer.is_global_zero:
-            print(self.reason, file=sys.stderr, flush=True)
+            say(self.reason, error=True)
 
 
 def what_is_best(trainer: L.Trainer) -> str:

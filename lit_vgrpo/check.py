@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from lit_vgrpo.cli import LINKED, TOP_LEVEL, RecipeCLI, build, guarded
 from lit_vgrpo.curriculum import Curriculum, Stage, is_curriculum, merged_faults
 from lit_vgrpo.data.prompts import prompt_faults
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.estimate.room import NotEstimated, gpu_memory_of, memory_report
 from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.policies.pipeline_folder import weight_files
@@ -62,7 +62,7 @@ def without_memory(args: Sequence[str]) -> tuple[list[str], int | None]:
 def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
     found: list[tuple[Stage, list[str]]] = []
     for stage in curriculum.stages:
-        print(f"Stage {stage.number} of {len(curriculum.stages)}: {stage.name}")
+        say(f"Stage {stage.number} of {len(curriculum.stages)}: {stage.name}")
         try:
             _check_recipe(curriculum.check_words(stage), gpu_memory)
         except UserError as error:
@@ -79,20 +79,20 @@ def _check_recipe(args: Sequence[str], gpu_memory: int | None) -> int:
         raise UserError(*error.faults, *further_faults(args)) from error
     faults = [*cli.faults(), *disk_faults(cli)]
     if not cli.datamodule.sizes.faults(cli.trainer.world_size):
-        print(cli.plan())
+        say(cli.plan())
         try:
             text, too_large = memory_report(cli, gpu_memory)
-            print(text)
+            say(text)
             faults += too_large
         except UserError as error:
             faults += [fault for fault in error.faults if fault not in faults]
         except NotEstimated as reason:
             if not faults:  # of which one may well be the reason
-                print(f"memory: not estimated, {reason}")
+                say(f"memory: not estimated, {reason}")
     if faults:
         raise UserError(*faults)
-    print("\n".join(cli.about_prompts()))
-    print(f"{cli.command.recipe}: no fault found for world size {cli.trainer.world_size}.")
+    say("\n".join(cli.about_prompts()))
+    say(f"{cli.command.recipe}: no fault found for world size {cli.trainer.world_size}.")
     return 0
 
 

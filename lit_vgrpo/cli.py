@@ -25,7 +25,7 @@ from lit_vgrpo.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.curriculum import is_curriculum
 from lit_vgrpo.curriculum_runner import run_curriculum
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.errors import UserError, from_parser, one_line, report
+from lit_vgrpo.errors import UserError, from_parser, one_line, report, say
 from lit_vgrpo.interrupt import RunCheckpoint
 from lit_vgrpo.memory import device_name, idle_gpu
 from lit_vgrpo.metrics_table import MetricsTable, rows_up_to
@@ -378,7 +378,7 @@ def _run(args: Sequence[str]) -> int:
             return 0
         cli.save_recipe()
         if is_first_process():
-            print("\n".join(cli.opening()), flush=True)
+            say("\n".join(cli.opening()))
         return train(cli)
     finally:
         cli.give_back()

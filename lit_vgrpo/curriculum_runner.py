@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from lit_vgrpo.curriculum import Curriculum, Settings, Stage
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.recipe import RESUME, Command
 from lit_vgrpo.run_folder import CONFIG_NAME, FolderLock, candidates, is_first_process, release, reserve
 from lit_vgrpo.signals import heard_by
@@ -221,4 +221,4 @@ def _how_to_go_on(run: Path) -> str:
 
 def _say(line: str, error: bool = False) -> None:
     if is_first_process():
-        print(line, file=sys.stderr if error else sys.stdout, flush=True)
+        say(line, error=error)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 LONGEST_LIST = 12  # names shown where nothing is near
+HARMLESS = "\n\t\u200c\u200d"
 
 
 class UserError(Exception):
@@ -18,13 +19,24 @@ class UserError(Exception):
         self.faults = [one_line(fault) for fault in faults]
 
 
+def without_controls(text: object) -> str:
+    """The text with ``?`` for what a terminal obeys instead of showing it: escape sequences, changes of direction.
+
+    Line ends and tabs stay, and so do the joiners that some scripts and emoji need.
+
+    >>> without_controls("a\\x1b[31mb\\r\\n")
+    'a?[31mb?\\n'
+    """
+    return "".join(letter if letter.isprintable() or letter in HARMLESS else "?" for letter in str(text))
+
+
 def one_line(text: object) -> str:
-    """The text with every run of white space turned into one blank.
+    """The text with every run of white space turned into one blank, and without control characters.
 
     >>> one_line("two\\n   lines")
     'two lines'
     """
-    return " ".join(str(text).split())
+    return without_controls(" ".join(str(text).split()))
 
 
 def printable(body: bytes, most: int) -> str:
@@ -33,8 +45,7 @@ def printable(body: bytes, most: int) -> str:
     >>> printable(b"a\\n\\x1b[31mb", 9)
     'a ?[31mb'
     """
-    text = one_line(body[: 2 * most].decode("utf-8", errors="replace"))[:most]
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return one_line(body[: 2 * most].decode("utf-8", errors="replace"))[:most]
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -117,4 +128,13 @@ def from_parser(error: BaseException) -> str:
 def report(faults: Sequence[str]) -> None:
     """Write each fault as a line on stderr."""
     for fault in faults:
-        print(one_line(fault), file=sys.stderr)
+        say(one_line(fault), error=True)
+
+
+def say(text: object, error: bool = False) -> None:
+    """Print text, some of which may come from a server, a file or a reward, without control characters.
+
+    Args:
+        error: on stderr.
+    """
+    print(without_controls(text), file=sys.stderr if error else sys.stdout, flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,7 @@ from typing_extensions import override
 
 from lit_vgrpo.best import AUTO, BestEvaluation, NewestEvaluation
 from lit_vgrpo.checkpoint_file import DRAFT_PREFIX, put_in_place
-from lit_vgrpo.errors import one_line, suggestion
+from lit_vgrpo.errors import one_line, say, suggestion
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.run_folder import BEST, CHECKPOINTS
 
@@ -212,7 +211,7 @@ class RunCheckpoint(Checkpoint):
             then = "Make room and take up the run again with --resume" if is_last_try else "The next save tries again"
             if name == BEST:
                 then = "The next evaluation that is better tries again"
-            print(f"{self.unsaved} {then}.", file=sys.stderr, flush=True)
+            say(f"{self.unsaved} {then}.", error=True)
         return None
 
     def _write(self, trainer: Trainer, checkpoint: dict[str, Any], path: Path) -> str | None:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
 
+from lit_vgrpo.errors import say
 from lit_vgrpo.estimate.live_memory import LiveMemory
 from lit_vgrpo.estimate.made_up import made_up_rollout
 from lit_vgrpo.estimate.passes import demand
@@ -79,7 +80,7 @@ def settle(module: VGRPOModule) -> None:
     accumulate(trainer, trainer.datamodule.sizes)
     if trainer.is_global_zero:
         fit = f"{size} of {share} images an update fit"
-        print(f"micro_batch_size: {fit}: {shown(taken)} of {shown(room)} free", flush=True)
+        say(f"micro_batch_size: {fit}: {shown(taken)} of {shown(room)} free")
     for logger in module.loggers:
         logger.log_metrics({"train/micro_batch_size": float(size)}, step=trainer.global_step)
 

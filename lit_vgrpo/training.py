@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from lightning.pytorch import Trainer
 
 from lit_vgrpo.callbacks import RunSummary
 from lit_vgrpo.data import PromptError
-from lit_vgrpo.errors import UserError, one_line, report
+from lit_vgrpo.errors import UserError, one_line, report, say
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.resume import how_to_resume, last_words
 from lit_vgrpo.rewards.base import RewardError
@@ -75,7 +74,7 @@ def leave_together() -> None:
 
 def _say_it_failed(cli: RecipeCLI) -> None:
     if is_first_process():
-        print(f"Training failed. {last_words(cli.folder)}", file=sys.stderr, flush=True)
+        say(f"Training failed. {last_words(cli.folder)}", error=True)
 
 
 def close(trainer: Trainer) -> None:
@@ -117,10 +116,10 @@ def _how_it_went(cli: RecipeCLI) -> int:
     if is_first_process():
         if not stopped:
             _say_rewards(cli)
-        print(f"Everything is in {cli.folder}: summary.json, metrics.csv, samples, checkpoints.", flush=True)
+        say(f"Everything is in {cli.folder}: summary.json, metrics.csv, samples, checkpoints.")
         if stopped:
             word = "Terminated" if checkpoints.terminated else "Interrupted"
-            print(f"{word}: {_what_was_saved(cli)}", file=sys.stderr, flush=True)
+            say(f"{word}: {_what_was_saved(cli)}", error=True)
     if checkpoints.unsaved is not None:
         return FAILED
     if checkpoints.terminated:
@@ -134,7 +133,7 @@ def _say_rewards(cli: RecipeCLI) -> None:
             continue
         start, end = (scores.get("heldout/reward") for scores in (callback.heldout_start, cli.model.heldout))
         if start is not None and end is not None:
-            print(f"Held-out reward {start:.3f} before, {end:.3f} after {cli.trainer.current_epoch} iterations.")
+            say(f"Held-out reward {start:.3f} before, {end:.3f} after {cli.trainer.current_epoch} iterations.")
 
 
 def _what_was_saved(cli: RecipeCLI) -> str:

@@ -19,6 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lit_vgrpo.errors import say
 from lit_vgrpo.resume import last_words
 
 LAUNCHER_PID = "LIT_VGRPO_LAUNCHER_PID"
@@ -82,7 +83,7 @@ class _Thread(Watch, ABC):
             if not self._done.is_set():
                 self._done.set()
                 if self._speaks():
-                    print(f"\n{death} {last_words(self._folder())}", file=sys.stderr, flush=True)
+                    say(f"\n{death} {last_words(self._folder())}", error=True)
 
     def _end(self) -> None:
         sys.stdout.flush()

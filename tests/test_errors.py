@@ -1,10 +1,29 @@
 """One line a mistake."""
 
+import ast
 from argparse import ArgumentError
+from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.errors import UserError, from_parser, nearest, report, suggestion, unknown_option, with_key
+import lit_vgrpo
+from lit_vgrpo import callbacks
+from lit_vgrpo.errors import (
+    UserError,
+    from_parser,
+    nearest,
+    one_line,
+    printable,
+    report,
+    say,
+    suggestion,
+    unknown_option,
+    with_key,
+    without_controls,
+)
+
+PRINT_THEMSELVES = ("errors.py", "shim.py", "compare/progress.py", "policies/verify.py")
+"""Where text is made safe, or is our own."""
 
 
 def test_user_error_keeps_each_fault_on_one_line():
@@ -56,3 +75,48 @@ def test_report_goes_to_stderr(capsys):
     report(["a\nb", "c"])
     out, err = capsys.readouterr()
     assert (out, err) == ("", "a b\nc\n")
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "\x1b[2J\x1b]0;title\x07",  # clears the screen, sets the window's title
+        "\x9b31m",  # the same in one letter
+        "\r\x08over",
+        "\u202egnp.exe",  # shown backwards
+        "\u2066\u200b\ufeff",
+        "\ud800",
+        "\x00\x7f\x85",
+    ],
+)
+def test_what_a_terminal_would_obey_is_shown_as_a_question_mark(capsys, hostile):
+    report([f"before {hostile} after"])
+    say(f"before {hostile} after\n\tsecond")
+    out, err = capsys.readouterr()
+    assert err.strip().isprintable()
+    assert err.endswith(" after\n")
+    assert all(letter.isprintable() or letter in "\n\t" for letter in out)
+    assert out.endswith(" after\n\tsecond\n")
+    assert UserError(hostile).faults[0].isprintable()
+    assert printable(hostile.encode(errors="replace"), 50).isprintable()
+
+
+PERSIAN, EMOJI = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "\U0001f469\u200d\U0001f4bb"
+
+
+@pytest.mark.parametrize("text", ["Größe, 猫, 20 €", PERSIAN, EMOJI])
+def test_what_people_write_stays(text):
+    assert one_line(text) == without_controls(text) == text
+
+
+def test_all_that_is_printed_goes_through_one_place():
+    """``print`` beside it would let a server's or a file's text take over the terminal."""
+    for package in (lit_vgrpo, callbacks):
+        root = Path(package.__file__).parent
+        for file in root.rglob("*.py"):
+            name = file.relative_to(root).as_posix()
+            if name in PRINT_THEMSELVES or name.startswith("tiny/"):
+                continue
+            calls = [node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+            prints = [call.lineno for call in calls if isinstance(call, ast.Name) and call.id == "print"]
+            assert not prints, f"{file}:{prints[0]}: use lit_vgrpo.errors.say"

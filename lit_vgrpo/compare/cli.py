@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from lit_vgrpo.cli import guarded
@@ -14,6 +13,7 @@ from lit_vgrpo.compare.report import write_report
 from lit_vgrpo.compare.results import curves_of, rows_of
 from lit_vgrpo.compare.runner import Stopped, locked, run_all
 from lit_vgrpo.compare.sweep import trials_of, write_sweep
+from lit_vgrpo.errors import say
 
 
 def compare(args: Sequence[str]) -> int:
@@ -30,21 +30,20 @@ def _compare(args: Sequence[str]) -> int:
     found = entrants(options)
     with locked(options.out):
         runs = runs_of(options, found)
-        print(
+        say(
             f"{len(runs)} runs of {options.iterations} iterations ({', '.join(entrant.name for entrant in found)}; "
             f"seeds {', '.join(map(str, options.seeds))}), {options.jobs} at once, in {options.out}",
-            file=sys.stderr,
-            flush=True,
+            error=True,
         )
         try:
             statuses = run_all(runs, options.jobs)
         except Stopped as stopped:
-            print(f"Stopped. What is finished is kept; continue: {options.line}", file=sys.stderr)
+            say(f"Stopped. What is finished is kept; continue: {options.line}", error=True)
             return 128 + stopped.signum
         (_write_sweep if options.sweep else _write_race)(options, found, statuses)
     failed = sum(status.state == "failed" for status in statuses)
     if failed:
-        print(f"{failed} of {len(runs)} runs failed. The same command runs them again.", file=sys.stderr)
+        say(f"{failed} of {len(runs)} runs failed. The same command runs them again.", error=True)
     return 1 if failed else 0
 
 
@@ -54,9 +53,9 @@ def _write_race(options: Options, found: Sequence[Entrant], statuses: Sequence[S
     count = len(options.seeds)
     title = f"{options.command.recipe.stem}: " + ("one seed" if count == 1 else f"mean and range of {count} seeds")
     draw(options.out / "compare.png", rows, options.targets, title)
-    print(f"{text}\n\nEverything is in {options.out}: compare.md, .json, .csv, .png, recipes, runs, logs.", flush=True)
+    say(f"{text}\n\nEverything is in {options.out}: compare.md, .json, .csv, .png, recipes, runs, logs.")
 
 
 def _write_sweep(options: Options, found: Sequence[Entrant], statuses: Sequence[Status]) -> None:
     text = write_sweep(options, trials_of(found, curves_of(statuses)))
-    print(f"{text}\n\nEverything is in {options.out}: sweep.md, .json, .csv, recipes, runs, logs.", flush=True)
+    say(f"{text}\n\nEverything is in {options.out}: sweep.md, .json, .csv, recipes, runs, logs.")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from lit_vgrpo.compare.plan import Run
+from lit_vgrpo.errors import without_controls
 
 BAR_WIDTH = 16
 LINE_EVERY_S = 60.0
@@ -126,7 +127,7 @@ class Display:
     def say(self, text: str) -> None:
         """A line that stays."""
         self._erase()
-        print(text, file=self.stream, flush=True)
+        print(without_controls(text), file=self.stream, flush=True)
         self.refresh()
 
     def refresh(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from lit_vgrpo.callbacks import FID
 from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.cli import RecipeCLI, build, guarded, say_on_first
 from lit_vgrpo.data.datasets import Rows, held_out_fault
-from lit_vgrpo.errors import UserError, report
+from lit_vgrpo.errors import UserError, report, say
 from lit_vgrpo.evaluation.options import Options, parse_options
 from lit_vgrpo.evaluation.report import INTERVAL, results, table, write
 from lit_vgrpo.evaluation.scores import HeldOutEvaluation
@@ -39,7 +38,7 @@ def evaluate(args: Sequence[str]) -> int:
         return guarded(_evaluate, args)
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the one into the other
         if is_first_process():
-            print("Stopped: nothing was written.", file=sys.stderr)
+            say("Stopped: nothing was written.", error=True)
         return 130
 
 
@@ -75,12 +74,12 @@ def _evaluate(args: Sequence[str]) -> int:
         **results(module.scores, module.images_per_prompt),
         "missing": missing,
     }
-    print(table(evaluation))
+    say(table(evaluation))
     try:
         files = write(evaluation, module.scores, options.out)
     except OSError as error:
         raise UserError(f"Cannot write {options.out}: {error.strerror}. Set --out /another/file.json.") from error
-    print(f"Written: {' and '.join(map(str, files))}")
+    say(f"Written: {' and '.join(map(str, files))}")
     return int(any(scores.total.isnan().all() for scores in module.scores.values()))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lit_vgrpo.cli import guarded
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.exporting.options import KOHYA, Options, parse_options
 from lit_vgrpo.hub import source_of
 from lit_vgrpo.policies.base import Policy
@@ -43,7 +43,7 @@ def _export(args: Sequence[str]) -> int:
             save_kohya(policy, draft / options.kohya_file.name, options.dtype)
         else:
             policy.save(draft, dtype=options.dtype)
-    print(said(policy, saved, options))
+    say(said(policy, saved, options))
     return 0
 
 

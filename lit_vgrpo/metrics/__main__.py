@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lit_vgrpo.errors import say
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.metrics.features import INCEPTION, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX, reference_statistics
@@ -30,9 +31,9 @@ def main(args: Sequence[str] | None = None) -> int:
         reference = reference_statistics(options.folder, network, options.kid)
         reference.save(options.file)
     except (ValueError, OSError, LoadError) as error:
-        print(f"Error: {error}", file=sys.stderr)
+        say(f"Error: {error}", error=True)
         return 2
-    print(f"{options.file}: {reference.count} images, {len(reference.mean)} features of {network.name}")
+    say(f"{options.file}: {reference.count} images, {len(reference.mean)} features of {network.name}")
     return 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lit_vgrpo.errors import UserError, one_line, report
+from lit_vgrpo.errors import UserError, one_line, report, say
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.checks import Broken, checks_of
@@ -86,9 +86,9 @@ def run_checks(policy: Policy) -> int:
         except Exception as error:  # a family's own code, and the pipeline's, may raise anything
             mark, said = "NO", f"{type(error).__name__}: {error}"
         failed += mark == "NO"
-        print(f"{mark}  {shown}: {one_line(said)}", flush=True)
+        say(f"{mark}  {shown}: {one_line(said)}")
     name = type(policy).__name__
-    print(f"{failed} of the checks fail." if failed else f"{name} draws and trains as {policy.pipeline_class} does.")
+    say(f"{failed} of the checks fail." if failed else f"{name} draws and trains as {policy.pipeline_class} does.")
     return failed
 
 

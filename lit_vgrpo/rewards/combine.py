@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, to_uint8
 from lit_vgrpo.rewards.batch import RewardBatch
 
@@ -307,7 +308,7 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
     if not bad.any():
         return scores, None
     values = "NaN" if scores[bad].isnan().all() else "infinite or NaN scores"
-    why = reward.failure or f"returned {values} for {int(bad.sum())} of {len(images)} images"
+    why = one_line(reward.failure or "") or f"returned {values} for {int(bad.sum())} of {len(images)} images"
     return scores.masked_fill(bad, math.nan), why
 
 
@@ -327,7 +328,7 @@ def _checked(reward: Reward, scores: object, batch: int) -> Tensor:
 
 
 def _message(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = one_line(error)
     if isinstance(error, RewardError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -362,6 +363,8 @@ def _unique_names(rewards: list[Reward]) -> list[str]:
         base = getattr(reward, "name", "")
         if not isinstance(base, str) or not base:
             raise ValueError(f"{type(reward).__name__} has no name. Set its attribute name, the key of its score.")
+        if not base.isprintable():
+            raise ValueError(f"name={base!r} holds characters that cannot be printed. Use letters, digits and blanks.")
         name, number = base, 2
         while name in names or name in RESERVED_NAMES:
             name, number = f"{base}_{number}", number + 1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_vgrpo.cli import RecipeCLI, build
 from lit_vgrpo.data.rows import Rows
-from lit_vgrpo.errors import UserError, report
+from lit_vgrpo.errors import UserError, report, say
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.score.cli import answered, loaded
 from lit_vgrpo.score.options import count_of
@@ -49,16 +49,16 @@ def _check_reward(args: Sequence[str]) -> int:
     rows = [row for row in training_rows(cli, num_prompts) for _ in range(each)]
     if files:
         rows, images = rows[: len(files)], [read_picture(file) for file in files]
-        print(f"{len(images)} images of {given['images']}, {each} for each of the first training prompts")
+        say(f"{len(images)} images of {given['images']}, {each} for each of the first training prompts")
     else:
         start = time.perf_counter()
         images = made_images(cli, rows)
-        print(f"{len(images)} images made by the recipe's policy in {time.perf_counter() - start:.1f} s")
+        say(f"{len(images)} images made by the recipe's policy in {time.perf_counter() - start:.1f} s")
     groups = torch.arange(len(images)) // each
     with loaded(reward):
         parts = trials(reward, images, rows, groups[: len(images)], cli.model.policy.decode_batch_size)
-    print(trial_table(parts))
-    print(estimate(cli, parts), flush=True)
+    say(trial_table(parts))
+    say(estimate(cli, parts))
     found = [*(line for of in unscorable for line in of.lines()), *findings(parts)]
     report(found)
     return int(bool(found))

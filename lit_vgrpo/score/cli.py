@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 from tqdm import tqdm
 
-from lit_vgrpo.errors import UserError, report
+from lit_vgrpo.errors import UserError, report, say
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.reward_spec import build_reward
 from lit_vgrpo.rewards import RewardBatch, RewardError, Weighted
@@ -43,7 +43,7 @@ def answered(body: Callable[[Sequence[str]], int], args: Sequence[str]) -> int:
         report([str(error)])
         return 1
     except KeyboardInterrupt:
-        print("Stopped: nothing was written.", file=sys.stderr)
+        say("Stopped: nothing was written.", error=True)
         return 130
 
 
@@ -70,16 +70,16 @@ def _score(args: Sequence[str]) -> int:
             bar.update(len(batch.places))
         bar.close()
         seconds = time.perf_counter() - start
-    print(score_table(scores, reward.part_names))
+    say(score_table(scores, reward.part_names))
     if has_no_prompt:
-        print("No prompt was given: rewards that look at it saw an empty one.", file=sys.stderr)
+        say("No prompt was given: rewards that look at it saw an empty one.", error=True)
     if options.out is not None:
         described = {"reward": options.reward, "weights": reward.weight_of, "seconds": round(seconds, 3)}
         try:
             write_scores(options.out, scores, reward.part_names, described)
         except OSError as error:
             raise UserError(f"Cannot write {options.out}: {error.strerror}. Set --out /another/file.json.") from error
-        print(f"Written: {options.out}")
+        say(f"Written: {options.out}")
     return int(any(own.failures for own in scores))
 
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from lit_vgrpo.errors import UserError, one_line, report
+from lit_vgrpo.errors import UserError, one_line, report, say
 from lit_vgrpo.serving.options import ServeOptions, parse_options
 
 PACKAGES = ("fastapi", "uvicorn", "python_multipart")
@@ -81,14 +81,14 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     )
     listener.listen(BACKLOG)
     for line in opening(name, listener, options, str(device)):
-        print(line, flush=True)
+        say(line)
     try:
         uvicorn.Server(config).run(sockets=[listener])
     except KeyboardInterrupt:  # uvicorn hands the signal on when it is done
         pass
     finally:
         worker.close()
-    print(f"Stopped after {worker.scored_images} images.", flush=True)
+    say(f"Stopped after {worker.scored_images} images.")
     return 0
 
 

@@ -324,3 +324,24 @@ def test_joined_batches_are_one():
     assert both.ok.tolist() == [True, False]
     assert both.total.isnan().tolist() == both.parts["a"].isnan().tolist() == [False, True]
     assert both.errors == {"a": "why"}
+
+
+def test_what_a_reward_says_of_a_failure_cannot_take_over_the_terminal():
+    def trouble(scores, images, rows):
+        raise RewardError("\x1b[2Jgone\nwrong")
+
+    batch = score(Field("bad", trouble))
+    assert batch.errors == {"bad": "?[2Jgone wrong"}
+
+    def tells(scores, images, rows):
+        own.failure = "\x1b[2J told\r"
+        return scores * math.nan
+
+    own = Field("own", tells)
+    assert score(own).errors == {"own": "?[2J told"}
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "two\nlines"])
+def test_a_name_that_cannot_be_printed_is_refused(name):
+    with pytest.raises(ValueError, match="cannot be printed"):
+        Weighted([Field(name)])
