@@ -16,8 +16,10 @@ from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.policies.pipeline_folder import weight_files
 from lit_vgrpo.recipe import parse_command, read_recipe
 from lit_vgrpo.schema import sound_parts
+from lit_vgrpo.untrusted import list_untrusted
 
 MEMORY = "--memory"
+UNTRUSTED = "--untrusted"
 SMALLEST_NEED = 100 * 2**20
 CHECKPOINTS_AT_ONCE = 4
 """The last one, the one before it, the best one, and the one that is being written."""
@@ -28,7 +30,8 @@ COPIES_OF_WEIGHTS = 4
 def check(args: Sequence[str]) -> int:
     """Validate ``RECIPE.yaml [key=value ...]``: keys, types, values, sizes, files, weights, free disk, memory.
 
-    ``--memory 80GiB`` compares the memory it needs with a GPU of that size, on any machine.
+    ``--memory 80GiB`` compares the memory it needs with a GPU of that size, on any machine. ``--untrusted`` checks
+    nothing and lists instead what somebody else's recipe would run, read and ask.
 
     Returns:
         0, or 2 with every fault that was found, a line each on stderr.
@@ -37,6 +40,8 @@ def check(args: Sequence[str]) -> int:
 
 
 def _check(args: Sequence[str]) -> int:
+    if UNTRUSTED in args:
+        return list_untrusted([word for word in args if word != UNTRUSTED])
     args, gpu_memory = without_memory(args)
     command = parse_command(args)
     if is_curriculum(command.recipe):

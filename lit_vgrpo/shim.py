@@ -32,8 +32,8 @@ VERBS: dict[str, Verb] = {
     ),
     "check": Verb(
         "lit_vgrpo.check:check",
-        "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--memory 80GiB]",
-        "find every fault of a recipe, no training",
+        "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--memory 80GiB] [--untrusted]",
+        "find every fault of a recipe, no training; --untrusted lists the code, variables and hosts that it names",
     ),
     "eval": Verb(
         "lit_vgrpo.evaluation.cli:evaluate",
@@ -73,7 +73,7 @@ VERBS: dict[str, Verb] = {
     "serve-reward": Verb(
         "lit_vgrpo.serving.cli:serve",
         "REWARD_OR_RECIPE [key=value ...] [--host 127.0.0.1] [--port 8000] [--token-env NAME] [--device cpu|cuda:0] "
-        "[--batch-size 32] [--max-wait-ms 5] [--max-request-mb 64] [--max-images 256] [--max-megapixels 128]",
+        "[--batch-size 32] [--max-wait-ms 5] [--max-request-mb 64] [--max-images 256] [--max-megapixels 4]",
         "score images over HTTP for runs on other machines",
     ),
 }

@@ -1,9 +1,13 @@
 """``lightning check``: every fault, no training, nothing written."""
 
+import os
 import shutil
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
 from lit_vgrpo.check import check, checkpoint_bytes, disk_faults
 from lit_vgrpo.cli import build
@@ -93,3 +97,117 @@ def test_the_plan_is_that_of_the_world_size(tiny_recipe, capsys, devices):
     assert (status == 0) == (devices == 2)
     assert ("ranks                    2" in out) == (devices == 2)
     assert ("4 ranks" in err) == (devices == 4)
+
+
+HOSTILE = """
+model:
+  policy: {class_path: SD3Policy, init_args: {checkpoint: someone/some-weights}}
+  objective: {class_path: VGRPO, init_args: {rollout: {solver: euler, steps: 2}}}
+  reward:
+    class_path: Weighted
+    init_args:
+      rewards:
+        - python: trap.functions:score
+        - class_path: ${oc.env:REWARD_CLASS,trap.Reward}
+        - PickScore
+        - class_path: HTTPReward
+          init_args: {url: "http://${oc.env:REWARD_HOST}:8000/score", connection: {token_env: SECRET_OF_MINE}}
+        - {class_path: VLMJudge, init_args: {url: "${data.judge}/v1", model: m}}
+data: {train: prompts.txt, heldout: someone/prompts, judge: "https://judge.example"}
+trainer:
+  logger: WandbLogger
+  strategy: trap.strategies.Mine
+  callbacks:
+    - {class_path: FID, init_args: {features: network.pt, reference: ../elsewhere/reference.npz}}
+    - options.yaml
+ckpt_path: /somebody/last.ckpt
+"""
+
+
+@pytest.fixture
+def trap(tmp_path, monkeypatch):
+    """A folder whose modules note that they were imported."""
+    (tmp_path / "trap").mkdir()
+    for name in ("__init__", "functions", "strategies"):
+        (tmp_path / "trap" / f"{name}.py").write_text("open('sprung', 'w').close()")
+    (tmp_path / "recipe.yaml").write_text(HOSTILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SECRET_OF_MINE", "hunter2")
+    monkeypatch.setenv("REWARD_HOST", "hunter2")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    assert not any(name.partition(".")[0] == "trap" for name in sys.modules)
+
+
+def named(out):
+    """What was listed, by the first word of the paragraph."""
+    found, part = {}, None
+    for line in out.splitlines():
+        if line.startswith("  "):
+            thing, _, keys = line.strip().partition("  ")
+            found[part][thing] = keys.strip()
+        else:
+            part = line.split()[0]
+            found[part] = {}
+    return found
+
+
+def test_what_somebody_elses_recipe_names_is_listed_and_nothing_of_it_imported(trap, capsys):
+    before = dict(os.environ)
+    assert check(["recipe.yaml", "model.heldout_reward=trap.Heldout", "--untrusted"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "hunter2" not in out
+    found = named(out)
+    rewards = "model.reward.rewards"
+    assert found["Code"] == {
+        "trap.functions:score": f"{rewards}[0].function",
+        "$REWARD_CLASS": f"{rewards}[1].class_path",
+        "trap.Reward": f"{rewards}[1].class_path",
+        "trap.Heldout": "model.heldout_reward",
+        "trap.strategies.Mine": "trainer.strategy",
+        "WandbLogger": "trainer.logger",
+        "network.pt": "trainer.callbacks[0].features",
+        "options.yaml": "trainer.callbacks[1]",
+    }
+    assert list(found["Environment"]) == ["REWARD_CLASS", "REWARD_HOST", "SECRET_OF_MINE"]
+    assert found["Environment"]["SECRET_OF_MINE"] == f"{rewards}[3].connection.token_env"
+    assert found["Hosts,"] == {
+        "http://$REWARD_HOST:8000": f"{rewards}[3].url",
+        "https://judge.example": f"{rewards}[4].url, data.judge",
+    }
+    assert found["Repositories,"]["someone/some-weights"] == "model.policy.checkpoint"
+    assert found["Repositories,"]["someone/prompts"] == "data.heldout"
+    assert found["Repositories,"]["yuvalkirstain/PickScore_v1"] == f"{rewards}[2], unless it is set"
+    assert list(found["Files"]) == ["../elsewhere/reference.npz", "/somebody/last.ckpt"]
+    assert not Path("sprung").exists()
+    assert dict(os.environ) == before
+
+
+def test_overlays_and_the_stages_of_a_curriculum_count_too(trap, capsys):
+    Path("over.yaml").write_text("trainer: {callbacks: [trap.Callback]}")
+    Path("two.yaml").write_text("stages: [recipe, tiny_shapes]\noverrides: ['stage2.model.reward=trap.Second']\n")
+    assert check(["two.yaml", "over.yaml", "--untrusted"]) == 0
+    found = named(capsys.readouterr().out)
+    assert found["Code"]["trap.Callback"] == "stage1.trainer.callbacks[0], stage2.trainer.callbacks[0]"
+    assert found["Code"]["trap.Second"] == "stage2.model.reward.class_path"
+    assert found["Hosts,"]["https://judge.example"].startswith("stage1.")
+
+
+@pytest.mark.parametrize("recipe", ["tiny_shapes", "sd3_pickscore", "sd35m_curriculum", "sdxl_preference"])
+def test_our_own_recipes_name_no_code_of_others(recipe, capsys):
+    assert check([recipe, "--untrusted"]) == 0
+    found = named(capsys.readouterr().out)
+    assert found["Code"] == found["Environment"] == found["Hosts,"] == found["Files"] == {"none": ""}
+    assert bool(found["Repositories,"] != {"none": ""}) == (recipe != "tiny_shapes")
+
+
+def test_the_environment_is_read_again_after_a_listing(trap, monkeypatch):
+    monkeypatch.setenv("REWARD_CLASS", "x")
+    check(["recipe.yaml", "--untrusted"])
+    assert OmegaConf.to_container(OmegaConf.create({"a": "${oc.env:REWARD_CLASS}"}), resolve=True) == {"a": "x"}
+
+
+def test_a_name_cannot_take_over_the_terminal(trap, capsys):
+    assert check(["recipe.yaml", 'model.heldout_reward="trap.\x1b[2JX"', "--untrusted"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
