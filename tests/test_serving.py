@@ -17,10 +17,12 @@ from helpers import Brightness, free_port
 from processes import PYTHON
 
 from lit_vgrpo import __version__
-from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Weighted
+from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Weighted, wire
 from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.http import HTTPReward
 from lit_vgrpo.rewards.wire import Limits, ScoreRequest, encode_png, json_request
+from lit_vgrpo.serving import app as app_module
+from lit_vgrpo.serving import connections
 from lit_vgrpo.serving import worker as worker_module
 from lit_vgrpo.serving.app import make_app
 from lit_vgrpo.serving.cli import listening_socket, opening
@@ -122,6 +124,7 @@ def test_version_says_what_is_served(ask):
         (b'{"images": [], "prompts": []}', 422, "no images"),
         (body_of(make_images(9)[0]), 413, "9 images are more than the 8"),
         (bytes(1_000_001), 413, "larger than 1000000 bytes"),
+        (b'{"rows": [' + b"{}," * 8000, 413, "more than 8000 values"),
     ],
 )
 def test_a_bad_request_gets_its_reason_in_a_line(ask, body, status, said):
@@ -186,7 +189,14 @@ class Serving:
         self.worker = Worker(Weighted([reward]), batch_size, max_wait_ms, torch.device("cpu"))
         app = make_app(self.worker, "test", None, 10_000_000, Limits())
         self.server = uvicorn.Server(
-            uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                app,
+                log_level="error",
+                lifespan="off",
+                http=connections.BoundedProtocol,
+                ws="none",
+                timeout_graceful_shutdown=1,
+            )
         )
         self.listener = listening_socket("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/score"
@@ -233,7 +243,8 @@ def test_requests_that_come_together_are_scored_together_and_answered_apart():
         first, _ = post_in_threads(serving.url, [body_of(images[:1])])
         assert reward.started.wait(20)
         rest, answers = post_in_threads(serving.url, [body_of(part) for part in parts])
-        wait_until(lambda: serving.worker.waiting == 9)
+        wait_until(lambda: serving.worker._jobs.qsize() == 4)
+        assert serving.worker.waiting == 9
         reward.go_on.set()
         for thread in (*first, *rest):
             thread.join(20)
@@ -313,6 +324,108 @@ def test_a_server_with_too_much_to_do_says_when_to_come_again(monkeypatch):
     assert answers[0].status_code == 200
 
 
+def test_pixels_that_wait_are_bounded_before_they_are_decoded(monkeypatch):
+    monkeypatch.setattr(worker_module, "MOST_WAITING_PIXELS", 16 * 16 + 8 * 8)
+    reward = Recorded()
+    with Serving(reward) as serving:
+        reward.go_on.clear()
+        threads, answers = post_in_threads(serving.url, [body_of(make_images(1, side=16)[0])])
+        assert reward.started.wait(20)
+        monkeypatch.setattr(wire, "decode_png", lambda *_: pytest.fail("the picture was decoded"))
+        refused = httpx.post(serving.url, content=body_of(make_images(2, side=8)[0]), timeout=30)
+        monkeypatch.undo()
+        reward.go_on.set()
+        threads[0].join(20)
+        assert refused.status_code == 503
+        assert "1 images of 0.0 megapixels are waiting" in refused.json()["detail"]
+        assert answers[0].status_code == 200
+        assert httpx.get(serving.url.replace("score", "health")).json()["waiting"] == 0
+
+
+def test_a_call_of_the_reward_gets_so_many_pixels_at_most(monkeypatch):
+    monkeypatch.setattr(worker_module, "BATCH_PIXELS", 3 * 8 * 8)
+    reward = Recorded()
+    with Serving(reward) as serving:
+        httpx.post(serving.url, content=body_of(make_images(7, side=8)[0]), timeout=30)
+        httpx.post(serving.url, content=body_of(make_images(2, side=16)[0]), timeout=30)
+    assert [len(call) for call in reward.calls] == [3, 3, 1, 1, 1]
+
+
+def test_bodies_that_are_held_are_bounded_together(monkeypatch):
+    monkeypatch.setattr(app_module, "BODIES", 0.001)  # of 10 MB
+    with Serving(Recorded()) as serving:
+        refused = httpx.post(serving.url, content=bytes(20_000), timeout=30)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        for _ in range(5):  # what was held has been given back
+            assert httpx.post(serving.url, content=body_of(make_images(2)[0]), timeout=30).status_code == 200
+
+
+HEAD = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n"
+
+
+@pytest.mark.parametrize("sent", [HEAD, HEAD + b"\r\n" + bytes(10)])
+def test_a_request_that_is_slow_in_coming_is_given_up(monkeypatch, sent):
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    monkeypatch.setattr(connections, "BODY_S", 0.4)
+    with Serving(Recorded()) as serving, socket.create_connection(serving.listener.getsockname()) as client:
+        client.sendall(sent)
+        client.settimeout(0.05)
+        answer = b""
+        for _ in range(200):  # a byte now and then is no reason to wait on
+            try:
+                piece = client.recv(1000)
+            except TimeoutError:
+                client.sendall(b"x")
+                continue
+            except ConnectionError:
+                break
+            if not piece:
+                break
+            answer += piece
+        else:
+            raise AssertionError("it was never given up")
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"did not come within" in answer
+
+
+def test_a_connection_that_says_nothing_is_closed_and_one_between_requests_is_kept(monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_S", 0.1)
+    with (
+        Serving(Recorded()) as serving,
+        socket.create_connection(serving.listener.getsockname(), timeout=20) as silent,
+        httpx.Client() as client,
+    ):
+        health = serving.url.replace("score", "health")
+        assert client.get(health).status_code == 200
+        (before,) = [line.client for line in serving.server.server_state.connections if line.cycle is not None]
+        while silent.recv(1000):
+            pass
+        assert client.get(health).status_code == 200
+        assert before in [line.client for line in serving.server.server_state.connections]
+
+
+def test_connections_are_bounded(monkeypatch):
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
+    with Serving(Recorded()) as serving:
+        lines = [socket.create_connection(serving.listener.getsockname(), timeout=20) for _ in range(2)]
+        wait_until(lambda: len(serving.server.server_state.connections) == 2)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(serving.url.replace("score", "health"))
+        for line in lines:
+            line.close()
+        wait_until(lambda: not serving.server.server_state.connections)
+        assert httpx.get(serving.url.replace("score", "health")).status_code == 200
+
+
+def test_a_client_that_goes_away_is_no_error_of_the_server(caplog):
+    with Serving(Recorded()) as serving:
+        with socket.create_connection(serving.listener.getsockname()) as client:
+            client.sendall(HEAD + b"\r\n" + bytes(10))
+            wait_until(lambda: serving.server.server_state.tasks)
+        wait_until(lambda: not serving.server.server_state.tasks)
+    assert not caplog.records
+
+
 def test_what_waits_when_the_server_goes_down_is_refused():
     reward = Recorded()
     worker = Worker(Weighted([reward]), 1, 0, torch.device("cpu"))
@@ -334,6 +447,7 @@ def test_what_waits_when_the_server_goes_down_is_refused():
     [
         ("JPEGCompressibility --port abc", "--port abc is not a whole number"),
         ("JPEGCompressibility --port 70000", "--port 70000 is no port"),
+        ("JPEGCompressibility --max-megapixels 100", "--max-megapixels 100 is too large. Use 85 or less."),
         ("JPEGCompressibility --batch-size 0", "--batch-size 0 is too small"),
         ("JPEGCompressibility --prt 1", "Did you mean port?"),
         ("JPEGCompressibility --token-env NOT_SET_ANYWHERE", "export NOT_SET_ANYWHERE="),

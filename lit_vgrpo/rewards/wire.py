@@ -30,7 +30,11 @@ T = TypeVar("T")
 VERSION = 1
 LARGEST_SCORE = torch.finfo(torch.float32).max
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # 8 bits a channel at most
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+_ANIMATION_CHUNKS = (b"acTL", b"fcTL", b"fdAT")
+MEGAPIXEL = 2**20
+VALUES_AN_IMAGE = 1000
+"""Values that the JSON of a request may hold for each image that it may hold."""
 
 
 class WireError(ValueError):
@@ -51,11 +55,37 @@ class Limits:
 
     Args:
         max_images: images in one request.
-        max_pixels: pixels of all of them together, as their headers say: a few bytes can unpack to gigabytes.
+        max_pixels: pixels of one image, as its header says: a few bytes can unpack to gigabytes.
+        max_request_pixels: pixels of all images of a request together.
     """
 
     max_images: int = 256
-    max_pixels: int = 2**27
+    max_pixels: int = 4 * MEGAPIXEL
+    max_request_pixels: int = 128 * MEGAPIXEL
+
+
+@dataclass(frozen=True)
+class EncodedRequest:
+    """A request whose limits were checked and whose pictures are still files.
+
+    Args:
+        files: PNG files.
+        prompts: as many.
+        rows: as many.
+        pixels: of all files together, as their headers say.
+        max_pixels: of one file.
+    """
+
+    files: list[bytes]
+    prompts: list[str]
+    rows: list[dict[str, Any]]
+    pixels: int
+    max_pixels: int
+
+    def decoded(self) -> ScoreRequest:
+        """Decode the pictures; raises :class:`WireError` where a file is broken."""
+        images = [_of_each(n, lambda file: decode_png(file, self.max_pixels), f) for n, f in enumerate(self.files)]
+        return ScoreRequest(images, self.prompts, self.rows)
 
 
 @dataclass
@@ -102,14 +132,30 @@ def encode_png(image: Tensor) -> bytes:
 
 
 def png_size(data: bytes) -> tuple[int, int]:
-    """Width and height, as the file's header says.
+    """Width and height, as the file's header says; nothing is decoded.
 
     Raises:
-        WireError: it is no PNG file.
+        WireError: it is no PNG file, has more than 8 bits a channel, is an animation, or is built to cost its reader
+            more than its header says: a second header, or chunks without end.
     """
-    if data[:8] != _PNG_SIGNATURE or data[12:16] != b"IHDR" or len(data) < 24:
+    if data[:8] != _PNG_SIGNATURE or data[12:16] != b"IHDR" or len(data) < 26:
         raise WireError(f"{len(data)} bytes are no PNG file")
-    width, height = struct.unpack(">II", data[16:24])
+    width, height, depth = struct.unpack(">IIB", data[16:25])
+    if depth > 8:
+        raise WireError(f"it has {depth} bits a channel, not 8")
+    place, chunks = 8, 0
+    while place + 8 <= len(data):
+        length, kind = struct.unpack(">I4s", data[place : place + 8])
+        if kind in _ANIMATION_CHUNKS:
+            raise WireError("it is an animation")
+        if kind == b"IHDR" and chunks:
+            raise WireError("it has two headers")
+        if kind == b"IEND":
+            break
+        chunks += 1
+        if chunks > 100 + len(data) // 512:  # encoders write chunks of 4 kB and more
+            raise WireError("it has more chunks than a picture needs")
+        place += 12 + length
     return width, height
 
 
@@ -119,11 +165,11 @@ def decode_png(data: bytes, max_pixels: int = Limits.max_pixels) -> Tensor:
     Raises:
         WireError: it is no whole PNG of 8 bits, or larger than ``max_pixels``.
     """
-    width, height = png_size(data)
-    if width * height > max_pixels:
-        raise WireError(f"{width} x {height} pixels are more than the {max_pixels} that are allowed", "too_large")
+    width, height = _checked_size(data, max_pixels)
     try:
         with Image.open(io.BytesIO(data), formats=("PNG",)) as picture:
+            if picture.size != (width, height):
+                raise WireError("its header was read in two ways")
             if picture.mode not in _PNG_MODES:
                 raise WireError(f"its mode is {picture.mode}, not 8-bit RGB")
             rgb = picture.convert("RGB")
@@ -133,6 +179,18 @@ def decode_png(data: bytes, max_pixels: int = Limits.max_pixels) -> Tensor:
         raise WireError(f"the PNG file is broken ({one_line(error)})") from error
     pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
     return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1).contiguous()
+
+
+def _checked_size(data: bytes, max_pixels: int) -> tuple[int, int]:
+    width, height = png_size(data)
+    if width * height > max_pixels:
+        allowed = f"{max_pixels / MEGAPIXEL:g} megapixels" if max_pixels >= MEGAPIXEL else f"{max_pixels} pixels"
+        raise WireError(
+            f"{width} x {height} pixels are more than the {allowed} that an image may have. "
+            "Send smaller images, or start the server with a larger --max-megapixels",
+            "too_large",
+        )
+    return width, height
 
 
 def json_request(images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -167,9 +225,9 @@ def row_fault(row: Mapping[str, Any]) -> str | None:
     return None
 
 
-def read_json_request(body: bytes, limits: Limits) -> ScoreRequest:
+def read_json_request(body: bytes, limits: Limits) -> EncodedRequest:
     """Raises: WireError: it is no request, or more than the limits allow."""
-    request = _load(body)
+    request = _load(body, limits.max_images * VALUES_AN_IMAGE)
     pictures = _strings(request, "images", limits.max_images)
     files = []
     for number, text in enumerate(pictures):
@@ -180,10 +238,10 @@ def read_json_request(body: bytes, limits: Limits) -> ScoreRequest:
     return _request(request, files, limits)
 
 
-def read_multipart_request(field: bytes, files: Sequence[bytes], limits: Limits) -> ScoreRequest:
+def read_multipart_request(field: bytes, files: Sequence[bytes], limits: Limits) -> EncodedRequest:
     """Raises: WireError: it is no request, or more than the limits allow."""
     _check_count(len(files), limits.max_images)
-    return _request(_load(field), files, limits)
+    return _request(_load(field, limits.max_images * VALUES_AN_IMAGE), files, limits)
 
 
 def score_answer(
@@ -239,7 +297,7 @@ def read_answer(body: bytes, count: int) -> ScoreAnswer:
     return read
 
 
-def _request(request: dict[str, Any], files: Sequence[bytes], limits: Limits) -> ScoreRequest:
+def _request(request: dict[str, Any], files: Sequence[bytes], limits: Limits) -> EncodedRequest:
     count = len(files)
     if count == 0:
         raise WireError("there are no images")
@@ -251,12 +309,15 @@ def _request(request: dict[str, Any], files: Sequence[bytes], limits: Limits) ->
         raise WireError("rows is not a list of objects")
     if not count == len(prompts) == len(rows):
         raise WireError(f"{count} images, {len(prompts)} prompts and {len(rows)} rows", "wrong_number")
-    sizes = [_of_each(number, png_size, data) for number, data in enumerate(files)]
+    sizes = [_of_each(n, lambda file: _checked_size(file, limits.max_pixels), data) for n, data in enumerate(files)]
     pixels = sum(width * height for width, height in sizes)
-    if pixels > limits.max_pixels:
-        raise WireError(f"{pixels} pixels are more than the {limits.max_pixels} that one request may hold", "too_large")
-    images = [_of_each(number, decode_png, data) for number, data in enumerate(files)]
-    return ScoreRequest(images, prompts, rows)
+    if pixels > limits.max_request_pixels:
+        raise WireError(
+            f"{pixels} pixels are more than the {limits.max_request_pixels} that one request may hold. "
+            "Send fewer images at once",
+            "too_large",
+        )
+    return EncodedRequest(list(files), prompts, rows, pixels, limits.max_pixels)
 
 
 def _of_each(number: int, read: Callable[[bytes], T], data: bytes) -> T:
@@ -266,7 +327,11 @@ def _of_each(number: int, read: Callable[[bytes], T], data: bytes) -> T:
         raise WireError(f"images[{number}]: {error}", error.cause) from error
 
 
-def _load(body: bytes) -> dict[str, Any]:
+def _load(body: bytes, max_values: int | None = None) -> dict[str, Any]:
+    # Before it is decoded, since a value of two bytes takes a hundred in memory. Marks inside strings count too: base64
+    # has none, and prompts have few.
+    if max_values is not None and sum(body.count(mark) for mark in (b",", b"[", b"{")) > max_values:
+        raise WireError(f"its JSON holds more than {max_values} values", "too_large")
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:

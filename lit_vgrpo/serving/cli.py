@@ -52,6 +52,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     from lit_vgrpo.reward_spec import build_reward
     from lit_vgrpo.rewards import RewardError
     from lit_vgrpo.serving.app import make_app
+    from lit_vgrpo.serving.connections import BoundedProtocol
     from lit_vgrpo.serving.worker import Worker
 
     reward = build_reward(options.reward_words)
@@ -76,6 +77,8 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
         log_level="warning",
         access_log=False,
         lifespan="off",
+        http=BoundedProtocol,
+        ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.rewards.connection import is_loopback
-from lit_vgrpo.rewards.wire import Limits
+from lit_vgrpo.rewards.wire import MEGAPIXEL, Limits
 from lit_vgrpo.words import split_words, whole_number
 
 LOOPBACK = "127.0.0.1"
 MEGABYTE = 1_000_000
+MOST_MEGAPIXELS = 85
+"""Of an image that Pillow does not take for a decompression bomb."""
 NUMBERS = {
     "port": (8000, 0),
     "batch-size": (32, 1),
     "max-wait-ms": (5, 0),
     "max-request-mb": (64, 1),
     "max-images": (256, 1),
-    "max-megapixels": (128, 1),
+    "max-megapixels": (4, 1),
 }
 """Options that are whole numbers: default and least value."""
 VALUES = ("host", "token-env", "device", *NUMBERS)
@@ -71,6 +73,8 @@ def parse_options(args: Sequence[str]) -> ServeOptions:
     }
     if numbers["port"] > 65535:
         faults.append(f"--port {numbers['port']} is no port. Use 1 to 65535, or 0 for a free one.")
+    if numbers["max-megapixels"] > MOST_MEGAPIXELS:
+        faults.append(f"--max-megapixels {numbers['max-megapixels']} is too large. Use {MOST_MEGAPIXELS} or less.")
     token = None
     if "token-env" in given:
         token = os.environ.get(given["token-env"], "").strip()
@@ -90,6 +94,6 @@ def parse_options(args: Sequence[str]) -> ServeOptions:
         batch_size=numbers["batch-size"],
         max_wait_ms=numbers["max-wait-ms"],
         max_request_bytes=numbers["max-request-mb"] * MEGABYTE,
-        limits=Limits(numbers["max-images"], numbers["max-megapixels"] * MEGABYTE),
+        limits=Limits(numbers["max-images"], numbers["max-megapixels"] * MEGAPIXEL),
         reward_words=rest,
     )

@@ -7,7 +7,9 @@ import queue
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,13 +17,17 @@ from torch import Tensor
 
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards import Weighted
-from lit_vgrpo.rewards.wire import ScoreRequest
+from lit_vgrpo.rewards.wire import MEGAPIXEL, EncodedRequest, ScoreRequest
 
 MOST_WAITING_IMAGES = 1024
+MOST_WAITING_PIXELS = 256 * MEGAPIXEL
+"""The 1,024 images at 512 px; decoded, they take 805 MB."""
+BATCH_PIXELS = 32 * MEGAPIXEL
+"""32 images of 1,024 px; in float32 they take 403 MB on the reward's device."""
 
 
 class Busy(RuntimeError):
-    """Too many images are waiting already."""
+    """Too many images or pixels are waiting already."""
 
 
 class Stopping(RuntimeError):
@@ -52,7 +58,8 @@ class _Job:
 class Worker:
     """Scores requests in the order in which they come, several in one call of the reward where they come together.
 
-    Images of one call have the same size; a request's are scored in several calls where theirs differ.
+    Images of one call have the same size, and no more than ``BATCH_PIXELS`` unless one alone has; a request's are
+    scored in several calls where theirs differ.
 
     Args:
         reward: called from the worker's thread alone.
@@ -70,6 +77,7 @@ class Worker:
         self.calls = 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._waiting = 0
+        self._pixels = 0
         self._is_closed = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="reward-worker", daemon=True)
@@ -77,23 +85,43 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Images that are not scored yet."""
+        """Images that are not scored yet, those that are being decoded among them."""
         return self._waiting
+
+    @contextmanager
+    def room_for(self, request: EncodedRequest) -> Iterator[None]:
+        """Count a request's images as waiting, from before they are decoded until they are scored.
+
+        Raises:
+            Busy: too much is waiting.
+            Stopping: the worker was closed.
+        """
+        images, pixels = len(request.files), request.pixels
+        with self._lock:
+            if self._is_closed:
+                raise Stopping("the server is going down")
+            is_much = self._waiting + images > MOST_WAITING_IMAGES or self._pixels + pixels > MOST_WAITING_PIXELS
+            if self._waiting and is_much:
+                raise Busy(f"{self._waiting} images of {self._pixels / MEGAPIXEL:.1f} megapixels are waiting already")
+            self._waiting += images
+            self._pixels += pixels
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= images
+                self._pixels -= pixels
 
     def submit(self, request: ScoreRequest) -> Future[Scores]:
         """Have a request scored.
 
         Raises:
-            Busy: too much is waiting.
             Stopping: the worker was closed.
         """
         job = _Job(request)
         with self._lock:
             if self._is_closed:
                 raise Stopping("the server is going down")
-            if self._waiting and self._waiting + len(request.images) > MOST_WAITING_IMAGES:
-                raise Busy(f"{self._waiting} images are waiting already")
-            self._waiting += len(request.images)
             self._jobs.put(job)
         return job.done
 
@@ -121,9 +149,6 @@ class Worker:
             else:
                 for job, own in zip(jobs, scores, strict=True):
                     job.done.set_result(own)
-            finally:
-                with self._lock:
-                    self._waiting -= sum(len(job.request.images) for job in taken)
 
     def _others(self, images: int) -> list[_Job]:
         """What comes within the wait, as long as it fits into a batch."""
@@ -151,10 +176,11 @@ class Worker:
         by_size: dict[torch.Size, list[int]] = defaultdict(list)
         for place, image in enumerate(images):
             by_size[image.shape].append(place)
-        for places in by_size.values():
-            for start in range(0, len(places), self.batch_size):
-                chosen = places[start : start + self.batch_size]
-                pixels = torch.stack([images[place] for place in chosen]).to(self.device).float() / 255
+        for (_, height, width), places in by_size.items():
+            size = max(1, min(self.batch_size, BATCH_PIXELS // (height * width)))
+            for start in range(0, len(places), size):
+                chosen = places[start : start + size]
+                pixels = torch.stack([images[place] for place in chosen]).to(self.device).float().div_(255)
                 batch = self.reward.score(pixels, [prompts[i] for i in chosen], [rows[i] for i in chosen])
                 self.calls += 1
                 total[chosen] = batch.total.cpu()

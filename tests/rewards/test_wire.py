@@ -3,6 +3,7 @@ import io
 import json
 import math
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -55,6 +56,7 @@ def test_a_request_keeps_images_prompts_and_rows():
         read_json_request(json_request(images, prompts, rows), Limits()),
         read_multipart_request(field, files, Limits()),
     ):
+        request = request.decoded()
         assert torch.equal(torch.stack(request.images), images)
         assert request.prompts == prompts
         assert request.rows == rows
@@ -77,6 +79,17 @@ def test_scores_keep_every_bit_and_what_is_no_number_becomes_null(scores):
     assert received.non_finite == 0
 
 
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def header(width, height, depth=8):
+    return chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0))
+
+
+def body(lines):
+    return chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+
+
 BROKEN_FILES = {
     "text": b"this is no image",
     "nothing": b"",
@@ -87,6 +100,17 @@ BROKEN_FILES = {
     "only_header": encode_png(pixels(3, 4, 4))[:33],
     "bad_checksum": encode_png(pixels(3, 4, 4))[:-20] + bytes(20),
     "sixteen_bits": file_of(Image.fromarray(np.full((4, 4), 40000, np.uint16))),
+    "sixteen_bits_of_colour": SIGNATURE + header(2, 2, depth=16) + body(bytes(26)),
+    "animation": SIGNATURE
+    + header(2, 2)
+    + chunk(b"acTL", struct.pack(">II", 1, 0))
+    + chunk(b"fcTL", struct.pack(">IIIIIHHBB", 0, 2, 2, 0, 0, 1, 1, 0, 0))
+    + body(bytes(14)),
+    "chunks_without_end": SIGNATURE + header(2, 2) + chunk(b"zzzz", b"") * 5000 + body(bytes(14)),
+    "text_that_unpacks": SIGNATURE
+    + header(2, 2)
+    + chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(10**7)))
+    + body(bytes(14)),
     "no_size": b"\x89PNG\r\n\x1a\n"
     + chunk(b"IHDR", struct.pack(">IIBBBBB", 0, 0, 8, 2, 0, 0, 0))
     + chunk(b"IEND", b""),
@@ -106,19 +130,59 @@ def test_grey_transparent_and_palette_files_are_taken_as_rgb():
         assert decode_png(file_of(Image.new(mode, (5, 4), 1 if mode in "P1" else None))).shape == (3, 4, 5)
 
 
-def test_a_file_that_would_unpack_to_gigabytes_is_refused_by_its_header(monkeypatch):
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0))
-    bomb = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(10_000))) + chunk(b"IEND", b"")
+@pytest.mark.parametrize("size", [(2049, 2048), (50_000, 50_000)])
+def test_a_file_that_would_unpack_to_gigabytes_is_refused_by_its_header(monkeypatch, size):
+    bomb = SIGNATURE + header(*size) + body(bytes(10_000))
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("the file was opened"))
-    with pytest.raises(WireError, match="50000 x 50000 pixels") as raised:
+    with pytest.raises(WireError, match=f"{size[0]} x {size[1]} pixels .* 4 megapixels .* --max-megapixels") as raised:
         decode_png(bomb)
     assert raised.value.cause == "too_large"
+
+
+def test_a_second_header_does_not_enlarge_the_first(monkeypatch):
+    bomb = SIGNATURE + header(2, 2) + header(4000, 4000) + body(bytes(4000 * 12_001))
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("the file was opened"))
+    with pytest.raises(WireError, match="two headers"):
+        decode_png(bomb)
+
+
+def test_what_follows_a_pictures_last_line_is_not_unpacked():
+    lines = zlib.compressobj()
+    packed = b"".join(lines.compress(bytes(10**6)) for _ in range(100)) + lines.flush()
+    tracemalloc.start()
+    picture = decode_png(SIGNATURE + header(2, 2) + chunk(b"IDAT", packed) + chunk(b"IEND", b""))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert torch.equal(picture, torch.zeros(3, 2, 2, dtype=torch.uint8))
+    assert peak < 10**6
+
+
+def test_an_interlaced_file_is_taken_and_measured_like_others():
+    whole = SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 1)) + body(bytes([0, 1, 2, 3]))
+    assert decode_png(whole).flatten().tolist() == [1, 2, 3]
+    large = SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", 5000, 5000, 8, 2, 0, 0, 1)) + body(bytes(4))
+    with pytest.raises(WireError, match="5000 x 5000"):
+        decode_png(large)
+
+
+@pytest.mark.parametrize("row", [b"{}", b"[]", b'{"a":{"b":{}}}', b'""', b"0"])
+def test_values_are_counted_before_they_are_decoded(monkeypatch, row):
+    picture = base64.b64encode(encode_png(pixels(3, 2, 2)))
+    bomb = b'{"images":["' + picture + b'"],"prompts":["a"],"rows":[' + b",".join([row] * 5000) + b"]}"
+    monkeypatch.setattr(json, "loads", lambda *_: pytest.fail("the request was decoded"))
+    for read in (
+        lambda limits: read_json_request(bomb, limits),
+        lambda limits: read_multipart_request(bomb, [base64.b64decode(picture)], limits),
+    ):
+        with pytest.raises(WireError, match="more than 3000 values") as raised:
+            read(Limits(max_images=3))
+        assert raised.value.cause == "too_large"
 
 
 PNG = base64.b64encode(encode_png(pixels(3, 2, 2))).decode()
 BROKEN_REQUESTS = {
     "not_json": (b"\x80\x04\x95pickle", "not JSON", "garbage"),
-    "deep": (b'{"a":' + b"[" * 100_000, "not JSON", "garbage"),
+    "deep": (b'{"a":' + b"[" * 100_000, "more than 3000 values", "too_large"),
     "a_list": (b"[1, 2]", "not a JSON object", "garbage"),
     "version": ({"version": 2}, "version '2'", "garbage"),
     "no_images": ({"prompts": ["a"]}, "images", "garbage"),
@@ -133,7 +197,7 @@ BROKEN_REQUESTS = {
     "many": ({"images": [PNG] * 4, "prompts": ["a"] * 4}, "4 images are more than the 3", "too_large"),
     "large": (
         {"images": [base64.b64encode(encode_png(pixels(3, 9, 9))).decode()], "prompts": ["a"]},
-        "81 pixels are more than the 64",
+        "9 x 9 pixels are more than the 64",
         "too_large",
     ),
     "large_together": (
@@ -149,7 +213,7 @@ def test_a_broken_request_is_refused_in_a_line(kind):
     request, said, cause = BROKEN_REQUESTS[kind]
     body = request if isinstance(request, bytes) else json.dumps(request).encode()
     with pytest.raises(WireError) as raised:
-        read_json_request(body, Limits(max_images=3, max_pixels=64))
+        read_json_request(body, Limits(max_images=3, max_pixels=64, max_request_pixels=64))
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
     assert raised.value.cause == cause
@@ -163,6 +227,11 @@ def test_an_answer_of_another_shape_is_refused(answer):
     with pytest.raises(WireError) as raised:
         read_answer(json.dumps(answer).encode(), 1)
     assert raised.value.cause == "garbage"
+
+
+def test_an_answer_that_is_nested_without_end_is_refused():
+    with pytest.raises(WireError, match="not JSON"):
+        read_answer(b'{"scores":' + b"[" * 900_000, 1)
 
 
 def test_what_a_message_shows_of_garbage_is_safe_to_print():
