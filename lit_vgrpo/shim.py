@@ -6,6 +6,8 @@ changed: the child processes of a DDP run are started from it.
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 import sys
@@ -13,7 +15,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Verb(NamedTuple):
@@ -87,30 +89,70 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, 1 for a failure while training, 2 for a mistake of the user, 130 after Ctrl-C, 143 after
-        SIGTERM.
+        SIGTERM, 129 after SIGHUP.
     """
     args = sys.argv[1:] if argv is None else list(argv)
-    if args and args[0] in VERBS:
-        verb = VERBS[args[0]]
-        asked = any(word in ("-h", "--help") for word in args[1:])
-        if asked or not args[1:]:
-            print(f"usage: lightning {args[0]} {verb.usage}\n{verb.summary}", file=sys.stdout if asked else sys.stderr)
-            return 0 if asked else 2
-        return _call(verb, args[1:])
-    sdk = _lightning_sdk() if argv is None and _called_as_lightning() else None
+    verb = VERBS.get(args[0]) if args else None
+    sdk = _lightning_sdk() if verb is None and argv is None and _called_as_lightning() else None
     if sdk is not None:
         return int(sdk() or 0)
-    return _answer(args)
+    outputs = _outlast_readers() if argv is None else []
+    status = _answer(args) if verb is None else _run(verb, args)
+    return next((1 for output in outputs if output.is_incomplete()), 0) or status
 
 
-def _call(verb: Verb, args: list[str]) -> int:
+def _run(verb: Verb, args: list[str]) -> int:
+    asked = any(word in ("-h", "--help") for word in args[1:])
+    if asked or not args[1:]:
+        print(f"usage: lightning {args[0]} {verb.usage}\n{verb.summary}", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     _quiet_libraries()
     module, function = verb.target.split(":")
     try:
-        return int(getattr(import_module(module), function)(args))
+        return int(getattr(import_module(module), function)(args[1:]))
     except KeyboardInterrupt:
         print("Stopped before anything was done.", file=sys.stderr)
         return 130
+
+
+class _Output(io.FileIO):
+    """A standard stream that never fails: what a closed pipe or terminal, or a full disk, does not take is dropped.
+
+    What a run makes is in its folder, and what is printed only tells of it: a pager that is closed must not end a
+    training of days, and ``| head`` is no error.
+    """
+
+    _lost: OSError | None = None
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # a reader that has left, a terminal that is gone
+                self._lost = error
+            return memoryview(data).nbytes
+
+    def is_incomplete(self) -> bool:
+        """Say so where a file, which somebody will read, lacks what was printed."""
+        sys.stdout.flush()
+        if self._lost is not None:
+            print(f"Not all of the output could be written: {self._lost.strerror}.", file=sys.stderr)
+        return self._lost is not None
+
+
+def _outlast_readers() -> list[_Output]:
+    """Put the standard streams on outputs that never fail."""
+    outputs = []
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell, with >&-; its number must not go to the next file that is opened
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open for as long as the process
+        if isinstance(stream, io.TextIOWrapper):
+            output = _Output(stream.fileno(), "wb", closefd=False)
+            how = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(output), **how))
+            outputs.append(output)
+    return outputs
 
 
 def _called_as_lightning() -> bool:

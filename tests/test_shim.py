@@ -59,6 +59,31 @@ def test_module_and_argv():
     assert "'train' is not a verb" in done.stderr
 
 
+FULL = "/dev/full"
+
+
+@pytest.mark.parametrize(
+    ("redirect", "status", "last"),
+    [
+        ("2>&1 | true", 0, ""),  # read by nobody
+        (">&-", 0, ""),
+        pytest.param(
+            f">{FULL}",
+            1,
+            "Not all of the output could be written: No space left on device.\n",
+            marks=pytest.mark.skipif(not os.path.exists(FULL), reason="no such device here"),
+        ),
+    ],
+)
+@pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs a shell")
+def test_output_that_nobody_reads_is_no_error(redirect, status, last):
+    # Slow enough for the reader to have left.
+    slow = f"{sys.executable} -c 'import time; time.sleep(.3); import sys; from lit_vgrpo.shim import main; "
+    script = f'{slow}sys.argv[1:] = ["--help"]; sys.exit(main())\' {redirect}; echo status ${{PIPESTATUS[0]}} >&2'
+    done = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True)
+    assert done.stderr == f"{last}status {status}\n"
+
+
 def test_other_verbs_go_to_the_lightning_sdk_where_it_is_installed(tmp_path):
     package = tmp_path / "lightning_sdk" / "cli"
     package.mkdir(parents=True)
