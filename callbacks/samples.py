@@ -83,10 +83,15 @@ class SampleGrid(L.Callback):
                 rank_zero_warn(
                     f"{unfit} of the images of samples/{name}.png are not finite: they are drawn in magenta."
                 )
-            folder = Path(trainer.default_root_dir) / "samples"
-            folder.mkdir(parents=True, exist_ok=True)
             labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
-            draw_grid(rows, self._prompts, labels, self.min_pixels).save(folder / f"{name}.png")
+            picture = draw_grid(rows, self._prompts, labels, self.min_pixels)
+            path = Path(trainer.default_root_dir) / "samples" / f"{name}.png"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                picture.save(path)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                rank_zero_warn(f"Cannot write {path}: {error.strerror}. Training goes on without it.")
 
 
 def held_out_prompts(trainer: L.Trainer, number: int) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.callbacks.stop import StopsRun
+from lit_vgrpo.errors import UserError
 from lit_vgrpo.memory import device_name, peak_resident_bytes
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.paths import write_whole
@@ -27,10 +28,14 @@ class RunSummary(L.Callback):
 
     Args:
         filename: name of the file in the run folder.
+
+    Attributes:
+        unwritten: why it could not be written; ``None`` where it was.
     """
 
     def __init__(self, filename: str = "summary.json") -> None:
         self.filename = filename
+        self.unwritten: str | None = None
         self.heldout_start: dict[str, float] = {}
         self._outcome = "finished"
 
@@ -66,7 +71,6 @@ class RunSummary(L.Callback):
         assert isinstance(pl_module, VGRPOModule)
         end = {name.removeprefix("heldout/"): value for name, value in pl_module.heldout.items()}
         folder = Path(trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         stopped = [c for c in trainer.callbacks if isinstance(c, StopsRun) and c.outcome]  # type: ignore[attr-defined]
         summary = {
             "outcome": stopped[0].outcome if stopped else self._outcome,
@@ -88,7 +92,13 @@ class RunSummary(L.Callback):
             "world_size": trainer.world_size,
             "versions": {"python": platform.python_version(), **versions()},
         }
-        write_whole(folder / self.filename, json.dumps(summary, indent=2) + "\n")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / self.filename, json.dumps(summary, indent=2) + "\n")
+        except (OSError, UserError) as error:
+            self.unwritten = str(error)
+        else:
+            self.unwritten = None
 
 
 def peak_memory_bytes(device: torch.device) -> int:

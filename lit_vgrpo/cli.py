@@ -7,14 +7,16 @@ import random
 import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from typing_extensions import override
@@ -26,6 +28,7 @@ from lit_vgrpo.curriculum import is_curriculum
 from lit_vgrpo.curriculum_runner import run_curriculum
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, from_parser, one_line, report, say
+from lit_vgrpo.events import Events
 from lit_vgrpo.interrupt import RunCheckpoint
 from lit_vgrpo.memory import device_name, idle_gpu
 from lit_vgrpo.metrics_table import MetricsTable, rows_up_to
@@ -33,7 +36,7 @@ from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.paths import import_from_here, write_whole
 from lit_vgrpo.recipe import Command, parse_command, parser_config, read_recipe
 from lit_vgrpo.recipe_changes import RecipeInCheckpoint, refuse_changes
-from lit_vgrpo.resume import Resumption, last_good_checkpoint, resumed_folder
+from lit_vgrpo.resume import Progress, Resumption, last_good_checkpoint, resumed_folder
 from lit_vgrpo.run_folder import (
     CONFIG_NAME,
     FolderLock,
@@ -69,6 +72,10 @@ EXPECTED_WARNINGS = (
     ".*all_gather is deprecated.*",
     ".*LeafSpec.*is deprecated.*",
 )
+
+
+# A default of Lightning's Timer: config.yaml gets its text.
+yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
 @cache
@@ -191,6 +198,13 @@ class RecipeCLI(LightningCLI):
         except CheckpointDamage as damage:
             raise UserError(f"{what} {damage}. Give another checkpoint of its folder.") from damage
         self.allowed_changes = refuse_changes(checkpoint, self.carried.recipe, self.config.allow_changes, what)
+        progress = Progress.of(checkpoint)
+        if self.resumption is None and progress.is_finished(self.trainer.max_epochs, self.trainer.max_steps):
+            limit = "max_epochs" if progress.is_finished(self.trainer.max_epochs, max_steps=-1) else "max_steps"
+            raise UserError(
+                f"{what} is the state after {progress.iterations} iterations, {progress.optimizer_steps} optimizer "
+                f"steps. trainer.{limit}={getattr(self.trainer, limit)} leaves nothing to do: set it higher."
+            )
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -214,7 +228,7 @@ class RecipeCLI(LightningCLI):
             loggers.insert(0, MetricsTable(folder, rows_up_to(progress) if self.resumption is not None else None))
         if settings.logger in (None, True):
             purge: Any = {"purge_step": progress.optimizer_steps} if progress is not None else {}
-            loggers.append(TensorBoardLogger(folder, name="", version="tensorboard", **purge))
+            loggers.append(Events(folder, name="", version="tensorboard", **purge))
         return super().instantiate_trainer(
             default_root_dir=str(folder),
             logger=loggers,

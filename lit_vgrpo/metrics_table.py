@@ -11,6 +11,7 @@ from typing import Any
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lit_vgrpo.resume import Progress
@@ -42,10 +43,16 @@ class MetricsTable(CSVLogger):
 
 
 class _Writer(ExperimentWriter):
-    """Lightning's writer, but that it replaces the file in one step, and only where it must."""
+    """Lightning's writer, but that it replaces the file in one step where it must, and keeps rows a full disk refuses.
+
+    Attributes:
+        waits: rows could not be written and wait for the next time.
+    """
 
     def __init__(self, folder: str, keep: Keep | None) -> None:
         self._keep = keep
+        self._columns: list[str] = []  # in the file
+        self.waits = False
         super().__init__(log_dir=folder)
         if keep is not None and os.path.isfile(self.metrics_file_path):
             self.metrics_keys, rows = read_table(Path(self.metrics_file_path))
@@ -57,18 +64,47 @@ class _Writer(ExperimentWriter):
             super()._check_log_dir_exists()
 
     @override
-    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
-        self._write(read_table(Path(self.metrics_file_path))[1])
+    def save(self) -> None:
+        if not self.metrics:
+            return
+        self._record_new_keys()
+        try:
+            if self._columns == self.metrics_keys:
+                self._append(self.metrics)
+            else:
+                path = Path(self.metrics_file_path)
+                self._write([*(read_table(path)[1] if path.is_file() else []), *self.metrics])
+        except OSError as error:
+            if not self.waits:
+                what = f"Cannot write {self.metrics_file_path}: {error.strerror}."
+                rank_zero_warn(f"{what} Training goes on, and the rows are written once there is room.")
+            self.waits, self._columns = True, []
+            return
+        self.metrics, self.waits = [], False
 
-    def _write(self, rows: list[dict[str, str]]) -> None:
-        draft = f"{self.metrics_file_path}.tmp"
-        with open(draft, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=self.metrics_keys)
-            writer.writeheader()
-            writer.writerows(rows)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, self.metrics_file_path)
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        size = os.stat(self.metrics_file_path).st_size
+        try:
+            with open(self.metrics_file_path, "a", newline="") as file:
+                csv.DictWriter(file, fieldnames=self.metrics_keys).writerows(rows)
+        except OSError:
+            os.truncate(self.metrics_file_path, size)
+            raise
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        draft = Path(f"{self.metrics_file_path}.tmp")
+        try:
+            with draft.open("w", newline="") as file:
+                writer = csv.DictWriter(file, fieldnames=self.metrics_keys)
+                writer.writeheader()
+                writer.writerows(rows)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, self.metrics_file_path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+        self._columns = list(self.metrics_keys)
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:

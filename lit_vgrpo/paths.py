@@ -7,6 +7,8 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+from lit_vgrpo.errors import UserError
+
 SHIPPED_PREFIX = "shipped:"
 
 
@@ -41,9 +43,13 @@ def write_whole(path: Path, text: str) -> None:
     """Write a small file in UTF-8, whole or not at all.
 
     Raises:
-        OSError: it cannot be written.
+        UserError: it cannot be written.
     """
     draft = path.with_name(f"{path.name}.tmp")
-    with draft.open("w", newline="", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(draft, path)
+    try:
+        with draft.open("w", newline="", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UserError(f"Cannot write {path}: {error.strerror}.") from error

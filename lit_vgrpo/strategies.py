@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -26,10 +27,16 @@ if TYPE_CHECKING:
 __all__ = ["FSDP2", "ZeRO", "register", "strategy_fault", "strategy_faults"]
 
 
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+USABLE = ", ".join(PRECISIONS)
+
+
 def strategy_faults(strategy: Strategy, module: VGRPOModule, sizes: Sizes) -> list[str]:
     """What of a run does not go with a strategy, a line each."""
     found = (
         strategy_fault(strategy),
+        precision_fault(strategy),
+        plugin_fault(strategy),
         module.optimizer_config.sharding_fault(strategy),
         sharding_fault(module.policy, strategy),
         scaling_fault(module.policy, strategy),
@@ -52,6 +59,28 @@ def strategy_fault(strategy: Strategy) -> str | None:
         return (
             f"trainer.precision={precision} would cast the trained weights under {name}. "
             "Leave it out and set model.policy.dtype=bfloat16."
+        )
+    return None
+
+
+def precision_fault(strategy: Strategy) -> str | None:
+    """Why a precision of the trainer's cannot be trained in, in a line; ``None`` where it can.
+
+    All but autocast cast the trained weights, and leave the policy's other parts, which compute in types of their own.
+    """
+    precision = strategy.precision_plugin.precision
+    if isinstance(strategy, PortableCheckpoints) or precision in PRECISIONS:
+        return None
+    instead = "Leave it out" if precision == "64-true" else "Leave it out and set model.policy.dtype=bfloat16"
+    return f"trainer.precision={precision} would cast the trained weights alone. {instead}, or use one of: {USABLE}."
+
+
+def plugin_fault(strategy: Strategy) -> str | None:
+    """Why a plugin cannot write this run's checkpoints, in a line; ``None`` where none is in the way."""
+    if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+        return (
+            "trainer.plugins=AsyncCheckpointIO writes a checkpoint some time later, and RunCheckpoint has to know "
+            "that it is whole. Leave it out."
         )
     return None
 
