@@ -1,21 +1,20 @@
-"""Checkpoints of a run, and what Ctrl-C and SIGTERM do to it."""
+"""Checkpoints of a run, and what Ctrl-C, SIGTERM and a closed terminal do to it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_vgrpo.best import AUTO, BestEvaluation, NewestEvaluation
@@ -23,17 +22,20 @@ from lit_vgrpo.checkpoint_file import DRAFT_PREFIX, put_in_place
 from lit_vgrpo.errors import one_line, say, suggestion
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.run_folder import BEST, CHECKPOINTS
+from lit_vgrpo.signals import StopRequests
+from lit_vgrpo.watchdog import Watch
 
 LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
-FIRST_CTRL_C = b"\nFinishing this iteration, then saving. Ctrl-C again stops at once.\n"
+FIRST_CTRL_C = "\nFinishing this {}, then saving. Ctrl-C again stops at once.\n"
 
 
 class RunCheckpoint(Checkpoint):
     """Saves ``last.ckpt`` every so often and at the end, ``best.ckpt``, and ``interrupted.ckpt`` on Ctrl-C and SIGTERM.
 
-    The first Ctrl-C lets the iteration finish; the second one stops at once and, on one rank, saves in the middle.
-    SIGTERM, to any rank, saves after the micro-batch under way and stops. Files are written aside and renamed, so none
-    is ever half a checkpoint; one that cannot be written leaves those before it, and training goes on.
+    The first Ctrl-C lets the iteration finish. SIGTERM and SIGHUP, to any rank, and Ctrl-C under torchrun save after
+    the micro-batch under way and stop. A second signal stops at once and, on one rank, saves in the middle; a third
+    does not wait for that. Files are written aside and renamed, so none is ever half a checkpoint; one that cannot be
+    written leaves those before it, and training goes on.
 
     Args:
         every_n_iterations: iterations between two saves of ``last.ckpt``; 0 leaves that to another callback.
@@ -44,8 +46,9 @@ class RunCheckpoint(Checkpoint):
 
     Attributes:
         interrupted: Ctrl-C was pressed.
-        terminated: SIGTERM came.
-        saved: the ``interrupted.ckpt`` that was written.
+        terminated: SIGTERM, SIGHUP or torchrun's SIGINT came.
+        status: the exit status for what came, that of a shell; ``None`` when nothing did.
+        saved: the checkpoint of the present state; ``None`` once training has gone on.
         unsaved: why the newest save failed; ``None`` when it did not.
 
     Raises:
@@ -64,6 +67,8 @@ class RunCheckpoint(Checkpoint):
         self.training = False
         self.saved: Path | None = None
         self.unsaved: str | None = None
+        self.status: int | None = None
+        self._requests: _Requests | None = None
         self._leaving = False
         self._is_through = False
         self._newest = NewestEvaluation()
@@ -71,32 +76,32 @@ class RunCheckpoint(Checkpoint):
     # --- signals ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM inside the block; Lightning changes both, so they are put back."""
-        with ExitStack() as stack:
-            stack.enter_context(_handled(signal.SIGINT, self._on_sigint))
-            stack.enter_context(_handled(signal.SIGTERM, self._on_sigterm))
-            yield
+    def listening(self, watch: Watch | None = None) -> Iterator[None]:
+        """Handle SIGINT, SIGTERM and SIGHUP inside the block; Lightning changes some, so they are put back.
 
-    def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
-        if self.interrupted or not self.training:
-            self.interrupted = True
-            raise KeyboardInterrupt
-        self.interrupted = True
-        os.write(2, FIRST_CTRL_C)  # print() is not safe here: the bar may be in the middle of a write
+        Args:
+            watch: knows of silent ranks, and ends this process where the main thread cannot.
+        """
+        requests = _Requests(self, watch or Watch())
+        with requests.listening():
+            self._requests = requests
+            try:
+                yield
+            finally:
+                self._requests = None
 
-    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        self.terminated = True
-        if not self.training:
-            raise SIGTERMException
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_requests": None}  # ranks that are spawned have none to listen for
 
     # --- hooks, in the order they fire -----------------------------------------------------------------------------
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning's own handler, set just before, talks to the other ranks from within: that may hang.
-        if self._on_sigterm in getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", ()):
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+        if self._requests is not None and self._requests.on_signal in getattr(
+            signal.getsignal(signal.SIGTERM), "signal_handlers", ()
+        ):
+            signal.signal(signal.SIGTERM, self._requests.on_signal)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -107,6 +112,7 @@ class RunCheckpoint(Checkpoint):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.training = True
         self._leave()
+        self.saved = None
 
     def _leave(self) -> None:
         # Here and not where the checkpoint is written, so that the loggers have had their row.
@@ -114,31 +120,47 @@ class RunCheckpoint(Checkpoint):
             raise SIGTERMException
 
     @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._requests is not None:
+            self._requests.hold()  # half an update must not be saved
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._requests is not None:
+            self._requests.release()
         # After any micro-batch: an update may take longer than a job is given, and its images are in the checkpoint.
         if self._any_rank(trainer, self.terminated):
             self.terminated = True
-            self.saved = self._save(trainer, INTERRUPTED)
+            self._save(trainer, INTERRUPTED)
             # After the last step comes the iteration's end, and perhaps an evaluation, whose result must not be lost.
             self._leaving = not trainer.is_last_batch
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        terminated = self._any_rank(trainer, self.terminated)
-        interrupted = self._any_rank(trainer, self.interrupted)
-        if not terminated:  # then there is time for one checkpoint
+        if not self._any_rank(trainer, self.terminated):  # then there is time for one checkpoint
             self._keep_best(trainer, pl_module)
-        if (terminated or interrupted) and not self._is_final(trainer):
-            self.terminated, self.interrupted = terminated, interrupted
-            self.saved = self._save(trainer, INTERRUPTED)
-            self._leaving = terminated
-            trainer.should_stop = not terminated
-        else:
-            self._is_through = self._is_final(trainer)
+        if self._is_final(trainer):
+            self._is_through = True
             if self._is_due(trainer):
                 self._save(trainer, LAST)
+        elif self._is_asked_to_stop(trainer):
+            self._save(trainer, INTERRUPTED)
+            self._stop(trainer)
+        elif self._is_due(trainer):
+            self._save(trainer, LAST)
+            if self._is_asked_to_stop(trainer):  # while it was being written
+                self._stop(trainer)
+
+    def _is_asked_to_stop(self, trainer: Trainer) -> bool:
+        self.terminated = self._any_rank(trainer, self.terminated)
+        self.interrupted = self._any_rank(trainer, self.interrupted)
+        return self.terminated or self.interrupted
+
+    def _stop(self, trainer: Trainer) -> None:
+        self._leaving = self.terminated
+        trainer.should_stop = not self.terminated
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -149,10 +171,14 @@ class RunCheckpoint(Checkpoint):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._requests is not None:
+            self._requests.release(heed=False)
+            self._requests.hear_ctrl_c()
         # Saving takes all ranks, and the others may be waiting for this one elsewhere.
         alone = trainer.world_size == 1
-        if isinstance(exception, KeyboardInterrupt) and self.training and self.saved is None and alone:
-            self.saved = self._save(trainer, INTERRUPTED)
+        asked = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        if asked and self.training and self.saved is None and alone and not self._leaving:
+            self._save(trainer, INTERRUPTED)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -200,10 +226,12 @@ class RunCheckpoint(Checkpoint):
             The file; ``None`` when it could not be written.
         """
         path = Path(trainer.default_root_dir) / CHECKPOINTS / name
-        with _handled(signal.SIGINT, signal.SIG_IGN):
+        with self._requests.held() if self._requests is not None else nullcontext():
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             # Without the barrier of Trainer.save_checkpoint, in which the others would wait for a rank that failed.
             self.unsaved = trainer.strategy.broadcast(self._write(trainer, checkpoint, path))
+            if name != BEST:
+                self.saved = None if self.unsaved is not None else path
         if self.unsaved is None:
             return path
         if trainer.is_global_zero:
@@ -243,13 +271,41 @@ def _what_failed(path: Path, error: Exception) -> str:
     return f"Cannot save {path}: {reason} ({room}). {stays}"
 
 
-@contextmanager
-def _handled(signum: signal.Signals, handler: Any) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signum, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signum, before)
+class _Requests(StopRequests):
+    """What signals do to a run: the first lets it save and stop, a second ends it."""
+
+    def __init__(self, checkpoints: RunCheckpoint, watch: Watch) -> None:
+        super().__init__()
+        self._checkpoints, self._watch = checkpoints, watch
+        self._has_raised = False
+        self._has_30_s = "TORCHELASTIC_RUN_ID" in os.environ  # then torchrun kills what it has passed a signal on to
+
+    @override
+    def can_wait(self) -> bool:
+        return self._checkpoints.training
+
+    @override
+    def answer(self, signum: int) -> None:
+        if signum == signal.SIGINT:
+            with suppress(OSError):
+                what = FIRST_CTRL_C.format("micro-batch" if self._has_30_s else "iteration")
+                os.write(2, what.encode())  # print() is not safe here: the bar may be in the middle of a write
+
+    @override
+    def obey(self, signum: int) -> None:
+        if signum == signal.SIGINT and not self._has_30_s:
+            self._checkpoints.interrupted = True
+        else:
+            self._checkpoints.terminated = True
+        self._checkpoints.status = 128 + self.signals[0]
+        if self.is_urgent and not self._has_raised:
+            self._has_raised = True
+            raise KeyboardInterrupt if signum == signal.SIGINT else SIGTERMException
+
+    @override
+    def hindrance(self) -> str | None:
+        return self._watch.hindrance(self.is_urgent)
+
+    @override
+    def end(self, signum: int, reason: str) -> None:
+        self._watch.end(128 + signum, reason)

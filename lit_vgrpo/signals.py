@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import socket
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+REPEAT_S = 1.0
+"""A signal that follows another this soon is the same request: a shell that closes sends SIGHUP more than once."""
+POLL_S = 0.2
+GRACE_S = 30.0
+"""How long the main thread may take to end by itself after it was told to stop at once."""
+LEAVING_S = 1.0
+"""The same where it is known to wait for a rank that does not answer."""
 
 
 @contextmanager
@@ -26,3 +38,164 @@ def heard_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     finally:
         for number, own in before.items():
             signal.signal(number, own)
+
+
+class StopRequests(ABC):
+    """Counts requests to stop, and ends the process where the main thread cannot.
+
+    Python runs a signal's handler in the main thread, between two instructions: never while that thread waits in a
+    collective for a rank that is silent. The interpreter therefore writes each signal's number to a socket too, which
+    a thread reads.
+
+    Attributes:
+        signals: the requests that have come. Signals within :data:`REPEAT_S` are one, but the first two of Ctrl-C.
+        is_urgent: the main thread is to stop at once.
+    """
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self.is_urgent = False
+        self._obeyed = 0
+        self._last = -REPEAT_S
+        self._holds = 0
+        self._is_held = False
+        self._counting = threading.RLock()  # a handler may interrupt another one
+        self._reader, self._writer = socket.socketpair()
+        self._done = threading.Event()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear the signals inside the block; only the main thread can, in others nothing happens."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        global _listening
+        for end in (self._reader, self._writer):
+            end.setblocking(False)
+        thread = threading.Thread(target=self._poll, name="stop-requests", daemon=True)
+        with ExitStack() as stack:
+            for close in (self._writer.close, self._reader.close, thread.join, self._wake, self._done.set):
+                stack.callback(close)
+            stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False))
+            stack.enter_context(heard_by(self.on_signal))
+            thread.start()
+            before, _listening = _listening, self
+            try:
+                yield
+            finally:
+                _listening = before
+
+    def _wake(self) -> None:
+        self._writer.send(b"\0")
+
+    @abstractmethod
+    def can_wait(self) -> bool:
+        """Return True while a first request may wait; any other is urgent. Called in any thread."""
+
+    @abstractmethod
+    def answer(self, signum: int) -> None:
+        """Say that a first request was heard and waits. Called in any thread."""
+
+    @abstractmethod
+    def obey(self, signum: int) -> None:
+        """Do what a request asks for, in the main thread; may raise."""
+
+    @abstractmethod
+    def hindrance(self) -> str | None:
+        """Return why the main thread will never get to what came, in a sentence; ``None`` where it may."""
+
+    @abstractmethod
+    def end(self, signum: int, reason: str) -> None:
+        """End the process, in the thread, whatever the main thread does."""
+
+    def hear_ctrl_c(self) -> None:
+        """Count Ctrl-C again, where a library has begun to ignore it."""
+        if self is _listening and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self.on_signal)
+
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread."""
+        self._count()
+        self._heed()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep what the block does in one piece, however long it takes: requests are obeyed at its end."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+        self._heed()
+
+    def hold(self) -> None:
+        """Obey no request until :meth:`release`; the time of one that is urgent runs on."""
+        self._is_held = True
+
+    def release(self, heed: bool = True) -> None:
+        """Obey again, first what came in the meantime; harmless where nothing was held."""
+        self._is_held = False
+        if heed:
+            self._heed()
+
+    def _heed(self) -> None:
+        while not (self._holds or self._is_held) and self._obeyed < len(self.signals):
+            self._obeyed += 1
+            self.obey(self.signals[self._obeyed - 1])
+
+    def _count(self) -> None:
+        with self._counting:
+            try:
+                numbers = self._reader.recv(4096)
+            except OSError:
+                return
+            for number in numbers:
+                if number in {getattr(signal, name, None) for name in STOP_SIGNALS}:
+                    self._take(number, time.monotonic())
+
+    def _take(self, number: int, now: float) -> None:
+        can_repeat = number != signal.SIGINT or len(self.signals) > 1
+        repeats = can_repeat and now - self._last < REPEAT_S
+        self._last = now
+        if not repeats:
+            self.is_urgent = self.is_urgent or bool(self.signals) or not self.can_wait()
+            self.signals.append(number)
+            if not self.is_urgent:
+                self.answer(number)
+
+    def _poll(self) -> None:
+        waited = 0
+        while not self._done.is_set():
+            readable, _, _ = select.select([self._reader], [], [], POLL_S)
+            self._count()
+            reason = self._reason(waited * POLL_S)
+            if reason is not None and not self._done.is_set():
+                self.end(self.signals[0], reason)
+            # Polls and not seconds: a process that was suspended has not had its time.
+            waited += self.is_urgent and not readable and not self._holds
+
+    def _reason(self, waited_s: float) -> str | None:
+        """Why to end the process now, in a sentence; ``None`` where there is no need."""
+        if not self.signals:
+            return None
+        if len(self.signals) > 2:
+            return "It was asked three times."
+        if self.is_urgent and waited_s >= GRACE_S:
+            return f"The step under way did not end within {GRACE_S:.0f} s."
+        return self.hindrance() if waited_s >= LEAVING_S or not self.is_urgent else None
+
+
+_listening: StopRequests | None = None
+
+
+def _stop_listening_in_a_fork() -> None:
+    """A process that a reward forks would count its parent's signals twice, and could not be terminated."""
+    if _listening is not None:
+        signal.set_wakeup_fd(-1)
+        for number in map(signal.Signals.__getitem__, STOP_SIGNALS):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_stop_listening_in_a_fork)

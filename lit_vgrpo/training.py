@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.callbacks import RunSummary
 from lit_vgrpo.data import PromptError
@@ -21,14 +23,14 @@ from lit_vgrpo.watchdog import GRACE_S, watched
 if TYPE_CHECKING:
     from lit_vgrpo.cli import RecipeCLI
 
-FINISHED, FAILED, MISTAKE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+FINISHED, FAILED, MISTAKE = 0, 1, 2
 
 
 def train(cli: RecipeCLI) -> int:
     """Fit, and turn whatever ends it into lines and an exit status.
 
     Returns:
-        0; 1 when training failed or its end could not be saved; 130 after Ctrl-C, 143 after SIGTERM.
+        0; 1 when training failed or its end could not be saved; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 
     Raises:
         UserError: the checkpoint or the recipe was refused before training began.
@@ -36,7 +38,7 @@ def train(cli: RecipeCLI) -> int:
     checkpoints = cli.checkpoints
     with watched(cli.trainer) as watch:
         try:
-            with checkpoints.listening():
+            with checkpoints.listening(watch):
                 if cli.resumption is not None and cli.resumption.is_at_end(cli.trainer):
                     close(cli.trainer)
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.ckpt_path)
@@ -95,36 +97,47 @@ def close(trainer: Trainer) -> None:
 
 def _refusal(cli: RecipeCLI, error: Exception) -> UserError | None:
     """An error before training as the user's mistake; ``None`` where it is not one."""
+    if isinstance(error, MisconfigurationException):
+        return UserError(str(error))
+    if isinstance(error, AttributeError | TypeError):
+        # A callback of Lightning's that needs a module of another kind; ours have no such mistakes to make.
+        return UserError(f"trainer: {one_line(error)}") if _raised_in(error, {"lightning"}) else None
     if not isinstance(error, RuntimeError | ValueError | KeyError):
         return None
     if cli.ckpt_path is not None:
         return UserError(f"Cannot continue from ckpt_path={cli.ckpt_path}: {one_line(error)}")
-    if isinstance(error, KeyError) or not _is_a_refusal(error):
-        return None
-    return UserError(str(error))
+    # Lightning and we check settings, others break.
+    is_refusal = not isinstance(error, KeyError) and _raised_in(error, {"lightning", "lit_vgrpo", "callbacks"})
+    return UserError(str(error)) if is_refusal else None
 
 
-def _is_a_refusal(error: Exception) -> bool:
-    """Whether an error before training was raised by Lightning or by us: they check settings, others break."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and bool({"lightning", "lit_vgrpo", "callbacks"} & set(Path(frames[-1].filename).parts))
+def _raised_in(error: Exception, packages: set[str]) -> bool:
+    """True where the last line outside of ``nn.Module`` belongs to one of the packages."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    files = [file for file in files if file.parts[-4:] != ("torch", "nn", "modules", "module.py")]
+    return bool(files) and bool(packages & set(files[-1].parts))
 
 
 def _how_it_went(cli: RecipeCLI) -> int:
     checkpoints = cli.checkpoints
     stopped = checkpoints.interrupted or checkpoints.terminated
+    summaries = [callback for callback in cli.trainer.callbacks if isinstance(callback, RunSummary)]  # type: ignore[attr-defined]
+    status = checkpoints.status or 128 + (signal.SIGTERM if checkpoints.terminated else signal.SIGINT)
+    unwritten = [summary.unwritten for summary in summaries if summary.unwritten is not None]
     if is_first_process():
         if not stopped:
             _say_rewards(cli)
-        say(f"Everything is in {cli.folder}: summary.json, metrics.csv, samples, checkpoints.")
+        if unwritten:
+            say(f"What could be written is in {cli.folder}.")
+            report([f"{line} Make room and take up the run again with --resume." for line in unwritten])
+        elif checkpoints.unsaved is None:
+            say(f"Everything is in {cli.folder}: summary.json, metrics.csv, samples, checkpoints.")
         if stopped:
-            word = "Terminated" if checkpoints.terminated else "Interrupted"
+            word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"
             say(f"{word}: {_what_was_saved(cli)}", error=True)
-    if checkpoints.unsaved is not None:
+    if checkpoints.unsaved is not None or unwritten:
         return FAILED
-    if checkpoints.terminated:
-        return TERMINATED
-    return INTERRUPTED if checkpoints.interrupted else FINISHED
+    return status if stopped else FINISHED
 
 
 def _say_rewards(cli: RecipeCLI) -> None:

@@ -1,4 +1,4 @@
-"""Ranks on one machine watch one another: when one dies, the job ends at once and says which, how, and what is left."""
+"""Ranks on one machine watch one another: which died, and how, ends the job at once; one that is silent is named."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lit_vgrpo.errors import say
+from lit_vgrpo.peers import Peers
 from lit_vgrpo.resume import last_words
 
 LAUNCHER_PID = "LIT_VGRPO_LAUNCHER_PID"
@@ -33,12 +34,31 @@ BLAME_S = 3.0
 """How long after a failed exchange the death of another rank may take to show."""
 
 
+SILENT_S = 60.0
+"""How long a rank may be silent before the others say so, and no longer wait for it once they were asked to stop."""
+PATIENCE_S = 3.0
+"""The same after a second signal to stop."""
+LAST_WORDS_S = 2.0
+"""How long a process that is ending tries to say so, to a terminal or pipe that may not take it."""
+
+
 class Watch:
-    """Watches nothing: one process, or a launcher of another make that watches its ranks itself."""
+    """Watches nothing: one process, or a launcher of another make that watches its ranks itself.
+
+    Args:
+        folder: gives the run folder.
+    """
+
+    def __init__(self, folder: Callable[[], Path] = Path) -> None:
+        self._folder = folder
 
     def says_who_died(self) -> bool:
         """After a failed exchange between ranks: whether another one has died, which is then said."""
         return False
+
+    def hindrance(self, is_urgent: bool) -> str | None:
+        """Return why a request to stop, the first or an urgent one, would wait in vain; ``None`` where it need not."""
+        return None
 
     def start(self) -> None:
         """Begin; the process ends when a rank that it watches has died."""
@@ -46,10 +66,35 @@ class Watch:
     def stop(self, wait_s: float) -> None:
         """The work is done, or has failed: from here on every rank may end, and has so many seconds to do so."""
 
+    def end(self, status: int, reason: str) -> None:
+        """End this process and the ranks that it started, whatever the main thread does."""
+        timer = threading.Timer(LAST_WORDS_S, os._exit, [status])
+        timer.daemon = True
+        timer.start()
+        self.kill()
+        if self._speaks():
+            say(f"\nEnded at once. {reason} {last_words(self._folder())}", error=True)
+            sys.stdout.flush()
+        os._exit(status)
 
-class _Thread(Watch, ABC):
+    def kill(self) -> None:
+        """End the ranks that this process started."""
+
+    def _speaks(self) -> bool:
+        return True
+
+
+class RankWatch(Watch):
+    """In a rank of several: names those on this machine that are silent.
+
+    Args:
+        folder: gives the run folder.
+    """
+
     def __init__(self, folder: Callable[[], Path]) -> None:
-        self._folder = folder
+        super().__init__(folder)
+        self.peers = Peers()
+        self._named: set[int] = set()
         self._done = threading.Event()
         self._saying = threading.Lock()
 
@@ -71,8 +116,23 @@ class _Thread(Watch, ABC):
             self._say(death)
         return death is not None
 
+    @override
+    def hindrance(self, is_urgent: bool) -> str | None:
+        rank = self.peers.stopped(PATIENCE_S if is_urgent else SILENT_S)
+        return None if rank is None else f"{self.peers.name(rank)} is stopped."
+
+    def _name_the_silent(self) -> None:
+        self.peers.look(POLL_S)
+        silent = self.peers.about(SILENT_S)
+        self._named &= set(silent)
+        for rank in silent.keys() - self._named:
+            self._named.add(rank)
+            if self.peers.speaks():
+                say(f"\n{silent[rank]}", error=True)
+
     def _watch(self) -> None:
         while not self._done.wait(POLL_S):
+            self._name_the_silent()
             death = self._death()
             if death is not None and not self._done.wait(self._grace()):
                 self._say(death)
@@ -92,15 +152,16 @@ class _Thread(Watch, ABC):
     def _grace(self) -> float:
         return GRACE_S
 
+    @override
     def _speaks(self) -> bool:
-        return True
+        return self.peers.speaks()
 
-    @abstractmethod
     def _death(self) -> str | None:
         """How a rank that is watched died, in a sentence; ``None`` while all live."""
+        return None
 
 
-class ChildrenWatch(_Thread):
+class ChildrenWatch(RankWatch):
     """In the first rank: the others are its children.
 
     Args:
@@ -139,29 +200,32 @@ class ChildrenWatch(_Thread):
         self.kill()
         super()._end()
 
+    @override
     def kill(self) -> None:
         for child in self.children:
             if child.poll() is None:
                 child.kill()
 
 
-class ParentWatch(_Thread):
-    """In a rank that the first one started: that one is its parent.
+class ParentWatch(RankWatch):
+    """In a rank that the first one started, or torchrun: the process that is its parent.
 
     Args:
         folder: gives the run folder.
-        parent: the first rank's process.
-        local_rank: this rank's number; the first of the children speaks for all.
+        parent: that process.
+        name: what to call it.
+        speaks: this rank speaks for all that were started with it.
     """
 
-    def __init__(self, folder: Callable[[], Path], parent: int, local_rank: int) -> None:
+    def __init__(self, folder: Callable[[], Path], parent: int, name: str, speaks: bool) -> None:
         super().__init__(folder)
         self._parent = parent
-        self._local_rank = local_rank
+        self._name = name
+        self._says_death = speaks
 
     @override
     def _death(self) -> str | None:
-        return None if os.getppid() == self._parent else f"Rank 0 (process {self._parent}) is gone."
+        return None if os.getppid() == self._parent else f"{self._name} (process {self._parent}) is gone."
 
     @override
     def _grace(self) -> float:
@@ -169,7 +233,7 @@ class ParentWatch(_Thread):
 
     @override
     def _speaks(self) -> bool:
-        return self._local_rank == 1
+        return self._says_death if self._death() is not None else super()._speaks()
 
 
 class WatchedLauncher(_SubprocessScriptLauncher):
@@ -198,9 +262,9 @@ class WatchedLauncher(_SubprocessScriptLauncher):
 
 @contextmanager
 def watched(trainer: Trainer) -> Iterator[Watch]:
-    """Watch the ranks that Lightning starts on this machine while the block runs.
+    """Watch the ranks on this machine while the block runs.
 
-    Under torchrun, SLURM and the like the launcher does it.
+    Under torchrun, SLURM and the like a death is the launcher's to notice.
     """
     watch = _watch_for(trainer)
     try:
@@ -217,16 +281,24 @@ def _watch_for(trainer: Trainer) -> Watch:
 
     parent = os.environ.get(LAUNCHER_PID)
     local_rank = int(os.environ.get("LOCAL_RANK") or 0)
-    if parent is not None and local_rank > 0:
-        watch = ParentWatch(folder, int(parent), local_rank)
-        watch.start()
-        return watch
     launcher = trainer.strategy.launcher
-    if type(launcher) is not _SubprocessScriptLauncher or launcher.cluster_environment.creates_processes_externally:
-        return Watch()
-    children = ChildrenWatch(folder, launcher.cluster_environment.node_rank() * launcher.num_processes)
-    trainer.strategy._launcher = WatchedLauncher(launcher, children)
-    return children
+    watch: Watch
+    if parent is not None and local_rank > 0:
+        watch = ParentWatch(folder, int(parent), "Rank 0", speaks=local_rank == 1)
+        watch.start()
+    elif type(launcher) is not _SubprocessScriptLauncher or trainer.world_size == 1:
+        return Watch(folder)
+    elif launcher.cluster_environment.creates_processes_externally:
+        by_torchrun = isinstance(launcher.cluster_environment, TorchElasticEnvironment)
+        watch = (
+            ParentWatch(folder, os.getppid(), "torchrun", speaks=local_rank == 0) if by_torchrun else RankWatch(folder)
+        )
+        watch.start()
+    else:
+        watch = ChildrenWatch(folder, launcher.cluster_environment.node_rank() * launcher.num_processes)
+        trainer.strategy._launcher = WatchedLauncher(launcher, watch)
+    trainer.callbacks.insert(0, watch.peers)
+    return watch
 
 
 def how_it_ended(code: int) -> str:

@@ -62,6 +62,10 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
         ("model.policy.checkpoint=/none", "model.policy.checkpoint=/none is no folder."),
         ("model.policy.checkpoint=shipped:../x", "model.policy: shipped:../x leaves the shipped recipes folder"),
         ("trainer.precision=17", "trainer.precision=17 is not a choice."),
+        ("trainer.precision=bf16-true", "trainer.precision=bf16-true would cast the trained weights alone. Leave it"),
+        ("trainer.precision=64", "trainer.precision=64-true would cast the trained weights alone. Leave it out, or "),
+        ("trainer.plugins=HalfPrecision", "trainer.precision=16-true would cast the trained weights alone."),
+        ("trainer.plugins=AsyncCheckpointIO", "trainer.plugins=AsyncCheckpointIO writes a checkpoint some time later"),
         ("trainer.default_root_dir=x", "trainer.default_root_dir is set by the command. Use run_dir=... instead."),
         ("ckpt_path=none.ckpt", "ckpt_path=none.ckpt does not exist."),
         ("ckpt_path=tiny.yaml", "ckpt_path=tiny.yaml is torn, or no checkpoint"),
@@ -161,6 +165,35 @@ def test_two_runs_with_resume_equal_one(tiny_recipe):
     assert ends[0]["state_dict"].keys() == ends[1]["state_dict"].keys()
     for name, value in ends[0]["state_dict"].items():
         assert torch.equal(value, ends[1]["state_dict"][name]), name
+
+
+@pytest.mark.parametrize(
+    ("callback", "line"),
+    [
+        ("trainer.callbacks=BackboneFinetuning", "trainer: 'VGRPOModule' object has no attribute 'backbone'"),
+        (
+            "trainer.callbacks=BatchSizeFinder",
+            "Field batch_size not found in `model`, `datamodule`",
+        ),
+    ],
+)
+def test_a_callback_for_other_modules_is_one_line(tiny_recipe, capfd, callback, line):
+    assert run([str(tiny_recipe), callback]) == 2
+    err = capfd.readouterr().err
+    assert line in err
+    assert "Traceback" not in err
+
+
+def test_what_is_behind_a_checkpoint_is_not_done_again(tiny_recipe, capfd):
+    timed = "trainer.callbacks=[{class_path: Timer, init_args: {duration: '00:01:00:00'}}]"
+    assert run([str(tiny_recipe), "data.heldout=null", timed]) == 0
+    for limit in ("trainer.max_epochs=1", "trainer.max_epochs=2", "trainer.max_steps=1"):
+        capfd.readouterr()
+        checkpoint = "ckpt_path=runs/tiny/checkpoints/last.ckpt"
+        assert run(["runs/tiny/config.yaml", checkpoint, "trainer.max_epochs=9", limit]) == 2
+        done = f"{checkpoint} is the state after 2 iterations, 2 optimizer steps."
+        assert capfd.readouterr().err == f"{done} {limit} leaves nothing to do: set it higher.\n"
+        assert not Path("runs/tiny-2").exists()
 
 
 def test_continuing_without_held_out_prompts(tiny_recipe, capsys):

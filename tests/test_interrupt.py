@@ -11,8 +11,10 @@ import torch
 from processes import PYTHON
 
 from lit_vgrpo import VGRPOModule
+from lit_vgrpo.checkpoint_file import verify
 from lit_vgrpo.cli import build, run
-from lit_vgrpo.interrupt import RunCheckpoint
+from lit_vgrpo.interrupt import FIRST_CTRL_C, RunCheckpoint
+from lit_vgrpo.metrics_table import read_table
 from lit_vgrpo.training import train
 
 
@@ -45,6 +47,45 @@ def test_the_first_ctrl_c_waits_and_the_second_does_not(capfd):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert "Ctrl-C again stops at once" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_while_a_checkpoint_is_written_counts(tiny_recipe, capfd, times):
+    cli = build([str(tiny_recipe), "trainer.max_epochs=50", "data.heldout=null"])
+    cli.checkpoints.every_n_iterations = 2
+    save = cli.trainer.strategy.save_checkpoint
+
+    def save_while_it_is_pressed(*args):
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        save(*args)
+
+    cli.trainer.strategy.save_checkpoint = save_while_it_is_pressed
+    assert train(cli) == 130
+    path = cli.folder / "checkpoints" / "last.ckpt"
+    assert [path] == list(path.parent.iterdir())  # no second file for what this one holds, and no draft
+    verify(path)
+    assert torch.load(path, weights_only=True)["global_step"] == 2
+    err = capfd.readouterr().err.splitlines()
+    assert FIRST_CTRL_C.format("iteration").strip() in err
+    assert err[-1] == f"Interrupted: {path} is saved. Continue: lightning run runs/tiny/config.yaml --resume"
+
+
+def test_a_second_ctrl_c_leaves_an_update_whole(tiny_recipe):
+    cli = build([str(tiny_recipe), "trainer.max_epochs=50", "data.heldout=null"])
+
+    class Pressing(VGRPOModule):
+        def on_before_optimizer_step(self, optimizer):
+            super().on_before_optimizer_step(optimizer)
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+    cli.model.__class__ = Pressing
+    assert train(cli) == 130
+    saved = torch.load(cli.folder / "checkpoints" / "interrupted.ckpt", weights_only=True)
+    assert saved["global_step"] == 1
+    assert saved["optimizer_states"][0]["state"][0]["step"] == 1
+    assert cli.trainer.current_epoch == 0
 
 
 @pytest.mark.parametrize("when", ["iteration", "middle"])
@@ -170,6 +211,36 @@ def test_before_training_sigterm_stops_at_once(tiny_recipe, capfd):
     assert "Terminated: nothing new was saved. Continue: " in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_second_signal_to_terminate_stops_within_the_micro_batch_and_saves(tiny_recipe, monkeypatch, name, status):
+    monkeypatch.setattr("lit_vgrpo.signals.REPEAT_S", 0.0)
+    cli = build([str(tiny_recipe), *UPDATES, "trainer.max_epochs=4", "data.heldout=null"])
+
+    def twice():
+        for _ in range(2):
+            signal.raise_signal(signal.Signals[name])
+        pytest.fail("it went on")
+
+    cli.model.__class__ = at_step((2, 1), twice)
+    assert train(cli) == status
+    assert cli.checkpoints.saved == cli.folder / "checkpoints" / "interrupted.ckpt"
+
+
+def test_a_terminal_that_closes_sends_sighup_more_than_once(tiny_recipe):
+    cli = build([str(tiny_recipe), *UPDATES, "trainer.max_epochs=4", "data.heldout=null"])
+    sent = []
+
+    def close():
+        for name in ("SIGHUP", "SIGHUP", "SIGTERM"):
+            signal.raise_signal(signal.Signals[name])
+            sent.append(name)
+
+    cli.model.__class__ = at_step((2, 1), close)
+    assert train(cli) == 129
+    assert len(sent) == 3  # the micro-batch went on
+    assert cli.checkpoints.saved == cli.folder / "checkpoints" / "interrupted.ckpt"
+
+
 # --- a full disk -----------------------------------------------------------------------------------------------------
 
 FILLING = """
@@ -182,13 +253,13 @@ def limit(size):
 
 
 class Filling(Callback):
-    # Files stop growing at this size, as on a full disk: large enough for a table, too small for a checkpoint.
-    def __init__(self, start: int, stop: int):
-        self.start, self.stop = start, stop
+    # Files stop growing at this size, as on a full disk.
+    def __init__(self, start: int, stop: int, size: int):
+        self.start, self.stop, self.size = start, stop, size
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == self.start:
-            limit(200_000)
+            limit(self.size)
         if trainer.current_epoch == self.stop:
             limit(resource.RLIM_INFINITY)
 """
@@ -198,7 +269,10 @@ class Filling(Callback):
 def test_a_full_disk_leaves_what_was_saved(tiny_recipe, tmp_path, stop, ranks):
     (tmp_path / "filling.py").write_text(FILLING)
     callbacks = "{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}, {class_path: filling.Filling, "
-    words = [f"trainer.callbacks=[{callbacks}init_args: {{start: 2, stop: {stop}}}}}]", "trainer.max_epochs=4"]
+    words = [
+        f"trainer.callbacks=[{callbacks}init_args: {{start: 2, stop: {stop}, size: 200000}}}}]",
+        "trainer.max_epochs=4",
+    ]
     words += ["trainer.devices=2", "trainer.strategy=ddp"] if ranks == 2 else []
     command = [PYTHON, "-m", "lit_vgrpo", "run", str(tiny_recipe), "data.heldout=null", *words]
     done = subprocess.run(command, text=True, timeout=240, capture_output=True, check=False)
@@ -214,3 +288,34 @@ def test_a_full_disk_leaves_what_was_saved(tiny_recipe, tmp_path, stop, ranks):
     assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "previous.ckpt"]
     steps = [torch.load(folder / name, weights_only=True)["global_step"] for name in ("previous.ckpt", "last.ckpt")]
     assert steps == ([2, 4] if stop == 3 else [1, 2])
+
+
+@pytest.mark.parametrize("stop", [3, 9])
+def test_a_disk_without_room_for_a_byte_costs_lines_and_no_training(tiny_recipe, tmp_path, stop):
+    (tmp_path / "filling.py").write_text(FILLING)
+    filling = f"{{class_path: filling.Filling, init_args: {{start: 2, stop: {stop}, size: 0}}}}"
+    grid = "{class_path: SampleGrid, init_args: {every_n_iterations: 3}}"
+    saving = "{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}"
+    words = [f"trainer.callbacks=[{filling}, {grid}, {saving}, Export]", "trainer.max_epochs=4"]
+    command = [PYTHON, "-m", "lit_vgrpo", "run", str(tiny_recipe), *words]
+    done = subprocess.run(command, text=True, timeout=240, capture_output=True, check=False)
+    assert "Traceback" not in done.stderr
+    folder = Path("runs/tiny")
+    assert not [path for path in folder.rglob("*") if path.name.endswith(".tmp") or path.name.startswith("writing-")]
+    told = [row["epoch"] for row in read_table(folder / "metrics.csv")[1] if row["reward/mean"]]
+    for what in ("metrics.csv: ", "samples/iteration_00003.png: ", "checkpoints/last.ckpt: "):
+        assert f"Cannot write runs/tiny/{what}" in done.stderr or f"Cannot save runs/tiny/{what}" in done.stderr, what
+    if stop == 3:
+        assert done.returncode == 0, done.stderr
+        assert told == ["0", "1", "2", "3"]  # what had to wait was written
+        assert "Everything is in runs/tiny" in done.stdout
+        return
+    assert done.returncode == 1, done.stderr
+    assert told == ["0", "1"]
+    assert "Everything" not in done.stdout
+    again = "Make room and take up the run again with --resume."
+    assert f"Cannot write runs/tiny/summary.json: File too large. {again}" in done.stderr.splitlines()
+    done = subprocess.run([*command[:4], str(folder / "config.yaml"), "--resume", f"trainer.callbacks=[{saving}]"])
+    assert done.returncode == 0
+    told = [row["epoch"] for row in read_table(folder / "metrics.csv")[1] if row["reward/mean"]]
+    assert told == ["0", "1", "2", "3"]

@@ -1,0 +1,92 @@
+"""The other ranks on this machine, and which of them the system has stopped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+STOPPED, ON_DISK = "Tt", "D"
+"""States of a process, as in ``ps``: by SIGSTOP, Ctrl-Z or a debugger; in a call that waits for a disk."""
+
+
+class Peers(Callback):
+    """Ranks tell each other their process, and look at each other's state from time to time (on Linux).
+
+    Attributes:
+        silent_s: for how long each rank that does not run now has not run, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.processes: dict[int, int] = {}
+        self.silent_s: dict[int, float] = {}
+        self._states: dict[int, str] = {}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if dist.is_available() and dist.is_initialized():
+            told: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
+            dist.all_gather_object(told, (machine(), os.getpid()))
+            self.meet(dist.get_rank(), told)
+
+    def meet(self, rank: int, told: list[tuple[str, int]]) -> None:
+        """Take in every rank's machine and process."""
+        self.rank, own = rank, told[rank][0]
+        others = {other: process for other, (there, process) in enumerate(told) if there == own and other != rank}
+        self.processes = others if own else {}
+
+    def look(self, elapsed_s: float) -> None:
+        """Look at each rank, so long after the last time."""
+        for rank, process in self.processes.items():
+            state = state_of(process)
+            if state in (*STOPPED, *ON_DISK):
+                self.silent_s[rank] = self.silent_s.get(rank, 0.0) + elapsed_s if self._states.get(rank) == state else 0
+                self._states[rank] = state
+            else:
+                self.silent_s.pop(rank, None)
+
+    def stopped(self, at_least_s: float) -> int | None:
+        """Return a rank that has been stopped for so long, or ``None``."""
+        return next((rank for rank in self._silent(at_least_s) if self._states[rank] in STOPPED), None)
+
+    def speaks(self) -> bool:
+        """Return True in the first rank of this machine that runs."""
+        return all(rank > self.rank or rank in self.silent_s for rank in self.processes)
+
+    def about(self, at_least_s: float) -> dict[int, str]:
+        """Return what to say about each rank that has been silent for so long."""
+        said = {}
+        for rank in self._silent(at_least_s):
+            name, process = self.name(rank), self.processes[rank]
+            if self._states[rank] in STOPPED:
+                said[rank] = f"{name} is stopped, and the others wait for it. Let it go on: kill -CONT {process}"
+            else:
+                said[rank] = f"{name} waits for a disk or a network drive, and the others for it."
+        return said
+
+    def name(self, rank: int) -> str:
+        return f"Rank {rank} (process {self.processes[rank]})"
+
+    def _silent(self, at_least_s: float) -> list[int]:
+        return [rank for rank, seconds in sorted(self.silent_s.items()) if seconds >= at_least_s]
+
+
+def machine() -> str:
+    """Return what tells machines and containers apart; empty where the system does not say."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def state_of(process: int) -> str | None:
+    """Return the letter of a process's state; ``None`` where there is no such process."""
+    try:
+        # The name in brackets before it may hold anything.
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None

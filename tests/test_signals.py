@@ -1,0 +1,153 @@
+"""Requests to stop: what counts as one, and what becomes of one that the main thread cannot hear."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from lit_vgrpo import signals
+from lit_vgrpo.signals import StopRequests
+
+
+class Requests(StopRequests):
+    def __init__(self, patient=True, hindrance=None):
+        super().__init__()
+        self.patient, self.reason, self.obeyed, self.answered, self.ended = patient, hindrance, [], [], []
+
+    def can_wait(self):
+        return self.patient
+
+    def answer(self, signum):
+        self.answered.append(signum)
+
+    def obey(self, signum):
+        self.obeyed.append(signum)
+        if self.is_urgent:
+            raise KeyboardInterrupt
+
+    def hindrance(self):
+        return self.reason
+
+    def end(self, signum, reason):
+        self.ended.append((signum, reason))
+        self._done.set()  # a real one does not return
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    for name, seconds in (("POLL_S", 0.01), ("GRACE_S", 0.1), ("LEAVING_S", 0.0)):
+        monkeypatch.setattr(signals, name, seconds)
+
+
+def send(*names):
+    for name in names:
+        os.kill(os.getpid(), signal.Signals[name])
+
+
+def ends(requests):
+    end = time.monotonic() + 20
+    while not requests.ended and time.monotonic() < end:
+        time.sleep(0.01)
+    return requests.ended
+
+
+def test_signals_are_put_back():
+    before = [signal.getsignal(signal.Signals[name]) for name in signals.STOP_SIGNALS]
+    with Requests().listening():
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+        wakeup = signal.set_wakeup_fd(-1)
+        assert wakeup >= 0
+    assert [signal.getsignal(signal.Signals[name]) for name in signals.STOP_SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert "stop-requests" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize(
+    ("names", "counted"),
+    [
+        (["SIGHUP", "SIGHUP", "SIGTERM"], ["SIGHUP"]),  # a session that ends
+        (["SIGINT", "SIGTERM"], ["SIGINT"]),
+        (["SIGTERM", "SIGINT"], ["SIGTERM", "SIGINT"]),
+        (["SIGINT"] * 5, ["SIGINT"] * 2),  # somebody impatient, whose checkpoint is being written
+    ],
+)
+def test_what_comes_at_once_is_one_request_but_two_of_ctrl_c(names, counted):
+    requests = Requests()
+    with requests.listening():
+        requests.hold()
+        send(*names)
+    assert [signal.Signals(number).name for number in requests.signals] == counted
+    assert requests.answered == requests.signals[:1]
+
+
+def test_a_request_in_a_block_that_is_held_is_obeyed_after_it():
+    requests = Requests()
+    with requests.listening():
+        with requests.held():
+            send("SIGINT")
+            assert requests.obeyed == []
+        assert requests.obeyed == [signal.SIGINT]
+        with pytest.raises(KeyboardInterrupt), requests.held():  # noqa: PT012
+            send("SIGINT")
+            done = True
+        assert done
+
+
+def test_before_it_can_wait_the_first_is_urgent():
+    requests = Requests(patient=False)
+    with requests.listening(), pytest.raises(KeyboardInterrupt):
+        send("SIGTERM")
+    assert requests.answered == []
+
+
+@pytest.mark.parametrize(
+    ("names", "hindrance", "reason"),
+    [
+        (["SIGINT", "SIGINT"], None, "The step under way did not end within 0 s."),
+        (["SIGTERM", "SIGINT"], "Rank 1 is stopped.", "Rank 1 is stopped."),
+        (["SIGTERM"], "Rank 1 is stopped.", "Rank 1 is stopped."),
+        (["SIGTERM", "SIGTERM", "SIGTERM"], None, "It was asked three times."),
+    ],
+)
+def test_what_the_main_thread_does_not_obey_ends_the_process(monkeypatch, names, hindrance, reason):
+    monkeypatch.setattr(signals, "REPEAT_S", 0.0)
+    monkeypatch.setattr(signals, "GRACE_S", 60.0 if len(names) > 2 else 0.1)
+    requests = Requests(hindrance=hindrance)
+    with requests.listening():
+        requests.hold()  # as in a collective: no handler of Python's does anything
+        send(*names)
+        assert ends(requests)[0] == (signal.Signals[names[0]], reason)
+
+
+def test_a_first_request_waits_for_as_long_as_it_takes():
+    requests = Requests()
+    with requests.listening():
+        requests.hold()
+        send("SIGTERM")
+        time.sleep(0.3)
+    assert requests.ended == []
+
+
+def test_a_file_that_is_being_written_has_all_the_time_it_takes():
+    requests = Requests()
+    with requests.listening(), pytest.raises(KeyboardInterrupt), requests.held():  # noqa: PT012
+        send("SIGINT", "SIGINT")
+        time.sleep(0.3)
+    assert requests.ended == []
+
+
+def test_a_forked_process_has_its_own_signals():
+    requests = Requests()
+    is_up, up = os.pipe()
+    with requests.listening():
+        child = os.fork()
+        if child == 0:
+            os.write(up, b"1")
+            time.sleep(60)
+            os._exit(0)
+        os.read(is_up, 1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert requests.signals == []
