@@ -1,5 +1,6 @@
 """The memory estimate against what real networks, optimizers and methods hold."""
 
+import json
 import shutil
 
 import pytest
@@ -12,7 +13,7 @@ from lit_vgrpo.check import check
 from lit_vgrpo.cli import build
 from lit_vgrpo.estimate.estimate import Pass, estimate, peak_of_pass
 from lit_vgrpo.estimate.live_memory import LiveMemory
-from lit_vgrpo.estimate.meta import AutocastOnMeta, policy_on_meta
+from lit_vgrpo.estimate.meta import AutocastOnMeta, NotHere, policy_on_meta
 from lit_vgrpo.estimate.passes import demand
 from lit_vgrpo.estimate.room import memory_report
 from lit_vgrpo.estimate.shares import bytes_of, shares, tensors_of
@@ -180,6 +181,19 @@ def test_without_the_configurations_it_says_so(tiny_recipe, tiny_sd3, tmp_path, 
     (tmp_path / "some" / "transformer" / "config.json").unlink()
     assert check([str(tiny_recipe), f"model.policy.checkpoint={tmp_path / 'some'}"]) == 0
     assert f"memory: not estimated, {tmp_path / 'some'} is not here" in capsys.readouterr().out
+
+
+def test_what_a_folder_names_beside_its_libraries_is_not_imported(tiny_sd3, tmp_path, monkeypatch):
+    folder = tmp_path / "pipeline"
+    shutil.copytree(tiny_sd3, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "transformer": ["trap_of_a_folder", "Network"]}))
+    (tmp_path / "trap_of_a_folder.py").write_text("open('sprung', 'w').close()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotHere):
+        policy_on_meta(SD3Policy(str(folder)))
+    assert not (tmp_path / "sprung").exists()
 
 
 def test_live_memory_counts_storages_until_they_are_freed():

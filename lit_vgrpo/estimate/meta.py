@@ -21,6 +21,7 @@ from lit_vgrpo.hub import quiet_libraries
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.pipeline_folder import INDEX, config_folder
 
+LIBRARIES = ("diffusers", "transformers")
 LOWERED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "baddbmm", "addmm"})
 RAISED = frozenset({"layer_norm", "group_norm", "softmax", "pow", "__pow__", "exp", "norm"})
 """What autocast computes in its own type, and what a GPU's in float32, by the names of torch's functions."""
@@ -135,6 +136,8 @@ def _components(folder: Path, nulls: dict[str, None]) -> dict[str, nn.Module]:
     for name, entry in json.loads((folder / INDEX).read_text()).items():
         if not isinstance(entry, list) or name in nulls or entry[0] is None:
             continue
+        if entry[0] not in LIBRARIES:  # whatever a stranger's folder names would be imported
+            raise NotHere(str(folder))
         kind: Any = getattr(import_module(entry[0]), entry[1])
         if not issubclass(kind, nn.Module):
             continue

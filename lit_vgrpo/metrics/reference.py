@@ -21,6 +21,10 @@ from lit_vgrpo.metrics.ranks import objects_of_all_ranks, raise_together, rank_a
 from lit_vgrpo.paths import resolve_path
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".jpg", ".jpeg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+PROGRAM_FORMAT = "EPS"
+"""A format that Pillow runs Ghostscript for, whatever the file is called."""
+MOST_EXPANSION = 20
+"""How many times its size an ``.npz`` file may unpack to; statistics are noise, which hardly shrinks."""
 STATISTICS_SUFFIX = ".npz"
 _OURS = ("mean", "cov", "count", "network", "images_sha256", "sha256")
 _CLEAN_FID = ("mu", "sigma")
@@ -217,6 +221,8 @@ def _read(file: Path) -> tuple[Pixels, str]:
     try:
         data = file.read_bytes()
         with Image.open(io.BytesIO(data)) as picture:
+            if picture.format == PROGRAM_FORMAT:
+                raise ValueError(PROGRAM_FORMAT)
             return np.array(picture.convert("RGB")), hashlib.sha256(data).hexdigest()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{file} is no image that can be read. Remove it from the reference folder.") from error
@@ -226,9 +232,13 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise ValueError(f"reference={path} does not exist. Give a folder of images or an {STATISTICS_SUFFIX} file.")
     try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > MOST_EXPANSION * path.stat().st_size:
+            raise ValueError(f"it would unpack to {unpacked} bytes")
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, AttributeError, MemoryError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is no {STATISTICS_SUFFIX} file that can be read. Make it anew.") from error
     if not (set(_OURS) <= set(arrays) or set(_CLEAN_FID) <= set(arrays)):
         raise ValueError(f"{path} holds no statistics but {', '.join(arrays) or 'nothing'}. Give another file.")

@@ -9,9 +9,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lit_vgrpo.errors import one_line
+
 
 class RewardError(RuntimeError):
-    """A reward broke its contract, or says in one line why it cannot score."""
+    """A reward broke its contract, or says in one line why it cannot score; a server's words may be in it."""
+
+    def __init__(self, *words: object) -> None:
+        super().__init__(*map(one_line, words))
 
 
 class RewardOutage(RewardError):

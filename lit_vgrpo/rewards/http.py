@@ -12,6 +12,7 @@ from urllib.parse import urljoin
 import torch
 from torch import Tensor
 
+from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.base import Reward, RewardError, to_uint8
 from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.transport import Call, Failed, Transport
@@ -81,7 +82,9 @@ class HTTPReward(Reward):
         except (ValueError, AttributeError, RecursionError):
             spoken = VERSION  # a server of another make, whose /version says something else
         if spoken != VERSION:
-            raise RewardError(f"{self.url} speaks version {spoken} of the protocol. Install the same lit-vgrpo there.")
+            raise RewardError(
+                f"{self.url} speaks version {one_line(spoken)[:60]} of the protocol. Install the same lit-vgrpo there."
+            )
         self._is_loaded = True
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:

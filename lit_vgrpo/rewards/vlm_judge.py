@@ -28,6 +28,10 @@ Name each element of the caption and whether the image shows it, as 'element (ty
 give one score from 1 to 5 for the image as a whole, in a last line 'Final Score: x'.
 Text Caption: [{prompt}]"""
 """Asks for what UnifiedReward's pointwise prompt asks for, and for an answer of the same form, in other words."""
+LONGEST_NAME = 100
+"""Letters of a model's name that are shown."""
+LONGEST_VERDICT = 10_000
+"""Letters at an answer's end in which its JSON object is looked for."""
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
@@ -150,7 +154,8 @@ class VLMJudge(Reward):
         except (ValueError, TypeError, KeyError, RecursionError):
             models = []
         if models and self.model not in models:
-            raise RewardError(f"model={self.model} is not served at {self.url}. {suggestion(self.model, models)}")
+            meant = suggestion(self.model, [name[:LONGEST_NAME] for name in models])
+            raise RewardError(f"model={self.model} is not served at {self.url}. {meant}")
         self._is_loaded = True
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
@@ -240,6 +245,7 @@ def _text_of(body: bytes) -> tuple[str, bool]:
 
 def _object_in(text: str) -> dict[str, Any]:
     """The last JSON object in a text, which may stand in a code fence or after other words."""
+    text = text[-LONGEST_VERDICT:]  # each brace that opens nothing costs a pass over the text
     decoder, found, place = json.JSONDecoder(), {}, text.find("{")
     while place >= 0:
         try:

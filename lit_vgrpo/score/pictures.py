@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.metrics.reference import IMAGE_SUFFIXES
+from lit_vgrpo.metrics.reference import IMAGE_SUFFIXES, PROGRAM_FORMAT
 
 
 def find_pictures(words: Sequence[str]) -> list[Path]:
@@ -60,6 +60,8 @@ def read_picture(file: Path) -> Tensor:
     """
     try:
         with Image.open(file) as opened:
+            if opened.format == PROGRAM_FORMAT:
+                raise ValueError(PROGRAM_FORMAT)
             picture = ImageOps.exif_transpose(opened)
             if "A" in picture.getbands() or "transparency" in picture.info:
                 picture = picture.convert("RGBA")

@@ -2,10 +2,12 @@ import numpy as np
 import pytest
 import torch
 from feature_networks import save_script
+from PIL import EpsImagePlugin
 from torch import nn
 
 from lit_vgrpo.metrics import Reference, feature_network, reference_faults, reference_statistics
 from lit_vgrpo.metrics.__main__ import main
+from lit_vgrpo.score.pictures import read_picture
 
 
 def test_a_file_holds_all_of_it(folders, network, tmp_path):
@@ -72,11 +74,13 @@ def test_faults(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04 torn")
     np.savez(tmp_path / "other.npz", weights=np.zeros(3))
+    np.savez_compressed(tmp_path / "bomb.npz", mu=np.zeros(3000), sigma=np.zeros((3000, 3000)))
     expected = {
         "nowhere": "nowhere is neither a folder nor a .npz file",
         "empty": "empty holds 0 images",
         "nowhere.npz": "nowhere.npz does not exist",
         "torn.npz": "torn.npz is no .npz file that can be read",
+        "bomb.npz": "bomb.npz is no .npz file that can be read",
         "other.npz": "other.npz holds no statistics but weights",
     }
     for name, message in expected.items():
@@ -93,6 +97,16 @@ def test_a_file_that_is_no_image(folders, network, tmp_path):
         (tmp_path / "1.png").write_bytes(data)
         with pytest.raises(ValueError, match=r"1.png is no image that can be read. Remove it"):
             reference_statistics(tmp_path, network)
+
+
+def test_a_file_that_pillow_would_run_is_none_either(folders, network, tmp_path, monkeypatch):
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was run"))
+    (tmp_path / "0.png").write_bytes(next(folders[0].glob("*.png")).read_bytes())
+    (tmp_path / "1.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n")
+    with pytest.raises(ValueError, match=r"1.png is no image that can be read"):
+        reference_statistics(tmp_path, network)
+    with pytest.raises(ValueError, match=r"1.png is no image that can be read"):
+        read_picture(tmp_path / "1.png")
 
 
 def test_the_command(folders, network, tmp_path, capsys):

@@ -129,6 +129,7 @@ def test_a_server_that_hangs_is_a_clear_line_before_anything_starts():
         ((401, b"{}"), "status 401. Set connection.token_env"),
         ((403, b"{}"), "status 403. Set connection.token_env"),
         ((200, b'{"protocol": 7}'), "speaks version 7"),
+        ((200, b'{"protocol": "\\u001b[2J\\n"}'), r"speaks version \?\[2J of"),
         ((404, b""), None),
         ((500, b""), None),
         ((200, b"v1.2"), None),

@@ -90,6 +90,8 @@ def test_a_score_may_be_mapped_to_0_to_1():
         ('{"score": true}', None),
         ('{"score": 4', None),
         ('{"score": NaN}', None),
+        # Minutes, were all of it looked at.
+        pytest.param('{"score": 3}' + "{" * 900_000 + ' so {"score": 4}', 4.0, id="braces"),
     ],
 )
 def test_the_score_may_stand_in_a_json_object(text, expected):
@@ -163,6 +165,11 @@ def test_the_server_is_asked_once_whether_it_has_the_model():
         server.pages["/v1/models"] = (401, b"")
         with pytest.raises(RewardError, match="token_env"):
             judge(server).load()
+        server.pages["/v1/models"] = (200, json.dumps({"data": [{"id": "\x1b[2J" + "x" * 5000}]}).encode())
+        with pytest.raises(RewardError, match="model=judge-7b is not served") as raised:
+            judge(server).load()
+        assert str(raised.value).isprintable()
+        assert len(str(raised.value)) < 300
         for page in ((404, b""), (200, b"{}"), (200, b"no"), (200, b'{"data": [{"id": "judge-7b"}]}')):
             server.pages["/v1/models"] = page
             judge(server).load()
