@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
 import warnings
@@ -76,6 +77,9 @@ EXPECTED_WARNINGS = (
 
 # A default of Lightning's Timer: config.yaml gets its text.
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @cache
@@ -367,6 +371,12 @@ def guarded(body: Callable[[Sequence[str]], int], args: Sequence[str], stopped: 
             raise
         report([stopped])
         return 130
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        where = f" {error.filename}" if error.filename else ""
+        report([f"Cannot write{where}: {error.strerror}. Make room, or write to another disk (run_dir, TMPDIR)."])
+        return 1
 
 
 def run(args: Sequence[str]) -> int:

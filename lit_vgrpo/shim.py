@@ -124,7 +124,7 @@ class _Output(io.FileIO):
 
     _lost: OSError | None = None
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -149,8 +149,9 @@ def _outlast_readers() -> list[_Output]:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open for as long as the process
         if isinstance(stream, io.TextIOWrapper):
             output = _Output(stream.fileno(), "wb", closefd=False)
-            how = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
-            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(output), **how))
+            buffer = io.BufferedWriter(output)
+            text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+            setattr(sys, name, text)
             outputs.append(output)
     return outputs
 
