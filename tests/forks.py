@@ -17,25 +17,20 @@ import stat
 import sys
 import time
 
-PRELOADED = [
-    "lit_vgrpo.cli",
-    "lit_vgrpo.zero",
-    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
-    "torch.distributed.fsdp",
-    "peft",
-    "deepspeed",
-]
 PASSED_ON = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
 POLL_S = 1.0
 
 
-def write_python(folder):
-    """Write the executable; what it needs ends with this process."""
+def write_python(folder, preloaded):
+    """Write the executable for forks of a process that has imported these; what it needs ends with this process."""
+    folder.mkdir()
     path = folder / "python"
     # -I -S: it imports nothing but the standard library, and starts in 20 ms.
     path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{__file__}" {os.getpid()} "{folder}" "$@"\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    (folder / "env.json").write_text(json.dumps({"DS_ACCELERATOR": "cpu", **os.environ}))  # when libraries are imported
+    # DeepSpeed reads this when it is imported.
+    told = {"preloaded": preloaded, "env": {"DS_ACCELERATOR": "cpu", **os.environ}}
+    (folder / "told.json").write_text(json.dumps(told))
     return str(path)
 
 
@@ -68,19 +63,21 @@ def connect(owner, folder):
     import subprocess
 
     address = os.path.join(folder, "socket")
+    with open(os.path.join(folder, "told.json")) as file:
+        told = json.load(file)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with open(os.path.join(folder, "lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with contextlib.suppress(OSError):
             connection.connect(address)
             return connection
-        with open(os.path.join(folder, "log"), "wb") as log, open(os.path.join(folder, "env.json")) as env:
+        with open(os.path.join(folder, "log"), "wb") as log:
             subprocess.Popen(
-                [sys.executable, __file__, "serve", owner, folder],
+                [sys.executable, __file__, "serve", owner, folder, *told["preloaded"]],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
-                env=json.load(env),
+                env=told["env"],
                 start_new_session=True,
             )
         while True:
@@ -263,13 +260,13 @@ def end_after(function, *args):
     os._exit(status & 0xFF)
 
 
-def serve(owner, folder):
+def serve(owner, folder, *preloaded):
     """Import the libraries and fork; a fork returns from here with what it was asked for."""
     import gc
     from importlib import import_module
 
     forks = Forks(folder)  # who asks may connect, and waits
-    for name in PRELOADED:
+    for name in preloaded:
         import_module(name)
     gc.collect()
     gc.freeze()  # forks share what is there

@@ -10,12 +10,24 @@ from pathlib import Path
 
 from forks import write_python
 
+PRELOADED = [
+    "lit_vgrpo.cli",
+    "lit_vgrpo.zero",
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
+    "torch.distributed.fsdp",
+    "peft",
+    "deepspeed",
+]
 SHARED = "LIT_VGRPO_TESTS_PYTHON"
 if SHARED not in os.environ:
     _FOLDER = tempfile.TemporaryDirectory(prefix="lit-vgrpo-")
-    os.environ[SHARED] = write_python(Path(_FOLDER.name))
-PYTHON = os.environ[SHARED]
+    os.environ[SHARED] = _FOLDER.name
+    write_python(Path(_FOLDER.name, "full"), PRELOADED)
+    write_python(Path(_FOLDER.name, "bare"), ["torch"])
+PYTHON = os.path.join(os.environ[SHARED], "full", "python")
 """In place of ``sys.executable``, with ``-m lit_vgrpo ...`` or a script: see forks.py. All workers share it."""
+BARE = os.path.join(os.environ[SHARED], "bare", "python")
+"""The same with torch alone imported: for what is not imported."""
 
 
 def small_strategy(name):

@@ -1,7 +1,6 @@
 """The parts inside other people's code: a plain Trainer, a plain LightningCLI, a plain loop."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import lightning as L
@@ -10,6 +9,7 @@ import torch
 from helpers import Brightness, make_data, make_module
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
+from processes import BARE
 
 from lit_vgrpo import VGRPO, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
 from lit_vgrpo.callbacks import RewardLogger
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_python(code, *args):
-    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
+    return subprocess.run([BARE, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
 
 
 def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):

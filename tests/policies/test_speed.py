@@ -145,8 +145,9 @@ def test_generated_code_computes_the_same_in_bfloat16_with_and_without_gradient(
 
     plain = run(False)
     compile_network(network)
-    assert torch.equal(run(True), plain)
-    assert torch.equal(run(False), plain)
+    with torch._inductor.config.patch(compile_threads=1):  # each worker of a pool would import torch
+        assert torch.equal(run(True), plain)
+        assert torch.equal(run(False), plain)
     torch._dynamo.reset()
 
 

@@ -1,6 +1,5 @@
 import math
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
+from processes import BARE
 
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.rewards import Weighted
@@ -219,7 +219,7 @@ page, line = OCRReward(), OCRReward(detect=False)
 print(page.check(), "rapidocr" in sys.modules)
 print(page.read(pixels), line.read(pixels), page.read(pixels * 0))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([BARE, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     assert done.stdout == "[] False\n['Open'] ['Open'] ['']\n"
 
