@@ -80,7 +80,13 @@ def test_the_same_on_the_variance_preserving_path(unet_folder, tmp_path, name, p
     assert all(value.isfinite().all() for value in weights(module).values())
 
 
-@pytest.mark.parametrize("name", [*METHODS])
+VARIANTS = ("V-GRPO, one step", "Flow-GRPO, cps", "Flow-GRPO, guard", "MixGRPO, Flash")
+"""Another setting of a method, with no state between iterations of its own."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in METHODS]
+)
 def test_resume_is_bit_exact(tiny_sd3, tmp_path, name):
     make, _, _ = METHODS[name]
     sizes = {"updates_per_iteration": 2, "split_updates": "V-GRPO" not in name}

@@ -9,6 +9,7 @@ from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.ledger import PassLedger
@@ -145,7 +146,7 @@ def test_generated_code_computes_the_same_in_bfloat16_with_and_without_gradient(
 
     plain = run(False)
     compile_network(network)
-    with torch._inductor.config.patch(compile_threads=1):  # each worker of a pool would import torch
+    with inductor.patch(compile_threads=1):  # each worker of a pool would import torch
         assert torch.equal(run(True), plain)
         assert torch.equal(run(False), plain)
     torch._dynamo.reset()

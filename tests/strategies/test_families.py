@@ -1,6 +1,7 @@
 """One iteration of every model family on two processes against one: the same weights, exports that diffusers reads."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import diffusers
@@ -10,46 +11,52 @@ from processes import run_ranks
 
 WORKER = Path(__file__).with_name("family_worker.py")
 FAMILIES = {"sd3": "SD3Policy", "unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
-RUNS = [
-    *((family, "lora", strategy) for family in FAMILIES for strategy in ("zero2", "fsdp2")),
-    *((family, "full", "fsdp2") for family in FAMILIES),
-]
+RUNS = [("lora", "zero2"), ("lora", "fsdp2"), ("full", "fsdp2")]
+SLOW = ("sdxl", "flux")
+every_family = pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.slow] * (family in SLOW)) for family in FAMILIES]
+)
 
 
 @pytest.fixture(scope="module")
 def options(sd3_folder, unet_folder, sdxl_folder, flux_folder):
-    """Of each family's policy."""
-    return {
-        "sd3": {"checkpoint": str(sd3_folder()), "max_sequence_length": 1},
-        "unet": {"checkpoint": str(unet_folder())},
-        "sdxl": {"checkpoint": str(sdxl_folder())},
-        "flux": {"checkpoint": str(flux_folder()), "max_sequence_length": 8, "height": 32, "width": 32},
+    """Of a family's policy."""
+    made = {
+        "sd3": lambda: {"checkpoint": str(sd3_folder()), "max_sequence_length": 1},
+        "unet": lambda: {"checkpoint": str(unet_folder())},
+        "sdxl": lambda: {"checkpoint": str(sdxl_folder())},
+        "flux": lambda: {"checkpoint": str(flux_folder()), "max_sequence_length": 8, "height": 32, "width": 32},
     }
+    return lambda family: made[family]()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, options):
-    """What all runs left, made in one launch of one process and one of two."""
-    folder = tmp_path_factory.mktemp("families")
+    """``folder(family)`` holds what its runs left, made in one launch of one process and one of two."""
 
-    def launch(name, world, runs):
-        spec = folder / f"{name}.json"
+    def launch(folder, family, world, runs):
+        spec = folder / f"{world}.json"
         keys = ("name", "policy", "options", "lora", "strategy")
         rows = [
-            (f"{family}-{kind}-{strategy}", FAMILIES[family], options[family], kind == "lora", strategy)
-            for family, kind, strategy in runs
+            (f"{family}-{kind}-{strategy}", FAMILIES[family], options(family), kind == "lora", strategy)
+            for kind, strategy in runs
         ]
         runs = [dict(zip(keys, row, strict=True)) for row in rows]
         spec.write_text(json.dumps({"folder": str(folder), "runs": runs}))
         run_ranks(WORKER, spec, world=world, logs=folder)
 
-    launch("one", 1, [(family, kind, None) for family in FAMILIES for kind in ("lora", "full")])
-    launch("two", 2, RUNS)
-    return folder
+    @cache
+    def made(family):
+        folder = tmp_path_factory.mktemp(family)
+        launch(folder, family, 1, [(kind, None) for kind in ("lora", "full")])
+        launch(folder, family, 2, RUNS)
+        return folder
+
+    return made
 
 
 def load(folder, family, kind, strategy=None):
-    return torch.load(folder / f"{family}-{kind}-{strategy}.ckpt", weights_only=True)
+    return torch.load(folder(family) / f"{family}-{kind}-{strategy}.ckpt", weights_only=True)
 
 
 def weights(checkpoint):
@@ -57,7 +64,8 @@ def weights(checkpoint):
     return {**checkpoint["state_dict"], **{f"EMA {name}": value for name, value in average.items()}}
 
 
-@pytest.mark.parametrize(("family", "kind", "strategy"), RUNS)
+@pytest.mark.parametrize(("kind", "strategy"), RUNS)
+@every_family
 def test_two_processes_equal_one(folder, family, kind, strategy):
     one, two = load(folder, family, kind), load(folder, family, kind, strategy)
     assert two["global_step"] == one["global_step"] == 2
@@ -68,7 +76,7 @@ def test_two_processes_equal_one(folder, family, kind, strategy):
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_one_process_trains(folder, family, kind):
     """Otherwise the comparison would say nothing: two steps of Adam move a weight by about twice the learning rate."""
     checkpoint = load(folder, family, kind)
@@ -80,9 +88,9 @@ def test_one_process_trains(folder, family, kind):
     assert moved > (1e-4 if kind == "lora" else 1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_full_weights_are_exported_under_fsdp2(folder, options, family):
-    pipeline = plain(folder / f"{family}-full-fsdp2-export")
+@every_family
+def test_full_weights_are_exported_under_fsdp2(folder, family):
+    pipeline = plain(folder(family) / f"{family}-full-fsdp2-export")
     average = load(folder, family, "full", "fsdp2")["callbacks"]["EMA"]["average"]
     network = dict(network_of(pipeline).named_parameters())
     assert {f"policy.network.{name}" for name in network} == average.keys()
@@ -90,10 +98,10 @@ def test_full_weights_are_exported_under_fsdp2(folder, options, family):
         assert torch.equal(value, average[f"policy.network.{name}"]), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_an_adapter_is_exported_under_fsdp2(folder, options, family):
-    pipeline = plain(Path(options[family]["checkpoint"]))
-    pipeline.load_lora_weights(folder / f"{family}-lora-fsdp2-export")
+    pipeline = plain(Path(options(family)["checkpoint"]))
+    pipeline.load_lora_weights(folder(family) / f"{family}-lora-fsdp2-export")
     average = load(folder, family, "lora", "fsdp2")["callbacks"]["EMA"]["average"]
     found = {name.replace("default_0", "default"): p for name, p in network_of(pipeline).named_parameters()}
     assert {name for name in found if "lora" in name} == {name.removeprefix("policy.network.") for name in average}
