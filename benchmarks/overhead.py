@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,11 @@ class Stopwatch(L.Callback):
         self.iterations.append(dict(self._spent))
 
 
-def main(recipe: str = "tiny_shapes", iterations: str = "10", *overrides: str) -> None:
+def measure(recipe: str, iterations: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Seconds an iteration by phase (medians), those outside the network's passes, and the peak of memory in bytes."""
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"trainer.max_epochs={int(iterations) + 1}", "data.heldout=null", f"run_dir={folder}/run"]
+        options = [f"trainer.max_epochs={iterations + 1}", "data.heldout=null", f"run_dir={folder}/run"]
         cli = build([recipe, *overrides, *options])
         # Only the training itself: no pictures, no export.
         cli.trainer.callbacks = [c for c in cli.trainer.callbacks if type(c).__name__ not in ("SampleGrid", "Export")]
@@ -82,14 +84,23 @@ def main(recipe: str = "tiny_shapes", iterations: str = "10", *overrides: str) -
     medians = {name: statistics.median(spent[name] for spent in counted) for name in counted[0]}
     total = medians.pop("iteration")
     network = sum(value for name, value in medians.items() if "ward" in name and name != "reward")
-    rows = {**medians, "everything else": total - sum(medians.values())}
+    return {
+        "recipe": recipe,
+        "overrides": list(overrides),
+        "seconds": {**medians, "everything else": total - sum(medians.values())},
+        "iteration": total,
+        "outside": 1 - network / total,
+        "peak_memory_bytes": peak_memory_bytes(cli.trainer.strategy.root_device),
+    }
+
+
+def main(recipe: str = "tiny_shapes", iterations: str = "10", *overrides: str) -> None:
+    result = measure(recipe, int(iterations), overrides)
+    rows, total = result["seconds"], result["iteration"]
     width = max(map(len, rows))
     for name, seconds in rows.items():
         print(f"{name:<{width}}  {seconds:7.3f} s  {seconds / total:6.1%}")
-    outside = 1 - network / total
-    print(f"{'iteration':<{width}}  {total:7.3f} s\noutside the network's own passes: {outside:.1%}")
-    result = {"recipe": recipe, "overrides": overrides, "seconds": rows, "iteration": total, "outside": outside}
-    result["peak_memory_bytes"] = peak_memory_bytes(torch.device("cpu"))
+    print(f"{'iteration':<{width}}  {total:7.3f} s\noutside the network's own passes: {result['outside']:.1%}")
     Path("overhead.json").write_text(json.dumps(result, indent=2) + "\n")
 
 

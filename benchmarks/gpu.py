@@ -1,0 +1,434 @@
+"""What this project does on your GPU: does it run, is it right, how fast, how large. Send us the file it writes.
+
+    python benchmarks/gpu.py                          # everything, some 25 minutes on one H200
+    python benchmarks/gpu.py --parts runs,answers     # some parts
+    python benchmarks/gpu.py --device cpu             # tiny sizes: tries this script, and says nothing about speed
+
+Needs no weights: networks of the real architectures get random ones. Each part is a process of its own, and a step that
+fails is a row with its error. Prints a table and writes it, with what it ran on, to ``gpu.json``; rows of parts that
+were not asked for stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+SMALL = (
+    *("data.prompts_per_iteration=2", "data.group_size=4", "data.micro_batch_size=4", "trainer.max_epochs=2"),
+    *("data.heldout_limit=2", "data.heldout_images_per_prompt=1", "data.eval_batch_size=2"),
+    *("trainer.enable_progress_bar=false", "trainer.check_val_every_n_epoch=2"),
+)
+LORA, BF16 = "model.policy.lora_rank=4", "model.policy.dtype=bfloat16"
+METHODS = {
+    "tiny_shapes": {
+        **dict.fromkeys(("VGRPO", "DiffusionNFT", "DGPO", "AWM"), "euler"),
+        **{"FlowGRPO": "flow_sde", "MixGRPO": "flow_sde", "DanceGRPO": "dance_sde"},
+    },
+    "tiny_unet": {**dict.fromkeys(("VGRPO", "DiffusionNFT", "DGPO"), "ddim"), "DDPO": "ddim_sde"},
+}
+OPTIONS = (
+    (LORA, "model.policy.offload_encoders=true"),
+    (LORA, "model.policy.gradient_checkpointing=true", "model.rollout_device=cpu"),
+    (BF16, "model.policy.gradient_checkpointing=true"),
+    (LORA, BF16, "model.policy.fold_lora=true"),
+    ("data.micro_batch_size=auto",),
+)
+COMPILED = ((LORA, BF16, "model.policy.compile=true"),)
+"""On a GPU alone: a CPU's compiler takes minutes for them."""
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Place:
+    """Where a part runs.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``; on a CPU all sizes are tiny.
+        folder: for what is written on the way.
+    """
+
+    device: str
+    folder: Path
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def accelerator(self) -> str:
+        """The override that trains there."""
+        return f"trainer.accelerator={'gpu' if self.is_gpu else 'cpu'}"
+
+    def train(self, name: str, recipe: str, *words: str) -> Path:
+        """Train through the command, and return the run folder.
+
+        Raises:
+            RuntimeError: it ended with another status than 0.
+        """
+        from lit_vgrpo.cli import run
+
+        folder = self.folder / name
+        status = run([recipe, self.accelerator, f"run_dir={folder}", *words])
+        if status != 0:
+            raise RuntimeError(f"lightning run {recipe} {' '.join(words)} ended with status {status}")
+        return folder
+
+
+# --- 1: does it run? ---
+
+
+def runs(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Two small iterations of every method and option, FID, and checkpoints that change the device."""
+    cases: list[tuple[str, tuple[str, ...]]] = []
+    for recipe, methods in METHODS.items():
+        for method, solver in methods.items():
+            chosen = (f"model.objective={method}", f"model.objective.rollout.solver={solver}")
+            cases += [(recipe, (*chosen, *extra)) for extra in ((), (LORA, BF16))]
+        cases += [(recipe, words) for words in (*OPTIONS, *(COMPILED if place.is_gpu else ()))]
+    if not place.is_gpu:
+        cases = cases[1 :: len(cases) // 2]
+    for number, (recipe, words) in enumerate(cases):
+        yield f"{recipe} {' '.join(words)}", lambda n=number, r=recipe, w=words: _seconds(place, f"run{n}", r, *w)
+    yield "FID", lambda: _with_fid(place)
+    yield "cpu checkpoint on the device", lambda: _resumed(place, "there", "cpu", place.device)
+    yield "its checkpoint on the cpu", lambda: _resumed(place, "back", place.device, "cpu")
+
+
+def _seconds(place: Place, name: str, recipe: str, *words: str) -> Row:
+    start = time.perf_counter()
+    place.train(name, recipe, *SMALL, *words)
+    return {"seconds": time.perf_counter() - start}
+
+
+def _with_fid(place: Place) -> Row:
+    from PIL import Image
+
+    from lit_vgrpo.tiny.build import build_clip
+
+    real = place.folder / "real"
+    real.mkdir()
+    for number in range(8):
+        Image.effect_noise((32, 32), 40 + number).convert("RGB").save(real / f"{number}.png")
+    options = f"{{reference: {real}, features: {build_clip(place.folder / 'features')}}}"
+    run = place.train("fid", "tiny_shapes", *SMALL, f"trainer.callbacks+={{class_path: FID, init_args: {options}}}")
+    last = json.loads((run / "summary.json").read_text())["heldout_metrics_end"]
+    return {name: value for name, value in last.items() if name.startswith("fid")}
+
+
+def _resumed(place: Place, name: str, first: str, then: str) -> Row:
+    start = Place(first, place.folder).train(name, "tiny_shapes", *SMALL, "trainer.max_epochs=1")
+    Place(then, place.folder).train(name, str(start / "config.yaml"), "trainer.max_epochs=2", "--resume")
+    return {"iterations": json.loads((start / "summary.json").read_text())["iterations"]}
+
+
+# --- 2: the same answer? ---
+
+
+def answers(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Differences to the CPU, the ratio before an update in 16 bits, and between two runs of one recipe."""
+    yield "float32, largest difference to the CPU", lambda: _differences(place)
+    for precision in ("float32", "bfloat16"):
+        yield f"{precision}, |ratio - 1| before an update", lambda p=precision: _ratio(place, p)
+    yield "two runs of one recipe", lambda: _repeated(place)
+    yield "two runs, deterministic", lambda: _repeated(place, "trainer.deterministic=true")
+
+
+def _differences(place: Place) -> Row:
+    found, expected = (_iteration_on(device) for device in (place.device, "cpu"))
+    return {name: float((found[name] - value).abs().max() / value.abs().max()) for name, value in expected.items()}
+
+
+def _iteration_on(device: str) -> dict[str, torch.Tensor]:
+    """Rollout, surrogate and gradient of one iteration on the tiny pipeline, on the CPU for comparison."""
+    from lit_vgrpo import VGRPO, RolloutSpec, SD3Policy
+    from lit_vgrpo.snapshots import trainable_parameters
+
+    policy = SD3Policy("shipped:assets/tiny_sd3", max_sequence_length=1).load().to(device)
+    objective = VGRPO(RolloutSpec(steps=10), num_mc_samples=4)
+    objective.setup(policy)
+    prompts = ["a red circle on the left", "a blue square on the right"]
+    rollout = objective.collect(policy, prompts, [{}, {}], [0, 1], 4, 0, seed=0)
+    advantages = torch.linspace(-1, 1, len(rollout), device=device)
+    experience = objective.prepare(policy, rollout, advantages, micro_batch_size=8, updates=1)
+    loss, metrics = objective.loss(policy, experience)
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in trainable_parameters(policy).values() if p.grad is not None])
+    found = {"rollout": rollout.latents, "surrogate": metrics["surrogate"], "gradient": gradient}
+    return {name: value.detach().float().cpu() for name, value in found.items()}
+
+
+def _ratio(place: Place, precision: str) -> Row:
+    chain = ("model.objective=FlowGRPO", "model.objective.rollout.solver=flow_sde", f"model.policy.dtype={precision}")
+    found = {}
+    for recompute in (False, True):
+        words = (*SMALL, *chain, LORA, f"model.objective.recompute_old={str(recompute).lower()}")
+        run = place.train(f"ratio-{precision}-{recompute}", "tiny_shapes", *words)
+        with (run / "metrics.csv").open() as file:
+            values = [row["policy/ratio_deviation_before_update"] for row in csv.DictReader(file)]
+        found["recomputed" if recompute else "of the rollout"] = max(float(value) for value in values if value)
+    return found
+
+
+def _repeated(place: Place, *words: str) -> Row:
+    weights, seconds = [], []
+    for number in range(2):
+        start = time.perf_counter()
+        run = place.train(f"same-{len(words)}-{number}", "tiny_shapes", *SMALL, BF16, LORA, *words)
+        seconds.append(time.perf_counter() - start)
+        weights.append(
+            torch.load(run / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")["state_dict"]
+        )
+    one, other = weights
+    return {"largest difference": max(float((one[n] - other[n]).abs().max()) for n in one), "seconds": min(seconds)}
+
+
+# --- 3: how fast? ---
+
+
+def speed(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """``policy_speed.py`` on SD 3.5 medium and FLUX.1-dev: seconds an image, and the share of the matrix rate."""
+    words = {"SD 3.5 medium": "--model sd35m", "FLUX.1-dev": "--model flux --batch 2 --micro-batch 1"}
+    if not place.is_gpu:
+        words = {"tiny": "--model tiny --steps 2 --pairs 1 --batch 2 --side 32 --rank 2 --repeats 1 --no-compile"}
+    for name, chosen in words.items():
+        yield name, lambda n=name, w=chosen: _policy_speed(place, n, w)
+
+
+def _policy_speed(place: Place, name: str, words: str) -> Row:
+    import policy_speed
+
+    file = place.folder / f"{name}.json"
+    policy_speed.main([*words.split(), "--device", place.device, "--out", str(file)])
+    found: Row = {}
+    for row in json.loads(file.read_text()):
+        case = f"{row['phase']}, {row['variant']}"
+        found[f"{case}: s an image"] = row["seconds_per_image"]
+        found[f"{case}: share of the matrix rate"] = row["tflops"] / row["matmul_tflops"]
+    return found
+
+
+# --- 4 and 5: how large, and one real iteration ---
+
+
+def memory(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """The estimate of ``lightning check --memory`` against the allocator's peak."""
+    for checkpointing in ("true", "false"):
+        words = (f"model.policy.gradient_checkpointing={checkpointing}", *_fewer(place))
+        yield f"sd3_pickscore, gradient_checkpointing={checkpointing}", lambda w=words: _peak(place, *w)
+    yield "micro_batch_size: auto", lambda: _peak(place, "data.micro_batch_size=auto", *_fewer(place))
+
+
+def _fewer(place: Place) -> tuple[str, ...]:
+    """Enough images for a micro-batch of the recipe's size, in few steps."""
+    if not place.is_gpu:
+        return ()
+    return "data.prompts_per_iteration=2", "data.group_size=8", "model.objective.rollout.steps=4"
+
+
+def _peak(place: Place, *words: str) -> Row:
+    from lit_vgrpo.cli import build
+    from lit_vgrpo.estimate.estimate import estimate
+
+    given = [*real_recipe(place), *words]
+    cli = build([*given, f"run_dir={place.folder / 'estimated'}"], make_folder=False)
+    expected = estimate(cli, torch.device(place.device)).peak if "auto" not in " ".join(words) else None
+    found = _iteration(*given)["peak_memory_bytes"]
+    row = {"measured GiB": found / 2**30}  # on a CPU that of the whole process
+    return row if expected is None else {"estimated GiB": expected / 2**30, **row}
+
+
+def iteration(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Where the seconds of ``sd3_pickscore`` go at its full size: 48 x 24 images, 40 steps, PickScore's ViT-H."""
+    yield "sd3_pickscore", lambda: _phases(place)
+
+
+def _phases(place: Place) -> Row:
+    found = _iteration(*real_recipe(place))
+    seconds = {f"{name}: s": value for name, value in found["seconds"].items()}
+    return {**seconds, "iteration: s": found["iteration"], "outside the network's passes": found["outside"]}
+
+
+def _iteration(recipe: str, *words: str) -> dict[str, Any]:
+    import overhead
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    return overhead.measure(recipe, 1, words)
+
+
+def real_recipe(place: Place) -> list[str]:
+    """``sd3_pickscore`` on random weights of its architectures, which are written once.
+
+    The text encoders have their real widths and one layer each: they take a few seconds of an iteration at most.
+    """
+    from lit_vgrpo.tiny.build import build_clip, build_sd3
+
+    policy, reward = place.folder / "sd35m", place.folder / "pickscore"
+    if not policy.exists():
+        build_sd3(policy, small=True, t5=True, shift=3.0)
+        build_clip(reward)
+        if place.is_gpu:
+            _write_real_sizes(policy, reward, place.device)
+    words = ["sd3_pickscore", f"model.policy.checkpoint={policy}", f"model.reward.checkpoint={reward}"]
+    words += [place.accelerator, "trainer.enable_progress_bar=false"]
+    if not place.is_gpu:
+        words += ["data.prompts_per_iteration=2", "data.group_size=2", "data.micro_batch_size=2"]
+        words += ["model.policy.height=32", "model.policy.width=32", "model.policy.max_sequence_length=8"]
+        words += ["model.objective.rollout.steps=2", "model.policy.dtype=float32", "model.rollout_batch_size=4"]
+    return words
+
+
+def _write_real_sizes(policy: Path, reward: Path, device: str) -> None:
+    import diffusers
+    import transformers
+    from policy_speed import SD35_MEDIUM
+    from reward_speed import clip, clip_processor
+
+    vae = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "norm_num_groups": 32}
+    kinds = {
+        "transformer": (diffusers.SD3Transformer2DModel, SD35_MEDIUM),
+        "vae": (diffusers.AutoencoderKL, {**vae, "latent_channels": 16, "mid_block_add_attention": True}),
+        "text_encoder": (transformers.CLIPTextModelWithProjection, {"hidden_size": 768, "projection_dim": 768}),
+        "text_encoder_2": (transformers.CLIPTextModelWithProjection, {"hidden_size": 1280, "projection_dim": 1280}),
+        "text_encoder_3": (transformers.T5EncoderModel, {"d_model": 4096}),
+    }
+    for part, (kind, sizes) in kinds.items():
+        with torch.device(device):
+            if part in ("transformer", "vae"):
+                config = {k: v for k, v in kind.load_config(policy / part).items() if not k.startswith("_")}
+                blocks = {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
+                model = kind.from_config({**config, **sizes, **(blocks if part == "vae" else {})})
+            else:
+                model = kind(kind.config_class.from_pretrained(policy / part, **sizes))
+        model.to(torch.bfloat16).save_pretrained(policy / part)
+        del model
+    with torch.device(device):
+        model = clip("ViT-H/14")
+    model.save_pretrained(reward)
+    clip_processor().save_pretrained(reward)
+
+
+# --- 6: the race ---
+
+
+def race(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """``lightning compare tiny_shapes``: wall time and final reward of the methods."""
+    methods, words = "vgrpo_anchor,vgrpo,mixgrpo,nft,dgpo,awm", ["--seeds", "3", "--iterations", "50"]
+    if not place.is_gpu:
+        methods, words = "vgrpo", ["--seeds", "1", "--iterations", "1", "--evaluate-every", "1", *SMALL[:3]]
+    yield methods, lambda: _compared(place, methods, words)
+
+
+def _compared(place: Place, methods: str, words: list[str]) -> Row:
+    from lit_vgrpo.compare.cli import compare
+
+    out = place.folder / "race"
+    given = ["tiny_shapes", place.accelerator, "--methods", methods, *words, "--target", "0.7", "--jobs", "1"]
+    status = compare([*given, "--out", str(out)])
+    if status != 0:
+        raise RuntimeError(f"lightning compare ended with status {status}")
+    found: Row = {}
+    for row in json.loads((out / "compare.json").read_text())["methods"]:
+        name = f"{row['method']} {row['settings']}"
+        reached = row["targets"]["0.7"]
+        found |= {f"{name}: final": row["final"], f"{name}: seeds to .7": reached["reached"]}
+        found |= {f"{name}: to .7, {cost}": value for cost, value in (reached["mean"] or {}).items()}
+    return found
+
+
+# --- the script ---
+
+PARTS = {"runs": runs, "answers": answers, "speed": speed, "memory": memory, "iteration": iteration, "race": race}
+
+
+def measured(part: str, device: str) -> list[Row]:
+    """A row for every step of a part; what fails is a row with its error, and the next step goes on."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for what, step in PARTS[part](Place(device, Path(folder))):
+            row: Row = {"part": part, "what": what}
+            try:
+                row["found"] = step()
+            except (Exception, SystemExit) as error:
+                traceback.print_exception(error)
+                row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            rows.append(row)
+    return rows
+
+
+def about(device: str) -> dict[str, Any]:
+    """What it ran on, and on which versions."""
+    from lit_vgrpo.callbacks.summary import versions
+    from lit_vgrpo.memory import device_name
+
+    place = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
+    return {"device": device_name(place), "cuda": torch.version.cuda, "versions": versions()}
+
+
+def table(rows: list[Row]) -> str:
+    """A line for every number, and for every error."""
+    lines = []
+    for row in rows:
+        head = f"{row['part']:<10} {row['what']}"
+        if "error" in row:
+            lines.append(f"{head}: FAILED, {row['error']}")
+        for name, value in row.get("found", {}).items():
+            lines.append(f"{head}: {name} {value:.4g}" if isinstance(value, float) else f"{head}: {name} {value}")
+    return "\n".join(lines)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure, print and write.
+
+    Returns:
+        0; 1 where a step failed.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    args = parser.parse_args(words)
+    parts = args.parts.split(",")
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        parser.error(f"--parts {unknown[0]} is none of {', '.join(PARTS)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no GPU. Try the script itself with --device cpu")
+    old = json.loads(args.out.read_text())["rows"] if args.out.is_file() else []
+    rows = [row for row in old if row["part"] not in parts]
+    for part in parts:
+        rows += _in_its_own_process(part, args.device)
+        args.out.write_text(json.dumps({**about(args.device), "rows": rows}, indent=2) + "\n")
+    print(table(rows))
+    return 1 if any("error" in row for row in rows) else 0
+
+
+def _in_its_own_process(part: str, device: str) -> list[Row]:
+    """The rows of a part; a process that dies, as after an illegal access on the GPU, is one row."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        code = "import sys, json, gpu; json.dump(gpu.measured(*sys.argv[1:3]), open(sys.argv[3], 'w'))"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+        done = subprocess.run([sys.executable, "-c", code, part, device, file.name], env=environment, stdout=sys.stderr)
+        if done.returncode != 0:
+            return [{"part": part, "what": "the part", "error": f"its process ended with status {done.returncode}"}]
+        return json.loads(Path(file.name).read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
