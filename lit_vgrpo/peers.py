@@ -43,7 +43,7 @@ class Peers(Callback):
         """Look at each rank, so long after the last time."""
         for rank, process in self.processes.items():
             state = state_of(process)
-            if state in (*STOPPED, *ON_DISK):
+            if state is not None and state in STOPPED + ON_DISK:
                 self.silent_s[rank] = self.silent_s.get(rank, 0.0) + elapsed_s if self._states.get(rank) == state else 0
                 self._states[rank] = state
             else:

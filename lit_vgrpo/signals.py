@@ -182,7 +182,9 @@ class StopRequests(ABC):
             return "It was asked three times."
         if self.is_urgent and waited_s >= GRACE_S:
             return f"The step under way did not end within {GRACE_S:.0f} s."
-        return self.hindrance() if waited_s >= LEAVING_S or not self.is_urgent else None
+        if self.is_urgent and (waited_s < LEAVING_S or self._obeyed == len(self.signals)):
+            return None  # the main thread may be about to end, or is ending
+        return self.hindrance()
 
 
 _listening: StopRequests | None = None

@@ -22,6 +22,7 @@ from typing_extensions import override
 from lit_vgrpo.errors import say
 from lit_vgrpo.peers import Peers
 from lit_vgrpo.resume import last_words
+from lit_vgrpo.signals import STOP_SIGNALS
 
 LAUNCHER_PID = "LIT_VGRPO_LAUNCHER_PID"
 """Tells the ranks that Lightning started which process is their first rank."""
@@ -119,7 +120,9 @@ class RankWatch(Watch):
     @override
     def hindrance(self, is_urgent: bool) -> str | None:
         rank = self.peers.stopped(PATIENCE_S if is_urgent else SILENT_S)
-        return None if rank is None else f"{self.peers.name(rank)} is stopped."
+        if rank is not None:
+            return f"{self.peers.name(rank)} is stopped."
+        return self._death() if is_urgent else None
 
     def _name_the_silent(self) -> None:
         self.peers.look(POLL_S)
@@ -193,7 +196,9 @@ class ChildrenWatch(RankWatch):
 
     @override
     def _grace(self) -> float:
-        return 0.0 if any((child.poll() or 0) < 0 for child in self.children) else GRACE_S
+        # A signal that asks to stop has probably come to this rank too, which then ends in its own words.
+        own = [-signal.Signals[name] for name in STOP_SIGNALS if hasattr(signal, name)]
+        return 0.0 if any((child.poll() or 0) < 0 and child.poll() not in own for child in self.children) else GRACE_S
 
     @override
     def _end(self) -> None:
@@ -297,7 +302,7 @@ def _watch_for(trainer: Trainer) -> Watch:
     else:
         watch = ChildrenWatch(folder, launcher.cluster_environment.node_rank() * launcher.num_processes)
         trainer.strategy._launcher = WatchedLauncher(launcher, watch)
-    trainer.callbacks.insert(0, watch.peers)
+    trainer.callbacks.insert(0, watch.peers)  # type: ignore[attr-defined]
     return watch
 
 
