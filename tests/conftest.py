@@ -1,4 +1,4 @@
-"""Small real pipelines for every test; no network, one thread."""
+"""Small real pipelines for every test; no network, one thread unless ``OMP_NUM_THREADS`` says otherwise."""
 
 import os
 import signal
@@ -37,10 +37,10 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread():
+def threads():
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="session")
@@ -114,8 +114,12 @@ def tiny_clip(tmp_path_factory, tiny):
 def tiny_recipe(tmp_path, monkeypatch, tiny_sd3):
     """A recipe of two iterations, in an empty folder that is the working directory."""
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY_RECIPE.replace("CHECKPOINT", str(tiny_sd3)))
+    from helpers import prompt_file
+
+    path, recipe = tmp_path / "tiny.yaml", TINY_RECIPE.replace("CHECKPOINT", str(tiny_sd3))
+    for kind in ("train", "heldout"):
+        recipe = recipe.replace(kind.upper(), prompt_file(f"shapes_{kind}.jsonl"))
+    path.write_text(recipe)
     return path
 
 
@@ -127,8 +131,8 @@ model:
   objective: {class_path: VGRPO, init_args: {num_mc_samples: 2, rollout: {steps: 2}}}
   reward: JPEGCompressibility
 data:
-  train: shipped:prompts/shapes_train.jsonl
-  heldout: shipped:prompts/shapes_heldout.jsonl
+  train: TRAIN
+  heldout: HELDOUT
   heldout_limit: 2
   prompts_per_iteration: 2
   group_size: 2

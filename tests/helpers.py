@@ -1,10 +1,14 @@
 """Small real runs, without the command."""
 
+import os
 import socket
+import tempfile
+from pathlib import Path
 
 import lightning as L
 
 from lit_vgrpo import VGRPO, OptimizerConfig, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
+from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.rewards import Reward, ShapesReward
 
 
@@ -17,6 +21,32 @@ class Brightness(Reward):
         return images.mean(dim=(1, 2, 3))
 
 
+def grey_level(side=32):
+    """What one grey level of one channel of one pixel moves a picture's mean by: the least that pictures differ by.
+
+    Float error below what the eye or a file shows can flip it, so no bound on what is made of eight bits lies below.
+    """
+    return 1 / (255 * 3 * side * side)
+
+
+def in_order(prompts):
+    """Prompts as they are, or backwards with ``PROMPT_ORDER=reversed``: no test may depend on which comes first."""
+    return prompts[::-1] if os.environ.get("PROMPT_ORDER") == "reversed" else prompts
+
+
+def prompt_file(name):
+    """A shipped prompt file, or a copy of it :func:`in_order`."""
+    shipped = f"shipped:prompts/{name}"
+    lines = resolve_path(shipped).read_text().splitlines()
+    if in_order(lines) == lines:
+        return shipped
+    copy = Path(tempfile.gettempdir(), f"reversed_{os.getuid()}_{name}")
+    draft = copy.with_suffix(f".{os.getpid()}")
+    draft.write_text("\n".join(in_order(lines)) + "\n")
+    draft.replace(copy)  # at once, since other processes read it
+    return str(copy)
+
+
 def make_module(folder, objective=None, reward=None, policy_options=None, **options):
     policy = SD3Policy(str(folder), max_sequence_length=1, **(policy_options or {}))
     objective = objective or VGRPO(RolloutSpec(steps=2), num_mc_samples=2)
@@ -26,7 +56,7 @@ def make_module(folder, objective=None, reward=None, policy_options=None, **opti
 
 def make_data(**options):
     sizes = {"prompts_per_iteration": 2, "group_size": 4, "micro_batch_size": 4, "heldout_limit": 2}
-    files = {"train": "shipped:prompts/shapes_train.jsonl", "heldout": "shipped:prompts/shapes_heldout.jsonl"}
+    files = {"train": prompt_file("shapes_train.jsonl"), "heldout": prompt_file("shapes_heldout.jsonl")}
     return PromptDataModule(**{**files, **sizes, **options})
 
 

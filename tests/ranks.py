@@ -116,7 +116,6 @@ class Seen(L.Callback):
 
 if __name__ == "__main__":
     folder, out, *jobs = sys.argv[1:]
-    torch.set_num_threads(1)
     for text in jobs:
         job(folder, out, text)
     leave_together()

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
@@ -16,8 +16,6 @@ from helpers import Brightness, make_data, make_trainer
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec, VGRPOModule, policies
 from lit_vgrpo.callbacks import EMA, Export
-
-torch.set_num_threads(1)
 
 
 class Coarse(Brightness):

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lightning as L
@@ -24,7 +24,6 @@ from lit_vgrpo.estimate.meta import policy_on_meta
 from lit_vgrpo.estimate.shares import shares, tensors_of
 from lit_vgrpo.strategies import FSDP2, ZeRO
 
-torch.set_num_threads(1)
 BUCKET = 100_000
 STRATEGIES = {
     "ddp": lambda: "ddp",

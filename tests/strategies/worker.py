@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lightning as L
@@ -21,7 +21,6 @@ from processes import small_strategy
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec, SD3Policy
 from lit_vgrpo.callbacks import EMA, Export, RewardLogger, SampleGrid, averaged_weights
 
-torch.set_num_threads(1)
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
 
 

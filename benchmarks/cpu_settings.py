@@ -1,0 +1,60 @@
+"""The tests under other CPU kernels, other numbers of threads, and with prompts in another order.
+
+    python benchmarks/cpu_settings.py                        # all of `make test`, once for each setting
+    python benchmarks/cpu_settings.py tests/test_ranks.py    # or what pytest is given
+
+Prints a table, and ends with status 1 where a test failed. A setting that this machine does not know changes nothing:
+``ATEN_CPU_CAPABILITY=avx512`` on a CPU without, say.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+SETTINGS: list[dict[str, str]] = [
+    {},
+    {"ATEN_CPU_CAPABILITY": "default"},
+    {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    {"MKL_CBWR": "COMPATIBLE"},
+    {"OMP_NUM_THREADS": "2"},
+    {"PROMPT_ORDER": "reversed"},
+]
+PYTEST = ["-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow"]
+ROOT = Path(__file__).parents[1]
+
+
+def main(words: list[str]) -> int:
+    print("| setting | passed | failed | skipped | minutes |\n|---|--:|--:|--:|--:|", flush=True)
+    failed = [name for setting in SETTINGS for name in run(setting, words)]
+    return int(bool(failed))
+
+
+def run(setting: dict[str, str], words: list[str]) -> list[str]:
+    """Print a row of the table, and what failed in full to stderr; the names of those tests."""
+    start, label = time.monotonic(), " ".join(f"{name}={value}" for name, value in setting.items()) or "as it is"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **setting}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, *PYTEST, f"--junitxml={report}", *words]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    found = {kind: [case for case in cases if case.find(kind) is not None] for kind in ("failure", "error", "skipped")}
+    broken = [f"{case.get('classname')}::{case.get('name')}" for case in found["failure"] + found["error"]]
+    if done.returncode and not broken:
+        broken = [f"pytest ended with status {done.returncode}"]
+    passed = len(cases) - sum(map(len, found.values()))
+    counts = f"{passed} | {len(broken)} | {len(found['skipped'])}"
+    print(f"| `{label}` | {counts} | {(time.monotonic() - start) / 60:.1f} |", flush=True)
+    if broken:
+        print("\n".join([f"--- {label}", *broken, done.stdout[-20000:], done.stderr[-2000:]]), file=sys.stderr)
+    return broken
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
