@@ -38,7 +38,7 @@ class FID(L.Callback):
         every_n_evaluations: measure at every so manieth held-out evaluation, the first and the last always.
         prompts: prompt file of a set of its own; null takes the held-out images.
         images_per_prompt: images of each of those prompts.
-        batch_size: most of those images in one batch of a rank; also most images in a pass of the feature network.
+        batch_size: most of those images in one batch of a rank.
 
     Raises:
         ValueError: a number that is too small, or a size that the network cannot take.
@@ -64,7 +64,7 @@ class FID(L.Callback):
             if value < 1:
                 raise ValueError(f"FID {name}={value} is too small. Use 1 or more.")
         self.reference = reference
-        self.network = feature_network(features, size, batch_size)
+        self.network = feature_network(features, size)
         self.kid = kid
         self.every_n_evaluations = every_n_evaluations
         self.prompts = prompts
@@ -180,7 +180,7 @@ class FID(L.Callback):
             batch = shares[index]
             batch_prompts, slots = batch.padded()
             with module.ledger.phase("evaluation"):
-                images = module.generate(batch_prompts, [FIRST_OWN_IMAGE + slot for slot in slots])
+                images = module.generate(batch_prompts, [FIRST_OWN_IMAGE + slot for slot in slots], batch.images)
             self._add(images[: len(batch.slots)], batch.slots)
 
     def _distances(self, module: VGRPOModule) -> dict[str, float]:

@@ -56,7 +56,7 @@ class SampleGrid(L.Callback):
             return
         with pl_module.ledger.phase("samples"), pl_module.reference.swapped_into(pl_module.policy):
             ids = [row * self.images_per_prompt for row in range(len(self._prompts))]
-            self._reference = pl_module.generate(self._prompts, ids).cpu()
+            self._reference = pl_module.generate(self._prompts, ids, len(ids)).cpu()
         if trainer.current_epoch == 0:
             self._draw(trainer, pl_module, "before")
 
@@ -75,7 +75,7 @@ class SampleGrid(L.Callback):
         columns = self.images_per_prompt
         with pl_module.ledger.phase("samples"), averaged_weights(trainer, pl_module):
             prompts = [prompt for prompt in self._prompts for _ in range(columns)]
-            images = pl_module.generate(prompts, list(range(len(prompts)))).cpu()
+            images = pl_module.generate(prompts, list(range(len(prompts))), len(prompts)).cpu()
         if trainer.is_global_zero:
             rows = torch.cat([self._reference[:, None], images.unflatten(0, (-1, columns))], dim=1)
             unfit = int((~rows.isfinite().flatten(2).all(dim=2)).sum())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.advantages import AdvantageAggregate, AdvantageStd, combined_advantages
+from lit_vgrpo.batches import BATCH_SIZE, at_most
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.guard import NonFinite, NonFiniteGuard
 from lit_vgrpo.heldout import HeldOutObserver, HeldOutScores
@@ -46,7 +47,7 @@ class VGRPOModule(L.LightningModule):
         advantage_aggregate: with several rewards, sum the rewards and then normalise, or normalise each and sum the
             advantages; null as the method's paper.
         evaluation: how held-out images are sampled, by an ODE; null takes the objective's rollout, without noise.
-        rollout_batch_size: images a network pass while sampling; null takes all of a rank's at once.
+        rollout_batch_size: images of every network pass while sampling, filled up at the end; null takes all at once.
         rollout_device: where an iteration's latents, pairs and embeddings are kept; cpu saves the device's memory.
         failed_images: leave images that a reward could not score out of their group, or stop with the reason.
         evaluate_at_start: score the held-out prompts once before training.
@@ -65,7 +66,7 @@ class VGRPOModule(L.LightningModule):
         advantage_std: AdvantageStd | None = None,
         advantage_aggregate: AdvantageAggregate | None = None,
         evaluation: RolloutSpec | None = None,
-        rollout_batch_size: int | None = None,
+        rollout_batch_size: int | None = BATCH_SIZE,
         rollout_device: Literal["cpu"] | None = None,
         failed_images: Literal["leave_out", "stop"] = "leave_out",
         evaluate_at_start: bool = True,
@@ -194,7 +195,7 @@ class VGRPOModule(L.LightningModule):
                     batch.group_size,
                     batch.iteration,
                     self.seed,
-                    self.rollout_batch_size,
+                    at_most(batch.images, self.rollout_batch_size),
                     batch.members,
                     scoring if self.objective.needs_reward else None,
                 )
@@ -306,12 +307,12 @@ class VGRPOModule(L.LightningModule):
     # --- evaluation ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def generate(self, prompts: list[str], image_ids: list[int]) -> Tensor:
-        """Held-out images ``(B, 3, H, W)`` in [0, 1]; the noise depends on the seed and ``image_ids`` alone."""
+    def generate(self, prompts: list[str], image_ids: list[int], images: int = 0) -> Tensor:
+        """Held-out images ``(B, 3, H, W)`` in [0, 1], by the seed and ``image_ids``; ``images``: of all ranks."""
         spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self._trainer else 0).as_ode()
         conditioning, rows = self.policy.encode_each(prompts)
         noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
-        latents, _ = sample(self.policy, conditioning, rows, spec, noise, self.rollout_batch_size)
+        latents, _ = sample(self.policy, conditioning, rows, spec, noise, at_most(images, self.rollout_batch_size))
         return self.policy.decode(latents)
 
     def on_fit_start(self) -> None:
@@ -338,7 +339,7 @@ class VGRPOModule(L.LightningModule):
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         with self._scores.closed_on_error():
             with self.ledger.phase("evaluation"):
-                images = self.generate(*batch.padded())[: len(batch.slots)]
+                images = self.generate(*batch.padded(), batch.images)[: len(batch.slots)]
             for observer in self.heldout_observers:
                 observer.update(images, batch)
             self.heldout_scores.add(images, batch)

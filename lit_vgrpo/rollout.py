@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lit_vgrpo.batches import filled
 from lit_vgrpo.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
 from lit_vgrpo.surrogate import Pairs, seeded_generator
 
@@ -245,7 +246,7 @@ def sample(
         conditioning: one row a prompt.
         rows: ``(B,)``: the conditioning row of each image.
         noise: ``z_1``, shape ``(B, C, h, w)``, on any device; what is returned is there too.
-        batch_size: images a network pass; ``None`` takes all at once.
+        batch_size: images of every network pass, the last of which is filled up; ``None`` takes all at once.
         on_batch: called with every batch as soon as it is done.
 
     Returns:
@@ -257,13 +258,14 @@ def sample(
     with policy.sampling():
         for start in range(0, len(noise), size):
             part = slice(start, start + size)
-            cond = conditioning.select(rows[part]).to(policy.device)
+            cond = conditioning.select(filled(rows[part], size)).to(policy.device)
             scheduler = policy.scheduler(spec.solver, spec.steps)
-            z = noise[part].to(policy.device).float()
+            z = filled(noise[part], size).to(policy.device).float()
             schedule = policy.scheduler_times(scheduler).to(z.device)
             for timestep, t in zip(scheduler.timesteps, schedule, strict=True):
                 prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
                 z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
+            z = z[: len(noise[part])]
             latents.append(z.to(noise.device))
             if on_batch is not None:
                 on_batch(part, z)
@@ -291,7 +293,7 @@ def sample_chain(
         rows: ``(B,)``: the conditioning row of each image.
         noise: ``z_1``, shape ``(B, C, h, w)``, on any device; what is returned is there too.
         generators: one an image; all its SDE noise comes from it, so that an image depends on no other.
-        batch_size: images a network pass; ``None`` takes all at once.
+        batch_size: images of every network pass, the last of which is filled up; ``None`` takes all at once.
         record_means: keep the mean of every step too.
         on_batch: called with every batch as soon as it is done.
 
@@ -310,8 +312,9 @@ def sample_chain(
     latents, states, log_probs, means = [], [], [], []
     for start in range(0, len(noise), size):
         part = slice(start, start + size)
-        cond = conditioning.select(rows[part]).to(policy.device)
-        z = noise[part].to(policy.device).float()
+        cond = conditioning.select(filled(rows[part], size)).to(policy.device)
+        own = slice(len(noise[part]))
+        z = filled(noise[part], size).to(policy.device).float()
         ends, densities, centres = [], [], []
         for index in range(steps):
             if index == window.start:
@@ -324,19 +327,19 @@ def sample_chain(
                 z = step.mean
                 continue
             drawn = torch.stack([torch.randn(z.shape[1:], generator=g) for g in generators[part]])
-            z = step.mean + step.std * drawn.to(z.device)
+            z = step.mean + step.std * filled(drawn, size).to(z.device)
             ends.append(z)
             densities.append(log_prob(spec.solver, z, step))
             centres += [step.mean] if record_means else []
         if len(tail):
             z = _integrate_tail(policy, cond, spec, z, tail)
-        latents.append(z.to(noise.device))
-        states.append(torch.stack([first, *ends], dim=1).to(noise.device))
-        log_probs.append(torch.stack(densities, dim=1).to(noise.device))
+        latents.append(z[own].to(noise.device))
+        states.append(torch.stack([first, *ends], dim=1)[own].to(noise.device))
+        log_probs.append(torch.stack(densities, dim=1)[own].to(noise.device))
         if record_means:
-            means.append(torch.stack(centres, dim=1).to(noise.device))
+            means.append(torch.stack(centres, dim=1)[own].to(noise.device))
         if on_batch is not None:
-            on_batch(part, z)
+            on_batch(part, z[own])
     trajectory = Trajectory(
         states=torch.cat(states),
         log_probs=torch.cat(log_probs),

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import make_module
+from helpers import grey_level, in_order, make_module
 from PIL import Image
 from processes import PYTHON
 
@@ -25,6 +25,7 @@ from lit_vgrpo.run_folder import CONFIG_NAME
 from lit_vgrpo.saved_weights import SavedWeights
 
 VARIANTS = ["trained", "EMA", "reference"]
+SAME = 4 * grey_level()  # a grey level in one of the quarters whose means are the features
 IMAGES = 9  # an odd number, so that two ranks have unequal shares
 RECIPE = """
 seed_everything: 7
@@ -68,9 +69,10 @@ def trained(tmp_path_factory, tiny_sd3):
     place = tmp_path_factory.mktemp("evaluate")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        Path("train.txt").write_text("a red circle on the left\na blue square at the top\n")
+        Path("train.txt").write_text("\n".join(in_order(["a red circle on the left", "a blue square at the top"])))
         # no colour in the last prompt: its images have no score for that
-        Path("heldout.txt").write_text("a green circle on the right\na red square at the bottom\nsomething else\n")
+        heldout = ["a green circle on the right", "a red square at the bottom", "something else"]
+        Path("heldout.txt").write_text("\n".join(in_order(heldout)))
         Path("real").mkdir()
         for number, picture in enumerate(np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)):
             Image.fromarray(picture).save(f"real/{number}.png")
@@ -124,14 +126,14 @@ def test_the_numbers_are_those_of_the_run(inside, evaluated):
     report, _ = evaluated
     end = summary("tiny")
     assert list(report["variants"]) == VARIANTS
-    assert means(report, "EMA")["reward"] == pytest.approx(end["heldout_reward_end"], abs=1e-6)
-    assert means(report, "reference")["reward"] == pytest.approx(end["heldout_reward_start"], abs=1e-6)
-    assert means(report, "trained")["reward"] == pytest.approx(summary("plain")["heldout_reward_end"], abs=1e-6)
+    assert means(report, "EMA")["reward"] == pytest.approx(end["heldout_reward_end"], abs=SAME)
+    assert means(report, "reference")["reward"] == pytest.approx(end["heldout_reward_start"], abs=SAME)
+    assert means(report, "trained")["reward"] == pytest.approx(summary("plain")["heldout_reward_end"], abs=SAME)
     assert len({means(report, variant)["reward"] for variant in VARIANTS}) == 3
     found = {**means(report, "EMA"), **report["variants"]["EMA"]["distances"]}
     assert end["heldout_metrics_end"].pop("failed") == 3  # the last prompt names no colour
     for name, value in {**end["reward_parts_end"], **end["heldout_metrics_end"]}.items():
-        assert found[name] == pytest.approx(value, abs=2e-6), name
+        assert found[name] == pytest.approx(value, abs=SAME), name
     assert list(end["reward_parts_end"]) == list(report["rewards"])
     assert end["heldout_metrics_end"].keys() == {f"fid@{IMAGES}", f"kid@{IMAGES}"}
 
@@ -184,10 +186,10 @@ def test_the_csv_has_a_line_for_every_image(evaluated):
     for variant in VARIANTS:
         own = [row for row in scores if row["variant"] == variant]
         assert [int(row["image"]) for row in own] == list(range(IMAGES))
-        assert np.mean([float(row["jpeg"]) for row in own]) == pytest.approx(means(report, variant)["jpeg"], abs=1e-6)
+        assert np.mean([float(row["jpeg"]) for row in own]) == pytest.approx(means(report, variant)["jpeg"], abs=SAME)
     start = {row["image"]: float(row["reward"]) for row in scores if row["variant"] == "reference"}
     pairs = [float(row["reward"]) - start[row["image"]] for row in scores if row["variant"] == "EMA"]
-    assert report["difference_to_reference"]["EMA"]["reward"]["mean"] == pytest.approx(np.mean(pairs), abs=1e-6)
+    assert report["difference_to_reference"]["EMA"]["reward"]["mean"] == pytest.approx(np.mean(pairs), abs=SAME)
 
 
 @pytest.mark.parametrize(
@@ -205,15 +207,15 @@ def test_two_ranks_find_the_same(inside, evaluated, strategy):
         assert two["world_size"] == 2
         assert sorted(path.name for path in inside.glob("two*")) == ["two.csv", "two.json"]
         for variant in VARIANTS:
-            assert means(two, variant) == pytest.approx(means(report, variant), abs=1e-6)
+            assert means(two, variant) == pytest.approx(means(report, variant), abs=SAME)
             for name, value in report["variants"][variant]["distances"].items():
-                assert two["variants"][variant]["distances"][name] == pytest.approx(value, abs=1e-6)
+                assert two["variants"][variant]["distances"][name] == pytest.approx(value, abs=SAME)
         for ours, theirs in zip(scores, rows("two.csv"), strict=True):
             for name, text in ours.items():
                 if name in ("prompt", "variant", "image") or text == "":
                     assert theirs[name] == text
                 else:
-                    assert float(theirs[name]) == pytest.approx(float(text), abs=1e-6)
+                    assert float(theirs[name]) == pytest.approx(float(text), abs=SAME)
     finally:
         for path in inside.glob("two*"):
             path.unlink()
@@ -298,8 +300,8 @@ def test_fid_and_diversity_that_the_recipe_does_not_have(inside, evaluated):
     base = ["runs/plain", "--out=runs/plain/eval-x.json"]
     assert evaluate([*base, "--fid-reference", "real", "--features", "net.pt"]) == 0
     found = json.loads(Path("runs/plain/eval-x.json").read_text())["variants"]["trained"]
-    assert found["distances"] == pytest.approx(report["variants"]["trained"]["distances"], abs=1e-6)
-    assert found["means"]["diversity"]["mean"] == pytest.approx(means(report, "trained")["diversity"], abs=1e-6)
+    assert found["distances"] == pytest.approx(report["variants"]["trained"]["distances"], abs=SAME)
+    assert found["means"]["diversity"]["mean"] == pytest.approx(means(report, "trained")["diversity"], abs=SAME)
     assert evaluate(base) == 0
     without = json.loads(Path("runs/plain/eval-x-2.json").read_text())
     assert without["missing"].keys() == {"fid", "diversity"}

@@ -70,6 +70,9 @@ def test_every_method_does_the_same_work(two_blocks, tmp_path, ranks):
         assert (one["ranks"], first["ranks"]) == (1, ranks)
         assert torch.equal(one["groups"], first["groups"])
         assert one["updates"] == first["updates"]
+        # what the start's weights draw is the same in every bit; gradients are summed in another order
+        assert torch.equal(one["rewards"][0], first["rewards"][0]), name
+        assert torch.equal(one["images"][0], first["images"][0]), name
         assert_same(name, one, first, 1e-5)
         for other in others:
             assert_same(name, first, other, 0)

@@ -22,6 +22,7 @@ class PromptBatch:
         slots: training: the group's number over all ranks, 0..P-1 (the group id); held-out: the image's number over
             all ranks.
         group_size: images of a group over all ranks; 1 for held-out batches.
+        images: of the whole iteration, or of the whole held-out set, over all ranks; 0 where that is not known.
         members: which images of each group this rank makes: all of them, unless groups are cut over ranks.
         updates: optimizer steps of the iteration; 0 for held-out batches.
         order: the order in which this rank's images are shared out, where each optimizer step takes its own; else None.
@@ -37,6 +38,7 @@ class PromptBatch:
     rows: list[dict[str, Any]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     group_size: int = 1
+    images: int = 0
     members: list[int] = field(default_factory=lambda: [0])
     updates: int = 0
     order: list[int] | None = None

@@ -45,6 +45,7 @@ class IterationDataset(Dataset[PromptBatch]):
             rows=list(rows),
             slots=list(self.slots),
             group_size=self.plan.group_size,
+            images=self.plan.images_per_iteration,
             members=list(self.members),
             updates=self.plan.updates_per_iteration,
             order=self.order,
@@ -95,6 +96,7 @@ class HeldOutDataset(Dataset[PromptBatch]):
             prompts=[row["prompt"] for row in rows],
             rows=rows,
             slots=list(part),
+            images=len(self.rows) * self.images_per_prompt,
             micro_batch_size=self.largest[index],
         )
 

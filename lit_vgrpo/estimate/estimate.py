@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lit_vgrpo.batches import at_most
 from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.estimate.live_memory import LiveMemory
 from lit_vgrpo.estimate.meta import AutocastOnMeta, policy_on_meta
@@ -97,7 +98,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         "rewards' models": models,
         "latents and what is stored with them": kept,
     }
-    rollout = min(module.rollout_batch_size or plan.images_per_rank, plan.images_per_rank)
+    rollout = at_most(plan.images_per_iteration, module.rollout_batch_size) or plan.images_per_rank
     spec = module.objective.rollout_spec(0)
     phases = {
         ENCODING: _encoding(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0),
@@ -117,9 +118,10 @@ def _evaluation(cli: RecipeCLI, policy: Policy, own: Shares, averages: int) -> i
     """The peak of a batch of held-out images; the average is swapped in for it where there is one."""
     module, data = cli.model, cli.datamodule
     spec = module.evaluation or module.objective.rollout_spec(0).as_ode()
-    images = -(-len(data.heldout_rows()) * data.heldout_images_per_prompt // cli.trainer.world_size)
-    batch = min(data.eval_batch_size, images)
-    sampled = peak_of_pass(policy, Pass(min(module.rollout_batch_size or batch, batch), spec.guidance, False))
+    images = len(data.heldout_rows()) * data.heldout_images_per_prompt
+    batch = min(data.eval_batch_size, -(-images // cli.trainer.world_size))
+    at_once = at_most(images, module.rollout_batch_size) or batch
+    sampled = peak_of_pass(policy, Pass(at_once, spec.guidance, False))
     return max(sampled, _decoding(policy, batch)) + bool(averages) * own.trained
 
 
@@ -149,7 +151,7 @@ def peak_of_pass(policy: Policy, asked: Pass) -> int:
 
 def _decoding(policy: Policy, images: int) -> int:
     """The peak of decoding one of the VAE's batches, and all of the images before and after they are put together."""
-    at_once = min(images, policy.decode_batch_size)
+    at_once = policy.decode_batch_size
     with torch.no_grad(), AutocastOnMeta(), LiveMemory() as live:
         decoded = policy.decode(torch.empty(at_once, *policy.latent_shape, device="meta"))
-    return live.peak + 2 * (images - at_once) * bytes_of([decoded[:1]])
+    return live.peak + 2 * max(0, images - at_once) * bytes_of([decoded[:1]])

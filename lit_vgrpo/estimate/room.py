@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lit_vgrpo.batches import at_most
 from lit_vgrpo.errors import UserError, one_line
 from lit_vgrpo.estimate import estimate as stages
 from lit_vgrpo.estimate.estimate import Estimate, estimate
@@ -130,8 +131,8 @@ def remedy(cli: RecipeCLI, found: Estimate, device: torch.device) -> str:
     """What to type next: the first thing that is not done yet and lowers the phase that needs most."""
     policy, plan, phase = cli.model.policy, cli.datamodule.sizes.plan(cli.trainer.world_size), found.peak_phase
     on_gpu = device.type == "cuda"
-    rollout = min(cli.model.rollout_batch_size or plan.images_per_rank, plan.images_per_rank)
-    decoded = min(rollout, policy.decode_batch_size)
+    rollout = at_most(plan.images_per_iteration, cli.model.rollout_batch_size) or plan.images_per_rank
+    decoded = policy.decode_batch_size
     encoders, weights = found.parts["text encoders"], found.parts["trained weights"]
     smaller = [size for size in range(1, plan.micro_batch_size) if plan.micro_batch_size % size == 0]
     evaluated = cli.datamodule.eval_batch_size

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lit_vgrpo.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.hub import LoadError, explain_unloadable, quiet_libraries, source_of
 from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.rewards.base import to_uint8
@@ -36,13 +37,13 @@ class FeatureNetwork(ABC):
     Args:
         source: where the weights are.
         side: pixels of the square that every picture is resized to; ``None`` takes the network's own.
-        batch_size: most pictures in one forward pass.
+        batch_size: pictures of every forward pass; fewer are filled up, so that features have the same bits anywhere.
 
     Attributes:
         device: where the network runs; see :meth:`to`.
     """
 
-    def __init__(self, source: str, side: int | None = None, batch_size: int = 32) -> None:
+    def __init__(self, source: str, side: int | None = None, batch_size: int = BATCH_SIZE) -> None:
         for what, value in (("size", side), ("batch_size", batch_size)):
             if value is not None and value < 1:
                 raise ValueError(f"{what}={value} of the feature network is too small. Use 1 or more.")
@@ -132,24 +133,27 @@ class FeatureNetwork(ABC):
         parts = []
         for start in range(0, len(pictures), self.batch_size):
             pixels = np.stack([clean_resize(p, self.side) for p in pictures[start : start + self.batch_size]])
-            # whatever precision the trainer runs in: autocast would change the statistics
-            with torch.autocast(self.device.type, enabled=False):
-                features = self._forward(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().to(self.device))
-            if features.ndim > 2:
-                features = features.flatten(1)
-            if features.ndim != 2 or len(features) != len(pixels):
-                raise LoadError(
-                    f"{self.source} gives features of shape {tuple(features.shape)} for {len(pixels)} images. "
-                    "Set features to a network that gives (B, D)."
-                )
-            parts.append(features.float())
+            parts.append(in_batches(self._features, self.batch_size, torch.from_numpy(pixels)))
         return torch.cat(parts) if parts else torch.zeros(0, self.dimension, dtype=torch.float32, device=self.device)
+
+    def _features(self, pixels: Tensor) -> Tensor:
+        # whatever precision the trainer runs in: autocast would change the statistics
+        with torch.autocast(self.device.type, enabled=False):
+            features = self._forward(pixels.permute(0, 3, 1, 2).contiguous().to(self.device))
+        if features.ndim > 2:
+            features = features.flatten(1)
+        if features.ndim != 2 or len(features) != len(pixels):
+            raise LoadError(
+                f"{self.source} gives features of shape {tuple(features.shape)} for {len(pixels)} images. "
+                "Set features to a network that gives (B, D)."
+            )
+        return features.float()
 
 
 class TorchScriptFeatures(FeatureNetwork):
     """A TorchScript file of a network from ``(B, 3, side, side)`` in [0, 255] to ``(B, D)``; 299 pixels by default."""
 
-    def __init__(self, source: str, side: int | None = None, batch_size: int = 32) -> None:
+    def __init__(self, source: str, side: int | None = None, batch_size: int = BATCH_SIZE) -> None:
         super().__init__(source, INCEPTION_SIDE if side is None else side, batch_size)
         self.path = resolve_path(source)
 
@@ -179,7 +183,7 @@ class TorchScriptFeatures(FeatureNetwork):
 class InceptionFeatures(FeatureNetwork):
     """The Inception network of clean-fid, whose features FID is defined on: 2048 of them."""
 
-    def __init__(self, batch_size: int = 32) -> None:
+    def __init__(self, batch_size: int = BATCH_SIZE) -> None:
         super().__init__(INCEPTION, INCEPTION_SIDE, batch_size)
 
     @property
@@ -262,14 +266,14 @@ class TransformersFeatures(FeatureNetwork):
         return sorted(file for file in files if file.suffix in WEIGHT_SUFFIXES or file.name in CONFIG_FILES)
 
 
-def feature_network(source: str = INCEPTION, size: int | None = None, batch_size: int = 32) -> FeatureNetwork:
+def feature_network(source: str = INCEPTION, size: int | None = None, batch_size: int = BATCH_SIZE) -> FeatureNetwork:
     """The feature network that a recipe names.
 
     Args:
         source: ``inception`` (clean-fid's), a TorchScript file (``.pt``, ``.pts``), or a folder or hub name of a
             vision model of transformers.
         size: pixels of the square that every picture is resized to; ``None`` takes the network's own.
-        batch_size: most pictures in one forward pass.
+        batch_size: pictures of every forward pass; fewer are filled up, so that features have the same bits anywhere.
 
     Raises:
         ValueError: a size that the network cannot take.

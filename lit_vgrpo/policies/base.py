@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from lit_vgrpo.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.hub import LoadError, quiet_libraries
 from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.policies.conditioning import Conditioning
@@ -57,7 +58,8 @@ class Policy(nn.Module):
             arithmetic outside the network stay float32, and so does the VAE.
         negative_prompt: what guidance moves away from.
         gradient_checkpointing: trade a second forward pass for activation memory.
-        decode_batch_size: images the VAE decodes at once.
+        decode_batch_size: images the VAE takes at once; fewer are filled up, so that an image has the same bits
+            whatever else is decoded.
         vae_slicing: let the VAE take one image at a time.
         vae_tiling: let the VAE take large images in overlapping tiles, which changes them a little.
         embedding_cache: folder that keeps the prompts' embeddings, so that each is computed once; ``None`` for none.
@@ -98,7 +100,7 @@ class Policy(nn.Module):
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         negative_prompt: str = "",
         gradient_checkpointing: bool = False,
-        decode_batch_size: int = 16,
+        decode_batch_size: int = BATCH_SIZE,
         vae_slicing: bool = False,
         vae_tiling: bool = False,
         embedding_cache: str | None = None,
@@ -312,11 +314,12 @@ class Policy(nn.Module):
         """Images ``(B, 3, H, W)``, float32 in [0, 1]."""
         place([self.pipeline.vae], self.device)
         scale, shift = self._latent_affine()
-        images = []
-        for part in latents.float().split(self.decode_batch_size):
-            decoded = self.pipeline.vae.decode(part / scale + shift, return_dict=False)[0]
-            images.append((decoded / 2 + 0.5).clamp(0, 1))
-        return torch.cat(images)
+
+        def decoded(part: Tensor) -> Tensor:
+            images: Tensor = self.pipeline.vae.decode(part / scale + shift, return_dict=False)[0]
+            return (images / 2 + 0.5).clamp(0, 1)
+
+        return in_batches(decoded, self._vae_batch_size, latents.float())
 
     @torch.no_grad()
     @in_own_precision
@@ -324,9 +327,15 @@ class Policy(nn.Module):
         """Latents ``(B, C, h, w)`` of images ``(B, 3, H, W)`` in [0, 1]: the mean of the VAE's posterior."""
         place([self.pipeline.vae], self.device)
         scale, shift = self._latent_affine()
-        parts = (images.to(self.device).float() * 2 - 1).split(self.decode_batch_size)
-        latents = torch.cat([self.pipeline.vae.encode(part).latent_dist.mode() for part in parts])
+        pixels = images.to(self.device).float() * 2 - 1
+        latents = in_batches(
+            lambda part: self.pipeline.vae.encode(part).latent_dist.mode(), self._vae_batch_size, pixels
+        )
         return (latents - shift) * scale
+
+    @property
+    def _vae_batch_size(self) -> int:
+        return 1 if self.vae_slicing else self.decode_batch_size  # a sliced VAE would take what fills up too
 
     def _latent_affine(self) -> tuple[Any, Any]:
         """Scale and shift between the VAE's latents and the network's, as the family's own pipeline applies them.
@@ -377,7 +386,7 @@ class Policy(nn.Module):
 
     @abstractmethod
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        """The family's embeddings by name, one row a prompt."""
+        """The family's embeddings by name, one row a prompt, all prompts of one length."""
 
     def encode_negative(self) -> dict[str, Tensor]:
         """The embeddings of the negative prompt, one row; a family whose pipeline leaves an empty one out says how."""

@@ -80,22 +80,20 @@ def _require_same(found: Tensor, expected: Tensor, advice: str) -> str:
 
 @torch.no_grad()
 def prompts_are_rows(policy: Policy) -> str:
-    together = policy.encode(PROMPTS)
-    for name, value in together.tensors.items():
+    with quiet_libraries():
+        together = policy.encode_prompts(PROMPTS)
+        alone = [policy.encode_prompts([prompt]) for prompt in PROMPTS]
+    worst = 0.0
+    for name, value in together.items():
         if len(value) != len(PROMPTS):
             raise Broken(f"encode_prompts gives {name!r} {len(value)} rows for {len(PROMPTS)} prompts")
-    worst = 0.0
-    for row, prompt in enumerate(PROMPTS):
-        with quiet_libraries():
-            alone = policy.encode_prompts([prompt])
-        for name, value in alone.items():
-            if value.shape[1:] != together.tensors[name].shape[1:]:
+        for row, one in zip(value, alone, strict=True):
+            if one[name].shape[1:] != row.shape:
                 raise Broken(f"{name!r} has another shape for another prompt: pad every prompt to one length")
-            worst = max(worst, difference(value.float(), together.tensors[name][row : row + 1]))
+            worst = max(worst, difference(one[name].float(), row[None].float()))
     if worst > SAME:
         raise Broken(f"an embedding changes by {worst:.1e} with the prompts beside it")
-    shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in together.tensors.items())
-    return shapes
+    return ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in together.items())
 
 
 def times_are_in_range(policy: Policy) -> str:

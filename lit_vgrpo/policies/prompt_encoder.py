@@ -27,9 +27,9 @@ Encode = Callable[[list[str]], Mapping[str, Tensor]]
 class PromptEncoder:
     """A policy's text encoders at work: looked up before they are asked, and on the network's device only when asked.
 
-    A prompt that is in the cache has the embedding that was computed first, bit for bit. One that is not is encoded
-    together with the others of the same call that are not, so that with and without a cache a call whose prompts are
-    all new gives the same bits; what a prompt is encoded beside may change the last bits of its embedding.
+    Prompts are encoded one at a time: a matrix product of one row may take another kernel than one of several, which
+    rounds otherwise. So a prompt has the same embedding bit for bit alone and beside others, on every rank, and with a
+    cold cache, a warm one or none. A text encoder's pass is short beside the images', of which each prompt has many.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -84,7 +84,17 @@ class PromptEncoder:
     @torch.no_grad()
     def _encoded(self, prompts: list[str], encode: Encode) -> dict[str, Tensor]:
         with self._at_work(), quiet_libraries():
-            return {name: value.detach().float() for name, value in encode(prompts).items()}
+            rows = [encode([prompt]) for prompt in prompts]
+        return {name: self._stacked(name, [row[name] for row in rows]) for name in rows[0]}
+
+    def _stacked(self, name: str, rows: list[Tensor]) -> Tensor:
+        shapes = {tuple(row.shape[1:]): None for row in rows}
+        if len(shapes) > 1:
+            raise RuntimeError(
+                f"{type(self.policy).__name__}.encode_prompts gives {name!r} the shape "
+                f"{' or '.join(map(str, shapes))}, depending on the prompt. Pad every prompt to one length."
+            )
+        return torch.cat([row.detach().float() for row in rows])
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
+from lit_vgrpo.batches import BATCH_SIZE
 from lit_vgrpo.hub import explain_unloadable, source_of
 from lit_vgrpo.rewards.clip import clip_fault, clip_model
 from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
@@ -29,7 +30,7 @@ class AestheticScore(ModelReward):
     Args:
         checkpoint: of the head: hub name, local folder that holds ``sac+logos+ava1-l14-linearMSE.pth``, or that file.
         clip: hub name or local folder of the ``CLIPModel`` that the head was trained on, with its image processor.
-        batch_size: most images in one forward pass.
+        batch_size: images of every forward pass; fewer are filled up.
         dtype: of CLIP's weights; the head and the scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
 
@@ -43,7 +44,7 @@ class AestheticScore(ModelReward):
         self,
         checkpoint: str = HUB_CHECKPOINT,
         clip: str = HUB_CLIP,
-        batch_size: int = 16,
+        batch_size: int = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:

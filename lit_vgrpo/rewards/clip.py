@@ -25,7 +25,7 @@ class CLIPReward(ModelReward):
     Args:
         checkpoint: hub name or local folder of a ``CLIPModel``.
         processor: hub name or local folder of its ``CLIPProcessor``; None takes ``checkpoint``.
-        batch_size: most images in one forward pass.
+        batch_size: images of every forward pass; fewer are filled up.
         dtype: of the weights; scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
     """

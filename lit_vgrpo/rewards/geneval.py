@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lit_vgrpo.batches import BATCH_SIZE, filled
 from lit_vgrpo.hub import LoadError, quiet_libraries
 from lit_vgrpo.rewards.base import Reward, to_pil, to_uint8
 from lit_vgrpo.rewards.geneval_colors import ColorClassifier, color_model_fault, object_crop
@@ -40,7 +41,7 @@ class GenEval(Reward):
         threshold: the confidence that an object needs.
         counting_threshold: the same for rows with the tag ``counting``.
         max_overlap: the intersection over union from which on one of two objects of a class is dropped; 1 drops none.
-        batch_size: most pictures or crops in one forward pass.
+        batch_size: pictures or crops of every forward pass; fewer are filled up.
         dtype: of the weights.
         device: where the models run; ``"auto"`` follows the images.
 
@@ -61,7 +62,7 @@ class GenEval(Reward):
         threshold: float = 0.3,
         counting_threshold: float = 0.9,
         max_overlap: float = 1.0,
-        batch_size: int = 8,
+        batch_size: int = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:
@@ -137,7 +138,9 @@ class GenEval(Reward):
         pixels = to_uint8(images).to(device)
         objects: list[dict[str, list[Detection]]] = []
         for start in range(0, len(rows), self.batch_size):
-            found = self._detector.find(pixels[start : start + self.batch_size], self.rules.least_threshold)
+            found = self._detector.find(
+                filled(pixels[start : start + self.batch_size], self.batch_size), self.rules.least_threshold
+            )
             objects += [self.rules.keep(one, row) for one, row in zip(found, rows[start:], strict=False)]
         self._color(images, objects, rows)
         return [self.rules.judge(one, row) for one, row in zip(objects, rows, strict=True)]
@@ -149,7 +152,8 @@ class GenEval(Reward):
         todo = [(pictures[i], detection) for i, detections in enumerate(asked) for detection in detections]
         for start in range(0, len(todo), self.batch_size):
             batch = todo[start : start + self.batch_size]
-            crops = [object_crop(picture, detection) for picture, detection in batch]
-            names = self._colors.name(crops, [detection.label for _, detection in batch])
-            for (_, detection), name in zip(batch, names, strict=True):
+            full = batch + batch[-1:] * (self.batch_size - len(batch))
+            crops = [object_crop(picture, detection) for picture, detection in full]
+            names = self._colors.name(crops, [detection.label for _, detection in full])
+            for (_, detection), name in zip(batch, names, strict=False):
                 detection.color = name

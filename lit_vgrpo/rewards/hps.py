@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lit_vgrpo.batches import BATCH_SIZE
 from lit_vgrpo.errors import suggestion
 from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
 from lit_vgrpo.rewards.pixels import letterboxed
@@ -29,7 +30,7 @@ class HPSv2(ModelReward):
         checkpoint: hub name, local folder that holds ``HPS_v2.1_compressed.pt``, or such a file; HPS v2.0's file
             ``HPS_v2_compressed.pt`` fits too.
         model: the checkpoint's architecture, a name that open_clip knows.
-        batch_size: most images in one forward pass.
+        batch_size: images of every forward pass; fewer are filled up.
         dtype: of the weights; scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
 
@@ -45,7 +46,7 @@ class HPSv2(ModelReward):
         self,
         checkpoint: str = HUB_CHECKPOINT,
         model: str = "ViT-H-14",
-        batch_size: int = 16,
+        batch_size: int = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:

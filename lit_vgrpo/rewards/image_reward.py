@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from lit_vgrpo.batches import BATCH_SIZE
 from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, source_of
 from lit_vgrpo.rewards.blip import blip_modules, renamed
 from lit_vgrpo.rewards.model import Dtype, ModelReward
@@ -33,7 +34,7 @@ class ImageReward(ModelReward):
         checkpoint: hub name, local folder that holds ``ImageReward.pt``, or such a file. The sizes are read off it.
         tokenizer: hub name or local folder of BERT's tokenizer; None takes the checkpoint's folder where it holds one,
             else ``google-bert/bert-base-uncased``.
-        batch_size: most images in one forward pass.
+        batch_size: images of every forward pass; fewer are filled up.
         dtype: of BLIP's weights; the head and the scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
 
@@ -48,7 +49,7 @@ class ImageReward(ModelReward):
         self,
         checkpoint: str = HUB_CHECKPOINT,
         tokenizer: str | None = None,
-        batch_size: int = 16,
+        batch_size: int = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:

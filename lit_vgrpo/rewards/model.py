@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from lit_vgrpo.batches import in_batches
 from lit_vgrpo.hub import LoadError, quiet_libraries
 from lit_vgrpo.rewards.base import Reward, to_uint8
 
@@ -16,13 +17,13 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class ModelReward(Reward):
-    """Scores with a frozen model, loaded once; each distinct prompt of a call is read once.
+    """Scores with a frozen model, loaded once; each distinct prompt of a call is read once, by itself.
 
     A subclass defines :meth:`_build`, :meth:`_score` and, where the prompt counts, :meth:`_read`.
 
     Args:
         checkpoint: hub name or local path.
-        batch_size: most images in one forward pass.
+        batch_size: images of every forward pass; fewer are filled up, so that a score has the same bits anywhere.
         dtype: of the model's weights; scores are float32.
         device: where the model runs; ``"auto"`` follows the images. With ``"cpu"`` it does not compete with the policy,
             so it may run in a thread.
@@ -77,11 +78,7 @@ class ModelReward(Reward):
         if not prompts:
             return torch.zeros(0)
         pixels, texts = to_uint8(images).to(device), self._texts(prompts)
-        scores = [
-            self._score(pixels[start : start + self.batch_size], texts[start : start + self.batch_size])
-            for start in range(0, len(prompts), self.batch_size)
-        ]
-        return torch.cat(scores).float().to(images.device)
+        return in_batches(self._score, self.batch_size, pixels, texts).float().to(images.device)
 
     @abstractmethod
     def _build(self) -> nn.Module:
@@ -110,10 +107,8 @@ class ModelReward(Reward):
     def _texts(self, prompts: list[str]) -> Tensor:
         distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
         place = {prompt: number for number, prompt in enumerate(distinct)}
-        read = [
-            self._read(distinct[start : start + self.batch_size]) for start in range(0, len(distinct), self.batch_size)
-        ]
-        return torch.cat(read)[[place[prompt] for prompt in prompts]]
+        # one at a time, as a policy encodes them: what stands beside a prompt must not change its last bits
+        return torch.cat([self._read([prompt]) for prompt in distinct])[[place[prompt] for prompt in prompts]]
 
     def _missing_package(self) -> str | None:
         if self.package is None or find_spec(self.package) is not None:

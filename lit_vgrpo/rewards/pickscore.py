@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lit_vgrpo.batches import BATCH_SIZE
 from lit_vgrpo.rewards.clip import CLIPReward
 from lit_vgrpo.rewards.model import Dtype
 
@@ -21,7 +22,7 @@ class PickScore(CLIPReward):
         checkpoint: hub name or local folder of a ``CLIPModel``.
         processor: hub name or local folder of its ``CLIPProcessor``; None takes the published one for the published
             checkpoint, else ``checkpoint``.
-        batch_size: most images in one forward pass.
+        batch_size: images of every forward pass; fewer are filled up.
         dtype: of the weights; scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
 
@@ -35,7 +36,7 @@ class PickScore(CLIPReward):
         self,
         checkpoint: str = HUB_CHECKPOINT,
         processor: str | None = None,
-        batch_size: int = 16,
+        batch_size: int = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:

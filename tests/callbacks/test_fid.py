@@ -15,6 +15,8 @@ from lit_vgrpo.metrics import FeatureSums, feature_network, frechet_distance, ke
 from lit_vgrpo.module import VGRPOModule
 
 WORKER = Path(__file__).parent / "fid_worker.py"
+SAME = 1e-4
+"""Of a distance. A grey level of one pixel in every image moves it by less, an image too few or twice by far more."""
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +80,8 @@ def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, scri
     with averaged_weights(trainer, module):
         expected = distances(module.generate(rows, list(range(8))), script, real)
     found = module.heldout["heldout/fid@8"], module.heldout["heldout/kid@8"]
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert found != pytest.approx(trained, rel=1e-5)
+    assert found == pytest.approx(expected, rel=SAME)
+    assert found != pytest.approx(trained, rel=SAME)
     assert {"reward", "brightness", "failed", "fid@8", "kid@8"} == {
         key.removeprefix("heldout/") for key in module.heldout
     }
@@ -97,7 +99,7 @@ def test_a_set_of_its_own(tiny_sd3, tmp_path, script, real, prompts):
     module, _ = train(tiny_sd3, tmp_path, [FID(real, script, prompts=prompts, images_per_prompt=2)])
     rows = [prompt for prompt in Path(prompts).read_text().splitlines() for _ in range(2)]
     images = module.generate(rows, [FIRST_OWN_IMAGE + index for index in range(6)])
-    assert module.heldout["heldout/fid@6"] == pytest.approx(distances(images, script, real)[0], rel=1e-4)
+    assert module.heldout["heldout/fid@6"] == pytest.approx(distances(images, script, real)[0], rel=SAME)
     assert not torch.equal(images, module.generate(rows, list(range(6))))
 
 
@@ -209,6 +211,6 @@ def test_two_ranks_find_what_one_finds(tiny_sd3, tmp_path, script, real, prompts
     keys = ["heldout/fid@21", "heldout/kid@21", "heldout/fid@9", "heldout/kid@9"]
     assert first == second
     assert len(one) == len(first) == 2
-    for expected, found, tolerance in zip(one, first, (1e-6, 1e-3), strict=True):  # trained weights differ in rounding
+    for expected, found, tolerance in zip(one, first, (SAME, 1e-3), strict=True):  # trained weights differ in rounding
         assert expected.keys() == found.keys()
         assert [found[key] for key in keys] == pytest.approx([expected[key] for key in keys], rel=tolerance)

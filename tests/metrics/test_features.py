@@ -65,7 +65,10 @@ def test_images_are_rounded_once(network):
 def test_a_batch_has_no_effect(script):
     images = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     small, large = feature_network(str(script), batch_size=2), feature_network(str(script))
-    torch.testing.assert_close(small(images), large(images), rtol=1e-5, atol=1e-5)
+    together = large(images)
+    torch.testing.assert_close(small(images), together, rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.cat([large(image[None]) for image in images]), together)
+    assert torch.equal(large(images.flip(0)).flip(0), together)
     assert large(images[:0]).shape == (0, 6)
 
 
@@ -175,6 +178,6 @@ def test_files_that_hold_something_else(tmp_path):
     (tmp_path / "text.pt").write_text("no network")
     with pytest.raises(LoadError, match=r"text.pt is no TorchScript file. Save one with"):
         feature_network(str(tmp_path / "text.pt")).load()
-    for wrong, message in ((Pair(), "returns tuple"), (Scalar(), r"gives features of shape \(\) for 1 images")):
+    for wrong, message in ((Pair(), "returns tuple"), (Scalar(), r"gives features of shape \(\) for 8 images")):
         with pytest.raises(LoadError, match=message):
             _ = feature_network(str(save_script(wrong, tmp_path / "wrong.pt"))).dimension

@@ -13,15 +13,20 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from helpers import in_order
 from torch import Tensor
 
+from lit_vgrpo.batches import BATCH_SIZE
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.policies import Conditioning, Policy
-from lit_vgrpo.rollout import RolloutSpec, image_generators, sample
+from lit_vgrpo.rollout import RolloutSpec, image_generators, sample, sample_chain
 from lit_vgrpo.snapshots import trainable_parameters
 
-PROMPTS = ["a red circle on the left", "a blue square on the right", "a green triangle", "a red square at the top"]
+PROMPTS = in_order(
+    ["a red circle on the left", "a blue square on the right", "a green triangle", "a red square at the top"]
+)
 NEGATIVE = "a blue square"
+COLOURS, SHAPES = ("red", "blue", "green", "yellow"), ("circle", "square", "triangle")
 HEIGHT, WIDTH = 24, 32  # not square, so that a swap of the two shows
 FROM_PURE_NOISE = {"timestep_spacing": "trailing", "clip_sample": False, "set_alpha_to_one": True}
 SAME = {"rtol": 1e-3, "atol": 1e-4}  # what a few passes may round differently, of pictures in [0, 1]
@@ -209,6 +214,33 @@ def a_row_does_not_depend_on_its_batch(family: Family) -> None:
                 one = policy(noise[i : i + 1], t[i : i + 1], policy.encode([prompt]), guidance)
                 torch.testing.assert_close(one, four[i : i + 1], rtol=1e-4, atol=1e-5)
     assert (four[0] - four[1]).abs().max() > 1e-3
+
+
+def an_image_has_the_same_bits_anywhere(family: Family) -> None:
+    """Alone, beside others, in another order, and spread over calls as two or three ranks would: embeddings too."""
+    policy = family.shared
+    count = BATCH_SIZE + 3
+    prompts = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES][:count]
+    noise = policy.prior(image_generators(1, 0, 0, list(range(count))))
+    ode = RolloutSpec(policy.solvers[0], 2, 1.0 if policy.embeds_guidance else 3.0)
+    sde = RolloutSpec(policy.sde_solvers[0], 2)
+
+    def found(ids: list[int]) -> list[Tensor]:
+        cond = policy.encode([prompts[i] for i in ids])
+        rows, start = torch.arange(len(ids)), noise[ids]
+        latents, _ = sample(policy, cond, rows, ode, start, BATCH_SIZE)
+        draws = image_generators(2, 0, 0, ids)
+        _, _, chain = sample_chain(policy, cond, rows, sde, start, draws, BATCH_SIZE)
+        images = policy.decode(latents)
+        return [*cond.tensors.values(), latents, chain.states, chain.log_probs, images, policy.encode_images(images)]
+
+    every = list(range(count))
+    together = found(every)
+    for spread in ([[4]], [every[::-1]], [every[:2], every[2:]], [every[0::3], every[1::3], every[2::3]]):
+        calls = zip(*map(found, spread), strict=True)
+        order = [i for ids in spread for i in ids]
+        for whole, parts in zip(together, calls, strict=True):
+            assert torch.equal(torch.cat(parts), whole[order])
 
 
 def noise_depends_on_the_image_number_alone(family: Family) -> None:

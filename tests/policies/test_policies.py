@@ -41,6 +41,10 @@ def test_a_row_does_not_depend_on_its_batch(family):
     contract.a_row_does_not_depend_on_its_batch(family)
 
 
+def test_an_image_has_the_same_bits_anywhere(family):
+    contract.an_image_has_the_same_bits_anywhere(family)
+
+
 def test_noise_depends_on_the_image_number_alone(family):
     contract.noise_depends_on_the_image_number_alone(family)
 

@@ -71,12 +71,22 @@ def test_only_what_is_missing_is_encoded_and_each_prompt_once(families, tmp_path
     for policy in (family.load(), family.load(embedding_cache=str(tmp_path))):
         with prompts_encoded(policy) as sizes:
             rows = policy.encode([A, B, A, A])
-            assert sizes == [2]
+            assert sizes == [1, 1]
             assert equal(rows, policy.encode([A, B]).select(torch.tensor([0, 1, 0, 0])))
     with prompts_encoded(policy) as sizes:
         mixed = policy.encode([C, A, C, B])
         assert sizes == [1]
-    torch.testing.assert_close(mixed.tensors, family.shared.encode([C, A, C, B]).tensors)
+    assert equal(mixed, family.shared.encode([C, A, C, B]))
+
+
+def test_prompts_of_different_lengths_are_refused(families):
+    class Unpadded(SD3Policy):
+        def encode_prompts(self, prompts):
+            return {"tokens": torch.zeros(len(prompts), len(prompts[0]), 4)}
+
+    policy = Unpadded(str(families("sd3").folder)).load()
+    with pytest.raises(RuntimeError, match=r"Unpadded.encode_prompts gives 'tokens' the shape \(24, 4\) or \(16, 4\)"):
+        policy.encode([A, C])
 
 
 def test_the_negative_prompt_is_kept_apart_from_the_prompts(families, tmp_path):
@@ -203,7 +213,7 @@ def test_offloaded_encoders_are_with_the_network_only_while_they_encode(families
         assert policy.prompt_encoder.encode([A, B]).tensors["tokens"].device == META
         devices = {p.device for encoder in policy.encoders() for p in encoder.parameters()}
         assert devices == ({CPU} if offload else {META})
-    assert seen == [META, META]
+    assert seen == [META] * 4  # one prompt at a time
 
 
 @pytest.mark.parametrize("offload", [True, False])

@@ -47,11 +47,13 @@ def test_neither_batch_size_nor_neighbours_matter(build, images, kind):
     assert scores.shape == (5,)
     assert scores.dtype == torch.float32
     assert scores.std() > 1e-3
-    together = build(kind, batch_size=64)
-    torch.testing.assert_close(scores, together(images, PROMPTS, [{}] * 5), atol=1e-4, rtol=1e-5)
-    alone = torch.cat([together(images[i : i + 1], PROMPTS[i : i + 1], [{}]) for i in range(5)])
-    torch.testing.assert_close(scores, alone, atol=1e-4, rtol=1e-5)
-    assert together(images[:0], [], []).shape == (0,)
+    reward = build(kind)
+    together = reward(images, PROMPTS, [{}] * 5)
+    torch.testing.assert_close(scores, together, atol=1e-4, rtol=1e-5)
+    alone = torch.cat([reward(images[i : i + 1], PROMPTS[i : i + 1], [{}]) for i in range(5)])
+    assert torch.equal(alone, together)
+    assert torch.equal(reward(images.flip(0), PROMPTS[::-1], [{}] * 5).flip(0), together)
+    assert reward(images[:0], [], []).shape == (0,)
 
 
 @pytest.mark.parametrize("kind", [PickScore, CLIPScore, HPSv2, ImageReward])
