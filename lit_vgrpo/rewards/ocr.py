@@ -121,7 +121,8 @@ class OCRReward(Reward):
                 "Det.model_path": str(_model_file("det")),
                 "Rec.model_path": str(_model_file("rec")),
                 "Rec.rec_img_shape": [3, RECOGNISER_HEIGHT, least_width],
-                "Rec.rec_batch_num": LINES_PER_PASS,
+                # pictures one by one, so that what is read in one does not depend on the others; it is no slower
+                "Rec.rec_batch_num": LINES_PER_PASS if self.detect else 1,
                 "EngineConfig.onnxruntime.intra_op_num_threads": threads,
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
             }
