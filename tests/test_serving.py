@@ -363,8 +363,8 @@ def test_bodies_that_are_held_are_bounded_together(monkeypatch):
 HEAD = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n"
 
 
-@pytest.mark.parametrize("sent", [HEAD, HEAD + b"\r\n" + bytes(10)])
-def test_a_request_that_is_slow_in_coming_is_given_up(monkeypatch, sent):
+@pytest.mark.parametrize(("sent", "within"), [(HEAD, b"0.2"), (HEAD + b"\r\n" + bytes(10), b"0.4")])
+def test_a_request_that_is_slow_in_coming_is_given_up(monkeypatch, sent, within):
     monkeypatch.setattr(connections, "HEAD_S", 0.2)
     monkeypatch.setattr(connections, "BODY_S", 0.4)
     with Serving(Recorded()) as serving, socket.create_connection(serving.listener.getsockname()) as client:
@@ -385,7 +385,21 @@ def test_a_request_that_is_slow_in_coming_is_given_up(monkeypatch, sent):
         else:
             raise AssertionError("it was never given up")
     assert answer.startswith(b"HTTP/1.1 408")
-    assert b"did not come within" in answer
+    assert b"did not come within %s s" % within in answer
+
+
+def test_scoring_may_take_longer_than_a_request_may_take_to_come(monkeypatch):
+    reward = Recorded()
+    with Serving(reward) as serving:
+        monkeypatch.setattr(connections, "HEAD_S", 0.2)
+        monkeypatch.setattr(connections, "BODY_S", 0.3)
+        reward.go_on.clear()
+        threads, answers = post_in_threads(serving.url, [body_of(make_images(1)[0])])
+        assert reward.started.wait(20)
+        threading.Event().wait(0.6)
+        reward.go_on.set()
+        threads[0].join(20)
+    assert answers[0].status_code == 200
 
 
 def test_a_connection_that_says_nothing_is_closed_and_one_between_requests_is_kept(monkeypatch):

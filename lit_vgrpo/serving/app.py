@@ -13,7 +13,6 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.requests import ClientDisconnect
 
 from lit_vgrpo import __version__
 from lit_vgrpo.errors import one_line
@@ -33,7 +32,6 @@ DECODERS = 4
 """Requests that are decoded at once; each takes its body several times over."""
 BODIES = 16
 """Bodies of the largest size that are held at once, whole or in part."""
-CLIENT_GONE = 499
 
 
 def make_app(worker: Worker, name: str, token: str | None, max_request_bytes: int, limits: Limits) -> FastAPI:
@@ -83,9 +81,7 @@ def make_app(worker: Worker, name: str, token: str | None, max_request_bytes: in
             raise HTTPException(413 if error.cause == "too_large" else 422, one_line(error)) from error
         except (Busy, Stopping) as error:
             raise HTTPException(503, one_line(error), {"Retry-After": str(RETRY_AFTER_S)}) from error
-        except ClientDisconnect as error:
-            raise HTTPException(CLIENT_GONE, "the client is gone") from error  # nobody reads it
-        except Exception as error:
+        except Exception as error:  # a client that went away among them, who reads no answer
             raise HTTPException(500, f"{type(error).__name__}: {one_line(error)}") from error
         parts = scores.parts if len(scores.parts) > 1 else None
         return JSONResponse(score_answer(scores.total, scores.errors, name, parts))
