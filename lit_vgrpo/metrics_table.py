@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lit_vgrpo.resume import Progress
+from lit_vgrpo.run_folder import candidates
 
 Keep = Callable[[dict[str, str]], bool]
 
@@ -54,9 +56,10 @@ class _Writer(ExperimentWriter):
         self._columns: list[str] = []  # in the file
         self.waits = False
         super().__init__(log_dir=folder)
-        if keep is not None and os.path.isfile(self.metrics_file_path):
-            self.metrics_keys, rows = read_table(Path(self.metrics_file_path))
-            self._write([row for row in rows if keep(row)])
+        if keep is not None:
+            self.metrics_keys, rows = self._table_there()
+            if self.metrics_keys:
+                self._write([row for row in rows if keep(row)])
 
     @override
     def _check_log_dir_exists(self) -> None:
@@ -72,8 +75,9 @@ class _Writer(ExperimentWriter):
             if self._columns == self.metrics_keys:
                 self._append(self.metrics)
             else:
-                path = Path(self.metrics_file_path)
-                self._write([*(read_table(path)[1] if path.is_file() else []), *self.metrics])
+                columns, rows = self._table_there()
+                self.metrics_keys = sorted({*self.metrics_keys, *columns})
+                self._write([*rows, *self.metrics])
         except OSError as error:
             if not self.waits:
                 what = f"Cannot write {self.metrics_file_path}: {error.strerror}."
@@ -81,6 +85,20 @@ class _Writer(ExperimentWriter):
             self.waits, self._columns = True, []
             return
         self.metrics, self.waits = [], False
+
+    def _table_there(self) -> tuple[list[str], list[dict[str, str]]]:
+        """Columns and rows of the file; what is no table of a run is moved aside, and the table begins anew."""
+        path = Path(self.metrics_file_path)
+        try:
+            return read_table(path)
+        except FileNotFoundError:
+            return [], []
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            aside = next(p for p in candidates(path.with_name(f"{path.name}.foreign")) if not os.path.lexists(p))
+            path.rename(aside)
+            rank_zero_warn(f"{path} is not the table of a run ({why}): it is {aside.name} now, and a new one begins.")
+            return [], []
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         size = os.stat(self.metrics_file_path).st_size
@@ -108,14 +126,38 @@ class _Writer(ExperimentWriter):
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows; a last line that was being written when the run was killed is left out."""
-    text = path.read_text()
-    lines = text.splitlines()
-    if lines and not text.endswith("\n"):
+    """Columns and rows; a line that was being written when the run was killed is left out.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not the table of a run.
+    """
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    lines = text.splitlines(keepends=True)
+    if len(lines) > 1 and not lines[-1].endswith("\n"):
         lines.pop()
     reader: csv.DictReader[str] = csv.DictReader(lines)
-    columns = list(reader.fieldnames or [])
-    return columns, [row for row in reader if None not in row.values()]
+    try:
+        columns = list(reader.fieldnames or [])
+        rows = list(reader)
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
+    if columns and "step" not in columns:
+        raise ValueError("it has no column step")
+    whole = [row for row in rows if _is_whole(row)]
+    if rows and not whole:
+        raise ValueError(f"none of its {len(rows)} rows has a number of a step")
+    return columns, whole
+
+
+def _is_whole(row: dict[Any, Any]) -> bool:
+    """Whether a row has a cell for each column, and says when it was logged."""
+    if None in row or None in row.values():
+        return False
+    try:
+        return math.isfinite(float(row["step"])) and math.isfinite(float(row.get("epoch") or 0))
+    except ValueError:
+        return False
 
 
 def rows_up_to(progress: Progress | None) -> Keep:
