@@ -30,6 +30,7 @@ from lit_vgrpo.curriculum_runner import run_curriculum
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, from_parser, one_line, report, say
 from lit_vgrpo.events import Events
+from lit_vgrpo.inputs import inputs_of
 from lit_vgrpo.interrupt import RunCheckpoint
 from lit_vgrpo.memory import device_name, idle_gpu
 from lit_vgrpo.metrics_table import MetricsTable, rows_up_to
@@ -38,6 +39,7 @@ from lit_vgrpo.paths import import_from_here, write_whole
 from lit_vgrpo.recipe import Command, parse_command, parser_config, read_recipe
 from lit_vgrpo.recipe_changes import RecipeInCheckpoint, refuse_changes
 from lit_vgrpo.resume import Progress, Resumption, last_good_checkpoint, resumed_folder
+from lit_vgrpo.resume_guard import ResumeGuard
 from lit_vgrpo.run_folder import (
     CONFIG_NAME,
     FolderLock,
@@ -110,6 +112,7 @@ class RecipeCLI(LightningCLI):
         self.checkpoints = RunCheckpoint()
         self.resumption: Resumption | None = None
         self.carried = RecipeInCheckpoint({})
+        self.guard = ResumeGuard(allow_changes=False)
         self.allowed_changes: list[str] = []
         self.unscorable: list[UnscorablePrompts] = []
         with parser_config(command) as (config, self.note):
@@ -201,7 +204,10 @@ class RecipeCLI(LightningCLI):
             checkpoint = read_sound(Path(path))
         except CheckpointDamage as damage:
             raise UserError(f"{what} {damage}. Give another checkpoint of its folder.") from damage
-        self.allowed_changes = refuse_changes(checkpoint, self.carried.recipe, self.config.allow_changes, what)
+        self.guard.inputs = inputs_of(self.model, self.datamodule)
+        allowed = self.guard.allow_changes = self.config.allow_changes
+        self.allowed_changes = refuse_changes(checkpoint, self.carried.recipe, self.guard.inputs, allowed, what)
+        self.guard.said = self.allowed_changes
         progress = Progress.of(checkpoint)
         if self.resumption is None and progress.is_finished(self.trainer.max_epochs, self.trainer.max_steps):
             limit = "max_epochs" if progress.is_finished(self.trainer.max_epochs, max_steps=-1) else "max_steps"
@@ -244,7 +250,7 @@ class RecipeCLI(LightningCLI):
         if self.config.trainer.enable_progress_bar is not False:
             wanted.append(our_callbacks.ProgressBar)
         added = [cls() for cls in wanted if not any(isinstance(callback, cls) for callback in chosen)]
-        callbacks: list[Callback] = [RunFolder(self.ckpt_path), self.carried, *chosen, *added]
+        callbacks: list[Callback] = [RunFolder(self.ckpt_path), self.carried, self.guard, *chosen, *added]
         own = [callback for callback in chosen if isinstance(callback, RunCheckpoint)]
         if own:
             self.checkpoints = own[0]

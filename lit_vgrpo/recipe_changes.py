@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.inputs import INPUTS_KEY, changed_inputs, moved_settings, same_inputs
 
 RECIPE_KEY = "lit_vgrpo_recipe"
 FREE_KEYS = ("name", "run_dir", "ckpt_path", "allow_changes", "model.non_finite", "model.failed_images")
@@ -63,12 +65,13 @@ class RecipeInCheckpoint(Callback):
         checkpoint[RECIPE_KEY] = self.recipe
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any], moved: Sequence[str] = ()) -> list[str]:
     """The settings that must be the same and are not, a line each.
 
     Args:
         saved: the checkpoint's recipe, plain values with the defaults filled in.
         now: the present one.
+        moved: patterns of the settings of which any other value means the same.
 
     >>> changes({"model": {"lr": 0.001}, "name": "a"}, {"model": {"lr": 0.0003}, "name": "b"})
     ['model.lr: 0.001 in the checkpoint, 0.0003 now']
@@ -88,18 +91,29 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if key not in before and (new in UNUSED or new == UNUSED_WORDS.get(key.rpartition(".")[2])):
             continue
         inner = any(key.startswith(owner) and key != f"{owner}class_path" for owner in swapped)
+        if any(re.fullmatch(pattern, key) for pattern in moved):
+            continue
         if old != new and not inner and not _is_free(key, bound):
             shown = key.replace(".init_args", "").removesuffix(".class_path")
             lines.append(f"{shown}: {_shown(old)} in the checkpoint, {_shown(new)} now")
     return lines
 
 
-def refuse_changes(checkpoint: Mapping[str, Any], now: Mapping[str, Any], allowed: bool, what: str) -> list[str]:
-    """Compare a checkpoint's recipe with the present one; one without a recipe goes with all.
+def refuse_changes(
+    checkpoint: Mapping[str, Any],
+    now: Mapping[str, Any],
+    inputs: Mapping[str, Mapping[str, str]],
+    allowed: bool,
+    what: str,
+) -> list[str]:
+    """Compare a checkpoint's recipe, and the files it was trained with, with the present ones.
+
+    A checkpoint goes with all of what it does not say.
 
     Args:
         checkpoint: its content.
         now: the present recipe, as in :func:`changes`.
+        inputs: the present fingerprints, see :func:`~lit_vgrpo.inputs.inputs_of`.
         allowed: the user has said ``allow_changes=true``.
         what: how the user named the checkpoint.
 
@@ -109,10 +123,14 @@ def refuse_changes(checkpoint: Mapping[str, Any], now: Mapping[str, Any], allowe
     Raises:
         UserError: with every difference, unless they are allowed.
     """
-    found = changes(checkpoint[RECIPE_KEY], now) if RECIPE_KEY in checkpoint else []
+    saved = checkpoint.get(INPUTS_KEY) or {}
+    moved = moved_settings(same_inputs(saved, inputs), saved)
+    of_recipe = changes(checkpoint[RECIPE_KEY], now, moved) if RECIPE_KEY in checkpoint else []
+    found = [*of_recipe, *changed_inputs(saved, inputs)]
     if found and not allowed:
+        why = "it is a checkpoint of another recipe" if of_recipe else "it was trained with other files"
         raise UserError(
-            f"Cannot continue from {what}: it is a checkpoint of another recipe.",
+            f"Cannot continue from {what}: {why}.",
             *found,
             "Leave these as they were, or add allow_changes=true to go on with the new ones.",
         )

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_fault
 from lit_vgrpo.data.description import describe
+from lit_vgrpo.data.fingerprint import prompts_fingerprint
 from lit_vgrpo.data.prompt_sets import PromptChoice, PromptSets, limited_heldout
 from lit_vgrpo.data.prompts import read_prompts
 from lit_vgrpo.data.rows import Row, Rows
@@ -181,6 +182,14 @@ class PromptDataModule(L.LightningDataModule):
     def describe(self) -> list[str]:
         """What was read, to be said before a run: a line, and one for everything that is worth a second look."""
         return describe(self._loaded())
+
+    def fingerprint(self) -> str:
+        """The same for the same training prompts in the same order.
+
+        Raises:
+            ValueError: they cannot be read.
+        """
+        return prompts_fingerprint(self._loaded())
 
     def training_rows(self) -> Iterator[Row]:
         """The training rows for a look before a run: all, but only the first ones of what is not in memory."""

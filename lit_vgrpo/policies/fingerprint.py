@@ -1,30 +1,50 @@
-"""What a prompt's embedding depends on besides the prompt, as one short text."""
+"""What a policy's weights are, and what a prompt's embedding depends on besides the prompt, as short texts."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor
+
+from lit_vgrpo.file_fingerprint import folder_fingerprint, of_the_model
+from lit_vgrpo.hub import local_folder
+from lit_vgrpo.policies.pipeline_folder import INDEX, config_folder, weight_files
 
 if TYPE_CHECKING:
     from lit_vgrpo.policies.base import Policy
 
 SAMPLED_VALUES = 4096
 """Values of each parameter that are looked at: all of a small one, evenly spaced ones of a large one."""
-NOT_OF_THE_MODEL = (
-    "_name_or_path",
-    "_commit_hash",
-    "transformers_version",
-    "_diffusers_version",
-    "dtype",
-    "torch_dtype",
-)
-"""Entries of a config that say where a model came from; the type is that of its parameters."""
+
+
+def pipeline_fingerprint(policy: Policy) -> dict[str, str]:
+    """A fingerprint of each part of the pipeline that a policy loads, from its files; the policy need not be loaded.
+
+    Files of more than 64 MiB are sampled, see :func:`~lit_vgrpo.file_fingerprint.file_fingerprint`. Empty where not
+    all of the parts are on this machine.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is damaged.
+    """
+    folder = local_folder(policy.checkpoint) or config_folder(policy.checkpoint, policy.revision)
+    if folder is None:
+        return {}
+    index = of_the_model(json.loads((folder / INDEX).read_bytes()))
+    left_out = policy.null_components(folder)
+    found = {INDEX: hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()}
+    for name in (name for name, entry in index.items() if isinstance(entry, list) and name not in left_out):
+        part = folder / name
+        weights = weight_files(part, policy.variant) or weight_files(part, None)
+        if not part.is_dir() or ((part / "config.json").is_file() and not weights):
+            return {}  # the rest of it is still to be downloaded
+        found[name] = folder_fingerprint(part, weights)
+    return found
 
 
 @torch.no_grad()
@@ -41,14 +61,15 @@ def encoder_fingerprint(policy: Policy) -> str:
 
     pipeline = policy.pipeline
     add(type(policy).__name__, dict(_family_options(policy)))
-    add(type(pipeline).__name__, {k: v for k, v in _own(pipeline.config).items() if not isinstance(v, list | tuple)})
+    settings = of_the_model(dict(pipeline.config))
+    add(type(pipeline).__name__, {k: v for k, v in settings.items() if not isinstance(v, list | tuple)})
     encoders = policy.encoders()
     for name, component in sorted(pipeline.components.items()):
         if any(component is encoder for encoder in encoders):
-            add(name, type(component).__name__, _own(component.config.to_dict()))
+            add(name, type(component).__name__, of_the_model(component.config.to_dict()))
             for key, parameter in component.named_parameters():
                 add(key, parameter.shape, parameter.dtype)
-            digest.update(_sampled(component))
+            digest.update(sampled(component.parameters()))
         elif hasattr(component, "model_max_length"):
             add(name, type(component).__name__, _vocabulary(component))
     return digest.hexdigest()
@@ -67,19 +88,11 @@ def _family_options(policy: Policy) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(policy, name, None)
 
 
-def _own(config: Any) -> dict[str, Any]:
-    return {
-        key: _own(value) if isinstance(value, dict) else value
-        for key, value in dict(config).items()
-        if key not in NOT_OF_THE_MODEL
-    }
-
-
-def _sampled(module: nn.Module) -> bytes:
-    """Some bytes of every parameter, fetched from the device at once."""
+def sampled(tensors: Iterable[Tensor]) -> bytes:
+    """Some bytes of every tensor, fetched from the device at once."""
     parts = []
-    for parameter in module.parameters():
-        flat = parameter.detach().flatten()
+    for tensor in tensors:
+        flat = tensor.detach().flatten()
         step = max(1, flat.numel() // SAMPLED_VALUES)
         parts.append(flat[::step].contiguous().view(torch.uint8))
     return torch.cat(parts).cpu().numpy().tobytes()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.policies.fingerprint import sampled
 
 if TYPE_CHECKING:
     from lit_vgrpo.policies.base import Policy
@@ -54,6 +57,20 @@ def load_start(policy: Policy) -> None:
             f"Set model.policy.lora_alpha={alpha}."
         )
     saved.put_into(policy, variant)
+
+
+def start_fingerprint(policy: Policy) -> dict[str, str]:
+    """A fingerprint of the weights that a policy starts from, and that are its reference when its run goes on.
+
+    Raises:
+        LoadError: there are none, or not any more.
+    """
+    assert policy.start_from is not None
+    saved, variant = _saved(policy.start_from, policy.start_weights, _say_nothing)
+    tensors = saved.tensors[variant]
+    digest = sha256(json.dumps({name: list(tensor.shape) for name, tensor in tensors.items()}).encode())
+    digest.update(sampled(tensors.values()))
+    return {"weights": digest.hexdigest()}
 
 
 def _saved(start_from: str, start_weights: str, say: Callable[[str], None]) -> tuple[SavedWeights, str]:

@@ -39,6 +39,7 @@ class AestheticScore(ModelReward):
     """
 
     name = "aesthetic"
+    weight_files = (("checkpoint", FILENAME), ("clip", "config.json"))
 
     def __init__(
         self,

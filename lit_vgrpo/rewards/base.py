@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -36,6 +36,8 @@ class Reward(ABC):
     """
 
     name: str
+    weight_files: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Arguments that say where weights lie, each with a file that lies there: the weights, or one of a folder."""
     concurrent: bool = False
     failure: str | None = None
 

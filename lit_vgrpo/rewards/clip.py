@@ -30,6 +30,8 @@ class CLIPReward(ModelReward):
         device: where the model runs; ``"auto"`` follows the images.
     """
 
+    weight_files = (("checkpoint", "config.json"), ("processor", "tokenizer_config.json"))
+
     def __init__(self, checkpoint: str, processor: str | None, batch_size: int, dtype: Dtype, device: str) -> None:
         super().__init__(checkpoint, batch_size, dtype, device)
         self.processor = processor or checkpoint

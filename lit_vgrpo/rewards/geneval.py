@@ -53,6 +53,7 @@ class GenEval(Reward):
     """
 
     name = "geneval"
+    weight_files = (("detector", "config.json"), ("clip", "config.json"))
 
     def __init__(
         self,

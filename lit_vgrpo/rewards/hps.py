@@ -39,6 +39,7 @@ class HPSv2(ModelReward):
     """
 
     name = "hpsv2"
+    weight_files = (("checkpoint", FILENAME),)
     package = "open_clip"
     extra = "hps"
 

@@ -44,6 +44,7 @@ class ImageReward(ModelReward):
     """
 
     name = "image_reward"
+    weight_files = (("checkpoint", FILENAME), ("tokenizer", "tokenizer_config.json"))
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from lit_vgrpo.cli import run
 from lit_vgrpo.exporting.cli import export
 from lit_vgrpo.hub import LoadError
 from lit_vgrpo.policies import SD3Policy
-from lit_vgrpo.policies.start import start_fault
+from lit_vgrpo.policies.start import start_fault, start_fingerprint
 from lit_vgrpo.run_folder import CONFIG_NAME
 from lit_vgrpo.saved_weights import SavedWeights
 from lit_vgrpo.snapshots import trainable_parameters
@@ -164,3 +164,14 @@ def test_a_damaged_checkpoint_is_left_out(inside, tiny_sd3, tmp_path, capsys):
     started = policy(tiny_sd3, start_from=str(folder)).load()
     assert same(trainable_parameters(started), saved(LAST))
     assert "Skipped " in capsys.readouterr().err
+
+
+def test_its_fingerprint_is_that_of_the_weights(inside, tmp_path, tiny_sd3):
+    shutil.copy(LAST, tmp_path / "moved.ckpt")
+    first = start_fingerprint(policy(tiny_sd3, start_from=LAST))
+    assert start_fingerprint(policy(tiny_sd3, start_from=str(tmp_path / "moved.ckpt"))) == first
+    assert start_fingerprint(policy(tiny_sd3, start_from=LAST, start_weights="ema")) != first
+    content = torch.load(LAST, weights_only=True)
+    content["state_dict"][min(content["state_dict"])].view(-1)[0] += 1
+    write(content, tmp_path / "moved.ckpt")
+    assert start_fingerprint(policy(tiny_sd3, start_from=str(tmp_path / "moved.ckpt"))) != first

@@ -1,0 +1,97 @@
+"""Short texts that are the same for the same content of files, also of files too large to be read whole."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+READ_WHOLE = 64 * 2**20
+"""Bytes up to which a file is read whole."""
+SAMPLE, SAMPLES = 4096, 1024
+"""Bytes of one look into a larger one, and how many are spread evenly over it."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+WORDS = (".txt", ".model")
+"""Vocabularies, beside the JSON files."""
+NOT_OF_THE_MODEL = (
+    "_name_or_path",
+    "_commit_hash",
+    "transformers_version",
+    "_diffusers_version",
+    "dtype",
+    "torch_dtype",
+)
+"""Entries of a config that say where a model came from; the type is that of its parameters."""
+
+
+def file_fingerprint(path: Path) -> str:
+    """The SHA-256 of a file of up to 64 MiB; of a larger one that of its size and of samples.
+
+    Of safetensors the header and the beginning of every tensor are among the samples. Of a zip file, such as torch
+    writes, the checksums of all its parts are taken instead: they stand together at its end.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = sha256()
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= READ_WHOLE:
+            while block := file.read(2**20):
+                digest.update(block)
+            return digest.hexdigest()
+        digest.update(str(size).encode())
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                parts = [(part.filename, part.CRC, part.file_size) for part in archive.infolist()]
+            digest.update(repr(parts).encode())
+            return digest.hexdigest()
+        for place in sorted({*range(0, size, size // SAMPLES), *_tensors(path, file)}):
+            file.seek(place)
+            digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
+
+
+def _tensors(path: Path, file: BinaryIO) -> Iterable[int]:
+    """Where the tensors of a safetensors file begin."""
+    if path.suffix != ".safetensors":
+        return []
+    file.seek(0)
+    (length,) = struct.unpack("<Q", file.read(8))
+    header = json.loads(file.read(length))
+    return [8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"]
+
+
+def folder_fingerprint(folder: Path, weights: Sequence[Path] | None = None) -> str:
+    """The same for the same model or tokenizer, wherever its folder lies and whichever version saved it.
+
+    Args:
+        folder: whose JSON files, vocabularies and weights count.
+        weights: the files of weights; by default all, safetensors where there are any.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a JSON file is damaged.
+    """
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    if weights is None:
+        weights = [path for path in files if path.suffix in WEIGHTS]
+        weights = [path for path in weights if path.suffix == ".safetensors"] or weights
+    digest = sha256()
+    for path in files:
+        if path.suffix == ".json" and path.stat().st_size <= READ_WHOLE:
+            digest.update(json.dumps([path.name, of_the_model(json.loads(path.read_bytes()))], sort_keys=True).encode())
+        elif path.suffix in WORDS or path in weights:
+            digest.update(f"{path.name} {file_fingerprint(path)}".encode())
+    return digest.hexdigest()
+
+
+def of_the_model(config: Any) -> Any:
+    """A configuration without the entries that say where a model came from."""
+    if not isinstance(config, dict):
+        return config
+    return {key: of_the_model(value) for key, value in config.items() if key not in NOT_OF_THE_MODEL}
