@@ -265,7 +265,7 @@ class Filling(Callback):
 """
 
 
-@pytest.mark.parametrize(("stop", "ranks"), [(3, 1), (9, 1), pytest.param(9, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stop", "ranks"), [(3, 1), *(pytest.param(9, n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_a_full_disk_leaves_what_was_saved(tiny_recipe, tmp_path, stop, ranks):
     (tmp_path / "filling.py").write_text(FILLING)
     callbacks = "{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}, {class_path: filling.Filling, "
