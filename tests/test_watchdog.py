@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -146,9 +147,11 @@ def test_a_rank_that_is_stopped_is_named_and_does_not_keep_the_others(tiny_recip
     saving = "trainer.callbacks=[{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]"
     ranks = start_ranks(launcher, str(tiny_recipe), reward, saving, "data.heldout=null", "trainer.max_epochs=100")
     waiting = ranks[0 if stopped == "1" else 1]
+    limit = threading.Timer(120, waiting.kill)  # ends what is read below
+    limit.start()
     try:
         said = iter(waiting.stdout.readline, "")
-        named = next(line for line in said if "is stopped, and the others wait" in line)
+        named = next((line for line in said if "is stopped, and the others wait" in line), "")
         process = re.fullmatch(rf"Rank {stopped} \(process (\d+)\) .* Let it go on: kill -CONT \1\n", named).group(1)
         assert state_of(int(process)) == "T"
         for name in names:
@@ -156,6 +159,7 @@ def test_a_rank_that_is_stopped_is_named_and_does_not_keep_the_others(tiny_recip
             time.sleep(0.2)
         last = waiting.communicate(timeout=120)[0].strip().splitlines()[-1]
     finally:
+        limit.cancel()
         for rank in ranks:
             rank.kill()
             rank.wait()
