@@ -25,9 +25,15 @@ class Export(L.Callback):
 
     Args:
         folder: where to; relative paths are inside the run folder.
+
+    Raises:
+        ValueError: a folder that is no place of its own.
     """
 
     def __init__(self, folder: str = "export") -> None:
+        path = Path(folder)
+        if not path.name or ".." in path.parts:
+            raise ValueError(f"folder={folder} is no folder of its own. Use a name in the run folder, such as export.")
         self.folder = folder
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

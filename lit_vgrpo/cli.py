@@ -24,11 +24,12 @@ from typing_extensions import override
 
 from lit_vgrpo import callbacks as our_callbacks
 from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so that their classes go by short names
+from lit_vgrpo.callback_faults import callback_faults
 from lit_vgrpo.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.curriculum import is_curriculum
 from lit_vgrpo.curriculum_runner import run_curriculum
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.errors import UserError, from_parser, one_line, report, say
+from lit_vgrpo.errors import UserError, fault_in_own_code, from_parser, one_line, report, say
 from lit_vgrpo.events import Events
 from lit_vgrpo.inputs import inputs_of
 from lit_vgrpo.interrupt import RunCheckpoint
@@ -38,7 +39,7 @@ from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.paths import import_from_here, write_whole
 from lit_vgrpo.recipe import Command, parse_command, parser_config, read_recipe
 from lit_vgrpo.recipe_changes import RecipeInCheckpoint, refuse_changes
-from lit_vgrpo.resume import Progress, Resumption, last_good_checkpoint, resumed_folder
+from lit_vgrpo.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
 from lit_vgrpo.resume_guard import ResumeGuard
 from lit_vgrpo.run_folder import (
     CONFIG_NAME,
@@ -146,7 +147,11 @@ class RecipeCLI(LightningCLI):
         self.config = parser.parse_args(args)
         if self.config.seed_everything is True:
             self.config.seed_everything = _drawn_seed()
-        self.config.name = self.config.name or self.command.recipe.stem
+        if self.config.name is None:
+            method = self.command.other_objective if self.note is not None else None
+            # The run of another method is not to be taken for one of the recipe's own.
+            suffix = "" if method is None else f"_{method.rpartition('.')[2]}"
+            self.config.name = f"{self.command.recipe.stem}{suffix}"
         if self.config.trainer.default_root_dir is not None:
             raise UserError("trainer.default_root_dir is set by the command. Use run_dir=... instead.")
         if self.command.resume:
@@ -199,7 +204,11 @@ class RecipeCLI(LightningCLI):
         if not Path(path).exists():
             raise UserError(f"{what} does not exist. Give a checkpoint of an earlier run.")
         if Path(path).is_dir():
-            return
+            newest = newest_checkpoint(Path(path))
+            advice = (
+                "Give a checkpoint file." if newest is None else f"Set ckpt_path={newest}, or go on in it: --resume."
+            )
+            raise UserError(f"{what} is a folder. {advice}")
         try:
             checkpoint = read_sound(Path(path))
         except CheckpointDamage as damage:
@@ -218,7 +227,7 @@ class RecipeCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        base = Path(self.config.run_dir or Path("runs") / self.config.name).expanduser()
+        base = self._asked_folder
         self.make_folder = self.make_folder and is_first_process()
         self.folder = self.resumption.folder if self.resumption is not None else base
         if self.make_folder:
@@ -263,10 +272,7 @@ class RecipeCLI(LightningCLI):
     def faults(self) -> list[str]:
         """What is wrong with the parts, found without loading a weight."""
         ranks, callbacks = self.trainer.world_size, self.trainer.callbacks  # type: ignore[attr-defined]
-        fids = [callback for callback in callbacks if isinstance(callback, our_callbacks.FID)]
-        alarms = [callback for callback in callbacks if isinstance(callback, our_callbacks.RewardHackAlarm)]
-        of_callbacks = [fault for fid in fids for fault in fid.check(ranks)]
-        of_callbacks += [fault for alarm in alarms for fault in alarm.check(self.model, self.datamodule)]
+        of_callbacks = callback_faults(callbacks, self.model, self.datamodule, ranks)
         of_strategy = strategy_faults(self.trainer.strategy, self.model, self.datamodule.sizes)
         of_data = self.datamodule.check(ranks)
         if not of_data:
@@ -299,12 +305,22 @@ class RecipeCLI(LightningCLI):
         lines = [self.note] if self.note is not None else []
         lines += [f"Changed: {change}" for change in self.allowed_changes]
         device = self.trainer.strategy.root_device
-        lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}", f"Run folder: {self.folder}"]
+        lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}", self._about_folder()]
         if (gpu := idle_gpu(device)) is not None:
             lines.append(f"WARNING: {gpu} is not used. To train on it: trainer.accelerator=gpu")
         if self.resumption is not None:
             lines.append(self.resumption.opening)
         return lines
+
+    def _about_folder(self) -> str:
+        """Where the run goes, and which earlier run it leaves as it is."""
+        asked = self._asked_folder
+        taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} is an earlier run's)"
+        return f"Run folder: {self.folder}{taken}"
+
+    @property
+    def _asked_folder(self) -> Path:
+        return Path(self.config.run_dir or Path("runs") / self.config.name).expanduser()
 
     def save_recipe(self) -> None:
         """Write ``config.yaml``, itself a recipe; the one of a run that goes on stays."""
@@ -352,12 +368,18 @@ def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
     command = parse_command(args)
     recipe = read_recipe(command)
     try:
-        return RecipeCLI(command, make_folder)
+        try:
+            return RecipeCLI(command, make_folder)
+        except (ArgumentError, MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
+            faults = recipe_faults(recipe, TOP_LEVEL, LINKED) or [from_parser(error)]
+            raise UserError(*faults) from error
     except UserError:
         raise
-    except (ArgumentError, MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
-        faults = recipe_faults(recipe, TOP_LEVEL, LINKED) or [from_parser(error)]
-        raise UserError(*faults) from error
+    except (Exception, SystemExit) as error:
+        fault = fault_in_own_code(error)
+        if fault is None:
+            raise
+        raise UserError(fault) from error
 
 
 def guarded(body: Callable[[Sequence[str]], int], args: Sequence[str], stopped: str | None = None) -> int:

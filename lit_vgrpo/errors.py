@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 LONGEST_LIST = 12  # names shown where nothing is near
 HARMLESS = "\n\t\u200c\u200d"
@@ -123,6 +126,26 @@ def from_parser(error: BaseException) -> str:
     if owner is not None and root is not error:
         text = f"{owner.group(1)}: {text}"
     return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def fault_in_own_code(error: BaseException) -> str | None:
+    """Where the user's own code broke, in a line; ``None`` where it was not that, as far as the files tell."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}."
+    package = Path(__file__).parent
+    roots = (
+        str(package),
+        str(package.parent / "callbacks"),
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    )
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_file() and not frame.filename.startswith(roots)
+    ]
+    if not own:
+        return None
+    return f"{own[-1].filename} line {own[-1].lineno}: {type(error).__name__}: {error}."
 
 
 def report(faults: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import traceback
 from pathlib import Path
@@ -135,7 +136,7 @@ def _how_it_went(cli: RecipeCLI) -> int:
         if stopped:
             word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"
             say(f"{word}: {_what_was_saved(cli)}", error=True)
-    if checkpoints.unsaved is not None or unwritten:
+    if checkpoints.unsaved is not None or unwritten or (not stopped and _nothing_was_scored(cli)):
         return FAILED
     return status if stopped else FINISHED
 
@@ -147,6 +148,15 @@ def _say_rewards(cli: RecipeCLI) -> None:
         start, end = (scores.get("heldout/reward") for scores in (callback.heldout_start, cli.model.heldout))
         if start is not None and end is not None:
             say(f"Held-out reward {start:.3f} before, {end:.3f} after {cli.trainer.current_epoch} iterations.")
+
+
+def _nothing_was_scored(cli: RecipeCLI) -> bool:
+    """Say so where the held-out reward at the end is no number: what the training was worth is not known."""
+    if not math.isnan(cli.model.heldout.get("heldout/reward", 0.0)):
+        return False
+    if is_first_process():
+        report([f"No held-out image could be scored at the end. Mend the reward, then: lightning eval {cli.folder}"])
+    return True
 
 
 def _what_was_saved(cli: RecipeCLI) -> str:

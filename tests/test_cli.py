@@ -245,7 +245,7 @@ def test_one_word_swaps_the_method_and_its_settings_are_its_own(tiny_recipe, cap
     tiny_recipe.write_text(text)
     assert run([str(tiny_recipe), "model.objective=DiffusionNFT", "trainer.max_epochs=1"]) == 0
     assert "DiffusionNFT starts from its own defaults" in capsys.readouterr().out
-    objective = yaml.safe_load(Path("runs/tiny/config.yaml").read_text())["model"]["objective"]
+    objective = yaml.safe_load(Path("runs/tiny_DiffusionNFT/config.yaml").read_text())["model"]["objective"]
     assert objective["init_args"]["kl_weight"] == 1e-4
     assert objective["init_args"]["rollout"]["steps"] == 2
     assert run([str(tiny_recipe), "model.objective=MixGRPO"]) == 2

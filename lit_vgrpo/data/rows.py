@@ -53,7 +53,11 @@ def checked(row: Mapping[str, Any], source: PromptSource, where: str, need: str 
     fields = dict(row)
     if column != PROMPT:
         fields = {PROMPT: fields.pop(column), **{key: value for key, value in fields.items() if key != PROMPT}}
-    if source.rewards is not None and not fields.get("rewards"):
+    named = fields.get("rewards")
+    names = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(isinstance(name, str) for name in names):
+        raise PromptError(f'{where}: "rewards" is {type_name(named)}. Write the names of rewards, such as ["ocr"].')
+    if source.rewards is not None and not named:
         fields["rewards"] = source.rewards
     return fields
 

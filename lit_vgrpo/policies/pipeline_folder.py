@@ -68,7 +68,8 @@ def folder_faults(policy: Policy, folder: Path, is_whole: bool = True) -> list[s
     nulls = policy.null_components(folder)
     faults = [misfit(policy, _parts_on_disk(folder, index))]
     if is_whole:
-        faults.append(_variant_fault(policy, folder, [name for name in index if name not in nulls]))
+        parts = [name for name, entry in index.items() if isinstance(entry, list) and name not in nulls]
+        faults += [_absent_part(policy, folder, parts), _variant_fault(policy, folder, parts)]
     return [fault for fault in faults if fault is not None][:1]
 
 
@@ -145,6 +146,15 @@ def _not_a_folder(policy: Policy, path: Path) -> str:
         f"{KEY}={policy.checkpoint} is one file, and a pipeline folder is needed. Make one: "
         f"python -c 'import diffusers; {convert}', then set {KEY}=DIR."
     )
+
+
+def _absent_part(policy: Policy, folder: Path, names: list[str]) -> str | None:
+    """Why a folder cannot be loaded that lacks what its index names, such as a tokenizer."""
+    absent = [name for name in names if not (folder / name).is_dir()]
+    if not absent:
+        return None
+    lacking = " and ".join(f"{name}/" for name in absent)
+    return f"{KEY}={policy.checkpoint} lacks {lacking}, which its {INDEX} names. Save or download the pipeline again."
 
 
 def _variant_fault(policy: Policy, folder: Path, names: list[str]) -> str | None:

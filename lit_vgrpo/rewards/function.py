@@ -94,7 +94,7 @@ class PythonReward(Reward):
         import_from_here()
         try:
             found: Any = import_module(module_name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RewardError(
                 f"Cannot import {module_name}: {type(error).__name__}: {error}. "
                 f"Give function={self.function} a module of this folder or of an installed package."

@@ -131,7 +131,7 @@ def test_a_cached_pipeline_without_t5_loads_silently(families, cached, capfd):
     capfd.readouterr()
     assert same_weights(policy.load(), plain.shared)
     assert capfd.readouterr().err == ""
-    line = from_pretrained(policy, "some/sd3")
+    line = from_pretrained(policy, "some/sd3", policy.dtype)
     assert 'from_pretrained("some/sd3", text_encoder_3=None, tokenizer_3=None, torch_dtype=torch.float32)' in line
 
 
@@ -152,7 +152,7 @@ def test_a_variant_in_the_cache_is_seen_once_all_is_there(families, cached, tmp_
     with pytest.raises(LoadError, match=r"as fp16 alone. Set model.policy.variant=fp16\.$"):
         SDXLPolicy(name).load()
     policy = SDXLPolicy(name, variant="fp16").load()
-    assert f'("{name}", variant="fp16", torch_dtype' in from_pretrained(policy, name)
+    assert f'("{name}", variant="fp16", torch_dtype' in from_pretrained(policy, name, policy.dtype)
 
 
 def test_a_revision_is_looked_for_by_its_name(families, cached):
@@ -166,7 +166,7 @@ def test_a_revision_is_looked_for_by_its_name(families, cached):
     policy = SDXLPolicy(name, revision="v2")
     assert policy_on_meta(policy).device.type == "meta"
     assert same_weights(policy.load(), plain.shared)
-    assert f'("{name}", revision="v2", torch_dtype' in from_pretrained(policy, name)
+    assert f'("{name}", revision="v2", torch_dtype' in from_pretrained(policy, name, policy.dtype)
 
 
 def test_whether_guidance_is_an_input_is_that_of_the_revision(families, cached):
