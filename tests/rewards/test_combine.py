@@ -328,10 +328,10 @@ def test_joined_batches_are_one():
 
 def test_what_a_reward_says_of_a_failure_cannot_take_over_the_terminal():
     def trouble(scores, images, rows):
-        raise RewardError("\x1b[2Jgone\nwrong")
+        raise ValueError("\x1b[2Jgone\nwrong")
 
     batch = score(Field("bad", trouble))
-    assert batch.errors == {"bad": "?[2Jgone wrong"}
+    assert batch.errors == {"bad": "ValueError: ?[2Jgone wrong"}
 
     def tells(scores, images, rows):
         own.failure = "\x1b[2J told\r"
