@@ -114,13 +114,19 @@ def tiny_clip(tmp_path_factory, tiny):
 def tiny_recipe(tmp_path, monkeypatch, tiny_sd3):
     """A recipe of two iterations, in an empty folder that is the working directory."""
     monkeypatch.chdir(tmp_path)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(tiny_recipe_of(tiny_sd3))
+    return path
+
+
+def tiny_recipe_of(checkpoint):
+    """The text of the same recipe with a pipeline of one's own."""
     from helpers import prompt_file
 
-    path, recipe = tmp_path / "tiny.yaml", TINY_RECIPE.replace("CHECKPOINT", str(tiny_sd3))
+    recipe = TINY_RECIPE.replace("CHECKPOINT", str(checkpoint))
     for kind in ("train", "heldout"):
         recipe = recipe.replace(kind.upper(), prompt_file(f"shapes_{kind}.jsonl"))
-    path.write_text(recipe)
-    return path
+    return recipe
 
 
 TINY_RECIPE = """

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import TINY_RECIPE
+from conftest import tiny_recipe_of
 from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.checkpoint_file import read, write
@@ -24,7 +24,7 @@ CHECKPOINTS = Path("run/checkpoints")
 def ran(tmp_path_factory, tiny_sd3):
     """A folder with a run of three checkpoints, ``run``."""
     folder = tmp_path_factory.mktemp("damage")
-    (folder / "tiny.yaml").write_text(TINY_RECIPE.replace("CHECKPOINT", str(tiny_sd3)))
+    (folder / "tiny.yaml").write_text(tiny_recipe_of(tiny_sd3))
     callbacks = "trainer.callbacks=[EMA,{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

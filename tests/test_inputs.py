@@ -50,12 +50,12 @@ def ran(tmp_path_factory, tiny_sd3):
         (place / f"{name}.py").write_text(text)
     (place / "train.txt").write_text("a red circle\na blue square\na green triangle\n")
     recipe = TINY_RECIPE.replace("CHECKPOINT", "pipeline").replace("JPEGCompressibility", REWARDS)
-    recipe = recipe.replace("shipped:prompts/shapes_train.jsonl", "train.txt")
+    recipe = recipe.replace("TRAIN", "train.txt").replace("HELDOUT", "null")
     (place / "own.yaml").write_text(recipe.replace("max_epochs: 2", "max_epochs: 1"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.syspath_prepend(str(place))
-        assert run(["own.yaml", "run_dir=run", "data.heldout=null"]) == 0
+        assert run(["own.yaml", "run_dir=run"]) == 0
     return place
 
 

@@ -175,10 +175,10 @@ def test_what_no_weight_depends_on_may_differ(tiny_recipe, ran_once, free):
 
 @pytest.fixture(scope="module")
 def ran_once(tmp_path_factory, tiny_sd3):
-    from conftest import TINY_RECIPE
+    from conftest import tiny_recipe_of
 
     folder = tmp_path_factory.mktemp("once")
     recipe = folder / "tiny.yaml"
-    recipe.write_text(TINY_RECIPE.replace("CHECKPOINT", str(tiny_sd3)))
+    recipe.write_text(tiny_recipe_of(tiny_sd3))
     assert start(recipe, folder / "run", 1, "data.heldout=null") == 0
     return folder / "run/checkpoints/last.ckpt"
