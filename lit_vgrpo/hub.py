@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,10 @@ from pathlib import Path
 
 from lit_vgrpo.paths import SHIPPED_PREFIX, resolve_path
 
-HUB_TIMEOUT_S = 8.0
+HUB_TIMEOUT_S = 4.0
+SILENCE_S = 60.0
+"""How long a hub that did not answer is not asked again."""
+_silent_since = -SILENCE_S
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
@@ -96,7 +100,7 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
     """Why a checkpoint cannot be loaded, in one line, or None where it can, as far as one file tells.
 
     Looks for ``filename`` in the local folder, else in the hub's cache, else asks the hub once, for at most about
-    eight seconds and not at all with ``HF_HUB_OFFLINE`` set.
+    four seconds and not at all with ``HF_HUB_OFFLINE`` set.
 
     Args:
         checkpoint: a local folder, a ``shipped:`` path or a hub name ``owner/name``.
@@ -149,7 +153,13 @@ def _ask_hub(checkpoint: str, filename: str, what_to_set: str, revision: str | N
 
 
 def hub_error(question: Callable[[], object]) -> Exception | None:
-    """What a question to the hub raises, or None; ``TimeoutError`` where no answer comes in about eight seconds."""
+    """Return what a question to the hub raises, or None; ``TimeoutError`` where no answer comes in some four seconds.
+
+    A recipe names several checkpoints: after one question without an answer the others are not asked.
+    """
+    global _silent_since
+    if time.monotonic() < _silent_since + SILENCE_S:
+        return TimeoutError()
     answers: list[Exception | None] = []
 
     def ask() -> None:
@@ -163,6 +173,8 @@ def hub_error(question: Callable[[], object]) -> Exception | None:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(HUB_TIMEOUT_S)
+    if not answers:
+        _silent_since = time.monotonic()
     return answers[0] if answers else TimeoutError()
 
 

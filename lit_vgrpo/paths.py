@@ -10,6 +10,8 @@ from pathlib import Path
 from lit_vgrpo.errors import UserError
 
 SHIPPED_PREFIX = "shipped:"
+CONFIG_NAME = "config.yaml"
+"""A run's recipe, in its folder."""
 
 
 def shipped_root() -> Path:

@@ -16,8 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_vgrpo.errors import UserError, nearest
 from lit_vgrpo.merge import merged
-from lit_vgrpo.paths import shipped_root
-from lit_vgrpo.run_folder import CONFIG_NAME
+from lit_vgrpo.paths import CONFIG_NAME, shipped_root
 from lit_vgrpo.shorthand import expanded_override, expanded_recipe
 from lit_vgrpo.words import is_override
 
@@ -87,6 +86,16 @@ def parse_command(args: Sequence[str]) -> Command:
     if not files:
         raise UserError("No recipe given. Try: lightning run tiny_shapes")
     return Command(find_recipe(files[0]), overrides, [find_overlay(name) for name in files[1:]], resume)
+
+
+def look_at(word: str) -> None:
+    """See that a recipe is there and is a mapping in YAML, before anything heavy is imported to read it.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not word.startswith("-") and not is_override(word):
+        loaded(find_recipe(word))
 
 
 def find_recipe(text: str) -> Path:

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.paths import CONFIG_NAME as CONFIG_NAME
 
 fcntl: ModuleType | None
 try:
@@ -18,7 +19,6 @@ try:
 except ModuleNotFoundError:  # Windows
     fcntl = None
 
-CONFIG_NAME = "config.yaml"
 CHECKPOINTS = "checkpoints"
 BEST = "best.ckpt"
 

@@ -11,7 +11,8 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ class Verb(NamedTuple):
     target: str
     usage: str
     summary: str
+    takes_recipe: bool = False
 
 
 VERBS: dict[str, Verb] = {
@@ -31,11 +33,13 @@ VERBS: dict[str, Verb] = {
         "lit_vgrpo.cli:run",
         "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--resume]",
         "train a recipe, or a curriculum of several; a shipped one goes by its name",
+        takes_recipe=True,
     ),
     "check": Verb(
         "lit_vgrpo.check:check",
         "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--memory 80GiB] [--untrusted]",
         "find every fault of a recipe, no training; --untrusted lists the code, variables and hosts that it names",
+        takes_recipe=True,
     ),
     "eval": Verb(
         "lit_vgrpo.evaluation.cli:evaluate",
@@ -60,6 +64,7 @@ VERBS: dict[str, Verb] = {
         "[--settings published,tuned] [--iterations N] [--evaluate-every 5] [--jobs 2] [--first-seed 0] [--out FOLDER] "
         "[--sweep]",
         "race training methods on the same task; the same command continues one that was stopped",
+        takes_recipe=True,
     ),
     "score": Verb(
         "lit_vgrpo.score.cli:score",
@@ -71,6 +76,7 @@ VERBS: dict[str, Verb] = {
         "lit_vgrpo.score.check_reward:check_reward",
         "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--images FOLDER] [--num-prompts 4] [--images-per-prompt 2]",
         "try a recipe's rewards on a few images: scores, failures, time, memory",
+        takes_recipe=True,
     ),
     "serve-reward": Verb(
         "lit_vgrpo.serving.cli:serve",
@@ -106,13 +112,35 @@ def _run(verb: Verb, args: list[str]) -> int:
     if asked or not args[1:]:
         print(f"usage: lightning {args[0]} {verb.usage}\n{verb.summary}", file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
+    if verb.takes_recipe and "LOCAL_RANK" not in os.environ:  # of several ranks the first one speaks, later
+        from lit_vgrpo.errors import UserError, report
+        from lit_vgrpo.recipe import look_at
+
+        try:
+            look_at(args[1])
+        except UserError as error:
+            report(error.faults)
+            return 2
     _quiet_libraries()
     module, function = verb.target.split(":")
     try:
-        return int(getattr(import_module(module), function)(args[1:]))
+        with _said("Loading ..."):
+            body = getattr(import_module(module), function)
+        return int(body(args[1:]))
     except KeyboardInterrupt:
         print("Stopped before anything was done.", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def _said(text: str) -> Iterator[None]:
+    """Show a text in a terminal while something takes its time."""
+    in_terminal = sys.stderr is not None and sys.stderr.isatty()
+    if in_terminal:
+        print(text, end="\r", file=sys.stderr, flush=True)
+    yield
+    if in_terminal:
+        print(" " * len(text), end="\r", file=sys.stderr, flush=True)
 
 
 class _Output(io.FileIO):

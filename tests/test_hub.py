@@ -1,7 +1,10 @@
+import threading
+
 import pytest
 from huggingface_hub import constants
 
-from lit_vgrpo.hub import explain_unloadable, local_folder
+from lit_vgrpo import hub
+from lit_vgrpo.hub import explain_unloadable, hub_error, local_folder
 from lit_vgrpo.rewards import PickScore
 
 NAME = "nobody/nothing-of-this-name"
@@ -121,3 +124,23 @@ def hub_server():
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
+    """A recipe names several checkpoints, and each would take as long to be given up."""
+    monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(hub, "_silent_since", -hub.SILENCE_S)
+    never, asked = threading.Event(), []
+
+    def question():
+        asked.append(1)
+        never.wait()
+
+    try:
+        assert [type(hub_error(question)) for _ in range(3)] == [TimeoutError] * 3
+        assert len(asked) == 1
+        monkeypatch.setattr(hub, "SILENCE_S", 0.0)
+        assert isinstance(hub_error(question), TimeoutError)
+        assert len(asked) == 2
+    finally:
+        never.set()

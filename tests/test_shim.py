@@ -53,6 +53,39 @@ def test_importing_the_shim_imports_nothing_heavy():
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.parametrize("verb", ["run", "check", "compare", "check-reward"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: [1, 2\ndata: 3\n", "broken.yaml line 2 is not YAML: "),
+        ("- a\n- b\n", "broken.yaml is no recipe: its top level must be a mapping"),
+        (None, "broken.yaml is no recipe: no such file, and not a shipped name."),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_answered_before_imports(tmp_path, monkeypatch, capsys, verb, text, said):
+    """The verb itself, which would import torch, is not reached."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lit_vgrpo.shim.import_module", lambda module: pytest.fail(f"imported {module}"))
+    if text is not None:
+        (tmp_path / "broken.yaml").write_text(text)
+    assert main([verb, "broken.yaml", "trainer.max_epochs=1"]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_looking_at_a_recipe_imports_nothing_heavy():
+    code = """
+import sys
+from lit_vgrpo.shim import main
+assert main(["run", "tiny_shape"]) == 2
+print({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+    assert done.stderr == "tiny_shape is no recipe: no such file, and not a shipped name. Did you mean tiny_shapes?\n"
+
+
 def test_module_and_argv():
     done = subprocess.run([sys.executable, "-m", "lit_vgrpo", "train"], capture_output=True, text=True)
     assert done.returncode == 2

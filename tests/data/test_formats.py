@@ -156,6 +156,7 @@ def test_a_hub_that_never_answers_is_one_line(monkeypatch, tmp_path, datasets_ca
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(hub, "_silent_since", -hub.SILENCE_S)
         said = refused("owner/prompts")
     assert said.startswith("Cannot load owner/prompts: not in the local cache and the hub cannot be reached. Run: hf")
 
