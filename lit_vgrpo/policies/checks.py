@@ -81,7 +81,7 @@ def _require_same(found: Tensor, expected: Tensor, advice: str) -> str:
 @torch.no_grad()
 def prompts_are_rows(policy: Policy) -> str:
     with quiet_libraries():
-        together = policy.encode_prompts(PROMPTS)
+        together = policy.encode_prompts(list(PROMPTS))
         alone = [policy.encode_prompts([prompt]) for prompt in PROMPTS]
     worst = 0.0
     for name, value in together.items():
