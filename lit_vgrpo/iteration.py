@@ -119,8 +119,8 @@ def _table(rows: Tensor, values: dict[str, Tensor], all_ranks: Gather) -> tuple[
         for name, value in sorted(values.items())
     }
     joined = all_ranks(rows)
-    joined += torch.arange(len(joined) // len(rows)).repeat_interleave(len(rows)) * longest
-    return joined, {name: all_ranks(value) for name, value in padded.items()}
+    first = torch.arange(len(joined) // len(rows)).repeat_interleave(len(rows)) * longest
+    return joined + first, {name: all_ranks(value) for name, value in padded.items()}
 
 
 def _compact(rows: Tensor, values: dict[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:

@@ -21,7 +21,7 @@ from lit_vgrpo.policies.image_size import latent_side
 from lit_vgrpo.policies.paths import ProbabilityPath
 from lit_vgrpo.policies.pipeline_folder import Parts, misfit, null_components, parts_in_memory, pipeline_faults
 from lit_vgrpo.policies.pipeline_loading import read_pipeline
-from lit_vgrpo.policies.placement import cast, place
+from lit_vgrpo.policies.placement import cast, place, with_cpu_default
 from lit_vgrpo.policies.precision import in_own_precision
 from lit_vgrpo.policies.prompt_encoder import PromptEncoder
 from lit_vgrpo.policies.speed import speed_up
@@ -165,6 +165,7 @@ class Policy(nn.Module):
             faults += [fault] if fault else []
         return faults
 
+    @with_cpu_default
     def load(self) -> Policy:
         """Read the weights and put the adapter in; does nothing the second time.
 
@@ -179,6 +180,7 @@ class Policy(nn.Module):
         with quiet_libraries():
             return self.adopt(pipeline)
 
+    @with_cpu_default
     def adopt(self, pipeline: Any) -> Policy:
         """Train the network of a diffusers pipeline that is already in memory; ``checkpoint`` is then only a name.
 

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from itertools import chain
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Slot = tuple[dict[str, Any], str, Tensor]
 """Where a module keeps a tensor: the table, the name in it, the tensor."""
+
+
+def with_cpu_default(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function make its tensors on the CPU, where everything is loaded and every initial weight is drawn.
+
+    Lightning configures a model with the GPU as the default device, under some strategies: the same seed would draw
+    another adapter there, and what diffusers makes would be on another device than what is loaded.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def place(modules: Sequence[nn.Module], device: torch.device) -> None:
