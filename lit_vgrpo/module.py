@@ -19,6 +19,7 @@ from lit_vgrpo.micro_batch import accumulate, settle
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.optimizer import OptimizerConfig
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.precision import in_own_precision
 from lit_vgrpo.record import Evaluation, IterationRecord, Stopwatch, timed
 from lit_vgrpo.resume_guard import ResumeGuard
 from lit_vgrpo.rewards import Reward, RewardBatch, ScoreQueue, as_weighted
@@ -85,13 +86,11 @@ class VGRPOModule(L.LightningModule):
         self.evaluation = evaluation
         self.rollout_batch_size = rollout_batch_size
         self.objective.rollout_device = None if rollout_device is None else torch.device(rollout_device)
-        self.evaluate_at_start = evaluate_at_start
-        self.seed = seed
+        self.evaluate_at_start, self.seed = evaluate_at_start, seed
         self.guard = NonFiniteGuard(non_finite)
         self.ledger, self.images_seen = PassLedger(), 0
         self.record: IterationRecord | None = None
-        self.heldout: dict[str, float] = {}
-        self.heldout_step = -1
+        self.heldout, self.heldout_step = dict[str, float](), -1
         self.heldout_observers: list[HeldOutObserver] = []
         self.evaluations: list[Evaluation] = []
         self.stopwatch = Stopwatch()
@@ -157,6 +156,7 @@ class VGRPOModule(L.LightningModule):
 
     # --- Algorithm 1 -----------------------------------------------------------------------------------------------
 
+    @in_own_precision
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         iteration = self._iteration_of(batch)
         position, per_update = batch.step % len(iteration.micros), batch.micro_batches_per_update
@@ -171,9 +171,8 @@ class VGRPOModule(L.LightningModule):
     def _iteration_of(self, batch: PromptBatch) -> Iteration:
         """The iteration that a step belongs to: the one under way, a new one, or the rest of a saved one."""
         self._batch = batch
-        if self._saved_iteration is not None:
-            device = self.objective.rollout_device or self.device
-            self._iteration = Iteration.restored(self._saved_iteration, batch, device)
+        if (saved := self._saved_iteration) is not None:
+            self._iteration = Iteration.restored(saved, batch, self.objective.rollout_device or self.device)
             self._saved_iteration = None
         elif batch.is_first:
             self._iteration = self.collect(batch)
@@ -299,14 +298,14 @@ class VGRPOModule(L.LightningModule):
     def all_ranks(self, values: Tensor) -> Tensor:
         """Concatenate every rank's ``(B, ...)`` in rank order, on the CPU."""
         if self._trainer is None or self.trainer.world_size == 1:
-            return values
-        gathered = self.all_gather(values.to(self.device))
-        assert isinstance(gathered, Tensor)
+            return values.cpu()
+        gathered: Any = self.all_gather(values.to(self.device))
         return gathered.flatten(0, 1).cpu()
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @in_own_precision
     def generate(self, prompts: list[str], image_ids: list[int], images: int = 0) -> Tensor:
         """Held-out images ``(B, 3, H, W)`` in [0, 1], by the seed and ``image_ids``; ``images``: of all ranks."""
         spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self._trainer else 0).as_ode()
@@ -336,6 +335,7 @@ class VGRPOModule(L.LightningModule):
             self._finish_heldout()
         return self.heldout
 
+    @in_own_precision
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         with self._scores.closed_on_error():
             with self.ledger.phase("evaluation"):

@@ -17,14 +17,17 @@ R = TypeVar("R")
 
 
 def in_own_precision(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Let a policy's method compute in the types of its weights: an autocast around the call does not reach inside."""
+    """Let a method compute in the types of what it is given: an autocast around the call does not reach inside.
+
+    For methods of a policy or of a module, which say on which ``device`` they are.
+    """
 
     @wraps(method)
-    def call(policy: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        kind = policy.device.type
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        kind = self.device.type
         known = torch.amp.is_autocast_available(kind)  # not that of the meta device
         with torch.autocast(kind, enabled=False) if known else nullcontext():
-            return method(policy, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
     return call
 
