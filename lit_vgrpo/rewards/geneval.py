@@ -136,7 +136,7 @@ class GenEval(Reward):
         device = device_for(images, self.device)
         for model in (self._detector.model, self._colors.model):
             model.to(device)
-        pixels = to_uint8(images).to(device)
+        pixels = to_uint8(images).cpu()
         objects: list[dict[str, list[Detection]]] = []
         for start in range(0, len(rows), self.batch_size):
             found = self._detector.find(

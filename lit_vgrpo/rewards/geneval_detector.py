@@ -50,7 +50,7 @@ class ObjectDetector:
         """The objects of each picture above a confidence.
 
         Args:
-            images: shape ``(b, 3, H, W)``, uint8, on the model's device.
+            images: shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as PIL does.
             threshold: the confidence, 0 to 1.
         """
         parameter = next(self.model.parameters())

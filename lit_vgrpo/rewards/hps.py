@@ -81,7 +81,7 @@ class HPSv2(ModelReward):
         model = self._open_clip
         size = model.visual.image_size
         pixels = letterboxed(images, size[0] if isinstance(size, tuple) else size)
-        return (unit(model.encode_image(pixels.to(model.logit_scale.dtype))) * texts).sum(-1)
+        return (unit(model.encode_image(pixels.to(model.logit_scale))) * texts).sum(-1)
 
     @property
     def _open_clip(self) -> Any:

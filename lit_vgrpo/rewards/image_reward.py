@@ -93,7 +93,7 @@ class ImageReward(ModelReward):
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
         vision, text, head = (self._blip[part] for part in ("vision", "text", "head"))
         pixels = centre_cropped(images, vision.config.image_size)
-        patches = vision(pixels.to(vision.dtype)).last_hidden_state
+        patches = vision(pixels.to(vision.device, vision.dtype)).last_hidden_state
         words = text(texts[:, 0], attention_mask=texts[:, 1], encoder_hidden_states=patches).last_hidden_state
         scores: Tensor = head(words[:, 0])
         return (scores - MEAN) / STD

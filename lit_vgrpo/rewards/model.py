@@ -77,7 +77,7 @@ class ModelReward(Reward):
         self._model.to(device)
         if not prompts:
             return torch.zeros(0)
-        pixels, texts = to_uint8(images).to(device), self._texts(prompts)
+        pixels, texts = to_uint8(images).cpu(), self._texts(prompts)
         return in_batches(self._score, self.batch_size, pixels, texts).float().to(images.device)
 
     @abstractmethod
@@ -89,7 +89,7 @@ class ModelReward(Reward):
         """One forward pass.
 
         Args:
-            images: shape ``(b, 3, H, W)``, uint8, on the model's device.
+            images: shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as PIL does.
             texts: what :meth:`_read` made of their prompts, first dimension b.
 
         Returns:

@@ -11,8 +11,11 @@ CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 def centre_cropped(images: Tensor, size: int) -> Tensor:
     """The middle square of pictures, its side scaled to ``size`` and normalised as CLIP's.
 
+    On the CPU torchvision resizes uint8 as PIL does, but for one level in at most 0.5 % of the pixels. Elsewhere it
+    goes through floats, and 10 to 22 % of the pixels differ from PIL's, by up to 8 levels.
+
     Args:
-        images: shape ``(b, 3, H, W)``, uint8.
+        images: shape ``(b, 3, H, W)``, uint8, on the CPU.
         size: of the square's side, pixels.
 
     Returns:

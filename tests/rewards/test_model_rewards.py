@@ -8,6 +8,7 @@ import clip_pixels
 import pytest
 import torch
 from processes import BARE
+from support.pretended_gpu import pretended_gpu
 
 from lit_vgrpo.rewards import AestheticScore, CLIPScore, HPSv2, ImageReward, PickScore, Weighted
 
@@ -54,6 +55,16 @@ def test_neither_batch_size_nor_neighbours_matter(build, images, kind):
     assert torch.equal(alone, together)
     assert torch.equal(reward(images.flip(0), PROMPTS[::-1], [{}] * 5).flip(0), together)
     assert reward(images[:0], [], []).shape == (0,)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_pictures_are_resized_on_a_gpu_as_on_a_cpu(build, images, kind):
+    """Off the CPU torchvision would round other pixels than PIL does: these scores moved by 2e-3 to 7e-2."""
+    expected = build(kind)(images, PROMPTS, [{}] * 5)
+    with pretended_gpu():
+        found = build(kind)(images.to("cuda"), PROMPTS, [{}] * 5)
+        assert found.device.type == "cuda"
+        torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [PickScore, CLIPScore, HPSv2, ImageReward])
