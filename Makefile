@@ -21,6 +21,7 @@ test: $(VENV)/installed
 
 test-all: $(VENV)/installed
 	$(PYTEST) $(COVERAGE) $(PYTEST_ARGS)
+	PRETEND_GPU=1 $(PYTEST) tests/test_methods.py tests/test_resume.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

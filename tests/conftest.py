@@ -66,6 +66,18 @@ def forked_python(monkeypatch):
     monkeypatch.setattr(sys, "executable", PYTHON)
 
 
+@pytest.fixture(autouse=True)
+def device():
+    """``PRETEND_GPU=1 python -m pytest tests/test_resume.py`` runs tests on a pretended GPU."""
+    if os.environ.get("PRETEND_GPU"):
+        from support.pretended_gpu import pretended_gpu
+
+        with pretended_gpu():
+            yield
+    else:
+        yield
+
+
 @pytest.fixture(scope="session")
 def sd3_folder(tmp_path_factory, tiny):
     """``sd3_folder(t5=False)``: a random small StableDiffusion3Pipeline folder."""

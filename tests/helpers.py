@@ -62,7 +62,7 @@ def make_data(**options):
 
 def make_trainer(folder, iterations=2, callbacks=(), **options):
     defaults = {
-        "accelerator": "cpu",
+        "accelerator": "gpu" if os.environ.get("PRETEND_GPU") else "cpu",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
