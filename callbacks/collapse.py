@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import lightning as L
 
@@ -12,12 +12,14 @@ from lit_vgrpo.best import TRAINED, NewestEvaluation
 from lit_vgrpo.callbacks.stop import StopsRun, what_is_best
 from lit_vgrpo.guard import all_finite
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.ranges import PositiveInt, Range, checked
 from lit_vgrpo.shards import local
 from lit_vgrpo.snapshots import trainable_parameters
 
 COLLAPSED = "collapsed"
 
 
+@checked
 class CollapseStop(StopsRun):
     """Stops a run whose weights are no longer finite, whose rewards no longer differ, or whose held-out reward fell.
 
@@ -34,12 +36,12 @@ class CollapseStop(StopsRun):
         ValueError: a number that is too small.
     """
 
-    def __init__(self, patience: int | None = 10, drop: float | None = 1.0, patience_evaluations: int = 2) -> None:
-        for name, value in (("patience", patience), ("patience_evaluations", patience_evaluations)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is too small. Use 1 or more.")
-        if drop is not None and drop <= 0:
-            raise ValueError(f"drop={drop} stops at once. Use a positive number such as 1.0.")
+    def __init__(
+        self,
+        patience: PositiveInt | None = 10,
+        drop: Annotated[float, Range(above=0, example=1)] | None = 1.0,
+        patience_evaluations: PositiveInt = 2,
+    ) -> None:
         self.patience = patience
         self.drop = drop
         self.patience_evaluations = patience_evaluations

@@ -7,9 +7,11 @@ from typing import Any
 import lightning as L
 
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.ranges import PositiveInt, checked
 from lit_vgrpo.surrogate import coefficient_of_variation
 
 
+@checked
 class SurrogateDiagnostics(L.Callback):
     """Logs the surrogate's coefficient of variation over all images and within groups.
 
@@ -19,9 +21,7 @@ class SurrogateDiagnostics(L.Callback):
         every_n_iterations: how often.
     """
 
-    def __init__(self, every_n_iterations: int = 1) -> None:
-        if every_n_iterations < 1:
-            raise ValueError(f"every_n_iterations={every_n_iterations} never logs. Use 1 or more.")
+    def __init__(self, every_n_iterations: PositiveInt = 1) -> None:
         self.every_n_iterations = every_n_iterations
 
     def on_train_batch_end(

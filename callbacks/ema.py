@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import lightning as L
 from torch import Tensor
 
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.ranges import Range, checked
 from lit_vgrpo.snapshots import Snapshot
 
 
+@checked
 class EMA(L.Callback):
     """Averages the trainable weights, counted in optimizer steps; evaluation and export use the average.
 
@@ -27,9 +29,9 @@ class EMA(L.Callback):
         ValueError: a decay outside [0, 1).
     """
 
-    def __init__(self, decay: float = 0.99, warmup: bool = True) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"EMA decay={decay} is outside [0, 1). Use 0.9 for short runs, 0.999 for long ones.")
+    def __init__(
+        self, decay: Annotated[float, Range(least=0, below=1, example=0.99)] = 0.99, warmup: bool = True
+    ) -> None:
         self.decay = decay
         self.warmup = warmup
         self.average: Snapshot | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import lightning as L
 import torch
@@ -16,11 +16,13 @@ from lit_vgrpo.metrics import FeatureSums, KeptFeatures, Reference, feature_netw
 from lit_vgrpo.metrics.ranks import raise_together
 from lit_vgrpo.metrics.reference import reference_faults, reference_statistics
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.ranges import BatchSize, PositiveInt, Range, checked
 
 FIRST_OWN_IMAGE = 1 << 30
 """Number of the first image of a set of its own: far above those of the held-out images, so that no noise is shared."""
 
 
+@checked
 class FID(L.Callback):
     """Logs ``heldout/fid@N`` of N held-out images, and ``heldout/kid@N``; with the EMA's weights where there are any.
 
@@ -48,21 +50,13 @@ class FID(L.Callback):
         self,
         reference: str,
         features: str = "inception",
-        size: int | None = None,
+        size: Annotated[int, Range(1, 16_384)] | None = None,
         kid: bool = False,
-        every_n_evaluations: int = 1,
+        every_n_evaluations: PositiveInt = 1,
         prompts: str | None = None,
-        images_per_prompt: int = 1,
-        batch_size: int = 32,
+        images_per_prompt: BatchSize = 1,
+        batch_size: BatchSize = 32,
     ) -> None:
-        numbers = {
-            "every_n_evaluations": every_n_evaluations,
-            "images_per_prompt": images_per_prompt,
-            "batch_size": batch_size,
-        }
-        for name, value in numbers.items():
-            if value < 1:
-                raise ValueError(f"FID {name}={value} is too small. Use 1 or more.")
         self.reference = reference
         self.network = feature_network(features, size)
         self.kid = kid

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,11 +14,13 @@ from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.divergence import Divergence, Measurement, finite_mean
 from lit_vgrpo.metrics.ranks import raise_together
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.ranges import PositiveInt, Range, checked
 
 Action = Literal["warn", "stop"]
 DIVERSITY = "heldout/diversity"
 
 
+@checked
 class RewardHackAlarm(StopsRun):
     """Warns, or stops, when the trained reward rises while what is not trained on falls.
 
@@ -44,17 +46,12 @@ class RewardHackAlarm(StopsRun):
     def __init__(
         self,
         metric: str | None = UNTRAINED,
-        patience: int = 3,
-        min_change: float = 0.02,
+        patience: PositiveInt = 3,
+        min_change: Annotated[float, Range(least=0, below=1, example=0.02)] = 0.02,
         diversity: str | None = None,
-        min_diversity_drop: float = 0.5,
+        min_diversity_drop: Annotated[float, Range(least=0, below=1, example=0.5)] = 0.5,
         action: Action = "warn",
     ) -> None:
-        if patience < 1:
-            raise ValueError(f"patience={patience} is too small. Use 1 or more.")
-        for name, share in (("min_change", min_change), ("min_diversity_drop", min_diversity_drop)):
-            if not 0 <= share < 1:
-                raise ValueError(f"{name}={share} is no share. Use a number in [0, 1) such as 0.02.")
         if action not in get_args(Action):
             raise ValueError(f"action={action} is not known. Use warn or stop.")
         if metric == TRAINED:

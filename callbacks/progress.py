@@ -12,11 +12,13 @@ from tqdm import tqdm
 
 from lit_vgrpo.errors import say
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.ranges import PositiveInt, checked
 
 NARROW = 90
 """Columns below which the times would be cut off by the words before them."""
 
 
+@checked
 class ProgressBar(LightningProgressBar):
     """One bar over the whole run: iteration, reward, held-out reward, step, time left.
 
@@ -26,10 +28,8 @@ class ProgressBar(LightningProgressBar):
         lines: how many lines to print over a run without a terminal.
     """
 
-    def __init__(self, lines: int = 20) -> None:
+    def __init__(self, lines: PositiveInt = 20) -> None:
         super().__init__()
-        if lines < 1:
-            raise ValueError(f"ProgressBar lines={lines} prints nothing. Use 1 or more.")
         self.lines = lines
         self._enabled = True
         self._bar: tqdm | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import lightning as L
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.ranges import PositiveInt, Range, checked
 from lit_vgrpo.rewards.base import to_uint8
 
 LABEL_HEIGHT = 18
@@ -20,6 +22,7 @@ MAGENTA = torch.tensor([1.0, 0.0, 1.0]).view(3, 1, 1)
 """What an image is drawn in that holds NaN or infinite values; written as it is, it would be black."""
 
 
+@checked
 class SampleGrid(L.Callback):
     """Draws held-out prompts with fixed noise into ``RUN/samples/*.png``.
 
@@ -34,13 +37,12 @@ class SampleGrid(L.Callback):
     """
 
     def __init__(
-        self, num_prompts: int = 6, images_per_prompt: int = 4, every_n_iterations: int = 20, min_pixels: int = 96
+        self,
+        num_prompts: Annotated[int, Range(1, 10_000, example=6)] = 6,
+        images_per_prompt: Annotated[int, Range(1, 10_000, example=4)] = 4,
+        every_n_iterations: PositiveInt = 20,
+        min_pixels: Annotated[int, Range(1, 16_384)] = 96,
     ) -> None:
-        for name, value in (("num_prompts", num_prompts), ("images_per_prompt", images_per_prompt)):
-            if value < 1:
-                raise ValueError(f"SampleGrid {name}={value} draws nothing. Use 1 or more.")
-        if every_n_iterations < 1:
-            raise ValueError(f"SampleGrid every_n_iterations={every_n_iterations} is too small. Use 1 or more.")
         self.num_prompts = num_prompts
         self.images_per_prompt = images_per_prompt
         self.every_n_iterations = every_n_iterations

@@ -8,8 +8,9 @@ from lightning.pytorch import Callback
 
 from lit_vgrpo.callbacks import FID, RewardHackAlarm
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.errors import suggestion
+from lit_vgrpo.errors import UserError, suggestion, with_full_keys
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.schema import options_of_class
 
 OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
 SECTIONS = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "surrogate/", "train/", "lr-")
@@ -19,10 +20,31 @@ SECTIONS = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "surr
 def callback_faults(
     callbacks: Sequence[Callback], model: VGRPOModule, data: PromptDataModule, world_size: int
 ) -> list[str]:
-    """Return a line for each callback that cannot work."""
-    faults = [fault for callback in callbacks if isinstance(callback, FID) for fault in callback.check(world_size)]
-    alarms = [callback for callback in callbacks if isinstance(callback, RewardHackAlarm)]
-    return [*faults, *(fault for alarm in alarms for fault in alarm.check(model, data)), *unknown_monitors(callbacks)]
+    """Return a line for each fault of the recipe's own callbacks, which are given in its order."""
+    faults = []
+    for number, callback in enumerate(callbacks):
+        found = callback.check(world_size) if isinstance(callback, FID) else []
+        if isinstance(callback, RewardHackAlarm):
+            found = callback.check(model, data)
+        key, options = f"trainer.callbacks[{number}]", options_of_class(type(callback))
+        faults += [with_full_keys(key, options, fault) for fault in found]
+    return [*faults, *unknown_monitors(callbacks)]
+
+
+def refuse_twins(callbacks: Sequence[Callback]) -> None:
+    """Refuse two callbacks whose state a checkpoint could not tell apart.
+
+    Raises:
+        UserError: there are two.
+    """
+    keys = [callback.state_key for callback in callbacks]
+    for number, callback in enumerate(callbacks):
+        first = keys.index(callback.state_key)
+        if first < number and callback.state_dict():
+            name = type(callback).__name__
+            raise UserError(
+                f"trainer.callbacks holds {name} twice, as [{first}] and [{number}]. Leave one of them out."
+            )
 
 
 def unknown_monitors(callbacks: Sequence[Callback]) -> list[str]:

@@ -24,12 +24,12 @@ from typing_extensions import override
 
 from lit_vgrpo import callbacks as our_callbacks
 from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so that their classes go by short names
-from lit_vgrpo.callback_faults import callback_faults
+from lit_vgrpo.callback_faults import callback_faults, refuse_twins
 from lit_vgrpo.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.curriculum import is_curriculum
 from lit_vgrpo.curriculum_runner import run_curriculum
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.errors import UserError, fault_in_own_code, from_parser, one_line, report, say
+from lit_vgrpo.errors import UserError, fault_in_own_code, from_parser, one_line, report, say, with_full_keys
 from lit_vgrpo.events import Events
 from lit_vgrpo.inputs import inputs_of
 from lit_vgrpo.interrupt import RunCheckpoint
@@ -37,6 +37,7 @@ from lit_vgrpo.memory import device_name, idle_gpu
 from lit_vgrpo.metrics_table import MetricsTable, rows_up_to
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.paths import import_from_here, write_whole
+from lit_vgrpo.ranges import Seed
 from lit_vgrpo.recipe import Command, parse_command, parser_config, read_recipe
 from lit_vgrpo.recipe_changes import RecipeInCheckpoint, refuse_changes
 from lit_vgrpo.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
@@ -50,8 +51,9 @@ from lit_vgrpo.run_folder import (
     reopen,
     reserve,
 )
-from lit_vgrpo.schema import CONSTRUCTOR_ERRORS, recipe_faults
+from lit_vgrpo.schema import CONSTRUCTOR_ERRORS, null_faults, options_of_class, recipe_faults
 from lit_vgrpo.strategies import strategy_faults
+from lit_vgrpo.trainer_options import trainer_faults
 from lit_vgrpo.training import train
 from lit_vgrpo.unscorable import UnscorablePrompts
 
@@ -62,7 +64,7 @@ TOP_LEVEL: dict[str, Any] = {
     "run_dir": str | None,
     "ckpt_path": str | None,
     "allow_changes": bool,
-    "seed_everything": bool | int,
+    "seed_everything": bool | Seed,
     "trainer": Trainer,
     "model": VGRPOModule,
     "data": PromptDataModule,
@@ -255,6 +257,7 @@ class RecipeCLI(LightningCLI):
         )
 
     def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
+        refuse_twins(chosen)
         wanted: list[type[Callback]] = [our_callbacks.RunSummary]
         if self.config.trainer.enable_progress_bar is not False:
             wanted.append(our_callbacks.ProgressBar)
@@ -271,10 +274,12 @@ class RecipeCLI(LightningCLI):
 
     def faults(self) -> list[str]:
         """What is wrong with the parts, found without loading a weight."""
-        ranks, callbacks = self.trainer.world_size, self.trainer.callbacks  # type: ignore[attr-defined]
-        of_callbacks = callback_faults(callbacks, self.model, self.datamodule, ranks)
+        ranks = self.trainer.world_size
+        chosen = _as_list(self.config_init.trainer.callbacks, Callback)
+        of_callbacks = callback_faults(chosen, self.model, self.datamodule, ranks)
         of_strategy = strategy_faults(self.trainer.strategy, self.model, self.datamodule.sizes)
-        of_data = self.datamodule.check(ranks)
+        options = options_of_class(PromptDataModule)
+        of_data = [with_full_keys("data", options, fault) for fault in self.datamodule.check(ranks)]
         if not of_data:
             self.unscorable = self.find_unscorable()
         strict = self.model.failed_images == "stop"
@@ -367,6 +372,10 @@ def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
     import_from_here()
     command = parse_command(args)
     recipe = read_recipe(command)
+    early = trainer_faults(recipe.get("trainer") or {})
+    early += null_faults(command.overrides, recipe, TOP_LEVEL, LINKED)
+    if early:
+        raise UserError(*dict.fromkeys((*recipe_faults(recipe, TOP_LEVEL, LINKED), *early)))
     try:
         try:
             return RecipeCLI(command, make_folder)

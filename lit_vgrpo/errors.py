@@ -100,6 +100,8 @@ def with_key(key: str, options: Iterable[str], error: object) -> str:
     'data.group_size=1 has no spread. Use 2 or more.'
     >>> with_key("model.rollout", ["steps"], "rollout.steps=0 samples nothing.")
     'model.rollout.steps=0 samples nothing.'
+    >>> with_key("model.policy", ["alpha", "rank"], "alpha=8 has no effect. Set rank=8 too.")
+    'model.policy.alpha=8 has no effect. Set model.policy.rank=8 too.'
     >>> with_key("model.reward", ["checkpoint"], "no such file")
     'model.reward: no such file'
     """
@@ -109,10 +111,24 @@ def with_key(key: str, options: Iterable[str], error: object) -> str:
     parent, _, own = key.rpartition(".")
     if parent and re.match(rf"{re.escape(own)}[.=]", message):
         return f"{parent}.{message}"
+    if not key:
+        return message
+    dotted = with_full_keys(key, options, message)
     word = re.match(r"\w+", message)
-    if word is not None and word.group() in set(options):
-        return f"{key}.{message}"
-    return f"{key}: {message}" if key else message
+    if dotted.startswith(f"{key}.") or word is None:
+        return dotted
+    return f"{key}.{dotted}" if word.group() in set(options) else f"{key}: {dotted}"
+
+
+def with_full_keys(key: str, options: Iterable[str], message: str) -> str:
+    """A message that names options of a part, with the part's own key in front of each.
+
+    >>> with_full_keys("data", ["limit", "heldout"], "limit=3 has no effect. Set heldout to a file.")
+    'data.limit=3 has no effect. Set data.heldout to a file.'
+    """
+    names = "|".join(re.escape(option) for option in options)
+    named = rf"(?<![\w.\[])(?=(?:{names})[.=\[]\S)|(?<=[Ss]et )(?=(?:{names}) to\b)"
+    return re.sub(named, f"{key}.", message)
 
 
 def from_parser(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from lit_vgrpo.best import AUTO, BestEvaluation, NewestEvaluation
 from lit_vgrpo.checkpoint_file import DRAFT_PREFIX, put_in_place
 from lit_vgrpo.errors import one_line, say, suggestion
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.ranges import NonNegativeInt, checked
 from lit_vgrpo.run_folder import BEST, CHECKPOINTS
 from lit_vgrpo.signals import StopRequests
 from lit_vgrpo.watchdog import Watch
@@ -29,6 +30,7 @@ LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
 FIRST_CTRL_C = "\nFinishing this {}, then saving. Ctrl-C again stops at once.\n"
 
 
+@checked
 class RunCheckpoint(Checkpoint):
     """Saves ``last.ckpt`` every so often and at the end, ``best.ckpt``, and ``interrupted.ckpt`` on Ctrl-C and SIGTERM.
 
@@ -55,10 +57,10 @@ class RunCheckpoint(Checkpoint):
         ValueError: ``every_n_iterations`` is negative, or ``best`` is better when lower.
     """
 
-    def __init__(self, every_n_iterations: int = 10, keep_previous: bool = True, best: str | None = AUTO) -> None:
+    def __init__(
+        self, every_n_iterations: NonNegativeInt = 10, keep_previous: bool = True, best: str | None = AUTO
+    ) -> None:
         super().__init__()
-        if every_n_iterations < 0:
-            raise ValueError(f"every_n_iterations={every_n_iterations} is negative. Use 0 or more.")
         self.every_n_iterations = every_n_iterations
         self.keep_previous = keep_previous
         self.best = None if best is None else BestEvaluation(best)

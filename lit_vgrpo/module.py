@@ -20,6 +20,7 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.optimizer import OptimizerConfig
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.precision import in_own_precision
+from lit_vgrpo.ranges import BatchSize, Seed, checked
 from lit_vgrpo.record import Evaluation, IterationRecord, Stopwatch, timed
 from lit_vgrpo.resume_guard import ResumeGuard
 from lit_vgrpo.rewards import Reward, RewardBatch, ScoreQueue, as_weighted
@@ -32,6 +33,7 @@ from lit_vgrpo.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.strategies import strategy_faults
 
 
+@checked
 class VGRPOModule(L.LightningModule):
     """Holds the policy, its frozen reference and the objective; rolls out and trains inside ``training_step``.
 
@@ -67,18 +69,19 @@ class VGRPOModule(L.LightningModule):
         advantage_std: AdvantageStd | None = None,
         advantage_aggregate: AdvantageAggregate | None = None,
         evaluation: RolloutSpec | None = None,
-        rollout_batch_size: int | None = BATCH_SIZE,
+        rollout_batch_size: BatchSize | None = BATCH_SIZE,
         rollout_device: Literal["cpu"] | None = None,
         failed_images: Literal["leave_out", "stop"] = "leave_out",
         evaluate_at_start: bool = True,
         non_finite: NonFinite = "stop",
-        seed: int = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__()
         self.policy = policy
         self.objective = objective
-        self.reward = as_weighted(reward)
-        self.heldout_reward = None if heldout_reward is None else as_weighted(heldout_reward)
+        self.reward = as_weighted(reward.found_at("model.reward"))
+        other = None if heldout_reward is None else heldout_reward.found_at("model.heldout_reward")
+        self.heldout_reward = None if other is None else as_weighted(other)
         self.failed_images = failed_images
         self.optimizer_config = optimizer or OptimizerConfig()
         self.advantage_std: AdvantageStd = advantage_std or objective.advantage_std

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import nn
+
+from lit_vgrpo.ranges import HalfOpenUnitInterval, NonNegativeFloat, NonNegativeInt, Range, checked
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -17,6 +19,7 @@ KINDS = ("adamw", "adamw8bit")
 MISSING = 'model.optimizer.kind=adamw8bit needs bitsandbytes. Run: pip install "lit-vgrpo[memory]"'
 
 
+@checked
 @dataclass
 class OptimizerConfig:
     """AdamW over the trainable weights.
@@ -30,18 +33,14 @@ class OptimizerConfig:
         kind: torch's AdamW, or bitsandbytes' with both moments in 8 bits: 2 bytes a trained weight instead of 8.
     """
 
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 1e-4
-    eps: float = 1e-8
-    warmup_steps: int = 0
+    lr: Annotated[float, Range(above=0, most=1, example=3e-4)] = 3e-4
+    betas: tuple[HalfOpenUnitInterval, HalfOpenUnitInterval] = (0.9, 0.999)
+    weight_decay: NonNegativeFloat = 1e-4
+    eps: Annotated[float, Range(above=0, example=1e-8)] = 1e-8
+    warmup_steps: NonNegativeInt = 0
     kind: Literal["adamw", "adamw8bit"] = "adamw"
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"model.optimizer.lr={self.lr} does not train. Use a positive number such as 3e-4.")
-        if self.warmup_steps < 0:
-            raise ValueError(f"model.optimizer.warmup_steps={self.warmup_steps} is negative. Use 0 or more.")
         if self.kind not in KINDS:
             raise ValueError(f"model.optimizer.kind={self.kind!r} is not known. Use {' or '.join(KINDS)}.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ NO_OVERLAYS = ("compare", "assets", "prompts")
 SECTIONS = ("model", "data", "trainer")
 SUFFIXES = (".yaml", ".yml")
 OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
+ENTRY = re.compile(r"\[(\d+)\]")
 KEPT_SETTINGS = ("rollout",)
 """What one method's settings mean to another. A KL weight of one says nothing about that of the other."""
 
@@ -49,7 +51,22 @@ class Command:
     resume: bool = False
 
     def parser_args(self, config: Path) -> list[str]:
-        return [f"--config={config}", *(f"--{key}={text}" for key, text in self.overrides)]
+        return [f"--config={config}", *(f"--{key}={text}" for key, text in self.plain_overrides)]
+
+    @property
+    def plain_overrides(self) -> list[tuple[str, str]]:
+        """The overrides that the parser knows."""
+        return [override for override in self.overrides if override not in self.list_overrides]
+
+    @property
+    def list_overrides(self) -> list[tuple[str, str]]:
+        """The overrides of single entries of a list, which the parser does not know, and those of the lists."""
+        lists = [key.partition("[")[0] for key, _ in self.overrides if "[" in key]
+        return [
+            (key, text)
+            for key, text in self.overrides
+            if "[" in key or any(f"{name}.".startswith(f"{key.removesuffix('+')}.") for name in lists)
+        ]
 
     @property
     def other_objective(self) -> str | None:
@@ -74,13 +91,13 @@ def parse_command(args: Sequence[str]) -> Command:
         if word == RESUME:
             resume = True
         elif key and is_override(word):
-            overrides.append((key, expanded_override(key, text)))
+            overrides.append(_override(key, text))
         elif word.startswith("--"):
             if get_close_matches(word, [RESUME], cutoff=0.8):
                 raise UserError(f"{word} is not an option. Did you mean {RESUME}?")
             if not pending:
                 raise UserError(f"{word} has no value. Write {key}=VALUE.")
-            overrides.append((key, expanded_override(key, pending.pop(0))))
+            overrides.append(_override(key, pending.pop(0)))
         else:
             files.append(word)
     if not files:
@@ -96,6 +113,12 @@ def look_at(word: str) -> None:
     """
     if not word.startswith("-") and not is_override(word):
         loaded(find_recipe(word))
+
+
+def _override(key: str, text: str) -> tuple[str, str]:
+    if text == "None":
+        raise UserError(f"{key}=None is Python's word for it. Write {key}=null.")
+    return key, expanded_override(key, text)
 
 
 def find_recipe(text: str) -> Path:
@@ -158,7 +181,7 @@ def read_recipe(command: Command) -> dict[str, Any]:
     """
     plain, _ = _plain_recipe(command)
     with _readable(command.recipe):
-        for key, text in command.overrides:
+        for key, text in command.plain_overrides:
             apply_override(plain, key, text)
         resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     assert isinstance(resolved, dict)
@@ -195,7 +218,15 @@ def _plain_recipe(command: Command) -> tuple[dict[Any, Any], bool]:
     plain = _plain_file(command.recipe)
     for overlay in command.overlays:
         plain = merged(plain, _plain_file(overlay))
-    wanted, model = command.other_objective, plain.get("model")
+    plain, swapped = _with_objective(plain, command.other_objective)
+    for key, text in command.list_overrides:
+        apply_override(plain, key, text)
+    return plain, swapped
+
+
+def _with_objective(plain: dict[Any, Any], wanted: str | None) -> tuple[dict[Any, Any], bool]:
+    """The recipe with the training method that was asked for, and whether that is another than its own."""
+    model = plain.get("model")
     if wanted is None or not isinstance(model, dict) or not isinstance(model.get("objective"), dict):
         return plain, False
     own, settings = str(model["objective"].get("class_path")), model["objective"].get("init_args") or {}
@@ -247,29 +278,69 @@ def _readable(recipe: Path) -> Iterator[None]:
 
 
 def apply_override(recipe: dict[Any, Any], key: str, text: str) -> None:
-    """Put an override in its place; ``init_args`` may be left out, as the parser allows."""
+    """Put an override in its place; ``init_args`` may be left out, as the parser allows.
+
+    Raises:
+        UserError: the key names an entry that a list does not have.
+    """
     try:
         value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index,call-overload]
     except (yaml.YAMLError, OmegaConfBaseException):
         value = text
-    node = recipe
+    value = text if text == "" else value
     append = key.endswith("+")
-    parts = key.rstrip("+").split(".")
-    for part in parts[:-1]:
-        node = _options_of(node, part)
-        if not isinstance(node.get(part), dict):
-            node[part] = {"class_path": node[part]} if isinstance(node.get(part), str) else {}
-        node = node[part]
-    node = _options_of(node, parts[-1])
-    old = node.get(parts[-1])
+    steps = list(_steps(key.rstrip("+")))
+    node: Any = recipe
+    for number, step in enumerate(steps[:-1]):
+        node, step = _holder(node, step, steps[:number])
+        if isinstance(node[step], str) and isinstance(steps[number + 1], str):
+            node[step] = {"class_path": node[step]}
+        elif not isinstance(node[step], dict | list):
+            node[step] = {}
+        node = node[step]
+    node, last = _holder(node, steps[-1], steps[:-1])
+    old = node[last]
     if append:
         value = [*(old or []), *(value if isinstance(value, list) else [value])]
     elif isinstance(old, dict) and "class_path" in old and isinstance(value, str):
         value = {**old, "class_path": value}
-    node[parts[-1]] = value
+    node[last] = value
 
 
-def _options_of(node: dict[Any, Any], part: str) -> dict[Any, Any]:
-    if "class_path" in node and part not in ("class_path", "init_args", "dict_kwargs"):
-        return node.setdefault("init_args", {})
-    return node
+def _steps(key: str) -> Iterator[str | int]:
+    """The parts of a dotted key; ``[n]`` is the entry of a list.
+
+    >>> list(_steps("model.reward.rewards[1].checkpoint"))
+    ['model', 'reward', 'rewards', 1, 'checkpoint']
+    """
+    for part in key.split("."):
+        name, *entries = ENTRY.split(part)
+        yield name
+        yield from (int(entry) for entry in entries if entry)
+
+
+def _holder(node: Any, step: str | int, before: Sequence[str | int]) -> tuple[Any, Any]:
+    """Where the value of a step stands: the options of a class, a mapping, or a list."""
+    if isinstance(step, int):
+        if not isinstance(node, list) or step >= len(node):
+            name = written(before)
+            count = len(node) if isinstance(node, list) else 0
+            held = f"has {count} entries, from {name}[0] on" if count else "is no list with entries"
+            raise UserError(f"{name}[{step}] does not exist: {name} {held}. Append one with {name}+=VALUE.")
+        return node, step
+    if not isinstance(node, dict):
+        name = written(before)
+        raise UserError(f"{name} is a list: {step} is no option of it. Write {name}[0].{step}=...")
+    if "class_path" in node and step not in ("class_path", "init_args", "dict_kwargs"):
+        node = node.setdefault("init_args", {})
+    node.setdefault(step, None)
+    return node, step
+
+
+def written(steps: Sequence[str | int]) -> str:
+    """A key as it is typed.
+
+    >>> written(["data", "train", 0, "weight"])
+    'data.train[0].weight'
+    """
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")

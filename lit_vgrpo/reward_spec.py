@@ -38,7 +38,8 @@ def build_reward(words: Sequence[str]) -> Weighted:
         if not equals:
             raise UserError(f"{word} is no option of a reward. Options are written key=value.")
         apply_override(tree, f"reward.{key}", text)
-    return as_weighted(built_part(tree, "reward", Reward))
+    reward: Reward = built_part(tree, "reward", Reward)
+    return as_weighted(reward.found_at(""))
 
 
 def of_recipe(recipe: dict[str, Any]) -> Weighted:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.batches import filled
+from lit_vgrpo.ranges import GuidanceScale, NonNegativeInt, Range, checked
 from lit_vgrpo.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
 from lit_vgrpo.surrogate import Pairs, seeded_generator
 
@@ -25,6 +26,7 @@ STREAM_ROLLOUT, STREAM_PAIRS, STREAM_HELDOUT, STREAM_DATA = 1, 2, 3, 4
 STREAM_GROUP_NOISE, STREAM_SDE, STREAM_TIMES, STREAM_STEPS = 5, 6, 7, 8
 
 
+@checked
 @dataclass
 class RolloutSpec:
     """How images are sampled.
@@ -41,27 +43,19 @@ class RolloutSpec:
     """
 
     solver: str = "euler"
-    steps: int = 10
-    guidance: float = 1.0
-    noise_level: float | None = None
+    steps: Annotated[int, Range(1, 1000, example=10)] = 10
+    guidance: GuidanceScale = 1.0
+    noise_level: Annotated[float, Range(0, 100, example=0.7)] | None = None
     shared_noise: bool = False
-    window: tuple[int, int] | None = None
-    tail: float | None = None
+    window: tuple[NonNegativeInt, NonNegativeInt] | None = None
+    tail: Annotated[float, Range(above=0, most=1, example=0.4)] | None = None
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"rollout.steps={self.steps} samples nothing. Use 1 or more.")
-        if self.guidance < 1.0:
-            raise ValueError(f"rollout.guidance={self.guidance} is below 1.0 (1.0 switches guidance off).")
-        if self.noise_level is not None and self.noise_level < 0:
-            raise ValueError(f"rollout.noise_level={self.noise_level} is negative. Use 0.3 to 1.0, or null.")
         if self.window is not None and not 0 <= self.window[0] < self.window[1] <= self.steps:
             raise ValueError(
-                f"rollout.window={list(self.window)} holds no step of {self.steps}. Use [first, stop) within 0 and "
+                f"window={list(self.window)} holds no step of {self.steps}. Use [first, stop) within 0 and "
                 f"{self.steps}, or null."
             )
-        if self.tail is not None and not 0 < self.tail <= 1:
-            raise ValueError(f"rollout.tail={self.tail} is no share. Use a number in (0, 1] such as 0.4, or null.")
 
     @property
     def is_sde(self) -> bool:

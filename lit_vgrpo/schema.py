@@ -14,12 +14,14 @@ from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from importlib import import_module
+from itertools import chain
 from pathlib import PurePath
 from typing import Any, Literal, Union
 
 from jsonargparse import ArgumentParser
 
 from lit_vgrpo.errors import suggestion, unknown_option, with_key
+from lit_vgrpo.ranges import RANGES_OF_OTHERS, range_errors
 
 UNBUILT = object()
 """Stands for a value that has a fault, or whose class is not ours to construct."""
@@ -41,6 +43,20 @@ def recipe_faults(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: M
 def sound_parts(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping[str, str]) -> dict[str, Any]:
     """The parts of a recipe that can be built although others cannot, by dotted key; arguments as above."""
     return _walked(recipe, roots, linked).built
+
+
+def null_faults(
+    overrides: Sequence[tuple[str, str]], recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping[str, str]
+) -> list[str]:
+    """The options that were set to null and cannot be; for an option that takes texts the parser makes it one."""
+    nulls = [f"{key.replace('.init_args', '')}=null " for key, text in overrides if text in ("null", "~")]
+    faults = recipe_faults(recipe, roots, linked) if nulls else []
+    return [fault for fault in faults if fault.startswith(tuple(nulls))]
+
+
+def options_of_class(cls: type) -> list[str]:
+    """The names of the options of a class."""
+    return list(_parameters(cls)[0])
 
 
 def _walked(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping[str, str]) -> _Walk:
@@ -143,13 +159,20 @@ class _Walk:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--value", type=hint)
         try:
-            return parser.parse_object({"value": value}).value
+            parsed = parser.parse_object({"value": value}).value
         except (ArgumentError, TypeError, ValueError):
-            self.faults.append(_wrong_value(value, hint, key))
+            reasons = [*map(str, range_errors(key, value, hint)), _wrong_value(value, hint, key)]
+            self.faults.append(reasons[0])
             return UNBUILT
+        if not any(range_errors(key, parsed, hint)):
+            return parsed
+        self.faults.append(str(next(chain(range_errors(key, value, hint), range_errors(key, parsed, hint)))))
+        return UNBUILT
 
 
 def _wrong_value(value: Any, hint: Any, key: str) -> str:
+    if value == "":
+        return f"{key}= has no value. Give {describe(hint)}."
     words = [option for option in _options(hint) if typing.get_origin(option) is Literal]
     choices = [str(choice) for option in words for choice in typing.get_args(option)]
     others = [option for option in _options(hint) if option not in words and option is not type(None)]
@@ -159,7 +182,21 @@ def _wrong_value(value: Any, hint: Any, key: str) -> str:
         )
     if choices:
         return f"{key}={value} is not a choice. {suggestion(str(value), choices)}"
+    several = _takes_several(hint) if isinstance(value, list) else None
+    if several is not None:
+        return f"{key} is a list, and takes one {several[0]}. Put them into {several[1]}."
     return f"{key}={value} has the wrong type. Give {describe(hint)}."
+
+
+def _takes_several(hint: Any) -> tuple[str, str] | None:
+    """The base class that an option takes one of, and the class of it that holds several, as a recipe writes it."""
+    for base in _options(hint):
+        if inspect.isclass(base) and _is_component(base):
+            for cls in _subclasses(base).values():
+                names = [name for name, option in _hints(cls).items() if option == list[base]]  # type: ignore[valid-type]
+                if names:
+                    return base.__name__, f"class_path: {cls.__name__}, init_args: {{{names[0]}: [...]}}"
+    return None
 
 
 def describe(hint: Any) -> str:
@@ -190,7 +227,8 @@ def describe(hint: Any) -> str:
         elif item is not None:
             words.append(f"a list of {getattr(item, '__name__', None) or describe(item)}")
         else:
-            words.append(f"a {getattr(option, '__name__', option)}")
+            name = getattr(option, "__name__", str(option))
+            words.append(f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
     return " or ".join(words)
 
 
@@ -244,10 +282,10 @@ def _hints(cls: type) -> dict[str, Any]:
     for owner in _constructors(cls):
         function: Callable[..., Any] = inspect.unwrap(owner.__init__)  # type: ignore[misc]
         try:
-            found = {**typing.get_type_hints(function), **found}
+            found = {**typing.get_type_hints(function, include_extras=True), **found}
         except (NameError, TypeError, AttributeError):  # a name that is imported for type checkers only
             continue
-    return found
+    return {**found, **RANGES_OF_OTHERS.get(cls, {})}
 
 
 def _subclasses(base: type) -> dict[str, type]:

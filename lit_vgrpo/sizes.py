@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import isqrt
 from typing import Literal
 
+from lit_vgrpo.ranges import Count, GroupSize, declared, range_errors
+
 DEVICE_COUNTS_NAMED = 8  # how far the list of world sizes that would work goes, at least
+
+MOST_DEVICES_NAMED = 1024
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,10 @@ class Sizes:
         split_updates: every update takes its own share of the images, instead of all of them.
     """
 
-    prompts_per_iteration: int
-    group_size: int
-    updates_per_iteration: int = 1
-    micro_batch_size: int | Literal["auto"] = 8
+    prompts_per_iteration: Count
+    group_size: GroupSize
+    updates_per_iteration: Count = 1
+    micro_batch_size: Count | Literal["auto"] = 8
     split_updates: bool = False
 
     @property
@@ -96,29 +101,11 @@ class Sizes:
         """The images of one update on a rank, of which a micro-batch is a part."""
         return self.prompts_per_iteration * self.group_size // world_size // self._shares
 
-    def _numbers(self) -> dict[str, int]:
-        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "split_updates"}
-        return {name: value for name, value in named.items() if (name, value) != ("micro_batch_size", "auto")}
-
-    def type_faults(self) -> list[str]:
-        """The numbers that are not whole numbers, one line each."""
-        return [
-            f"{name}={value!r} is not a whole number. Use an integer such as {max(2, _as_int(value))}."
-            for name, value in self._numbers().items()
-            if not isinstance(value, int) or isinstance(value, bool)
-        ]
-
     def value_faults(self) -> list[str]:
         """The faults that do not depend on the number of ranks, one line each."""
-        faults = self.type_faults()
-        if faults:
-            return faults
-        for name, value in self._numbers().items():
-            if name == "group_size" and value < 2:
-                faults.append(f"group_size={value} has no group to compare with. Use 2 or more images per prompt.")
-            elif value < 1:
-                faults.append(f"{name}={value} is too small. Use 1 or more.")
-        return faults
+        hints = declared(type(self).__init__)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return [str(error) for name, value in values.items() for error in range_errors(name, value, hints[name])]
 
     def update_of(self, slot: int, member: int) -> int:
         """The update that trains on image ``member`` of group ``slot``, where every update takes its own share.
@@ -175,7 +162,7 @@ class Sizes:
                 f"updates_per_iteration={updates} cannot share out {images} images. "
                 f"Use {_either(working)}, or split_updates=false."
             ]
-        counts = range(1, max(DEVICE_COUNTS_NAMED, world_size) + 1)
+        counts = range(1, min(max(DEVICE_COUNTS_NAMED, world_size), MOST_DEVICES_NAMED) + 1)
         if not self._divides_over(world_size):
             return [
                 f"prompts_per_iteration={prompts} cannot be split over {world_size} ranks. "
@@ -227,16 +214,10 @@ class Sizes:
         )
 
 
-def _as_int(value: object) -> int:
-    try:
-        return int(float(value))  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return 8
-
-
 def divisors(number: int) -> list[int]:
     """All of them, smallest first."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def _nearest_divisors(number: int, wanted: int) -> list[int]:

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lit_vgrpo.optimizer import resumed_group
 from lit_vgrpo.portable import PortableCheckpoints
+from lit_vgrpo.ranges import PositiveInt, checked
 from lit_vgrpo.shards import cut
 
 
@@ -31,6 +32,7 @@ class StoredPrecision(DeepSpeedPrecision):
         return module
 
 
+@checked
 class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
     """DeepSpeed ZeRO over the policy's network, with torch's own AdamW; also on CPUs, by gloo, to try things out.
 
@@ -48,7 +50,7 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
         self,
         stage: Literal[1, 2, 3] = 2,
         offload: bool = False,
-        bucket_size: int = 50_000_000,
+        bucket_size: PositiveInt = 50_000_000,
         zero_options: dict[str, Any] | None = None,
     ) -> None:
         if stage not in (1, 2, 3):

@@ -107,7 +107,7 @@ def test_who_has_no_token_gets_in_nowhere_but_health(command, monkeypatch):
         assert httpx.post(f"{command}/score", content=body, headers=headers).status_code == 401
         assert httpx.get(f"{command}/version", headers=headers).status_code == 401
     assert httpx.get(f"{command}/health").json() == {"status": "ok", "waiting": 0}
-    with pytest.raises(RewardError, match="401. Set connection.token_env"):
+    with pytest.raises(RewardError, match="401. Set HTTPReward.connection.token_env"):
         HTTPReward(f"{command}/score").load()
 
 

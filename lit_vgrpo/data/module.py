@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning as L
 import torch
@@ -20,9 +20,11 @@ from lit_vgrpo.data.rows import Row, Rows
 from lit_vgrpo.data.sampler import GroupSampler, LocalSampler
 from lit_vgrpo.data.source import Source, Sources, as_source, as_sources
 from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.ranges import Count, GroupSize, PositiveInt, Range, Seed, checked
 from lit_vgrpo.sizes import Sizes
 
 
+@checked
 class PromptDataModule(L.LightningDataModule):
     """Prompts for training and held-out prompts for evaluation, from files, folders and datasets.
 
@@ -58,39 +60,22 @@ class PromptDataModule(L.LightningDataModule):
     def __init__(
         self,
         train: Sources,
-        prompts_per_iteration: int,
-        group_size: int,
+        prompts_per_iteration: Count,
+        group_size: GroupSize,
         heldout: Source | None = None,
-        updates_per_iteration: int = 1,
-        micro_batch_size: int | Literal["auto"] = 8,
+        updates_per_iteration: Count = 1,
+        micro_batch_size: Count | Literal["auto"] = 8,
         split_updates: bool = False,
-        heldout_images_per_prompt: int = 1,
-        heldout_limit: int | None = None,
-        eval_batch_size: int = 32,
-        seed: int = 0,
-        heldout_fraction: float | None = None,
+        heldout_images_per_prompt: Count = 1,
+        heldout_limit: PositiveInt | None = None,
+        eval_batch_size: Count = 32,
+        seed: Seed = 0,
+        heldout_fraction: Annotated[float, Range(above=0, below=1, example=0.05)] | None = None,
         deduplicate: bool = False,
         streaming: bool | None = None,
     ) -> None:
         super().__init__()
         self.sizes = Sizes(prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates)
-        for fault in self.sizes.type_faults():
-            raise TypeError(fault)
-        for fault in self.sizes.value_faults():
-            raise ValueError(fault)
-        at_least_one = {"heldout_images_per_prompt": heldout_images_per_prompt, "eval_batch_size": eval_batch_size}
-        if heldout_limit is not None:
-            at_least_one["heldout_limit"] = heldout_limit
-        for name, value in {**at_least_one, "seed": seed}.items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} is not a whole number. Use an integer.")
-        for name, value in at_least_one.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} is too small. Use 1 or more.")
-        if heldout_fraction is not None and not 0 < heldout_fraction < 1:
-            raise ValueError(
-                f"heldout_fraction={heldout_fraction} is no share. Use a number between 0 and 1, e.g. 0.05."
-            )
         if heldout_fraction is not None and heldout is not None:
             raise ValueError(
                 f"heldout_fraction={heldout_fraction} and heldout are both given. Set one of them to null."
@@ -181,7 +166,10 @@ class PromptDataModule(L.LightningDataModule):
 
     def describe(self) -> list[str]:
         """What was read, to be said before a run: a line, and one for everything that is worth a second look."""
-        return describe(self._loaded())
+        lines = describe(self._loaded())
+        if self.heldout_limit is not None and not self.has_heldout:
+            lines.append(f"data.heldout_limit={self.heldout_limit} has no effect: there are no held-out prompts.")
+        return lines
 
     def fingerprint(self) -> str:
         """The same for the same training prompts in the same order.

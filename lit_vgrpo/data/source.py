@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lit_vgrpo.errors import unknown_option
 from lit_vgrpo.hub import local_folder
 from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.ranges import PositiveFloat, PositiveInt, checked
 
 Kind = Literal["txt", "jsonl", "csv", "parquet", "folder", "hub"]
 FILE_KINDS: tuple[Kind, ...] = ("txt", "jsonl", "csv", "parquet")
@@ -21,6 +21,7 @@ class PromptError(ValueError):
     """Prompts cannot be read, or one of them is wrong, said in one line with the file and the line or row."""
 
 
+@checked
 @dataclass
 class PromptSource:
     """Prompts of one file, folder or dataset.
@@ -42,33 +43,27 @@ class PromptSource:
     """
 
     path: str
-    weight: float = 1.0
+    weight: PositiveFloat = 1.0
     column: str | None = None
     split: str | None = None
     config: str | None = None
     rewards: str | list[str] | None = None
-    limit: int | None = None
+    limit: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         for name, value, needed in self._typed():
             if not needed:
-                what = {"weight": "number", "limit": "whole number", "rewards": "name or a list of names"}
-                raise TypeError(f"{name}={value!r} has the wrong type. Give a {what.get(name, 'text')}.")
+                what = "name or a list of names" if name == "rewards" else "text"
+                raise TypeError(f"{name}={value!r} has the wrong type. Give a {what}.")
         if not self.path.strip():
             raise ValueError(f"path={self.path!r} names nothing. {USE}")
-        if not 0 < self.weight < math.inf:
-            raise ValueError(f"weight={self.weight} draws nothing. Use a number above 0, or leave the source out.")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit={self.limit} is too small. Use 1 or more.")
 
     def _typed(self) -> Iterator[tuple[str, object, bool]]:
         names = self.rewards if isinstance(self.rewards, list) else [self.rewards or ""]
         yield "path", self.path, isinstance(self.path, str)
-        yield "weight", self.weight, isinstance(self.weight, int | float) and not isinstance(self.weight, bool)
         for name in ("column", "split", "config"):
             yield name, getattr(self, name), isinstance(getattr(self, name), str | type(None))
         yield "rewards", self.rewards, all(isinstance(name, str) for name in names)
-        yield "limit", self.limit, isinstance(self.limit, int | type(None)) and not isinstance(self.limit, bool)
 
 
 if TYPE_CHECKING:

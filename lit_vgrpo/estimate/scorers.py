@@ -17,7 +17,7 @@ from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.geneval_detector import SEGMENTERS
 from lit_vgrpo.rewards.hps import HPSv2
-from lit_vgrpo.rewards.image_reward import FILENAME, KEY, ImageReward
+from lit_vgrpo.rewards.image_reward import FILENAME, ImageReward
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.rewards.weights import read_weights, weights_path
 
@@ -108,7 +108,8 @@ def _elements(reward: ImageReward) -> int | None:
 
     if local_folder(reward.checkpoint) is None:
         return PUBLISHED.get(reward.checkpoint)
-    weights = read_weights(weights_path(reward.checkpoint, FILENAME, KEY), KEY)  # mapped, not read
+    key = reward.option("checkpoint")
+    weights = read_weights(weights_path(reward.checkpoint, FILENAME, key), key)  # mapped, not read
     return sum(weight.numel() for weight in renamed(weights).values())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lit_vgrpo.objectives.pairs import (
 )
 from lit_vgrpo.objectives.ratio import clipped_surrogate, ratio_metrics
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, PositiveFloat, Range, checked
 from lit_vgrpo.rollout import STREAM_TIMES, Experience, Rollout, RolloutSpec
 from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import Snapshot
@@ -46,6 +47,7 @@ def log_likelihood(errors: Tensor, times: Tensor, weighting: Weighting = "power"
     return -errors * {"uniform": torch.ones_like(times), "time": times, "time_squared": times.square()}[weighting]
 
 
+@checked
 class AWM(Objective):
     """AWM: the clipped ratio of every (image, time), and a pull to the start and to a slowly moving copy.
 
@@ -79,31 +81,22 @@ class AWM(Objective):
     def __init__(
         self,
         rollout: RolloutSpec | None = None,
-        num_times: int = 6,
+        num_times: Annotated[int, Range(1, 1000, example=6)] = 6,
         weighting: Weighting = "power",
-        power: float = 0.25,
-        clip: float | None = 1.0,
-        advantage_scale: float = 5.0,
-        kl_weight: float = 3e-3,
-        ema_weight: float = 1.0,
-        ema_decay_rate: float = 0.001,
-        ema_decay_max: float = 0.3,
+        power: Annotated[float, Range(above=0, most=1, example=0.25)] = 0.25,
+        clip: Annotated[float, Range(above=0, most=1)] | None = 1.0,
+        advantage_scale: Annotated[float, Range(above=0, example=5)] = 5.0,
+        kl_weight: NonNegativeFloat = 3e-3,
+        ema_weight: NonNegativeFloat = 1.0,
+        ema_decay_rate: NonNegativeFloat = 0.001,
+        ema_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3,
         times: TimeSource = "sampler",
-        time_shift: float = 1.0,
-        training_guidance: float | None = None,
-        reference_guidance: float | None = None,
+        time_shift: PositiveFloat = 1.0,
+        training_guidance: GuidanceScale | None = None,
+        reference_guidance: GuidanceScale | None = None,
     ) -> None:
         known = ("power", "uniform", "time", "time_squared")
-        require(num_times >= 1, "num_times", num_times, "Use 1 or more (the paper uses 6)")
         require(weighting in known, "weighting", weighting, f"Use {', '.join(known[:-1])} or {known[-1]}")
-        require(0 < power <= 1, "power", power, "Use a number in (0, 1] (the paper uses 0.25)")
-        require(clip is None or 0 < clip <= 1, "clip", clip, "Use a number in (0, 1], or null")
-        require(advantage_scale > 0, "advantage_scale", advantage_scale, "Use 5.0")
-        require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more")
-        require(ema_weight >= 0, "ema_weight", ema_weight, "Use 0 or more (the paper uses 1.0)")
-        require(ema_decay_rate >= 0, "ema_decay_rate", ema_decay_rate, "Use 0.001")
-        require(0 <= ema_decay_max < 1, "ema_decay_max", ema_decay_max, "Use a number in [0, 1) such as 0.3")
-        require(time_shift > 0, "time_shift", time_shift, "Use 1.0, or the scheduler's shift")
         super().__init__(training_guidance, reference_guidance)
         self.rollout = rollout or RolloutSpec(steps=10)
         self.num_times = num_times

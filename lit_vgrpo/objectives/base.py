@@ -13,6 +13,7 @@ from torch import Tensor
 from lit_vgrpo.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.ledger import PassLedger
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.ranges import GuidanceScale, checked
 from lit_vgrpo.rollout import (
     STREAM_GROUP_NOISE,
     STREAM_ROLLOUT,
@@ -29,6 +30,7 @@ from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import Snapshot
 
 
+@checked
 class Objective(ABC):
     """A training method as a plain class; it knows no trainer.
 
@@ -55,9 +57,9 @@ class Objective(ABC):
     path_kinds: ClassVar[tuple[str, ...]] = ("flow", "vp")
     trains_on_sampling_steps: ClassVar[bool] = False
 
-    def __init__(self, training_guidance: float | None = None, reference_guidance: float | None = None) -> None:
-        for name, scale in (("training_guidance", training_guidance), ("reference_guidance", reference_guidance)):
-            require(scale is None or scale >= 1, name, scale, "Use 1.0 or more, or null")
+    def __init__(
+        self, training_guidance: GuidanceScale | None = None, reference_guidance: GuidanceScale | None = None
+    ) -> None:
         self.training_guidance = training_guidance
         self.reference_guidance = reference_guidance
         self.rollout_device: torch.device | None = None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.ledger import PassLedger
-from lit_vgrpo.objectives.base import Objective, require
+from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.objectives.ratio import clipped_surrogate, ratio_metrics
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, Range, checked
 from lit_vgrpo.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import Snapshot
@@ -28,6 +29,7 @@ def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:
     return mean_over_pixels((mean - reference_mean).square() / (2 * diffusion.square()), 2)
 
 
+@checked
 class ChainObjective(Objective):
     """Base of the methods whose actions are the SDE steps of a rollout.
 
@@ -53,17 +55,14 @@ class ChainObjective(Objective):
     def __init__(
         self,
         rollout: RolloutSpec,
-        clip: float | None,
-        advantage_clip: float | None,
-        kl_weight: float,
-        training_guidance: float | None = None,
-        reference_guidance: float | None = None,
+        clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None,
+        advantage_clip: Annotated[float, Range(above=0, example=5)] | None,
+        kl_weight: NonNegativeFloat,
+        training_guidance: GuidanceScale | None = None,
+        reference_guidance: GuidanceScale | None = None,
         recompute_old: bool = False,
     ) -> None:
         super().__init__(training_guidance, reference_guidance)
-        require(clip is None or 0 < clip < 1, "clip", clip, "Use a small number such as 1e-4, or null")
-        require(advantage_clip is None or advantage_clip > 0, "advantage_clip", advantage_clip, "Use 5.0, or null")
-        require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more")
         self.rollout = rollout
         self.clip = clip
         self.advantage_clip = advantage_clip

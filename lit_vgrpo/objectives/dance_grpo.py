@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.advantages import AdvantageStd
-from lit_vgrpo.objectives.base import require
 from lit_vgrpo.objectives.chain import ChainObjective
+from lit_vgrpo.ranges import GuidanceScale, Range, checked
 from lit_vgrpo.rollout import STREAM_STEPS, Rollout, RolloutSpec, image_generators
 
 
+@checked
 class DanceGRPO(ChainObjective):
     """DanceGRPO on a rectified flow: a constant noise level, shared initial noise, no KL.
 
@@ -35,15 +36,14 @@ class DanceGRPO(ChainObjective):
     def __init__(
         self,
         rollout: RolloutSpec | None = None,
-        clip: float | None = 1e-4,
-        train_fraction: float = 0.6,
-        advantage_clip: float | None = 5.0,
-        training_guidance: float | None = None,
+        clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4,
+        train_fraction: Annotated[float, Range(above=0, most=1, example=0.6)] = 0.6,
+        advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0,
+        training_guidance: GuidanceScale | None = None,
         recompute_old: bool = False,
     ) -> None:
         rollout = rollout or RolloutSpec("dance_sde", steps=16, shared_noise=True)
         super().__init__(rollout, clip, advantage_clip, 0.0, training_guidance, recompute_old=recompute_old)
-        require(0 < train_fraction <= 1, "train_fraction", train_fraction, "Use a share in (0, 1] such as 0.6")
         self.train_fraction = train_fraction
 
     def num_trained_steps(self, spec: RolloutSpec) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from lit_vgrpo.advantages import AdvantageStd
 from lit_vgrpo.objectives.chain import ChainObjective
+from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, Range, checked
 from lit_vgrpo.rollout import RolloutSpec
 
 
+@checked
 class DDPO(ChainObjective):
     """DDPO with clipped importance ratios, for eps- and v-networks: the chain is DDIM with eta 1.
 
@@ -31,11 +33,11 @@ class DDPO(ChainObjective):
     def __init__(
         self,
         rollout: RolloutSpec | None = None,
-        clip: float | None = 1e-4,
-        advantage_clip: float | None = 5.0,
-        kl_weight: float = 0.0,
-        reference_guidance: float | None = None,
-        training_guidance: float | None = None,
+        clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4,
+        advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0,
+        kl_weight: NonNegativeFloat = 0.0,
+        reference_guidance: GuidanceScale | None = None,
+        training_guidance: GuidanceScale | None = None,
         recompute_old: bool = False,
     ) -> None:
         rollout = rollout or RolloutSpec("ddim_sde", steps=50, guidance=5.0)

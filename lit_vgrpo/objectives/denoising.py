@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from lit_vgrpo.objectives.base import Objective, group_layout
 from lit_vgrpo.objectives.pairs import predict_pairs, rollout_pairs
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.paths import Space
+from lit_vgrpo.ranges import PositiveFloat, Range, checked
 from lit_vgrpo.rollout import STREAM_DATA, BatchHook, Experience, Rollout, RolloutSpec, image_generators
 from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.surrogate import denoising_error, surrogate
@@ -27,6 +28,7 @@ class ImageSource(Protocol):
         """Images ``(B, 3, H, W)`` float32 in [0, 1] and B captions; all randomness from the B generators."""
 
 
+@checked
 class Denoising(Objective):
     """The ELBO of images that are given: how the tiny models are pre-trained.
 
@@ -45,10 +47,10 @@ class Denoising(Objective):
         self,
         images: ImageSource,
         rollout: RolloutSpec | None = None,
-        num_mc_samples: int = 1,
+        num_mc_samples: Annotated[int, Range(1, 1000, example=4)] = 1,
         space: Space = "v",
         self_normalise: bool = False,
-        time_shift: float = 1.0,
+        time_shift: PositiveFloat = 1.0,
     ) -> None:
         super().__init__()
         self.images = images

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from lit_vgrpo.ledger import PassLedger
 from lit_vgrpo.objectives.base import Objective, require
 from lit_vgrpo.objectives.pairs import ode_faults, pairs_at, predict_pairs, squared_distance
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, NonNegativeInt, Range, checked
 from lit_vgrpo.rollout import STREAM_TIMES, Experience, Rollout, RolloutSpec
 from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import Snapshot
@@ -43,6 +44,7 @@ def gone_far_enough(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip
     return torch.where(advantages > 0, ratio > 1 + clip, ratio < 1 - clip)
 
 
+@checked
 class DGPO(Objective):
     """DGPO: the group's images as one preference, weighted by how far it is from being satisfied.
 
@@ -75,27 +77,20 @@ class DGPO(Objective):
     def __init__(
         self,
         rollout: RolloutSpec | None = None,
-        num_times: int = 4,
-        noisiest: int = 7,
-        beta: float = 100.0,
-        kl_weight: float = 0.02,
-        clip: float = 1e-2,
+        num_times: Annotated[int, Range(1, 1000, example=4)] = 4,
+        noisiest: Annotated[int, Range(1, 1000, example=7)] = 7,
+        beta: Annotated[float, Range(above=0, example=100)] = 100.0,
+        kl_weight: NonNegativeFloat = 0.02,
+        clip: Annotated[float, Range(above=0, below=1, example=1e-2)] = 1e-2,
         reference: Literal["frozen", "moving"] = "frozen",
-        old_decay_rate: float = 0.001,
-        old_decay_max: float = 0.3,
-        behaviour_from_step: int = 200,
-        training_guidance: float | None = None,
-        reference_guidance: float | None = None,
+        old_decay_rate: NonNegativeFloat = 0.001,
+        old_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3,
+        behaviour_from_step: NonNegativeInt = 200,
+        training_guidance: GuidanceScale | None = None,
+        reference_guidance: GuidanceScale | None = None,
     ) -> None:
-        require(num_times >= 1, "num_times", num_times, "Use 1 or more (the paper uses 4)")
         require(noisiest >= num_times, "noisiest", noisiest, f"Use {num_times} (num_times) or more")
-        require(beta > 0, "beta", beta, "Use 100, or 10 for PickScore")
-        require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more (the paper uses 0.02 or 0.001)")
-        require(0 < clip < 1, "clip", clip, "Use 1e-2 or 5e-2")
         require(reference in ("frozen", "moving"), "reference", reference, "Use frozen or moving")
-        require(old_decay_rate >= 0, "old_decay_rate", old_decay_rate, "Use 0.001")
-        require(0 <= old_decay_max < 1, "old_decay_max", old_decay_max, "Use a number in [0, 1) such as 0.3")
-        require(behaviour_from_step >= 0, "behaviour_from_step", behaviour_from_step, "Use 0 or more (the paper: 200)")
         super().__init__(training_guidance, reference_guidance)
         self.rollout = rollout or RolloutSpec("dpm++", steps=10)
         self.num_times = num_times
@@ -116,7 +111,7 @@ class DGPO(Objective):
         if self.noisiest > self.rollout.steps:
             faults.append(
                 f"model.objective.noisiest={self.noisiest} is more than the sampler's {self.rollout.steps} times. "
-                f"Use {self.num_times} to {self.rollout.steps}."
+                f"{self._advice()}"
             )
         prompts, updates = sizes.prompts_per_iteration, sizes.updates_per_iteration
         if sizes.split_updates and prompts % updates:
@@ -126,6 +121,13 @@ class DGPO(Objective):
                 f"{sizes.group_size}. Use data.updates_per_iteration {', '.join(whole)}, or data.split_updates=false."
             )
         return faults
+
+    def _advice(self) -> str:
+        """The values of ``noisiest`` that fit the sampler, in a sentence."""
+        least, most = self.num_times, self.rollout.steps
+        if least > most:
+            return f"Use model.objective.rollout.steps={self.noisiest}, or fewer num_times than {least}."
+        return f"Use {most}." if least == most else f"Use {least} to {most}."
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
         trained = sizes.uses_per_image * self.num_times

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from lit_vgrpo.objectives.base import require
 from lit_vgrpo.objectives.chain import ChainObjective
+from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, Range, checked
 from lit_vgrpo.rollout import STREAM_STEPS, Experience, RolloutSpec
 from lit_vgrpo.solvers import Transition
 from lit_vgrpo.surrogate import mean_over_pixels, seeded_generator
@@ -30,6 +32,7 @@ def guarded_log_ratio(log_ratio: Tensor, mean: Tensor, old_mean: Tensor, std: Te
     return (log_ratio + moved) * std.flatten(1)
 
 
+@checked
 class FlowGRPO(ChainObjective):
     """Flow-GRPO, with its later variants: Fast, CPS (choose ``rollout.solver=cps``) and GRPO-Guard.
 
@@ -50,20 +53,19 @@ class FlowGRPO(ChainObjective):
     def __init__(
         self,
         rollout: RolloutSpec | None = None,
-        clip: float | None = None,
-        kl_weight: float = 0.04,
+        clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = None,
+        kl_weight: NonNegativeFloat = 0.04,
         fast: bool = False,
-        fast_window: int = 2,
+        fast_window: Annotated[int, Range(1, 1000, example=2)] = 2,
         guard: bool = False,
-        advantage_clip: float | None = 5.0,
-        reference_guidance: float | None = None,
-        training_guidance: float | None = None,
+        advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0,
+        reference_guidance: GuidanceScale | None = None,
+        training_guidance: GuidanceScale | None = None,
         recompute_old: bool = False,
     ) -> None:
         rollout = rollout or RolloutSpec("flow_sde", steps=10, guidance=4.5)
         clip = PUBLISHED_CLIP.get(rollout.solver, DEFAULT_CLIP) if clip is None else clip
         super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance, recompute_old)
-        require(fast_window >= 1, "fast_window", fast_window, "Use 1 or more (published 2)")
         self.fast = fast
         self.fast_window = fast_window
         self.guard = guard

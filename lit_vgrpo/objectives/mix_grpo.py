@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
 from lit_vgrpo.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.objectives.base import require
 from lit_vgrpo.objectives.chain import ChainObjective
+from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, NonNegativeInt, PositiveInt, Range, checked
 from lit_vgrpo.rollout import STREAM_STEPS, RolloutSpec
 from lit_vgrpo.surrogate import seeded_generator
 
 WindowStrategy = Literal["progressive", "random", "decay", "frozen"]
 
 
+@checked
 class MixGRPO(ChainObjective):
     """Flow-GRPO's SDE and loss inside a window of the schedule, which moves from the noisiest steps to the cleanest.
 
@@ -52,30 +54,25 @@ class MixGRPO(ChainObjective):
     def __init__(
         self,
         rollout: RolloutSpec | None = None,
-        window_size: int = 4,
+        window_size: Annotated[int, Range(1, 1000, example=4)] = 4,
         window_strategy: WindowStrategy = "progressive",
-        window_stride: int = 1,
-        window_interval: int = 25,
-        decay_rate: float = 0.1,
-        decay_from: int = 13,
+        window_stride: PositiveInt = 1,
+        window_interval: Annotated[int, Range(1, example=25)] = 25,
+        decay_rate: NonNegativeFloat = 0.1,
+        decay_from: NonNegativeInt = 13,
         flash: bool = False,
-        flash_share: float = 0.4,
-        clip: float | None = 1e-4,
-        advantage_clip: float | None = 5.0,
-        kl_weight: float = 0.0,
-        reference_guidance: float | None = None,
-        training_guidance: float | None = None,
+        flash_share: Annotated[float, Range(above=0, most=1, example=0.4)] = 0.4,
+        clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4,
+        advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0,
+        kl_weight: NonNegativeFloat = 0.0,
+        reference_guidance: GuidanceScale | None = None,
+        training_guidance: GuidanceScale | None = None,
         recompute_old: bool = False,
     ) -> None:
         rollout = rollout or RolloutSpec("flow_sde", steps=25, shared_noise=True)
         super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance, recompute_old)
         strategies = ("progressive", "random", "decay", "frozen")
-        require(window_size >= 1, "window_size", window_size, "Use 1 or more (published 4)")
         require(window_strategy in strategies, "window_strategy", window_strategy, f"Use {' or '.join(strategies)}")
-        require(window_stride >= 1, "window_stride", window_stride, "Use 1 or more")
-        require(window_interval >= 1, "window_interval", window_interval, "Use 1 or more (published 25)")
-        require(decay_rate >= 0, "decay_rate", decay_rate, "Use 0.1")
-        require(0 < flash_share <= 1, "flash_share", flash_share, "Use a share in (0, 1] such as 0.4")
         self.window_size = window_size
         self.window_strategy: WindowStrategy = window_strategy
         self.window_stride = window_stride

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from lit_vgrpo.objectives.pairs import (
     stored_predictions,
 )
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, Range, checked
 from lit_vgrpo.rollout import STREAM_TIMES, Experience, Rollout, RolloutSpec, image_generators
 from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import Snapshot
@@ -74,6 +75,7 @@ def _self_normalised(error: Tensor) -> Tensor:
     return mean_over_pixels(error.square(), 2) / weight
 
 
+@checked
 class DiffusionNFT(Objective):
     """DiffusionNFT: images come from a slowly moving copy, and each trains at nearly all of the sampler's times.
 
@@ -102,21 +104,16 @@ class DiffusionNFT(Objective):
     def __init__(
         self,
         rollout: RolloutSpec | None = None,
-        beta: float = 1.0,
+        beta: Annotated[float, Range(above=0, example=1)] = 1.0,
         decay_type: Literal[0, 1, 2] = 1,
-        num_times: int | None = None,
-        advantage_clip: float = 5.0,
-        kl_weight: float = 1e-4,
-        scale_cap: float | None = 5.0,
-        training_guidance: float | None = None,
-        reference_guidance: float | None = None,
+        num_times: Annotated[int, Range(1, 1000)] | None = None,
+        advantage_clip: Annotated[float, Range(above=0, example=5)] = 5.0,
+        kl_weight: NonNegativeFloat = 1e-4,
+        scale_cap: Annotated[float, Range(above=0, example=5)] | None = 5.0,
+        training_guidance: GuidanceScale | None = None,
+        reference_guidance: GuidanceScale | None = None,
     ) -> None:
-        require(beta > 0, "beta", beta, "Use 1.0, or 0.1 for OCR and for several rewards")
         require(decay_type in (0, 1, 2), "decay_type", decay_type, "Use 0, 1 or 2")
-        require(num_times is None or num_times >= 1, "num_times", num_times, "Use 1 or more, or null for all but one")
-        require(advantage_clip > 0, "advantage_clip", advantage_clip, "Use 5.0")
-        require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more (the paper uses 1e-4)")
-        require(scale_cap is None or scale_cap > 0, "scale_cap", scale_cap, "Use 5, or null")
         super().__init__(training_guidance, reference_guidance)
         self.rollout = rollout or RolloutSpec(steps=10)
         self.beta = beta

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.advantages import soft_clip
 from lit_vgrpo.ledger import PassLedger
-from lit_vgrpo.objectives.base import Objective, require
+from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.objectives.pairs import TimeSource, predict_pairs, rollout_pairs
 from lit_vgrpo.objectives.ratio import clipped_surrogate, ratio_metrics
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.paths import Space
+from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, PositiveFloat, Range, checked
 from lit_vgrpo.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.sizes import Sizes
 from lit_vgrpo.snapshots import Snapshot
@@ -31,6 +33,7 @@ def prediction_distance(prediction: Tensor, stored: Tensor, scale: Tensor) -> Te
 _STORED = frozenset({"old_surrogate", "kl_prediction"})
 
 
+@checked
 class VGRPO(Objective):
     """V-GRPO with its three variance reductions and three controls of the gradient step, each switchable.
 
@@ -56,27 +59,20 @@ class VGRPO(Objective):
     def __init__(
         self,
         rollout: RolloutSpec | None = None,
-        num_mc_samples: int = 4,
+        num_mc_samples: Annotated[int, Range(1, 1000, example=4)] = 4,
         share_pairs: bool = True,
         stratify: bool = True,
         space: Space = "x",
         self_normalise: bool = True,
-        scale_cap: float | None = 5.0,
+        scale_cap: Annotated[float, Range(above=0, example=5)] | None = 5.0,
         times: TimeSource = "sampler",
-        time_shift: float = 1.0,
-        clip: float | None = None,
-        soft_clip: float | None = None,
-        kl_weight: float = 0.0,
-        anchor_decay: float | None = None,
-        training_guidance: float | None = None,
+        time_shift: PositiveFloat = 1.0,
+        clip: Annotated[float, Range(above=0, below=1, example=1e-2)] | None = None,
+        soft_clip: Annotated[float, Range(above=0, example=3)] | None = None,
+        kl_weight: NonNegativeFloat = 0.0,
+        anchor_decay: Annotated[float, Range(least=0, below=1, example=0.3)] | None = None,
+        training_guidance: GuidanceScale | None = None,
     ) -> None:
-        require(num_mc_samples >= 1, "num_mc_samples", num_mc_samples, "Use 1 or more (the paper uses 4)")
-        require(clip is None or 0 < clip < 1, "clip", clip, "Use a number between 0 and 1 (6e-3 to 3e-2), or null")
-        require(soft_clip is None or soft_clip > 0, "soft_clip", soft_clip, "Use 3 to 5, or null")
-        require(scale_cap is None or scale_cap > 0, "scale_cap", scale_cap, "Use 5, or null")
-        require(kl_weight >= 0, "kl_weight", kl_weight, "Use 0 or more")
-        require(time_shift > 0, "time_shift", time_shift, "Use 1.0, or the scheduler's shift")
-        require(anchor_decay is None or 0 <= anchor_decay < 1, "anchor_decay", anchor_decay, "Use 0.3 to 0.5, or null")
         super().__init__(training_guidance)
         self.rollout = rollout or RolloutSpec()
         self.num_mc_samples = num_mc_samples

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,12 @@ from lit_vgrpo.policies.speed import speed_up
 from lit_vgrpo.policies.start import load_start, start_fault
 from lit_vgrpo.policies.trained import choose_trained, option_faults
 from lit_vgrpo.policies.vae import save_memory
+from lit_vgrpo.ranges import BatchSize, ClosedUnitInterval, PositiveFloat, Range, Seed, checked
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@checked
 class Policy(nn.Module):
     """A diffusers pipeline seen as a policy over images.
 
@@ -88,39 +90,39 @@ class Policy(nn.Module):
     def __init__(
         self,
         checkpoint: str,
-        lora_rank: int | None = None,
-        lora_alpha: int | None = None,
+        lora_rank: Annotated[int, Range(1, 16_384, example=32)] | None = None,
+        lora_alpha: Annotated[int, Range(1, 65_536, example=32)] | None = None,
         lora_targets: list[str] | None = None,
-        lora_dropout: float | None = None,
+        lora_dropout: ClosedUnitInterval | None = None,
         train_only: list[str] | None = None,
         start_from: str | None = None,
         start_weights: Literal["trained", "ema"] = "trained",
-        height: int | None = None,
-        width: int | None = None,
+        height: Annotated[int, Range(1, 16_384)] | None = None,
+        width: Annotated[int, Range(1, 16_384)] | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         negative_prompt: str = "",
         gradient_checkpointing: bool = False,
-        decode_batch_size: int = BATCH_SIZE,
+        decode_batch_size: BatchSize = BATCH_SIZE,
         vae_slicing: bool = False,
         vae_tiling: bool = False,
         embedding_cache: str | None = None,
-        embedding_cache_gb: float = 20.0,
+        embedding_cache_gb: PositiveFloat = 20.0,
         offload_encoders: bool = False,
         compile: bool = False,
         attention_backend: str | None = None,
         fold_lora: bool | None = None,
-        init_seed: int = 0,
+        init_seed: Seed = 0,
         variant: str | None = None,
         revision: str | None = None,
     ) -> None:
         super().__init__()
-        trained = {"lora_rank": lora_rank, "lora_targets": lora_targets, "lora_dropout": lora_dropout}
-        for fault in option_faults({**trained, "train_only": train_only}):
+        adapter = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_targets": lora_targets}
+        for fault in option_faults({**adapter, "lora_dropout": lora_dropout, "train_only": train_only}):
             raise ValueError(fault)
+        if start_weights != "trained" and start_from is None:
+            raise ValueError(f"start_weights={start_weights} has no effect without start_from. Set start_from=RUN too.")
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is not known. Use {', '.join(DTYPES)}.")
-        if embedding_cache_gb <= 0:
-            raise ValueError(f"embedding_cache_gb={embedding_cache_gb} keeps nothing. Use a number above 0.")
         resolve_path(checkpoint)  # refuses a shipped: path that leads out of the installed folder
         self.checkpoint = checkpoint
         self.variant, self.revision = variant, revision

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -18,12 +18,14 @@ from lit_vgrpo.policies.misfits import channels_misfit, flow_misfit
 from lit_vgrpo.policies.paths import RectifiedFlow
 from lit_vgrpo.policies.pipeline_folder import Parts, config_folder
 from lit_vgrpo.policies.schedulers import FLOW_SOLVERS, flow_scheduler
+from lit_vgrpo.ranges import Range, checked
 from lit_vgrpo.solvers import FLOW_SDES
 
 LONGEST_PROMPT = 512  # tokens
 PATCH = 2  # latents a side that are packed into one token
 
 
+@checked
 class FluxPolicy(Policy):
     """``FluxPipeline`` as a policy on a rectified flow.
 
@@ -46,10 +48,13 @@ class FluxPolicy(Policy):
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
 
-    def __init__(self, checkpoint: str, max_sequence_length: int = LONGEST_PROMPT, **options: Any) -> None:
+    def __init__(
+        self,
+        checkpoint: str,
+        max_sequence_length: Annotated[int, Range(1, LONGEST_PROMPT)] = LONGEST_PROMPT,
+        **options: Any,
+    ) -> None:
         super().__init__(checkpoint, **options)
-        if not 1 <= max_sequence_length <= LONGEST_PROMPT:
-            raise ValueError(f"max_sequence_length={max_sequence_length}: FLUX takes 1 to {LONGEST_PROMPT} tokens.")
         self.max_sequence_length = max_sequence_length
 
     # --- guidance --------------------------------------------------------------------------------------------------

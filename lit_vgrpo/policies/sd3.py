@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -14,9 +14,11 @@ from lit_vgrpo.policies.misfits import channels_misfit, flow_misfit
 from lit_vgrpo.policies.paths import RectifiedFlow
 from lit_vgrpo.policies.pipeline_folder import Parts
 from lit_vgrpo.policies.schedulers import FLOW_SOLVERS, flow_scheduler
+from lit_vgrpo.ranges import Range, checked
 from lit_vgrpo.solvers import FLOW_SDES
 
 
+@checked
 class SD3Policy(Policy):
     """``StableDiffusion3Pipeline`` (SD3 medium, SD3.5 medium and large) as a policy on a rectified flow.
 
@@ -37,7 +39,13 @@ class SD3Policy(Policy):
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
 
-    def __init__(self, checkpoint: str, max_sequence_length: int = 256, use_t5: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        checkpoint: str,
+        max_sequence_length: Annotated[int, Range(1, 512)] = 256,
+        use_t5: bool = True,
+        **options: Any,
+    ) -> None:
         super().__init__(checkpoint, **options)
         self.max_sequence_length = max_sequence_length
         self.use_t5 = use_t5

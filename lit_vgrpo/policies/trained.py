@@ -97,15 +97,17 @@ def train_only(network: nn.Module, patterns: Sequence[str]) -> None:
 def option_faults(options: dict[str, Any]) -> list[str]:
     """What cannot be among the options that say what is trained, a line each."""
     rank, dropout, only = options["lora_rank"], options["lora_dropout"], options["train_only"]
-    targets = options["lora_targets"]
+    alpha, targets = options["lora_alpha"], options["lora_targets"]
     faults = []
-    if rank is not None and rank < 1:
-        faults.append(f"lora_rank={rank} is no rank. Use 1 or more, or null to train the full weights.")
     if dropout:
         faults.append(
             f"lora_dropout={dropout} would make the policy differ from the one that rolled out, so that the ratio is "
             "not 1 before any update. Leave it out."
         )
+    if alpha is not None and rank is None:
+        faults.append(f"lora_alpha={alpha} has no effect without lora_rank. Set lora_rank=32 too, or lora_alpha=null.")
+    if targets is not None and not targets:
+        faults.append("lora_targets=[] adapts nothing. Give endings such as attn.to_q, or null for the usual ones.")
     if targets and rank is None:
         faults.append(f"lora_targets={list(targets)} has no effect without lora_rank. Set lora_rank=32 too.")
     if only is not None and rank is not None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.batches import BATCH_SIZE
 from lit_vgrpo.hub import explain_unloadable, source_of
+from lit_vgrpo.ranges import BatchSize, checked
 from lit_vgrpo.rewards.clip import clip_fault, clip_model
 from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
 from lit_vgrpo.rewards.score_head import ScoreHead
@@ -21,6 +22,7 @@ FILENAME = "sac+logos+ava1-l14-linearMSE.pth"
 HUB_CLIP = "openai/clip-vit-large-patch14"
 
 
+@checked
 class AestheticScore(ModelReward):
     """A predicted rating of the picture alone, about 1 to 10; most pictures of diffusion models get 5 to 7.
 
@@ -45,7 +47,7 @@ class AestheticScore(ModelReward):
         self,
         checkpoint: str = HUB_CHECKPOINT,
         clip: str = HUB_CLIP,
-        batch_size: int = BATCH_SIZE,
+        batch_size: BatchSize = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:
@@ -56,9 +58,9 @@ class AestheticScore(ModelReward):
         self._processor: CLIPImageProcessor | None = None
 
     def _file_faults(self) -> list[str | None]:
-        key = "AestheticScore.clip"
+        key = self.option("clip")
         clip = explain_unloadable(self.clip, "config.json", key) or clip_fault(self.clip, key)
-        return [file_fault(self.checkpoint, FILENAME, "AestheticScore.checkpoint"), clip]
+        return [file_fault(self.checkpoint, FILENAME, self.option("checkpoint")), clip]
 
     def _build(self) -> nn.Module:
         from transformers import CLIPImageProcessor
@@ -66,13 +68,13 @@ class AestheticScore(ModelReward):
         try:
             self._processor = CLIPImageProcessor.from_pretrained(source_of(self.clip))
         except Exception as error:  # whatever the library makes of files that are not a processor's
-            remedy = "Set AestheticScore.clip to a folder that holds a CLIP image processor too."
+            remedy = f"Set {self.option('clip')} to a folder that holds a CLIP image processor too."
             raise unloadable(self.clip, error, remedy) from error
-        clip = clip_model(self.clip, self.dtype, "AestheticScore.clip")
+        clip = clip_model(self.clip, self.dtype, self.option("clip"))
         head = ScoreHead(clip.visual_projection.out_features)
-        key = "AestheticScore.checkpoint"
+        key = self.option("checkpoint")
         path = weights_path(self.checkpoint, FILENAME, key)
-        fill(head, read_weights(path, key), path, f"{key} and AestheticScore.clip")
+        fill(head, read_weights(path, key), path, f"{key} and {self.option('clip')}")
         return nn.ModuleDict({"vision": clip.vision_model, "projection": clip.visual_projection, "head": head})
 
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class Reward(ABC):
         concurrent: it may run in a thread while the next images are made, because it waits for a server or computes on
             the CPU; it is then called from that thread alone, batch after batch.
         failure: why images of the last call got NaN, in one line, where the reward knows.
+        key: where a recipe holds the reward, such as ``model.reward``; empty where its options are typed alone.
     """
 
     name: str
@@ -40,6 +41,16 @@ class Reward(ABC):
     """Arguments that say where weights lie, each with a file that lies there: the weights, or one of a folder."""
     concurrent: bool = False
     failure: str | None = None
+    key: str | None = None
+
+    def option(self, name: str) -> str:
+        """An option as messages name it: by the key to type, or by the class outside of recipes."""
+        return name if self.key == "" else f"{self.key or type(self).__name__}.{name}"
+
+    def found_at(self, key: str) -> Reward:
+        """Tell the reward where a recipe holds it, for its messages."""
+        self.key = key
+        return self
 
     @abstractmethod
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, source_of
+from lit_vgrpo.ranges import BatchSize, checked
 from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
 from lit_vgrpo.rewards.weights import unloadable
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import CLIPModel, CLIPProcessor
 
 
+@checked
 class CLIPReward(ModelReward):
     """The cosine of a picture's and its prompt's embedding, scaled by a subclass.
 
@@ -32,7 +34,9 @@ class CLIPReward(ModelReward):
 
     weight_files = (("checkpoint", "config.json"), ("processor", "tokenizer_config.json"))
 
-    def __init__(self, checkpoint: str, processor: str | None, batch_size: int, dtype: Dtype, device: str) -> None:
+    def __init__(
+        self, checkpoint: str, processor: str | None, batch_size: BatchSize, dtype: Dtype, device: str
+    ) -> None:
         super().__init__(checkpoint, batch_size, dtype, device)
         self.processor = processor or checkpoint
         self._processor: CLIPProcessor | None = None
@@ -42,24 +46,22 @@ class CLIPReward(ModelReward):
         """The scores of cosines, shape ``(b,)``, float32."""
 
     def _file_faults(self) -> list[str | None]:
-        name = type(self).__name__
-        model_fault = explain_unloadable(self.checkpoint, "config.json", f"{name}.checkpoint")
-        faults = [model_fault or clip_fault(self.checkpoint, f"{name}.checkpoint")]
+        model_fault = explain_unloadable(self.checkpoint, "config.json", self.option("checkpoint"))
+        faults = [model_fault or clip_fault(self.checkpoint, self.option("checkpoint"))]
         if not (model_fault and self.processor == self.checkpoint):
             # the one file that a saved processor has in transformers 4 and in transformers 5
-            faults.append(explain_unloadable(self.processor, "tokenizer_config.json", f"{name}.processor"))
+            faults.append(explain_unloadable(self.processor, "tokenizer_config.json", self.option("processor")))
         return faults
 
     def _build(self) -> nn.Module:
         from transformers import CLIPProcessor
 
-        name = type(self).__name__
         try:
             self._processor = CLIPProcessor.from_pretrained(source_of(self.processor))
         except Exception as error:  # whatever the library makes of files that are not a processor's
-            remedy = f"Set {name}.processor to a folder that holds a whole CLIP processor."
+            remedy = f"Set {self.option('processor')} to a folder that holds a whole CLIP processor."
             raise unloadable(self.processor, error, remedy) from error
-        return clip_model(self.checkpoint, self.dtype, f"{name}.checkpoint")
+        return clip_model(self.checkpoint, self.dtype, self.option("checkpoint"))
 
     def _read(self, prompts: list[str]) -> Tensor:
         assert self._processor is not None

@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from lit_vgrpo.batches import BATCH_SIZE
+from lit_vgrpo.ranges import BatchSize, checked
 from lit_vgrpo.rewards.clip import CLIPReward
 from lit_vgrpo.rewards.model import Dtype
 
 HUB_CHECKPOINT = "openai/clip-vit-large-patch14"
 
 
+@checked
 class CLIPScore(CLIPReward):
     """``100 * max(cos, 0)`` of picture and prompt, 0 to 100; about 20 to 35 for pictures that fit their prompts.
 
@@ -34,7 +36,7 @@ class CLIPScore(CLIPReward):
         self,
         checkpoint: str = HUB_CHECKPOINT,
         processor: str | None = None,
-        batch_size: int = BATCH_SIZE,
+        batch_size: BatchSize = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.errors import one_line
+from lit_vgrpo.ranges import Finite, PositiveFloat, checked
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, to_uint8
 from lit_vgrpo.rewards.batch import RewardBatch
 
@@ -75,6 +76,7 @@ class ImageBatch:
     size: int
 
 
+@checked
 class Weighted(Reward):
     """A weighted sum of rewards: ``sum_k w_k (clip_k(r_k) - mean_k) / std_k``.
 
@@ -98,9 +100,9 @@ class Weighted(Reward):
     def __init__(
         self,
         rewards: list[Reward],
-        weights: list[float] | None = None,
-        clips: list[tuple[float | None, float | None] | None] | None = None,
-        normalise: list[tuple[float, float] | None] | None = None,
+        weights: list[Finite] | None = None,
+        clips: list[tuple[Finite | None, Finite | None] | None] | None = None,
+        normalise: list[tuple[Finite, PositiveFloat] | None] | None = None,
         overlap: bool = True,
     ) -> None:
         if not rewards:
@@ -116,8 +118,8 @@ class Weighted(Reward):
             if values is not None and len(values) != len(rewards):
                 rest = "for the mean" if name == "weights" else "for none"
                 raise ValueError(f"{name}={values} does not fit {len(rewards)} rewards. Give one each, or null {rest}.")
-        if not all(math.isfinite(weight) for weight in weights) or not any(weights):
-            raise ValueError(f"weights={weights} cannot be summed. Use finite weights, at least one of them not 0.")
+        if not any(weights):
+            raise ValueError(f"weights={weights} sum to nothing. Use weights of which at least one is not 0.")
         self.overlap = overlap
         clips, normalise = clips or [None] * len(rewards), normalise or [None] * len(rewards)
         self.parts = [
@@ -143,6 +145,13 @@ class Weighted(Reward):
     def weight_of(self) -> dict[str, float]:
         """Each part's weight by its name."""
         return {part.name: part.weight for part in self.parts}
+
+    def found_at(self, key: str) -> Weighted:
+        """Tell the rewards where a recipe holds them, for their messages; ``key`` is that of the list's owner."""
+        super().found_at(key)
+        for number, reward in enumerate(self.rewards):
+            reward.found_at(f"{key}.rewards[{number}]" if key else f"rewards[{number}]")
+        return self
 
     def observing(self, other: Weighted | None) -> Weighted:
         """The same sum with the parts of another beside it, at weight 0.
@@ -344,7 +353,7 @@ def _range(clip: Sequence[float | None] | None) -> tuple[float | None, float | N
         return None
     low, high = clip
     if low is not None and high is not None and not low < high:
-        raise ValueError(f"clips holds {list(clip)}, an empty range. Write [low, high] with low < high.")
+        raise ValueError(f"clips={list(clip)} is an empty range. Write [low, high] with low < high.")
     return low, high
 
 
@@ -352,8 +361,6 @@ def _moments(moments: Sequence[float] | None) -> tuple[float, float] | None:
     if moments is None:
         return None
     mean, std = moments
-    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-        raise ValueError(f"normalise holds {list(moments)}. Write [mean, std] with finite numbers and std > 0.")
     return float(mean), float(std)
 
 

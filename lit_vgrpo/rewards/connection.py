@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
+
+from lit_vgrpo.ranges import PositiveInt, Range, checked
 
 OnOutage = Literal["stop", "nan"]
 
 
+@checked
 @dataclass
 class Connection:
     """Patience with a server, and how much of it is used at once.
@@ -31,28 +34,19 @@ class Connection:
         ValueError: a number that cannot work.
     """
 
-    timeout_s: float = 60.0
-    connect_timeout_s: float = 5.0
-    retries: int = 5
-    backoff_s: float = 0.5
-    max_connections: int = 4
+    timeout_s: Annotated[float, Range(above=0, most=86_400, example=60)] = 60.0
+    connect_timeout_s: Annotated[float, Range(above=0, most=86_400, example=5)] = 5.0
+    retries: Annotated[int, Range(0, 1000, example=5)] = 5
+    backoff_s: Annotated[float, Range(0, 3_600)] = 0.5
+    max_connections: Annotated[int, Range(1, 1000, example=4)] = 4
     token_env: str | None = None
-    max_response_bytes: int = 1_000_000
-    give_up_after: int = 4
+    max_response_bytes: PositiveInt = 1_000_000
+    give_up_after: PositiveInt = 4
     on_outage: OnOutage = "stop"
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "connect_timeout_s"):
-            value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise ValueError(f"connection.{name}={value} is no time to wait. Use a positive number of seconds.")
-        for name, least in {"retries": 0, "max_connections": 1, "max_response_bytes": 1, "give_up_after": 1}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"connection.{name}={getattr(self, name)} is too small. Use {least} or more.")
-        if not 0 <= self.backoff_s < float("inf"):
-            raise ValueError(f"connection.backoff_s={self.backoff_s} is no pause. Use 0 or more seconds.")
         if self.on_outage not in get_args(OnOutage):
-            raise ValueError(f"connection.on_outage={self.on_outage!r} is unknown. Use stop or nan.")
+            raise ValueError(f"on_outage={self.on_outage!r} is unknown. Use stop or nan.")
 
     @property
     def token(self) -> str | None:

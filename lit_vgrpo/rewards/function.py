@@ -97,13 +97,15 @@ class PythonReward(Reward):
         except (Exception, SystemExit) as error:
             raise RewardError(
                 f"Cannot import {module_name}: {type(error).__name__}: {error}. "
-                f"Give function={self.function} a module of this folder or of an installed package."
+                f"Set {self.option('function')} to a function of a module in this folder or of an installed package."
             ) from error
         for part in attribute.split("."):
             if not hasattr(found, part):
                 guess = nearest(part, [name for name in dir(found) if not name.startswith("_")])
                 hint = f" Did you mean {guess}?" if guess else ""
-                raise RewardError(f"{module_name} has no {attribute}.{hint}")
+                raise RewardError(
+                    f"{self.option('function')}={self.function}: the module {module_name} defines no {attribute}.{hint}"
+                )
             found = getattr(found, part)
         if inspect.isclass(found) and issubclass(found, Reward):
             raise RewardError(f"{self.function} is a reward itself. Write class_path: {module_name}.{attribute}.")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_vgrpo.batches import BATCH_SIZE, filled
 from lit_vgrpo.hub import LoadError, quiet_libraries
+from lit_vgrpo.ranges import BatchSize, ClosedUnitInterval, checked
 from lit_vgrpo.rewards.base import Reward, to_pil, to_uint8
 from lit_vgrpo.rewards.geneval_colors import ColorClassifier, color_model_fault, object_crop
 from lit_vgrpo.rewards.geneval_detector import ObjectDetector, class_names, detector_config, detector_fault
@@ -21,6 +22,7 @@ HUB_CLIP = "openai/clip-vit-large-patch14"
 Score = Literal["partial", "strict"]
 
 
+@checked
 class GenEval(Reward):
     """How far a picture meets the requirements of its row, in [0, 1]: rules over the objects that a detector finds.
 
@@ -60,10 +62,10 @@ class GenEval(Reward):
         detector: str = HUB_DETECTOR,
         clip: str = HUB_CLIP,
         score: Score = "partial",
-        threshold: float = 0.3,
-        counting_threshold: float = 0.9,
-        max_overlap: float = 1.0,
-        batch_size: int = BATCH_SIZE,
+        threshold: ClosedUnitInterval = 0.3,
+        counting_threshold: ClosedUnitInterval = 0.9,
+        max_overlap: ClosedUnitInterval = 1.0,
+        batch_size: BatchSize = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:
@@ -84,8 +86,9 @@ class GenEval(Reward):
 
     def check(self) -> list[str]:
         """A missing folder or file, a model of another family, or weights that are neither cached nor reachable."""
-        faults = [detector_fault(self.detector, "GenEval.detector"), color_model_fault(self.clip, "GenEval.clip")]
-        return [fault for fault in faults if fault]
+        of_detector = detector_fault(self.detector, self.option("detector"))
+        of_clip = color_model_fault(self.clip, self.option("clip"))
+        return [fault for fault in (of_detector, of_clip) if fault]
 
     def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
         """A row without ``include``, or one that asks for what the detector or the rules do not know."""
@@ -106,8 +109,8 @@ class GenEval(Reward):
         for fault in self.check():
             raise LoadError(fault)
         with quiet_libraries():
-            self._detector = ObjectDetector(self.detector, self.dtype, "GenEval.detector")
-            self._colors = ColorClassifier(self.clip, self.dtype, "GenEval.clip")
+            self._detector = ObjectDetector(self.detector, self.dtype, self.option("detector"))
+            self._colors = ColorClassifier(self.clip, self.dtype, self.option("clip"))
         for model in (self._detector.model, self._colors.model):
             model.eval().requires_grad_(False)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lit_vgrpo.errors import suggestion
+from lit_vgrpo.ranges import ClosedUnitInterval, PositiveInt, checked
 
 Box = tuple[float, float, float, float]
 
@@ -77,6 +78,7 @@ class Verdict:
     reasons: list[str]
 
 
+@checked
 @dataclass(frozen=True)
 class GenEvalRules:
     """The rules and their thresholds, by default those of the official evaluation.
@@ -96,19 +98,11 @@ class GenEvalRules:
         arXiv 2310.11513 and its evaluation code.
     """
 
-    threshold: float = 0.3
-    counting_threshold: float = 0.9
-    max_objects: int = 16
-    max_overlap: float = 1.0
-    position_threshold: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("threshold", "counting_threshold", "max_overlap", "position_threshold"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name}={value} is no share. Use 0 to 1.")
-        if self.max_objects < 1:
-            raise ValueError(f"max_objects={self.max_objects} is too small. Use 1 or more.")
+    threshold: ClosedUnitInterval = 0.3
+    counting_threshold: ClosedUnitInterval = 0.9
+    max_objects: PositiveInt = 16
+    max_overlap: ClosedUnitInterval = 1.0
+    position_threshold: ClosedUnitInterval = 0.1
 
     @property
     def least_threshold(self) -> float:

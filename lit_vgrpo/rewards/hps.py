@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.batches import BATCH_SIZE
 from lit_vgrpo.errors import suggestion
+from lit_vgrpo.ranges import BatchSize, checked
 from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
 from lit_vgrpo.rewards.pixels import letterboxed
 from lit_vgrpo.rewards.weights import file_fault, fill, read_weights, weights_path
@@ -20,6 +21,7 @@ HUB_CHECKPOINT = "xswu/HPSv2"
 FILENAME = "HPS_v2.1_compressed.pt"
 
 
+@checked
 class HPSv2(ModelReward):
     """The cosine of picture and prompt in HPS v2.1; about 0.2 to 0.35, which papers give as 20 to 35.
 
@@ -47,7 +49,7 @@ class HPSv2(ModelReward):
         self,
         checkpoint: str = HUB_CHECKPOINT,
         model: str = "ViT-H-14",
-        batch_size: int = BATCH_SIZE,
+        batch_size: BatchSize = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:
@@ -56,20 +58,20 @@ class HPSv2(ModelReward):
         self._tokenizer: Any = None
 
     def _file_faults(self) -> list[str | None]:
-        return [file_fault(self.checkpoint, FILENAME, "HPSv2.checkpoint"), self._model_fault()]
+        return [file_fault(self.checkpoint, FILENAME, self.option("checkpoint")), self._model_fault()]
 
     def _build(self) -> nn.Module:
         import open_clip
 
-        path = weights_path(self.checkpoint, FILENAME, "HPSv2.checkpoint")
-        weights = read_weights(path, "HPSv2.checkpoint")
+        path = weights_path(self.checkpoint, FILENAME, self.option("checkpoint"))
+        weights = read_weights(path, self.option("checkpoint"))
         threshold = logging.root.manager.disable
         logging.disable(logging.WARNING)  # it would warn that the weights are random: they are filled in below
         try:
             model = open_clip.create_model(self.model)
         finally:
             logging.disable(threshold)
-        fill(model, weights, path, "HPSv2.checkpoint and HPSv2.model")
+        fill(model, weights, path, f"{self.option('checkpoint')} and {self.option('model')}")
         self._tokenizer = open_clip.get_tokenizer(self.model)
         return model.to(getattr(torch, self.dtype))
 
@@ -98,4 +100,4 @@ class HPSv2(ModelReward):
         known = open_clip.list_models()
         if self.model in known:
             return None
-        return f"HPSv2.model={self.model} is unknown to open_clip. {suggestion(self.model, known)}"
+        return f"{self.option('model')}={self.model} is unknown to open_clip. {suggestion(self.model, known)}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.errors import one_line
+from lit_vgrpo.ranges import BatchSize, checked
 from lit_vgrpo.rewards.base import Reward, RewardError, to_uint8
 from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.transport import Call, Failed, Transport
@@ -21,6 +22,7 @@ from lit_vgrpo.rewards.wire import VERSION, ScoreAnswer, json_request, multipart
 Encoding = Literal["json", "multipart"]
 
 
+@checked
 class HTTPReward(Reward):
     """What a server answers; its protocol stands in :mod:`lit_vgrpo.rewards.wire`.
 
@@ -40,12 +42,10 @@ class HTTPReward(Reward):
         self,
         url: str,
         name: str = "http",
-        batch_size: int = 8,
+        batch_size: BatchSize = 8,
         encoding: Encoding = "json",
         connection: Connection | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} is too small. Use 1 or more.")
         if encoding not in get_args(Encoding):
             raise ValueError(f"encoding={encoding!r} is unknown. Use one of: {', '.join(get_args(Encoding))}.")
         self.url = url
@@ -57,7 +57,7 @@ class HTTPReward(Reward):
 
     def check(self) -> list[str]:
         """A wrong address, httpx missing, or no token where one is named; asks no server."""
-        return [f"HTTPReward: {fault}" for fault in self._transport.check()]
+        return self._transport.check(self.option)
 
     def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
         """A row that JSON cannot hold."""
@@ -75,7 +75,7 @@ class HTTPReward(Reward):
         if answer.status in (401, 403):
             raise RewardError(
                 f"{self.url} answered with status {answer.status}. "
-                "Set connection.token_env to a variable that holds its token."
+                f"Set {self.option('connection.token_env')} to a variable that holds its token."
             )
         try:
             spoken = json.loads(answer.body).get("protocol", VERSION) if answer.status == 200 else VERSION
@@ -92,7 +92,7 @@ class HTTPReward(Reward):
         self.load()
         scores: list[float] = []
         sizes = [len(prompts[start : start + self.batch_size]) for start in range(0, len(prompts), self.batch_size)]
-        answers = self._transport.send(self._calls(to_uint8(images).cpu(), prompts, rows))
+        answers = self._transport.send(self._calls(to_uint8(images).cpu(), prompts, rows), self.option)
         for count, answer in zip(sizes, answers, strict=True):
             if isinstance(answer, Failed):
                 scores += [math.nan] * count

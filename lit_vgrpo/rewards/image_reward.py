@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.batches import BATCH_SIZE
 from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, source_of
+from lit_vgrpo.ranges import BatchSize, checked
 from lit_vgrpo.rewards.blip import blip_modules, renamed
 from lit_vgrpo.rewards.model import Dtype, ModelReward
 from lit_vgrpo.rewards.pixels import centre_cropped
@@ -24,9 +25,9 @@ HUB_TOKENIZER = "google-bert/bert-base-uncased"
 BLIP_TOKENS = ["[DEC]", "[ENC]"]  # BLIP adds them behind BERT's vocabulary, in this order
 MAX_LENGTH = 35  # tokens of a prompt
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # published with the model: they standardise its bare scores
-KEY = "ImageReward.checkpoint"
 
 
+@checked
 class ImageReward(ModelReward):
     """How well a picture fits its prompt and pleases, standardised: most scores lie between -2.3 and 2.
 
@@ -50,7 +51,7 @@ class ImageReward(ModelReward):
         self,
         checkpoint: str = HUB_CHECKPOINT,
         tokenizer: str | None = None,
-        batch_size: int = BATCH_SIZE,
+        batch_size: BatchSize = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:
@@ -59,8 +60,8 @@ class ImageReward(ModelReward):
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def _file_faults(self) -> list[str | None]:
-        tokenizer = explain_unloadable(self.tokenizer, "tokenizer_config.json", "ImageReward.tokenizer")
-        return [file_fault(self.checkpoint, FILENAME, KEY), tokenizer]
+        tokenizer = explain_unloadable(self.tokenizer, "tokenizer_config.json", self.option("tokenizer"))
+        return [file_fault(self.checkpoint, FILENAME, self.option("checkpoint")), tokenizer]
 
     def _build(self) -> nn.Module:
         from transformers import BertTokenizer
@@ -68,16 +69,17 @@ class ImageReward(ModelReward):
         try:
             self._tokenizer = BertTokenizer.from_pretrained(source_of(self.tokenizer))
         except Exception as error:  # whatever the library makes of files that are not a tokenizer's
-            remedy = "Set ImageReward.tokenizer to a folder that holds BERT's tokenizer."
+            remedy = f"Set {self.option('tokenizer')} to a folder that holds BERT's tokenizer."
             raise unloadable(self.tokenizer, error, remedy) from error
         self._tokenizer.add_tokens(BLIP_TOKENS, special_tokens=True)
-        path = weights_path(self.checkpoint, FILENAME, KEY)
-        weights = renamed(read_weights(path, KEY))
+        key = self.option("checkpoint")
+        path = weights_path(self.checkpoint, FILENAME, key)
+        weights = renamed(read_weights(path, key))
         try:
             model = blip_modules(weights)
         except KeyError as error:
-            raise LoadError(f"Cannot load {path}: it holds no {error.args[0]}. Set {KEY} to {FILENAME}.") from error
-        fill(model, weights, path, KEY)
+            raise LoadError(f"Cannot load {path}: it holds no {error.args[0]}. Set {key} to {FILENAME}.") from error
+        fill(model, weights, path, key)
         for part in ("vision", "text"):
             model[part].to(getattr(torch, self.dtype))
         return model

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
+from lit_vgrpo.ranges import Range, checked
 from lit_vgrpo.rewards.base import Reward, to_pil
 
 BYTES_PER_KILOBYTE = 1000
 
 
+@checked
 class JPEGCompressibility(Reward):
     """Minus the size in kilobytes (1000 bytes) of the image as a JPEG, in (-inf, 0).
 
@@ -29,11 +31,7 @@ class JPEGCompressibility(Reward):
     name = "jpeg"
     concurrent = True
 
-    def __init__(self, quality: int = 95) -> None:
-        if not isinstance(quality, int) or isinstance(quality, bool):
-            raise TypeError(f"quality={quality!r} is not a whole number. Use 1 to 95.")
-        if not 1 <= quality <= 95:
-            raise ValueError(f"quality={quality} is outside PIL's range. Use 1 to 95.")
+    def __init__(self, quality: Annotated[int, Range(1, 95)] = 95) -> None:
         self.quality = quality
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from lit_vgrpo.batches import in_batches
 from lit_vgrpo.hub import LoadError, quiet_libraries
+from lit_vgrpo.ranges import BatchSize, checked
 from lit_vgrpo.rewards.base import Reward, to_uint8
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
+@checked
 class ModelReward(Reward):
     """Scores with a frozen model, loaded once; each distinct prompt of a call is read once, by itself.
 
@@ -36,7 +38,7 @@ class ModelReward(Reward):
     """What the model needs beside the plain install; ``extra`` installs it."""
     extra: str = ""
 
-    def __init__(self, checkpoint: str, batch_size: int, dtype: Dtype, device: str) -> None:
+    def __init__(self, checkpoint: str, batch_size: BatchSize, dtype: Dtype, device: str) -> None:
         if not checkpoint:
             raise ValueError("checkpoint='' names nothing. Give a hub name or a local path.")
         check_arguments(batch_size, dtype, device)

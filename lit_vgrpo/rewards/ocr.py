@@ -8,7 +8,7 @@ import re
 import unicodedata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from lit_vgrpo.hub import LoadError
+from lit_vgrpo.ranges import Range, checked
 from lit_vgrpo.rewards.base import Reward, to_pil
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ MIN_LINE_CONFIDENCE = 0.5  # of a detected line, PaddleOCR's own default
 LINES_PER_PASS = 8  # more are slower on a CPU
 
 
+@checked
 class OCRReward(Reward):
     """How much of the text quoted in the prompt can be read: ``1 - edit distance / length of the text``, in [0, 1].
 
@@ -59,15 +61,11 @@ class OCRReward(Reward):
     def __init__(
         self,
         detect: bool = True,
-        min_height: int = 64,
+        min_height: Annotated[int, Range(1, 16_384, example=64)] = 64,
         case_sensitive: bool = False,
         allow_extra: bool = False,
-        threads: int = 1,
+        threads: Annotated[int, Range(1, 1024)] = 1,
     ) -> None:
-        if min_height < 1:
-            raise ValueError(f"min_height={min_height} is too small. Use 1 or more pixels.")
-        if threads < 1:
-            raise ValueError(f"threads={threads} is too small. Use 1 or more.")
         self.detect = detect
         self.min_height = min_height
         self.case_sensitive = case_sensitive

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lit_vgrpo.batches import BATCH_SIZE
+from lit_vgrpo.ranges import BatchSize, checked
 from lit_vgrpo.rewards.clip import CLIPReward
 from lit_vgrpo.rewards.model import Dtype
 
@@ -13,6 +14,7 @@ HUB_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # the PickScore reposit
 SCALE = 26.0
 
 
+@checked
 class PickScore(CLIPReward):
     """CLIP similarity of picture and prompt: ``exp(logit_scale) * cos / 26``, near 1 for a picture that people like.
 
@@ -36,7 +38,7 @@ class PickScore(CLIPReward):
         self,
         checkpoint: str = HUB_CHECKPOINT,
         processor: str | None = None,
-        batch_size: int = BATCH_SIZE,
+        batch_size: BatchSize = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:

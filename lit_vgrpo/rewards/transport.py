@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import threading
 import weakref
 from collections import Counter
@@ -56,6 +57,10 @@ class Failed:
     reason: str
 
 
+OptionName = Callable[[str], str]
+"""Gives an option the name that messages use, such as the key to type in a recipe."""
+
+
 @dataclass
 class _Batch:
     """The requests of one call, while the server is down."""
@@ -87,11 +92,15 @@ class Transport:
     def __reduce__(self) -> tuple[type[Transport], tuple[str, Connection]]:
         return Transport, (self.url, self.connection)  # a copy, in another process perhaps, connects for itself
 
-    def check(self) -> list[str]:
-        """A wrong address, a missing package or token; asks no server."""
+    def check(self, option: OptionName = str) -> list[str]:
+        """A wrong address, a missing package or token; asks no server.
+
+        Args:
+            option: how messages name an option of the reward.
+        """
         missing = NOT_INSTALLED if find_spec("httpx") is None else None
         faults = (missing, address_fault(self.url), self.connection.token_fault())
-        return [fault for fault in faults if fault is not None]
+        return [_naming(option, fault) for fault in faults if fault is not None]
 
     def ask(self, url: str) -> Answer:
         """Get another address of the same server, trying again where there is none yet.
@@ -109,8 +118,12 @@ class Transport:
             raise RewardError(f"{url} {answer.reason}. Start the server, or set url to where it listens.")
         return answer
 
-    def send(self, calls: Iterable[Call[T]]) -> list[T | Failed]:
+    def send(self, calls: Iterable[Call[T]], option: OptionName = str) -> list[T | Failed]:
         """Post requests, several at once; what they answered, in their order.
+
+        Args:
+            calls: the requests.
+            option: how messages name an option of the reward.
 
         Raises:
             RewardOutage: too many requests failed in a row, and ``connection.on_outage`` says stop.
@@ -142,10 +155,11 @@ class Transport:
             reason = next((answer.reason for answer in answers if isinstance(answer, Failed)), f"{self.url} failed")
             advice = "Look after the server and resume the run"
             if any(f"status {status}" in reason for status in WRONG_PATH):
-                advice = "Set url to the address that it scores at; lightning serve-reward's ends in /score"
+                address = "the address that it scores at; lightning serve-reward's ends in /score"
+                advice = f"Set {option('url')} to {address}"
             raise RewardOutage(
-                f"{reason}, and so did {failed} requests in a row. {advice}, or set connection.on_outage=nan to go on "
-                "without its scores."
+                f"{reason}, and so did {failed} requests in a row. {advice}, or set "
+                f"{option('connection.on_outage')}=nan to go on without its scores."
             )
         return answers
 
@@ -263,3 +277,8 @@ class Transport:
     def _pause_s(self, number: int, least: float) -> float:
         most = min(LONGEST_PAUSE_S, self.connection.backoff_s * 2**number)
         return min(LONGEST_PAUSE_S, max(least, self._jitter.uniform(0, most)))
+
+
+def _naming(option: OptionName, fault: str) -> str:
+    """A message with its options named for who reads it."""
+    return re.sub(r"(?<![\w.])(url(?=[= ])|connection\.\w+)", lambda found: option(found.group()), fault)

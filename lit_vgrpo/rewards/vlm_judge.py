@@ -7,12 +7,13 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.errors import one_line, suggestion
+from lit_vgrpo.ranges import Finite, PositiveInt, Range, Seed, checked
 from lit_vgrpo.rewards.base import Reward, RewardError, to_uint8
 from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.transport import Call, Failed, Transport
@@ -44,6 +45,7 @@ class Verdict:
     reason: str | None = None
 
 
+@checked
 class VLMJudge(Reward):
     """The score that a model writes when it is shown the image and a question. One request an image.
 
@@ -81,11 +83,11 @@ class VLMJudge(Reward):
         prompt_template: str = PROMPT_TEMPLATE,
         score_pattern: str = SCORE_PATTERN,
         score_key: str | None = None,
-        score_range: tuple[float, float] | None = SCORE_RANGE,
+        score_range: tuple[Finite, Finite] | None = SCORE_RANGE,
         normalise: bool = False,
-        max_tokens: int = 1024,
-        temperature: float = 0.0,
-        seed: int | None = 0,
+        max_tokens: PositiveInt = 1024,
+        temperature: Annotated[float, Range(0, 100)] = 0.0,
+        seed: Seed | None = 0,
         system_prompt: str | None = None,
         extra_body: dict[str, Any] | None = None,
         connection: Connection | None = None,
@@ -100,14 +102,10 @@ class VLMJudge(Reward):
             raise ValueError(
                 f"score_pattern={score_pattern!r} has {self.score_pattern.groups} groups. Put one round the score."
             )
-        if score_range is not None and not -math.inf < score_range[0] < score_range[1] < math.inf:
+        if score_range is not None and not score_range[0] < score_range[1]:
             raise ValueError(f"score_range={list(score_range)} is empty. Write [lowest, highest].")
         if normalise and score_range is None:
             raise ValueError("normalise=true needs the range of the scores. Set score_range=[1,5].")
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens={max_tokens} leaves no room for an answer. Use 1 or more.")
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature={temperature} is negative or no number. Use 0 or more.")
         self.url = url.rstrip("/")
         self.model = model
         self.name = name
@@ -125,7 +123,7 @@ class VLMJudge(Reward):
 
     def check(self) -> list[str]:
         """A wrong address, httpx missing, or no token where one is named; asks no server."""
-        return [f"VLMJudge: {fault}" for fault in self._transport.check()]
+        return self._transport.check(self.option)
 
     def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
         """A field of the template that the row lacks."""
@@ -147,7 +145,7 @@ class VLMJudge(Reward):
         if answer.status in (401, 403):
             raise RewardError(
                 f"{self.url} answered with status {answer.status}. "
-                "Set connection.token_env to a variable that holds its token."
+                f"Set {self.option('connection.token_env')} to a variable that holds its token."
             )
         try:
             models = [str(entry["id"]) for entry in json.loads(answer.body)["data"]] if answer.status == 200 else []
@@ -155,7 +153,7 @@ class VLMJudge(Reward):
             models = []
         if models and self.model not in models:
             meant = suggestion(self.model, [name[:LONGEST_NAME] for name in models])
-            raise RewardError(f"model={self.model} is not served at {self.url}. {meant}")
+            raise RewardError(f"{self.option('model')}={self.model} is not served at {self.url}. {meant}")
         self._is_loaded = True
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
@@ -163,7 +161,8 @@ class VLMJudge(Reward):
         self.load()
         pixels = to_uint8(images).cpu()
         answers = self._transport.send(
-            Call({"json": self._request(*entry)}, _text_of) for entry in zip(pixels, prompts, rows, strict=True)
+            (Call({"json": self._request(*entry)}, _text_of) for entry in zip(pixels, prompts, rows, strict=True)),
+            self.option,
         )
         scores = []
         for answer in answers:

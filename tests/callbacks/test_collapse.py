@@ -168,7 +168,7 @@ def test_it_looks_after_every_update_not_every_micro_batch(tiny_sd3, tmp_path):
     [
         ({"patience": 0}, "patience=0 is too small"),
         ({"patience_evaluations": 0}, "patience_evaluations=0 is too small"),
-        ({"drop": 0.0}, "drop=0.0 stops at once"),
+        ({"drop": 0.0}, "drop=0.0 is too small"),
     ],
 )
 def test_arguments(options, said):

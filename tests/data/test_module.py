@@ -149,7 +149,7 @@ def test_held_out_images_that_do_not_reach_every_rank_are_a_fault(files):
         ({"eval_batch_size": 0}, ValueError, "eval_batch_size=0 is too small"),
         ({"heldout_images_per_prompt": -1}, ValueError, "heldout_images_per_prompt=-1 is too small"),
         ({"heldout_limit": 0}, ValueError, "heldout_limit=0 is too small"),
-        ({"seed": "a"}, TypeError, "seed='a' is not a whole number"),
+        ({"seed": "a"}, TypeError, "seed=a is not a whole number"),
     ],
 )
 def test_wrong_numbers_are_refused_at_once(files, change, error, said):

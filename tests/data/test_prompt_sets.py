@@ -167,13 +167,13 @@ def test_a_stream_is_split_by_hash_as_it_comes(write, datasets_cache):
     [
         ([], {}, ValueError, "train=[] names no prompts."),
         ({"path": "a", "wieght": 1}, {}, TypeError, "train.wieght is not an option of PromptSource. Did you"),
-        (["a.txt", {"path": "b.txt", "weight": 0}], {}, ValueError, "train[1].weight=0 draws nothing."),
+        (["a.txt", {"path": "b.txt", "weight": 0}], {}, ValueError, "train[1].weight=0 is too small."),
         ([{"weight": 1}], {}, TypeError, "train[0].path is missing."),
-        ({"path": "a.txt", "weight": "x"}, {}, TypeError, "train.weight='x' has the wrong type. Give a number."),
+        ({"path": "a.txt", "weight": "x"}, {}, TypeError, "train.weight=x is not a number."),
         ({"path": "a.txt", "limit": 0}, {}, ValueError, "train.limit=0 is too small."),
         ({"path": "a.txt", "rewards": [1]}, {}, TypeError, "train.rewards=[1] has the wrong type. Give a name or"),
         ("a.txt", {"heldout": {"path": 3}}, TypeError, "heldout.path=3 has the wrong type. Give a text."),
-        ("a.txt", {"heldout_fraction": 1.0}, ValueError, "heldout_fraction=1.0 is no share."),
+        ("a.txt", {"heldout_fraction": 1.0}, ValueError, "heldout_fraction=1.0 is too large."),
         ("a.txt", {"heldout_fraction": 0.1, "heldout": "b.txt"}, ValueError, "heldout_fraction=0.1 and heldout are"),
     ],
 )  # fmt: skip

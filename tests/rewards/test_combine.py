@@ -209,10 +209,13 @@ def test_a_failed_score_stays_failed_through_clip_and_normalisation():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"clips": [(1.0, 1.0)]}, r"clips holds \[1.0, 1.0\], an empty range"),
+        ({"clips": [(1.0, 1.0)]}, r"clips=\[1.0, 1.0\] is an empty range"),
         ({"clips": []}, r"clips=\[\] does not fit 1 rewards"),
-        ({"normalise": [(0.0, 0.0)]}, r"normalise holds \[0.0, 0.0\]"),
-        ({"normalise": [(math.nan, 1.0)]}, "finite numbers"),
+        (
+            {"normalise": [(0.0, 0.0)]},
+            r"normalise=\[\(0.0, 0.0\)\] holds 0.0, which is too small",
+        ),
+        ({"normalise": [(math.nan, 1.0)]}, "holds nan, which is not a finite number"),
     ],
 )
 def test_clips_and_moments_that_make_no_sense(options, said):
@@ -298,8 +301,8 @@ def test_as_weighted():
     [
         ([], None, ValueError, "rewards=\\[\\]"),
         ([Field()], [1.0, 2.0], ValueError, "does not fit 1 rewards"),
-        ([Field()], [0.0], ValueError, "at least one of them not 0"),
-        ([Field()], [math.nan], ValueError, "finite weights"),
+        ([Field()], [0.0], ValueError, "at least one is not 0"),
+        ([Field()], [math.nan], ValueError, "Use a finite number for each"),
         ([Field("")], None, ValueError, "Field has no name"),
         ([lambda images: images], None, TypeError, "function is not a reward"),
     ],

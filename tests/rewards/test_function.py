@@ -76,7 +76,7 @@ def test_its_name_is_the_function_s_unless_given():
     [
         ("no_such_module:f", "Cannot import no_such_module"),
         ("broken_rewards:f", "ModuleNotFoundError: No module named 'a_package_that_is_not_there'"),
-        ("own_rewards:brightnes", "own_rewards has no brightnes. Did you mean brightness?"),
+        ("own_rewards:brightnes", "the module own_rewards defines no brightnes. Did you mean brightness?"),
         ("own_rewards:number", "own_rewards:number is a int, not a function"),
         ("own_rewards:needs_more", r"cannot be called with \(images, prompts, rows\)"),
         ("lit_vgrpo.rewards:PickScore", "Write class_path: lit_vgrpo.rewards.PickScore"),

@@ -307,8 +307,8 @@ def test_a_broken_config_is_a_fault(tmp_path, clip_folder):
         ({"batch_size": 0}, "batch_size=0 is too small"),
         ({"dtype": "int8"}, "dtype='int8' is unknown"),
         ({"score": "soft"}, "score='soft' is unknown. Use one of: partial, strict"),
-        ({"threshold": -1}, "threshold=-1 is no share"),
-        ({"max_overlap": 2}, "max_overlap=2 is no share"),
+        ({"threshold": -1}, "threshold=-1 is too small"),
+        ({"max_overlap": 2}, "max_overlap=2 is too large"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, said):

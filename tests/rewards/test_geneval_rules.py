@@ -285,7 +285,7 @@ def test_a_class_that_the_detector_does_not_know_is_a_fault():
 
 @pytest.mark.parametrize("name", ["threshold", "counting_threshold", "max_overlap", "position_threshold"])
 def test_a_wrong_threshold_is_refused(name):
-    with pytest.raises(ValueError, match=rf"^{name}=1.5 is no share"):
+    with pytest.raises(ValueError, match=rf"^{name}=1.5 is too large"):
         GenEvalRules(**{name: 1.5})
     with pytest.raises(ValueError, match=r"^max_objects=0 is too small"):
         GenEvalRules(max_objects=0)

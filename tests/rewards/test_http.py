@@ -242,7 +242,7 @@ def test_a_missing_token_or_package_is_found_before_anything_starts(monkeypatch)
     assert "words" not in reward.check()[0]
     monkeypatch.setitem(sys.modules, "httpx", None)
     reward = HTTPReward("http://127.0.0.1:1/score")
-    assert reward.check() == ['HTTPReward: httpx is not installed. Run: pip install "lit-vgrpo[http]"']
+    assert reward.check() == ['httpx is not installed. Run: pip install "lit-vgrpo[http]"']
     with pytest.raises(ModuleNotFoundError, match=r"lit-vgrpo\[http\]"):
         reward.load()
 
@@ -267,7 +267,7 @@ def test_arguments_are_checked(option, value):
     ],
 )
 def test_the_connections_numbers_are_checked(option, value):
-    with pytest.raises(ValueError, match=rf"^connection\.{option}="):
+    with pytest.raises(ValueError, match=rf"^{option}="):
         Connection(**{option: value})
 
 
