@@ -143,7 +143,7 @@ def test_a_reward_of_ones_own_in_the_working_directory(tiny_recipe, monkeypatch)
             "trainer.strategy=deepspeed",
             "trainer.strategy=DeepSpeedStrategy writes checkpoints that only it can read.",
         ),
-        ("trainer.accelerator=gpu", "trainer: No supported gpu backend found!"),
+        ("trainer.accelerator=gpu", "trainer.accelerator=gpu: torch finds no GPU on this machine."),
     ],
 )
 def test_a_strategy_that_cannot_run_here_is_one_line(tiny_recipe, override, line):

@@ -2,19 +2,24 @@
 
 import inspect
 import math
+import re
 import typing
 from typing import Annotated, Any, Literal
+
+import pytest
 
 from lit_vgrpo import callbacks, objectives, policies, rewards
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.data.source import PromptSource
 from lit_vgrpo.fsdp import FSDP2
+from lit_vgrpo.interrupt import RunCheckpoint
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.optimizer import OptimizerConfig
-from lit_vgrpo.ranges import Range
+from lit_vgrpo.ranges import Range, checked, range_errors
 from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rollout import RolloutSpec
-from lit_vgrpo.schema import _hints, _parameters
+from lit_vgrpo.schema import _hints, _parameters, recipe_faults, sound_parts
+from lit_vgrpo.trainer_options import TRAINER_NUMBERS, trainer_faults
 from lit_vgrpo.zero import ZeRO
 
 TRIED = {
@@ -45,6 +50,9 @@ GOOD = {
     "group_size": 2,
 }
 """Options without a default."""
+UNDER_ANOTHER_NAME = ("lora_dropout", "min_change", "min_diversity_drop")
+"""Options whose value the built object holds otherwise; lora_dropout takes 0 alone, which is nothing."""
+NOT_IN_RECIPES = (policies.Policy, objectives.Denoising)
 COMPANIONS = {"lora_alpha": {"lora_rank": 4}, "heldout_fraction": {}, "window": {"solver": "flow_sde"}}
 """What an option needs beside it to have an effect."""
 
@@ -57,8 +65,20 @@ def shipped_classes():
         for name in module.__all__
         if inspect.isclass(vars(module)[name]) and not inspect.isabstract(vars(module)[name])
     ]
-    bags = [RolloutSpec, OptimizerConfig, Connection, PromptDataModule, PromptSource, VGRPOModule, ZeRO, FSDP2]
-    return [cls for cls in (*named, *bags) if not issubclass(cls, Exception)]
+    bags = [
+        RunCheckpoint,
+        RolloutSpec,
+        OptimizerConfig,
+        Connection,
+        PromptDataModule,
+        PromptSource,
+        VGRPOModule,
+        ZeRO,
+        FSDP2,
+    ]
+    return [
+        cls for cls in dict.fromkeys((*named, *bags)) if not issubclass(cls, Exception) and cls not in NOT_IN_RECIPES
+    ]
 
 
 def numbers_in(hint: Any) -> bool:
@@ -90,3 +110,191 @@ def numeric_options():
 
 
 OPTIONS = list(numeric_options())
+TAKEN = {
+    name: set(values)
+    for values, names in (
+        (
+            ["1e12", "a million million"],
+            "advantage_scale time_shift beta DiffusionNFT.advantage_clip embedding_cache_gb eps weight",
+        ),
+        (
+            ["null"],
+            "AWM.clip reference_guidance training_guidance DDPO.clip DanceGRPO.clip DiffusionNFT.num_times size "
+            "FlowGRPO.clip height lora_alpha lora_rank width MixGRPO.clip heldout_fraction tail window VGRPO.clip "
+            "rollout_batch_size score_range clips normalise weights",
+        ),
+        (
+            ["0"],
+            "ema_decay_max backoff_s retries old_decay_max decay init_seed counting_threshold max_overlap "
+            "threshold PromptDataModule.seed min_change min_diversity_drop VGRPOModule.seed temperature",
+        ),
+        (
+            ["0", "1e12", "a million million"],
+            "ema_decay_rate ema_weight kl_weight old_decay_rate decay_rate weight_decay",
+        ),
+        (
+            [],
+            "AWM.num_times power batch_size connect_timeout_s max_connections timeout_s DGPO.clip noisiest "
+            "DGPO.num_times train_fraction images_per_prompt fast_window decode_batch_size max_sequence_length "
+            "quality flash_share window_size min_height threads betas lr eval_batch_size group_size "
+            "heldout_images_per_prompt micro_batch_size prompts_per_iteration updates_per_iteration guidance "
+            "steps min_pixels num_prompts num_mc_samples",
+        ),
+        (
+            ["1e12", "null", "a million million"],
+            "drop DDPO.advantage_clip DanceGRPO.advantage_clip scale_cap FlowGRPO.advantage_clip "
+            "MixGRPO.advantage_clip soft_clip",
+        ),
+        (
+            ["null", "a million million"],
+            "CollapseStop.patience heldout_limit limit",
+        ),
+        (
+            ["a million million"],
+            "patience_evaluations give_up_after max_response_bytes every_n_evaluations window_interval "
+            "window_stride lines RewardHackAlarm.patience SampleGrid.every_n_iterations "
+            "SurrogateDiagnostics.every_n_iterations max_tokens bucket_size",
+        ),
+        (
+            ["0", "a million million"],
+            "RunCheckpoint.every_n_iterations behaviour_from_step decay_from warmup_steps",
+        ),
+        (
+            ["0", "null"],
+            "lora_dropout noise_level anchor_decay VLMJudge.seed",
+        ),
+    )
+    for name in names.split()
+}
+"""Which of the tried values an option takes, by its name, or by its class and name where classes differ."""
+TRAINER_TAKES = {
+    name: set(values)
+    for values, names in (
+        (
+            ["a million million"],
+            "accumulate_grad_batches",
+        ),
+        (
+            ["null", "a million million"],
+            "check_val_every_n_epoch",
+        ),
+        (
+            ["-1", "a string"],
+            "devices",
+        ),
+        (
+            ["0", "a million million", "true"],
+            "fast_dev_run",
+        ),
+        (
+            ["0", "1e12", "null", "a million million"],
+            "gradient_clip_val",
+        ),
+        (
+            ["0", "null", "a million million"],
+            "limit_predict_batches limit_test_batches limit_train_batches limit_val_batches log_every_n_steps "
+            "min_epochs min_steps",
+        ),
+        (
+            ["-1", "null", "a million million"],
+            "max_epochs",
+        ),
+        (
+            ["-1", "a million million"],
+            "max_steps",
+        ),
+        (
+            [],
+            "num_nodes",
+        ),
+        (
+            ["0", "-1", "null", "a million million"],
+            "num_sanity_val_steps",
+        ),
+        (
+            ["0", "a million million"],
+            "overfit_batches reload_dataloaders_every_n_epochs",
+        ),
+        (
+            ["1e12", "a string", "null", "a million million"],
+            "val_check_interval",
+        ),
+    )
+    for name in names.split()
+}
+IDS = [f"{cls.__name__}.{name}" for cls, name, _ in OPTIONS]
+
+
+def test_every_number_declares_its_range():
+    bare = [label for label, (_, _, hint) in zip(IDS, OPTIONS, strict=True) if bare_numbers(hint)]
+    assert bare == []
+    assert len(OPTIONS) > 100
+
+
+def outcome(cls, name, value):
+    """The fault of one value of an option, or what was built with it."""
+    needed = [key for key, parameter in _parameters(cls)[0].items() if parameter.default is inspect.Parameter.empty]
+    given = {key: GOOD[key] for key in needed} | COMPANIONS.get(name, {}) | {name: value}
+    faults = recipe_faults({"part": given}, {"part": cls}, {})
+    if faults:
+        return faults
+    return sound_parts({"part": given}, {"part": cls}, {})["part"]
+
+
+def holds(built, name, value, depth=3):
+    """True where an object, or one that it is made of, has the value under the option's name, or in its settings."""
+    if isinstance(built, dict):
+        return any(holds(entry, name, value, depth - 1) or entry == value for entry in built.values())
+    inside = vars(built) if hasattr(built, "__dict__") and depth else {}
+    if name in UNDER_ANOTHER_NAME:
+        return True
+    if any(key.strip("_") == name and entry == value for key, entry in inside.items()):
+        return True
+    kept = [entry for entry in inside.values() if isinstance(entry, dict) or "lit_vgrpo" in type(entry).__module__]
+    return any(holds(entry, name, value, depth - 1) for entry in kept)
+
+
+@pytest.mark.parametrize(("cls", "name", "hint"), OPTIONS, ids=IDS)
+def test_a_number_is_refused_by_its_key_or_has_its_effect(cls, name, hint):
+    taken = set()
+    for label, value in TRIED.items():
+        found = outcome(cls, name, value)
+        if isinstance(found, list):
+            assert all(re.match(rf"part\.{name}(\[\d\])?=", line) for line in found), found
+            assert all("Use " in line or "Give " in line for line in found), found
+            continue
+        taken.add(label)
+        default = value is None and _parameters(cls)[0][name].default is None
+        assert default or value is None or holds(found, name, value), f"{name}={value} has no effect"
+    assert taken == TAKEN.get(f"{cls.__name__}.{name}", TAKEN.get(name)), taken
+
+
+@pytest.mark.parametrize("name", TRAINER_NUMBERS)
+def test_the_trainers_numbers_are_refused_by_their_key(name):
+    taken = set()
+    for label, value in TRIED.items():
+        found = trainer_faults({name: value})
+        assert all(line.startswith(f"trainer.{name}=") and "Use " in line for line in found), found
+        taken |= set() if found else {label}
+    assert taken == TRAINER_TAKES[name], taken
+
+
+def test_plain_python_is_told_the_same():
+    @checked
+    class Timer:
+        def __init__(self, seconds: Annotated[float, Range(above=0)] | None = None) -> None:
+            self.seconds = seconds
+
+    assert Timer(3).seconds == 3
+    for value, kind in ((0, ValueError), (math.nan, ValueError), (True, TypeError), ("3", TypeError)):
+        with pytest.raises(kind, match=f"^seconds={value} .* Use a number above 0, or null"):
+            Timer(value)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        Timer(second=3)
+
+
+def test_a_choice_of_words_beside_a_number():
+    hint = Annotated[int, Range(1)] | Literal["auto"] | None
+    assert [*range_errors("size", "auto", hint)] == []
+    (error,) = range_errors("size", "aut", hint)
+    assert str(error) == "size=aut is not a whole number. Use 1 or more, or auto, or null."
