@@ -17,9 +17,18 @@ pytest.register_assert_rewrite("policies.contract")  # so that its asserts say w
 
 
 LONGEST_FIRST = (
-    *("test_ranks", "test_recipes", "test_kill_and_resume", "test_strategies", "test_evaluate", "test_curriculum"),
-    *("test_watchdog", "test_multi_node", "test_cli", "test_interrupt", "test_compare", "test_families", "test_export"),
-    *("test_fid", "test_speed", "test_estimate", "test_slotting_in", "test_policies", "test_methods"),
+    *(
+        "test_pretended_gpu",
+        "test_recipes",
+        "test_ranks",
+        "test_methods",
+        "test_policies",
+        "test_export",
+        "test_interrupt",
+        "test_speed",
+    ),
+    *("test_cli", "test_estimate", "test_compare", "test_families", "test_fid", "test_evaluate", "test_overlays"),
+    *("test_estimate_room", "test_ocr", "test_kill_and_resume", "test_curriculum", "test_watchdog", "test_multi_node"),
 )
 """Files that take long: started last, one of them would keep a worker busy while the others have nothing to do."""
 
