@@ -63,11 +63,18 @@ class EMA(L.Callback):
         self.average.move_towards(pl_module, min(self.decay, warm) if self.warmup else self.decay)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._restored is not None:  # from a checkpoint that is evaluated, not trained on
+            self.average = Snapshot(pl_module)
+            self.average.load_state_dict(self._restored)
+            self._restored = None
         self._swap = ExitStack()
         self._swap.enter_context(self.applied(pl_module))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._undo()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._undo()

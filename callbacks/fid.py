@@ -112,6 +112,8 @@ class FID(L.Callback):
         self._sums, self._kept = None, None  # of an evaluation that was cut short
         self._prepare(pl_module)
 
+    on_test_start = on_validation_start
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._has_ended = True
 
@@ -141,7 +143,8 @@ class FID(L.Callback):
 
     @property
     def _is_due(self) -> bool:
-        return self.evaluations % self.every_n_evaluations == 0 or self._is_last
+        is_test = self._trainer is not None and self._trainer.testing
+        return self.evaluations % self.every_n_evaluations == 0 or self._is_last or is_test
 
     @property
     def _is_last(self) -> bool:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lit_vgrpo.advantages import no_spread_share
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.record import IterationRecord
 from lit_vgrpo.strategies import ZeRO
 
 
@@ -20,7 +21,7 @@ class RewardLogger(L.Callback):
     """One row of metrics an iteration: ``reward/*``, ``policy/*``, ``cost/*``, ``time/*``.
 
     Args:
-        warn_without_spread: warn when every group's rewards are equal, so that there is no gradient.
+        warn_without_spread: warn when every group's rewards are equal, so that no step is taken.
     """
 
     def __init__(self, warn_without_spread: bool = True) -> None:
@@ -44,21 +45,21 @@ class RewardLogger(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if isinstance(trainer.strategy, ZeRO) and (batch.step + 1) % batch.micro_batches_per_update == 0:
+        assert isinstance(pl_module, VGRPOModule)
+        is_update = (batch.step + 1) % batch.micro_batches_per_update == 0 and _record(pl_module).has_advantage
+        if isinstance(trainer.strategy, ZeRO) and is_update:
             norm = trainer.strategy.last_gradient_norm()  # known only after the step
             self._norms += [] if norm is None else [torch.tensor(norm)]
         if not batch.is_last:
             return
-        assert isinstance(pl_module, VGRPOModule)
         metrics = self._local(pl_module, time.perf_counter() - self._started)
         pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1, sync_dist=trainer.world_size > 1)
         pl_module.log_dict(self._global(pl_module), on_step=False, on_epoch=True, batch_size=1)
 
     def _local(self, module: VGRPOModule, seconds: float) -> dict[str, float]:
         """What each rank sees of its own images, to be averaged."""
-        record = module.record
-        assert record is not None
-        metrics = {"policy/loss": float(torch.stack(record.losses).mean())}
+        record = _record(module)
+        metrics = {"policy/loss": float(torch.stack(record.losses).mean())} if record.losses else {}
         for name in record.metrics:
             value = record.mean(name)
             if value is not None:
@@ -75,10 +76,10 @@ class RewardLogger(L.Callback):
 
     def _global(self, module: VGRPOModule) -> dict[str, float]:
         """What is already the same on every rank."""
-        record = module.record
-        assert record is not None
+        record = _record(module)
         passes = module.ledger.training_passes()
         metrics = {
+            "policy/updates": float(record.updates),
             "cost/passes_per_image": passes / module.images_seen,
             "cost/images": float(module.images_seen),
             "cost/train_s": module.stopwatch.wall_s,
@@ -100,12 +101,17 @@ class RewardLogger(L.Callback):
             "reward/no_spread": flat,
             "reward/failed": float(record.rewards.isnan().sum()),
         }
-        if flat == 1.0 and self.warn_without_spread:
+        if not record.has_advantage and self.warn_without_spread:
             groups = len(record.group_ids.unique())
             rank_zero_warn(
-                f"All {groups} groups have no reward spread at iteration {record.iteration}, so there is no gradient. "
+                f"All {groups} groups have no reward spread at iteration {record.iteration}, so no step is taken. "
                 f"The reward is constant ({float(scored.mean()):.4g}) within each group."
             )
         for name, message in record.errors.items():
             rank_zero_warn(f'Reward "{name}" failed for some images of iteration {record.iteration}: {message}')
         return metrics
+
+
+def _record(module: VGRPOModule) -> IterationRecord:
+    assert module.record is not None
+    return module.record

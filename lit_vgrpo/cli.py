@@ -33,6 +33,7 @@ from lit_vgrpo.errors import UserError, fault_in_own_code, from_parser, one_line
 from lit_vgrpo.events import Events
 from lit_vgrpo.inputs import inputs_of
 from lit_vgrpo.interrupt import RunCheckpoint
+from lit_vgrpo.limits import limit_fault
 from lit_vgrpo.memory import device_name, idle_gpu
 from lit_vgrpo.metrics_table import MetricsTable, rows_up_to
 from lit_vgrpo.module import VGRPOModule
@@ -284,6 +285,8 @@ class RecipeCLI(LightningCLI):
             self.unscorable = self.find_unscorable()
         strict = self.model.failed_images == "stop"
         of_prompts = [fault for found in self.unscorable for fault in found.refused(strict)]
+        if not self.datamodule.sizes.faults(ranks):
+            of_strategy += [fault for fault in [limit_fault(self.trainer, self.datamodule.sizes)] if fault]
         return [*of_strategy, *self.model.check(self.datamodule.sizes), *of_data, *of_prompts, *of_callbacks]
 
     def find_unscorable(self) -> list[UnscorablePrompts]:

@@ -1,15 +1,27 @@
-"""The scores of an evaluation on held-out prompts."""
+"""Images of held-out prompts: their scores, and the module's hooks that make them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
+import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_vgrpo.batches import at_most
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.metrics.ranks import rows_of_all_ranks
-from lit_vgrpo.rewards import ScoreQueue, Weighted
+from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.metrics.ranks import objects_of_all_ranks, rows_of_all_ranks
+from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.precision import in_own_precision
+from lit_vgrpo.portable import PortableCheckpoints
+from lit_vgrpo.record import Evaluation, IterationRecord, Stopwatch
+from lit_vgrpo.rewards import Reward, ScoreQueue, Weighted, as_weighted
+from lit_vgrpo.rollout import STREAM_HELDOUT, RolloutSpec, image_generators, sample
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -57,7 +69,8 @@ class HeldOutScores:
         """Means over the images of all ranks that did not fail, the same on every rank; starts over.
 
         ``heldout/reward`` is what is trained on, ``heldout/untrained_reward`` what is not, ``heldout/<part>`` each
-        reward alone, and ``heldout/failed`` the number of images that one of them could not score.
+        reward alone, and ``heldout/failed`` the number of images that one of them could not score, with a warning that
+        says why.
         """
         scores = self.queue.take()
         values = {"heldout/reward": scores.total}
@@ -70,4 +83,146 @@ class HeldOutScores:
         table = rows_of_all_ranks(torch.stack(list(values.values()), dim=1).double())
         self._of_images = dict(zip(values, table.unbind(dim=1), strict=True))
         means = {name: float(own.nanmean()) for name, own in self._of_images.items()}
-        return {**means, "heldout/failed": float(self._of_images.pop("heldout/failed").sum())}
+        num_failed = int(self._of_images.pop("heldout/failed").sum())
+        if num_failed:
+            reasons = {
+                name: reason for errors in objects_of_all_ranks(scores.errors) for name, reason in errors.items()
+            }
+            for name, reason in reasons.items():
+                rank_zero_warn(f'Reward "{name}" failed for some of the {len(table)} held-out images: {reason}')
+        return {**means, "heldout/failed": float(num_failed)}
+
+
+class HeldOutModule(L.LightningModule):
+    """The part of :class:`~lit_vgrpo.module.VGRPOModule` that makes images of given prompts and trains on none.
+
+    ``validate`` and ``test`` score the held-out prompts, as ``heldout/*`` and ``test/*``; ``predict`` returns images.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        reward: Reward,
+        heldout_reward: Reward | None,
+        evaluation: RolloutSpec | None,
+        rollout_batch_size: int | None,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.policy = policy
+        self.objective = objective
+        self.reward = as_weighted(reward.found_at("model.reward"))
+        other = None if heldout_reward is None else heldout_reward.found_at("model.heldout_reward")
+        self.heldout_reward = None if other is None else as_weighted(other)
+        self.evaluation = evaluation
+        self.rollout_batch_size = rollout_batch_size
+        self.seed = seed
+        self.ledger, self.images_seen = PassLedger(), 0
+        self.record: IterationRecord | None = None
+        self.stopwatch = Stopwatch()
+        self.heldout: dict[str, float] = {}
+        self.heldout_step = -1
+        self.heldout_observers: list[HeldOutObserver] = []
+        self.evaluations: list[Evaluation] = []
+        self.observed = self.reward.observing(self.heldout_reward)
+        self._scores = ScoreQueue(self.reward)
+        self.heldout_scores = HeldOutScores(self.observed, self.heldout_reward, self._scores)
+        self._num_predicted = 0
+
+    # The trainer evaluates in inference mode, whose tensors no later training could use: embeddings are kept.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    @in_own_precision
+    def generate(self, prompts: Sequence[str], image_ids: list[int], images: int = 0) -> Tensor:
+        """Held-out images ``(B, 3, H, W)`` in [0, 1], by the seed and ``image_ids``; ``images``: of all ranks."""
+        spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self._trainer else 0).as_ode()
+        conditioning, rows = self.policy.encode_each(prompts)
+        noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
+        latents, _ = sample(self.policy, conditioning, rows, spec, noise, at_most(images, self.rollout_batch_size))
+        return self.policy.decode(latents)
+
+    def evaluate(self) -> dict[str, float]:
+        """Score the held-out prompts with the weights as they are, on every rank; empty without held-out prompts."""
+        loader, limit = self.trainer.datamodule.val_dataloader(), self.trainer.limit_val_batches  # type: ignore[attr-defined]
+        batches = limit if isinstance(limit, int) else int(limit * len(loader))
+        for index, batch in enumerate(islice(loader, batches)):
+            self.validation_step(batch, index)
+        if self.heldout_scores:
+            self._finish_heldout()
+        return self.heldout
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    @in_own_precision
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        with self._scores.closed_on_error():
+            with self.ledger.phase("evaluation"):
+                images = self.generate(*batch.padded(), batch.images)[: len(batch.slots)]
+            for observer in self.heldout_observers:
+                observer.update(images, batch)
+            self.heldout_scores.add(images, batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self._finish_heldout()
+        self.log_dict(self.heldout)
+
+    def _finish_heldout(self) -> None:
+        """Mean held-out reward and parts over all ranks, into ``self.heldout``."""
+        self.heldout = self._measured()
+        self.heldout_step = self.trainer.global_step
+        evaluation = Evaluation(
+            # The trainer's own count is behind by one while an epoch is being validated.
+            iteration=self.record.iteration + 1 if self.record is not None else self.trainer.current_epoch,
+            reward=self.heldout["heldout/reward"],
+            images=self.images_seen,
+            passes=self.ledger.training_passes(),
+            train_seconds=self.stopwatch.wall_s,
+            cpu_seconds=self.stopwatch.cpu_s,
+        )
+        self.evaluations.append(evaluation)
+
+    def _measured(self) -> dict[str, float]:
+        measured = self.heldout_scores.means()
+        for observer in self.heldout_observers:
+            measured |= observer.compute(self)  # type: ignore[arg-type]
+        return measured
+
+    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self.log_dict({f"test/{name.removeprefix('heldout/')}": value for name, value in self._measured().items()})
+
+    def on_predict_start(self) -> None:
+        self._num_predicted = 0
+
+    def predict_step(self, batch: PromptBatch | Sequence[str], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Images ``(B, 3, H, W)`` in [0, 1] of a batch of prompts, on the CPU.
+
+        The held-out prompts give the images of the evaluation. Of any other loader, the prompt number n starts from the
+        noise of number n, on any number of ranks.
+
+        Raises:
+            TypeError: the batch does not hold prompts.
+            ValueError: the weights are sharded, and the batch does not come from the data module.
+        """
+        if isinstance(batch, PromptBatch):
+            with self.ledger.phase("evaluation"):
+                return self.generate(*batch.padded(), batch.images)[: len(batch.slots)].cpu()
+        if not isinstance(batch, list | tuple) or not all(isinstance(prompt, str) for prompt in batch):
+            raise TypeError(
+                f"predict was given a batch of type {type(batch).__name__}. Give prompts: "
+                "trainer.predict(module, DataLoader(list_of_texts, batch_size=8))."
+            )
+        ranks = self.trainer.world_size
+        if ranks > 1 and isinstance(self.trainer.strategy, PortableCheckpoints):
+            raise ValueError(
+                f"{type(self.trainer.strategy).__name__} needs equally many batches on every rank, which only "
+                "PromptDataModule gives. Use trainer.predict(module, datamodule=...), or one device."
+            )
+        first, self._num_predicted = self._num_predicted, self._num_predicted + len(batch)
+        # the trainer deals a loader's prompts out in turn
+        numbers = [self.global_rank + ranks * number for number in range(first, self._num_predicted)]
+        with self.ledger.phase("evaluation"):
+            return self.generate(batch, numbers).cpu()

@@ -29,7 +29,6 @@ class Iteration:
         record: what callbacks read of it.
         micros: the experience cut into micro-batches.
         updates_done: optimizer steps taken, or left out.
-        has_moved: at least one of them was taken.
     """
 
     experience: Experience
@@ -37,7 +36,6 @@ class Iteration:
     record: IterationRecord
     micro_batch_size: int
     updates_done: int = 0
-    has_moved: bool = False
     micros: list[Experience] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +50,6 @@ class Iteration:
         own, record = self.experience, self.record
         state: dict[str, Any] = {
             "updates_done": self.updates_done,
-            "has_moved": self.has_moved,
             "image_ids": all_ranks(self.image_ids),
             "latents": all_ranks(own.latents),
             "advantages": all_ranks(own.advantages),
@@ -67,6 +64,8 @@ class Iteration:
                 "errors": record.errors,
                 "images": record.images,
                 "seconds": record.seconds,
+                "has_advantage": record.has_advantage,
+                "updates": record.updates,
             },
         }
         if own.pairs is not None:
@@ -106,8 +105,7 @@ class Iteration:
             extras={name: value[position].to(device) for name, value in state["extras"].items()},
         )
         record = IterationRecord(**state["record"], local_group_ids=wanted // batch.group_size, is_whole=False)
-        done, has_moved = state["updates_done"], state["has_moved"]
-        return cls(experience, wanted, record, batch.micro_batch_size, done, has_moved)
+        return cls(experience, wanted, record, batch.micro_batch_size, state["updates_done"])
 
 
 def _table(rows: Tensor, values: dict[str, Tensor], all_ranks: Gather) -> tuple[Tensor, dict[str, Tensor]]:

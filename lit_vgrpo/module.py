@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_vgrpo.advantages import AdvantageAggregate, AdvantageStd, combined_advantages
 from lit_vgrpo.batches import BATCH_SIZE, at_most
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.guard import NonFinite, NonFiniteGuard
-from lit_vgrpo.heldout import HeldOutObserver, HeldOutScores
+from lit_vgrpo.heldout import HeldOutModule
 from lit_vgrpo.iteration import Iteration
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.limits import keep_iterations_whole
 from lit_vgrpo.micro_batch import accumulate, settle
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.optimizer import OptimizerConfig
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.precision import in_own_precision
 from lit_vgrpo.ranges import BatchSize, Seed, checked
-from lit_vgrpo.record import Evaluation, IterationRecord, Stopwatch, timed
+from lit_vgrpo.record import Evaluation, IterationRecord, timed
 from lit_vgrpo.resume_guard import ResumeGuard
-from lit_vgrpo.rewards import Reward, RewardBatch, ScoreQueue, as_weighted
+from lit_vgrpo.rewards import Reward, RewardBatch
 from lit_vgrpo.rewind import rewind
-from lit_vgrpo.rollout import STREAM_HELDOUT, Rollout, RolloutSpec, image_generators, sample
+from lit_vgrpo.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.scoring import IterationScores, RolloutScoring
 from lit_vgrpo.shards import gradients
 from lit_vgrpo.sizes import Sizes
@@ -34,7 +37,7 @@ from lit_vgrpo.strategies import strategy_faults
 
 
 @checked
-class VGRPOModule(L.LightningModule):
+class VGRPOModule(HeldOutModule):
     """Holds the policy, its frozen reference and the objective; rolls out and trains inside ``training_step``.
 
     One epoch is one iteration. Its first step rolls out, scores and prepares; every step takes one micro-batch of that
@@ -76,36 +79,20 @@ class VGRPOModule(L.LightningModule):
         non_finite: NonFinite = "stop",
         seed: Seed = 0,
     ) -> None:
-        super().__init__()
-        self.policy = policy
-        self.objective = objective
-        self.reward = as_weighted(reward.found_at("model.reward"))
-        other = None if heldout_reward is None else heldout_reward.found_at("model.heldout_reward")
-        self.heldout_reward = None if other is None else as_weighted(other)
+        super().__init__(policy, objective, reward, heldout_reward, evaluation, rollout_batch_size, seed)
         self.failed_images = failed_images
         self.optimizer_config = optimizer or OptimizerConfig()
         self.advantage_std: AdvantageStd = advantage_std or objective.advantage_std
         self.advantage_aggregate: AdvantageAggregate = advantage_aggregate or objective.advantage_aggregate
-        self.evaluation = evaluation
-        self.rollout_batch_size = rollout_batch_size
         self.objective.rollout_device = None if rollout_device is None else torch.device(rollout_device)
-        self.evaluate_at_start, self.seed = evaluate_at_start, seed
+        self.evaluate_at_start = evaluate_at_start
         self.guard = NonFiniteGuard(non_finite)
-        self.ledger, self.images_seen = PassLedger(), 0
-        self.record: IterationRecord | None = None
-        self.heldout, self.heldout_step = dict[str, float](), -1
-        self.heldout_observers: list[HeldOutObserver] = []
-        self.evaluations: list[Evaluation] = []
-        self.stopwatch = Stopwatch()
         self.reference: Snapshot | None = None
         self._iteration: Iteration | None = None
         self._saved_iteration: dict[str, Any] | None = None
         self._cut_short: dict[str, Any] | None = None
         self._batch: PromptBatch | None = None
-        self._scores = ScoreQueue(self.reward)
-        self.observed = self.reward.observing(self.heldout_reward)
-        self.heldout_scores = HeldOutScores(self.observed, self.heldout_reward, self._scores)
-        self._resumed = self._is_refused = False
+        self._resumed = self._is_refused = self._stops = False
         # Checkpoints hold only what is trained; the frozen rest comes from the policy's own checkpoint.
         self.strict_loading = False
 
@@ -134,6 +121,7 @@ class VGRPOModule(L.LightningModule):
             )
         for fault in (*strategy_faults(self.trainer.strategy, self, sizes), *self.check(sizes)):
             raise ValueError(fault)
+        keep_iterations_whole(self.trainer, sizes)
         accumulate(self.trainer, sizes)
 
     def configure_model(self) -> None:
@@ -157,11 +145,27 @@ class VGRPOModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         return self.optimizer_config.build(trainable_parameters(self.policy).values())
 
+    def on_fit_start(self) -> None:
+        self._stops = False
+        assert self.reference is not None
+        for copy in (self.reference, *self.objective.copies.values()):
+            copy.follow()
+        settle(self)
+        if self._cut_short is not None:
+            done = self._saved_iteration["updates_done"] if self._saved_iteration is not None else 0
+            rewind(self._cut_short, self.trainer.datamodule, self.trainer.world_size, done)  # type: ignore[attr-defined]
+            self._cut_short = None
+        if self.evaluate_at_start and not self._resumed and self.evaluate():
+            for logger in self.loggers:
+                logger.log_metrics(self.heldout, step=0)
+
     # --- Algorithm 1 -----------------------------------------------------------------------------------------------
 
     @in_own_precision
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         iteration = self._iteration_of(batch)
+        if self.is_idle:
+            return torch.zeros((), device=self.device)
         position, per_update = batch.step % len(iteration.micros), batch.micro_batches_per_update
         if position % per_update == 0:
             micros = iteration.micros[position : position + per_update]
@@ -182,6 +186,14 @@ class VGRPOModule(L.LightningModule):
         assert self._iteration is not None
         self.record = self._iteration.record
         return self._iteration
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the iteration under way takes no step, since none of its images is better than another.
+
+        What would move the weights then is the KL's rounding error, which Adam makes whole steps of.
+        """
+        return self._iteration is not None and not self._iteration.record.has_advantage
 
     def collect(self, batch: PromptBatch) -> Iteration:
         """Roll out, score, compare within groups, and prepare what the updates need."""
@@ -204,20 +216,25 @@ class VGRPOModule(L.LightningModule):
             scores = scoring.result() if self.objective.needs_reward else RewardBatch.empty(len(rollout))
         record, advantages = self.score(batch, rollout, scores, seconds)
         with timed(seconds, "prepare"):
-            experience = self.objective.prepare(
-                self.policy,
-                rollout,
-                advantages,
-                micro_batch_size=batch.micro_batch_size,
-                updates=batch.updates,
-                ledger=self.ledger,
-            )
+            experience = self._prepared(rollout, advantages, batch, record.has_advantage)
         if batch.order is None:
             return Iteration(experience, rollout.image_ids, record, batch.micro_batch_size)
         order = torch.tensor(batch.order)
         record.local_group_ids = record.local_group_ids[order]
         shared_out = experience.select(order.to(experience.latents.device))
         return Iteration(shared_out, rollout.image_ids[order], record, batch.micro_batch_size)
+
+    def _prepared(self, rollout: Rollout, advantages: Tensor, batch: PromptBatch, has_advantage: bool) -> Experience:
+        if not has_advantage:
+            return Experience.of(rollout, advantages)
+        return self.objective.prepare(
+            self.policy,
+            rollout,
+            advantages,
+            micro_batch_size=batch.micro_batch_size,
+            updates=batch.updates,
+            ledger=self.ledger,
+        )
 
     def score(
         self, batch: PromptBatch, rollout: Rollout, own: RewardBatch, seconds: dict[str, float]
@@ -252,8 +269,13 @@ class VGRPOModule(L.LightningModule):
             local_group_ids=rollout.group_ids,
             images=len(scores.total),
             seconds=seconds,
+            has_advantage=bool(advantages.any()) or not self.objective.needs_reward,
         )
         return record, advantages[local]
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if not self.is_idle:
+            super().backward(loss, *args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = list(trainable_parameters(self.policy).values())
@@ -269,20 +291,29 @@ class VGRPOModule(L.LightningModule):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         return None if scaler is None else scaler.get_scale()
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        before = self._scale
-        super().optimizer_step(*args, **kwargs)
-        after = self._scale
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: torch.optim.Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], Any],
+    ) -> None:
+        # Only the first step of an iteration, which rolls out, can tell whether there is anything to learn.
+        loss = optimizer_closure()
         assert self._iteration is not None
         assert self._batch is not None
-        # A gradient scaler lowers its scale when it skips a step: then no clock may move.
-        if not self._is_refused and (before is None or after is None or after >= before):
-            self.objective.after_update(self.policy)
-            self._iteration.has_moved = True
+        if not self.is_idle:
+            before = self._scale
+            super().optimizer_step(epoch, batch_idx, optimizer, lambda: loss)
+            after = self._scale
+            # A gradient scaler lowers its scale when it skips a step: then no clock may move.
+            if not self._is_refused and (before is None or after is None or after >= before):
+                self.objective.after_update(self.policy)
+                self._iteration.record.updates += 1
         self._iteration.updates_done += 1
         # Here and not at the batch's end, where a checkpoint callback may already have saved the state.
         if self._batch.is_last:
-            if self._iteration.has_moved:
+            if self._iteration.record.updates:
                 self.objective.after_iteration(self.policy)
             self._iteration = None
 
@@ -297,6 +328,9 @@ class VGRPOModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         self.stopwatch.stop()
+        # Where max_time is over, the images of this iteration are paid for: it is finished first.
+        self._stops |= self.trainer.should_stop
+        self.trainer.should_stop = self._stops and batch.is_last
 
     def all_ranks(self, values: Tensor) -> Tensor:
         """Concatenate every rank's ``(B, ...)`` in rank order, on the CPU."""
@@ -304,69 +338,6 @@ class VGRPOModule(L.LightningModule):
             return values.cpu()
         gathered: Any = self.all_gather(values.to(self.device))
         return gathered.flatten(0, 1).cpu()
-
-    # --- evaluation ------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    @in_own_precision
-    def generate(self, prompts: list[str], image_ids: list[int], images: int = 0) -> Tensor:
-        """Held-out images ``(B, 3, H, W)`` in [0, 1], by the seed and ``image_ids``; ``images``: of all ranks."""
-        spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self._trainer else 0).as_ode()
-        conditioning, rows = self.policy.encode_each(prompts)
-        noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
-        latents, _ = sample(self.policy, conditioning, rows, spec, noise, at_most(images, self.rollout_batch_size))
-        return self.policy.decode(latents)
-
-    def on_fit_start(self) -> None:
-        assert self.reference is not None
-        for copy in (self.reference, *self.objective.copies.values()):
-            copy.follow()
-        settle(self)
-        if self._cut_short is not None:
-            done = self._saved_iteration["updates_done"] if self._saved_iteration is not None else 0
-            rewind(self._cut_short, self.trainer.datamodule, self.trainer.world_size, done)  # type: ignore[attr-defined]
-            self._cut_short = None
-        if self.evaluate_at_start and not self._resumed and self.evaluate():
-            for logger in self.loggers:
-                logger.log_metrics(self.heldout, step=0)
-
-    def evaluate(self) -> dict[str, float]:
-        """Score the held-out prompts with the weights as they are, on every rank; empty without held-out prompts."""
-        for index, batch in enumerate(self.trainer.datamodule.val_dataloader()):  # type: ignore[attr-defined]
-            self.validation_step(batch, index)
-        if self.heldout_scores:
-            self._finish_heldout()
-        return self.heldout
-
-    @in_own_precision
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        with self._scores.closed_on_error():
-            with self.ledger.phase("evaluation"):
-                images = self.generate(*batch.padded(), batch.images)[: len(batch.slots)]
-            for observer in self.heldout_observers:
-                observer.update(images, batch)
-            self.heldout_scores.add(images, batch)
-
-    def on_validation_epoch_end(self) -> None:
-        self._finish_heldout()
-        self.log_dict(self.heldout)
-
-    def _finish_heldout(self) -> None:
-        """Mean held-out reward and parts over all ranks, into ``self.heldout``."""
-        self.heldout = self.heldout_scores.means()
-        for observer in self.heldout_observers:
-            self.heldout |= observer.compute(self)
-        self.heldout_step = self.trainer.global_step
-        evaluation = Evaluation(
-            # The trainer's own count is behind by one while an epoch is being validated.
-            iteration=self.record.iteration + 1 if self.record is not None else self.trainer.current_epoch,
-            reward=self.heldout["heldout/reward"],
-            images=self.images_seen,
-            passes=self.ledger.training_passes(),
-            train_seconds=self.stopwatch.wall_s,
-            cpu_seconds=self.stopwatch.cpu_s,
-        )
-        self.evaluations.append(evaluation)
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -392,13 +363,15 @@ class VGRPOModule(L.LightningModule):
                 f"The checkpoint lacks {len(missing)} of {len(trained)} trained tensors, e.g. {min(missing)}. "
                 "Resume with the recipe that wrote it (RUN/config.yaml)."
             )
-        self._resumed = True
         state = checkpoint["lit_vgrpo"]
         self.objective.load_state_dict(state["objective"])
         self.ledger.load_state_dict(state["ledger"])
         self.images_seen, self.guard.skipped = state["images_seen"], state["skipped_updates"]
         self.stopwatch.load_state_dict(state["stopwatch"])
         self.evaluations = [Evaluation(**values) for values in state["evaluations"]]
+        if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return  # only the weights are wanted
+        self._resumed = True
         self._saved_iteration = state["iteration"]
         # The trainer reads its progress after on_fit_start, where it is rewound.
         self._cut_short = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]

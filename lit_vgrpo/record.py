@@ -29,6 +29,8 @@ class IterationRecord:
         losses: loss of every step, this rank's.
         seconds: wall time by phase (rollout, decode, reward, prepare); ``reward_overlapped`` is what rewards did in
             threads beside them.
+        has_advantage: some image is better or worse than its group; without one no step is taken.
+        updates: optimizer steps taken so far; those that were left out do not count.
         is_whole: False where the run went on in the middle of the iteration: metrics and losses are those of the rest.
     """
 
@@ -42,6 +44,8 @@ class IterationRecord:
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    has_advantage: bool = True
+    updates: int = 0
     is_whole: bool = True
 
     def add(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isqrt
 from typing import Literal
 
@@ -100,6 +100,17 @@ class Sizes:
     def images_per_share(self, world_size: int) -> int:
         """The images of one update on a rank, of which a micro-batch is a part."""
         return self.prompts_per_iteration * self.group_size // world_size // self._shares
+
+    def smallest(self, world_size: int) -> Sizes:
+        """The same with as few prompts as can be shared out; a micro-batch takes as much memory as before."""
+        prompts, updates = self.prompts_per_iteration, self.updates_per_iteration
+        for fewer in range(1, prompts):
+            smaller = replace(self, prompts_per_iteration=fewer)
+            # whole groups are shared out to updates, or the images of each group: that stays as it is
+            is_alike = not self.split_updates or bool(fewer % updates) == bool(prompts % updates)
+            if is_alike and not smaller.faults(world_size):
+                return smaller
+        return self
 
     def value_faults(self) -> list[str]:
         """The faults that do not depend on the number of ranks, one line each."""

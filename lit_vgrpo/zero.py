@@ -31,6 +31,12 @@ class StoredPrecision(DeepSpeedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module
 
+    @override
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        # DeepSpeed's engine goes past the module's own backward, which says when there is nothing to learn.
+        if not model.is_idle:
+            model.trainer.model.backward(tensor, *args, **kwargs)
+
 
 @checked
 class ZeRO(PortableCheckpoints, DeepSpeedStrategy):

@@ -51,6 +51,8 @@ class PromptDataModule(L.LightningDataModule):
             or white space alone are equal.
         streaming: leave the training prompts on disk; by default those of large files. See
             :func:`~lit_vgrpo.data.prompts.open_prompts`.
+        num_workers: 0, for data configurations that name it: what takes time is not the prompts.
+        pin_memory: false, likewise: prompts are text.
 
     Raises:
         TypeError: a number that is not a whole number, or a wrong option of a source.
@@ -73,9 +75,18 @@ class PromptDataModule(L.LightningDataModule):
         heldout_fraction: Annotated[float, Range(above=0, below=1, example=0.05)] | None = None,
         deduplicate: bool = False,
         streaming: bool | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ) -> None:
         super().__init__()
-        self.sizes = Sizes(prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates)
+        if num_workers:
+            raise ValueError(
+                f"num_workers={num_workers} has nothing to do: a batch is a few prompts, already in memory, and a "
+                "loader that runs ahead would break resuming. Leave it out, or set 0."
+            )
+        if pin_memory:
+            raise ValueError("pin_memory=true has nothing to pin: a batch is text. Leave it out, or set false.")
+        self._sizes = Sizes(prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates)
         if heldout_fraction is not None and heldout is not None:
             raise ValueError(
                 f"heldout_fraction={heldout_fraction} and heldout are both given. Set one of them to null."
@@ -96,7 +107,26 @@ class PromptDataModule(L.LightningDataModule):
         self.eval_batch_size = eval_batch_size
         self.seed = seed
         self.first_step = 0  # where the first iteration goes on, when a run continues in the middle of one
+        self._small_sizes: Sizes | None = None
         self._sets: PromptSets | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of an iteration, with as few prompts as possible in a trainer's ``fast_dev_run``."""
+        if not self._is_tried:
+            return self._sizes
+        return self._small_sizes or self._sizes.smallest(self._world_size)
+
+    @sizes.setter
+    def sizes(self, sizes: Sizes) -> None:
+        if self._is_tried:
+            self._small_sizes = sizes
+        else:
+            self._sizes = sizes
+
+    @property
+    def _is_tried(self) -> bool:
+        return self.trainer is not None and bool(self.trainer.fast_dev_run)
 
     @property
     def has_heldout(self) -> bool:
@@ -133,6 +163,21 @@ class PromptDataModule(L.LightningDataModule):
             rows, self.heldout_images_per_prompt, self.eval_batch_size, self._world_size, self._rank
         )
         return _loader(dataset, LocalSampler(dataset, self._world_size, self._rank))
+
+    def test_dataloader(self) -> DataLoader[PromptBatch]:
+        """The held-out images once more.
+
+        Raises:
+            ValueError: there are no held-out prompts.
+        """
+        loader = self.val_dataloader()
+        if isinstance(loader, list):
+            raise ValueError("There are no held-out prompts to test on or to predict. Set data.heldout.")
+        return loader
+
+    def predict_dataloader(self) -> DataLoader[PromptBatch]:
+        """The held-out prompts; raises as :meth:`test_dataloader`."""
+        return self.test_dataloader()
 
     def heldout_prompts(self) -> list[str]:
         """The different held-out prompts, in their order; the same on every rank."""

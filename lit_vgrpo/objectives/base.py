@@ -65,7 +65,7 @@ class Objective(ABC):
         self.rollout_device: torch.device | None = None
         self.copies: dict[str, Snapshot] = {}
         self.num_updates = 0
-        self.all_ranks: Callable[[Tensor], Tensor] = lambda values: values
+        self.all_ranks: Callable[[Tensor], Tensor] = _of_one_rank
 
     @abstractmethod
     def rollout_spec(self, iteration: int) -> RolloutSpec:
@@ -258,6 +258,10 @@ class Objective(ABC):
 
     def _moving_copies(self) -> dict[str, Snapshot]:
         return {name: copy for name, copy in self.copies.items() if name != "reference"}
+
+
+def _of_one_rank(values: Tensor) -> Tensor:
+    return values
 
 
 def _guidance_factor(guidance: float, policy: Policy | None) -> int:

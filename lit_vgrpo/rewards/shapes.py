@@ -62,6 +62,8 @@ _SEEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _recognise_once(images: Tensor) -> dict[str, Tensor]:
+    if images.is_inference():  # which keeps no count of what is written to it
+        return recognise(images)
     version, seen = _SEEN.get(images, (None, None))
     if version != images._version:
         seen = recognise(images)

@@ -1,0 +1,116 @@
+"""Images of given prompts in a Trainer of one's own: validate, test, predict."""
+
+import math
+
+import pytest
+import torch
+from helpers import Brightness, ShapesReward, make_data, make_module, make_trainer, weights
+from torch.utils.data import DataLoader
+
+from lit_vgrpo.callbacks import EMA
+from lit_vgrpo.rewards import Reward
+
+
+class Fails(Reward):
+    name = "fails"
+
+    def __call__(self, images, prompts, rows):
+        raise RuntimeError("the model has no head")
+
+
+def test_validate_scores_and_leaves_everything_fit_for_training(tiny_sd3, tmp_path):
+    reward = ShapesReward()
+    module, data = make_module(tiny_sd3, reward=reward), make_data()
+    (found,) = make_trainer(tmp_path).validate(module, datamodule=data, verbose=False)
+    assert found["heldout/failed"] == 0
+    assert math.isfinite(found["heldout/reward"])
+    # Embeddings are kept, and inference mode would have made them useless for a backward pass.
+    prompts = data.heldout_prompts()
+    loader = data.val_dataloader()
+    assert [prompt for batch in loader for prompt in batch.prompts] == prompts
+    module = make_module(tiny_sd3)
+    make_trainer(tmp_path).validate(module, datamodule=data, verbose=False)
+    before = weights(module)
+    make_trainer(tmp_path, 1).fit(module, datamodule=make_data(train="shipped:prompts/shapes_heldout.jsonl"))
+    assert any(not torch.equal(value, before[name]) for name, value in weights(module).items())
+
+
+def test_a_held_out_reward_that_fails_says_why(tiny_sd3, tmp_path):
+    module = make_module(tiny_sd3, heldout_reward=Fails())
+    with pytest.warns(UserWarning, match='Reward "fails" failed for some of the 2 held-out images: .*has no head'):
+        (found,) = make_trainer(tmp_path).validate(module, datamodule=make_data(), verbose=False)
+    assert found["heldout/failed"] == 2
+    assert math.isnan(found["heldout/fails"])
+
+
+def test_test_repeats_the_evaluation_with_the_average_and_changes_nothing(tiny_sd3, tmp_path):
+    module, ema = make_module(tiny_sd3), EMA(0.5)
+    trainer = make_trainer(tmp_path, 2, [ema])
+    trainer.fit(module, datamodule=make_data())
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    end, evaluations, trained = dict(module.heldout), len(module.evaluations), weights(module)
+    (found,) = trainer.test(module, datamodule=make_data(), verbose=False)
+    assert found == {name.replace("heldout/", "test/"): pytest.approx(value) for name, value in end.items()}
+    assert (module.heldout, len(module.evaluations)) == (end, evaluations)
+    assert all(torch.equal(trained[name], value) for name, value in weights(module).items())
+    # From the checkpoint alone, in a new trainer, with the average that it holds.
+    fresh = make_module(tiny_sd3)
+    (again,) = make_trainer(tmp_path, 1, [EMA(0.5)]).test(
+        fresh, datamodule=make_data(), ckpt_path=tmp_path / "end.ckpt", verbose=False
+    )
+    assert again == pytest.approx(found)
+    # Of a checkpoint that was only tested, nothing is left over for a later run.
+    make_trainer(tmp_path, 1).fit(fresh, datamodule=make_data())
+    assert fresh.evaluations[0].iteration == 0
+    assert fresh.record.iteration == 0
+
+
+def test_without_held_out_prompts_test_and_predict_say_what_to_set(tiny_sd3, tmp_path):
+    for verb in ("test", "predict"):
+        with pytest.raises(ValueError, match="no held-out prompts to test on or to predict. Set data.heldout"):
+            getattr(make_trainer(tmp_path), verb)(make_module(tiny_sd3), datamodule=make_data(heldout=None))
+
+
+def test_predict_returns_images(tiny_sd3, tmp_path):
+    module, data = make_module(tiny_sd3), make_data(eval_batch_size=1)
+    batches = make_trainer(tmp_path).predict(module, datamodule=data)
+    assert [tuple(images.shape) for images in batches] == [(1, 3, 32, 32)] * 2
+    prompts = data.heldout_prompts()
+    expected = module.generate(prompts, [0, 1])
+    torch.testing.assert_close(torch.cat(batches), expected, rtol=0, atol=1e-5)
+    # A loader of texts, its batches cut in another way.
+    texts = [*prompts, "a green triangle at the top"]
+    (two, one) = make_trainer(tmp_path).predict(module, DataLoader(texts, batch_size=2))
+    assert 0 <= two.min() < two.max() <= 1
+    torch.testing.assert_close(two, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(one, module.generate(texts[2:], [2]), rtol=0, atol=1e-5)
+
+
+def test_predict_refuses_what_is_no_prompt(tiny_sd3, tmp_path):
+    with pytest.raises(TypeError, match=r"predict was given a batch of type Tensor. Give prompts: .*DataLoader"):
+        make_trainer(tmp_path).predict(make_module(tiny_sd3), DataLoader(torch.zeros(2, 3)))
+
+
+@pytest.mark.parametrize(("options", "fault"), [({"num_workers": 4}, "num_workers=4"), ({"pin_memory": True}, "pin_")])
+def test_workers_and_pinned_memory_are_refused_with_the_reason(options, fault):
+    make_data(num_workers=0, pin_memory=False)
+    with pytest.raises(ValueError, match=f"^{fault}.* nothing to .*Leave it out"):
+        make_data(**options)
+
+
+def test_the_first_evaluation_keeps_the_trainers_limit(tiny_sd3, tmp_path):
+    for limit, images in ((1, 1), (0.5, 1), (1.0, 2)):
+        module = make_module(tiny_sd3, reward=(reward := Counted()))
+        trainer = make_trainer(tmp_path, 1, limit_val_batches=limit, check_val_every_n_epoch=5)
+        trainer.fit(module, datamodule=make_data(eval_batch_size=1))
+        assert reward.seen[:images] == [1] * images
+        assert reward.seen[images] == 8
+
+
+class Counted(Brightness):
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, images, prompts, rows):
+        self.seen.append(len(images))
+        return super().__call__(images, prompts, rows)

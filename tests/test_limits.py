@@ -1,0 +1,109 @@
+"""An iteration is run whole, whatever limits the trainer has."""
+
+import lightning as L
+import pytest
+from helpers import make_data, make_module, make_trainer, weights
+
+from lit_vgrpo.limits import limit_fault
+from lit_vgrpo.sizes import Sizes
+
+
+class Ends(L.Callback):
+    """Asks for the end within the first iteration, as ``max_time`` does."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch.iteration == 0:
+            trainer.should_stop = True
+
+
+def counting(module):
+    """Counts the calls that belong to an iteration's two ends."""
+    calls = {"collect": 0, "after_iteration": 0}
+
+    def counted(name, call):
+        def count(*args, **kwargs):
+            calls[name] += 1
+            return call(*args, **kwargs)
+
+        return count
+
+    for name in calls:
+        setattr(module.objective, name, counted(name, getattr(module.objective, name)))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("limit", "fault"),
+    [
+        ({"limit_train_batches": 1}, "limit_train_batches=1 would drop images"),
+        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5 would drop images"),
+        ({"limit_train_batches": 0}, "limit_train_batches=0 would drop images"),
+        ({"overfit_batches": 1}, "overfit_batches=1 would drop images"),
+        ({"overfit_batches": 1, "fast_dev_run": True}, "overfit_batches=1 would drop images"),
+        ({"max_steps": 3}, "max_steps=3 ends within an iteration of 2 updates .* Use 2 or 4."),
+        ({"max_steps": 1}, "Use 2."),
+    ],
+)
+def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, fault):
+    module = make_module(tiny_sd3)
+    with pytest.raises(ValueError, match=fault) as refused:
+        make_trainer(tmp_path, 1, **limit).fit(module, datamodule=make_data(updates_per_iteration=2))
+    assert "\n" not in str(refused.value)
+    assert not module.policy.loaded
+
+
+@pytest.mark.parametrize("limit", [{}, {"limit_train_batches": 4}, {"limit_train_batches": 9}, {"max_steps": 4}])
+def test_a_limit_that_cuts_none_is_kept(tmp_path, limit):
+    sizes = Sizes(2, 4, updates_per_iteration=2, micro_batch_size=4)
+    assert sizes.plan(1).steps_per_iteration == 4
+    assert limit_fault(make_trainer(tmp_path, 1, **limit), sizes) is None
+
+
+@pytest.mark.parametrize("number", [True, 2])
+def test_fast_dev_run_is_that_many_whole_small_iterations(tiny_sd3, tmp_path, number):
+    module, data = (
+        make_module(tiny_sd3),
+        make_data(prompts_per_iteration=8, updates_per_iteration=2, micro_batch_size=2),
+    )
+    calls = counting(module)
+    trainer = make_trainer(tmp_path, 5, fast_dev_run=number)
+    trainer.fit(module, datamodule=data)
+    iterations = int(number)
+    assert calls == {"collect": iterations, "after_iteration": iterations}
+    assert (trainer.global_step, trainer.current_epoch) == (2 * iterations, iterations)
+    assert module.record.images == 4  # a prompt
+    assert data.sizes == Sizes(1, 4, 2, 2)
+    # What comes after a try has the sizes that were asked for.
+    trainer = make_trainer(tmp_path, 1)
+    trainer.fit(module, datamodule=data)
+    assert module.record.images == 32
+
+
+def test_a_run_whose_time_is_over_finishes_its_iteration(tiny_sd3, tmp_path):
+    module, whole = make_module(tiny_sd3), make_module(tiny_sd3)
+    calls = counting(module)
+    trainer = make_trainer(tmp_path, 3, [Ends()])
+    trainer.fit(module, datamodule=make_data(updates_per_iteration=2))
+    assert calls == {"collect": 1, "after_iteration": 1}
+    assert (trainer.global_step, trainer.current_epoch) == (2, 1)
+    assert "policy/loss" in trainer.callback_metrics
+    make_trainer(tmp_path, 1).fit(whole, datamodule=make_data(updates_per_iteration=2))
+    assert all((weights(module)[name] == value).all() for name, value in weights(whole).items())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "prompts"),
+    [
+        (Sizes(48, 24, 1, 8), 1, 1),
+        (Sizes(48, 24, 1, 16), 1, 2),
+        (Sizes(48, 24, 1, 4), 16, 2),
+        (Sizes(48, 24, 4, 2, split_updates=True), 1, 4),
+        (Sizes(6, 4, 4, 1, split_updates=True), 1, 1),
+        (Sizes(1, 4), 1, 1),
+    ],
+)
+def test_the_smallest_sizes_keep_the_micro_batch_and_the_shares(sizes, ranks, prompts):
+    smaller = sizes.smallest(ranks)
+    assert smaller.faults(ranks) == []
+    assert smaller.prompts_per_iteration == prompts
+    assert (smaller.group_size, smaller.micro_batch_size) == (sizes.group_size, sizes.micro_batch_size)
