@@ -37,6 +37,7 @@ from lit_vgrpo.limits import limit_fault
 from lit_vgrpo.memory import device_name, idle_gpu
 from lit_vgrpo.metrics_table import MetricsTable, rows_up_to
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.optimizer import OptimizerConfig
 from lit_vgrpo.paths import import_from_here, write_whole
 from lit_vgrpo.ranges import Seed
 from lit_vgrpo.recipe import Command, parse_command, parser_config, read_recipe
@@ -189,9 +190,10 @@ class RecipeCLI(LightningCLI):
         plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         assert isinstance(plain, dict)
         recipe = {str(key): value for key, value in plain.items()}
-        optimizer = vars(self.model.optimizer_config).items()
+        if isinstance(self.model.optimizer_config, OptimizerConfig):
+            optimizer = vars(self.model.optimizer_config).items()
+            recipe["model"]["optimizer"] = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer}
         recipe["model"] |= {
-            "optimizer": {key: list(value) if isinstance(value, tuple) else value for key, value in optimizer},
             "advantage_std": self.model.advantage_std,
             "advantage_aggregate": self.model.advantage_aggregate,
         }

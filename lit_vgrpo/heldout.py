@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from typing_extensions import Self
 
 from lit_vgrpo.batches import at_most
 from lit_vgrpo.data.batch import PromptBatch
@@ -129,6 +131,30 @@ class HeldOutModule(L.LightningModule):
         self._scores = ScoreQueue(self.reward)
         self.heldout_scores = HeldOutScores(self.observed, self.heldout_reward, self._scores)
         self._num_predicted = 0
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """The module with the weights of a checkpoint; its parts are arguments, as in the constructor.
+
+        Raises:
+            TypeError: a part is missing.
+        """
+        try:
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        except TypeError as error:
+            missing = re.findall(r"'(\w+)'", str(error)) if "missing" in str(error) else []
+            if not missing:
+                raise
+            parts = ", ".join(f"{name}=..." for name in missing)
+            raise TypeError(
+                f"A checkpoint holds what was trained, not the parts it was built from. "
+                f"Call {cls.__name__}.load_from_checkpoint(path, {parts})."
+            ) from None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # Weights that were trained in processes of their own come back to one that has loaded none.
+        self.configure_model()
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     # The trainer evaluates in inference mode, whose tensors no later training could use: embeddings are kept.
     @torch.inference_mode(mode=False)

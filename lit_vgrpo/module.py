@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_vgrpo.advantages import AdvantageAggregate, AdvantageStd, combined_advantages
@@ -17,10 +18,10 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.guard import NonFinite, NonFiniteGuard
 from lit_vgrpo.heldout import HeldOutModule
 from lit_vgrpo.iteration import Iteration
-from lit_vgrpo.limits import keep_iterations_whole
+from lit_vgrpo.limits import keep_iterations_whole, settings_without_effect
 from lit_vgrpo.micro_batch import accumulate, settle
 from lit_vgrpo.objectives.base import Objective
-from lit_vgrpo.optimizer import OptimizerConfig
+from lit_vgrpo.optimizer import CustomOptimizer, OptimizerCallable, OptimizerConfig
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.precision import in_own_precision
 from lit_vgrpo.ranges import BatchSize, Seed, checked
@@ -29,6 +30,7 @@ from lit_vgrpo.resume_guard import ResumeGuard
 from lit_vgrpo.rewards import Reward, RewardBatch
 from lit_vgrpo.rewind import rewind
 from lit_vgrpo.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.schedule import LRSchedulerCallable, Schedule
 from lit_vgrpo.scoring import IterationScores, RolloutScoring
 from lit_vgrpo.shards import gradients
 from lit_vgrpo.sizes import Sizes
@@ -47,7 +49,7 @@ class VGRPOModule(HeldOutModule):
         policy: the denoising model; its weights load in ``configure_model``.
         objective: the training method.
         reward: what images are scored by; ``Weighted`` combines several.
-        optimizer: AdamW's settings.
+        optimizer: AdamW's settings; or any other optimizer, by ``class_path`` or as a function of the weights.
         heldout_reward: what held-out images are scored by beside the reward; never trained on.
         advantage_std: divide advantages by the std of the whole iteration, or of the group; null as the method's paper.
         advantage_aggregate: with several rewards, sum the rewards and then normalise, or normalise each and sum the
@@ -60,6 +62,8 @@ class VGRPOModule(HeldOutModule):
         non_finite: what to do with an update whose loss or gradient is not finite on any rank: stop with the reason,
             or skip it on all of them.
         seed: fixes all rollout noise, pairs and held-out noise.
+        lr_scheduler: any schedule of torch's, by ``class_path`` or as a function of the optimizer, stepped with every
+            update; null keeps the rate constant after the warm-up.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class VGRPOModule(HeldOutModule):
         policy: Policy,
         objective: Objective,
         reward: Reward,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: OptimizerConfig | OptimizerCallable | None = None,
         heldout_reward: Reward | None = None,
         advantage_std: AdvantageStd | None = None,
         advantage_aggregate: AdvantageAggregate | None = None,
@@ -78,10 +82,13 @@ class VGRPOModule(HeldOutModule):
         evaluate_at_start: bool = True,
         non_finite: NonFinite = "stop",
         seed: Seed = 0,
+        lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(policy, objective, reward, heldout_reward, evaluation, rollout_batch_size, seed)
         self.failed_images = failed_images
-        self.optimizer_config = optimizer or OptimizerConfig()
+        optimizer = optimizer or OptimizerConfig()
+        self.optimizer_config = optimizer if isinstance(optimizer, OptimizerConfig) else CustomOptimizer(optimizer)
+        self.schedule = None if lr_scheduler is None else Schedule(lr_scheduler)
         self.advantage_std: AdvantageStd = advantage_std or objective.advantage_std
         self.advantage_aggregate: AdvantageAggregate = advantage_aggregate or objective.advantage_aggregate
         self.objective.rollout_device = None if rollout_device is None else torch.device(rollout_device)
@@ -101,6 +108,13 @@ class VGRPOModule(HeldOutModule):
     def check(self, sizes: Sizes) -> list[str]:
         """Faults of the policy, the objective and the reward that can be found without loading weights."""
         faults = [*self.policy.check(), *self.observed.check(), *self.optimizer_config.check()]
+        if self.schedule is not None and not faults:
+            faults += self.schedule.check(self.optimizer_config.trial())
+        if self.schedule is not None and self.optimizer_config.warmup_steps:
+            faults.append(
+                f"model.optimizer.warmup_steps={self.optimizer_config.warmup_steps} and model.lr_scheduler are both "
+                "given. Leave one of them out; torch.optim.lr_scheduler.OneCycleLR warms up by itself."
+            )
         faults += [*self.objective.policy_faults(type(self.policy)), *self.objective.check(sizes)]
         if self.evaluation is not None and self.evaluation.solver not in self.policy.solvers:
             options = " or ".join(self.policy.solvers)
@@ -143,7 +157,8 @@ class VGRPOModule(HeldOutModule):
         return [cls() for cls in (RewardLogger, ResumeGuard) if not any(issubclass(own, cls) for own in there)]
 
     def configure_optimizers(self) -> Any:
-        return self.optimizer_config.build(trainable_parameters(self.policy).values())
+        optimizer = self.optimizer_config.build(trainable_parameters(self.policy).values())
+        return optimizer if self.schedule is None else self.schedule.around(optimizer)
 
     def on_fit_start(self) -> None:
         self._stops = False
@@ -158,6 +173,12 @@ class VGRPOModule(HeldOutModule):
         if self.evaluate_at_start and not self._resumed and self.evaluate():
             for logger in self.loggers:
                 logger.log_metrics(self.heldout, step=0)
+
+    def on_train_start(self) -> None:
+        for line in settings_without_effect(self.trainer, self.policy):
+            rank_zero_warn(line)
+        if self.schedule is not None and self._resumed:
+            self.schedule.resume(self.lr_schedulers())
 
     # --- Algorithm 1 -----------------------------------------------------------------------------------------------
 
@@ -296,8 +317,9 @@ class VGRPOModule(HeldOutModule):
         epoch: int,
         batch_idx: int,
         optimizer: torch.optim.Optimizer | LightningOptimizer,
-        optimizer_closure: Callable[[], Any],
+        optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
+        assert optimizer_closure is not None
         # Only the first step of an iteration, which rolls out, can tell whether there is anything to learn.
         loss = optimizer_closure()
         assert self._iteration is not None

@@ -1,8 +1,8 @@
-"""AdamW's settings."""
+"""The optimizer: AdamW by its settings, or any other by its class."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,12 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from torch import nn
 
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.factory import direct
 from lit_vgrpo.ranges import HalfOpenUnitInterval, NonNegativeFloat, NonNegativeInt, Range, checked
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
+OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
 KINDS = ("adamw", "adamw8bit")
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta")
+"""torch's optimizers that keep for each weight what has its shape, or one number."""
+FAMILY_KEYS = ("betas", "momentum", "alpha", "rho")
+"""Settings by which one family of optimizers is told from another."""
+SETTINGS = ("initial_lr", "betas", "momentum", "alpha", "rho", "weight_decay", "eps", "dampening", "nesterov")
+CYCLED = ("betas", "momentum")
+"""Settings that a schedule moves too, where it says so by a ``max_momentum``."""
 MISSING = 'model.optimizer.kind=adamw8bit needs bitsandbytes. Run: pip install "lit-vgrpo[memory]"'
 
 
@@ -59,6 +70,10 @@ class OptimizerConfig:
             "their moments. Leave it out, or use trainer.strategy=ddp."
         )
 
+    def trial(self) -> torch.optim.Optimizer:
+        """A small one of its kind, to try a schedule on."""
+        return torch.optim.AdamW([nn.Parameter(torch.zeros(2, 2))], lr=self.lr, betas=self.betas)
+
     def build(self, parameters: Iterable[nn.Parameter]) -> Any:
         """What ``configure_optimizers`` returns: the optimizer, and the schedule where there is one.
 
@@ -68,7 +83,7 @@ class OptimizerConfig:
         optimizer = self._optimizer(list(parameters))
         if not self.warmup_steps:
             return optimizer
-        warmup = _Warmup(optimizer, lambda step: min(1.0, (step + 1) / self.warmup_steps))
+        warmup = _Warmup(optimizer, _Ramp(self.warmup_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -89,6 +104,56 @@ class OptimizerConfig:
         return optimizer
 
 
+class CustomOptimizer:
+    """Any optimizer: what a ``class_path``, or a function of the trainable weights, in a recipe's place becomes.
+
+    Args:
+        make: builds it: a class with its options filled in.
+    """
+
+    kind = "custom"
+    warmup_steps = 0
+
+    def __init__(self, make: OptimizerCallable) -> None:
+        self.make = direct(make)
+
+    def check(self) -> list[str]:
+        """What keeps the optimizer from being built or used: at most one line."""
+        try:
+            optimizer = self.trial()
+        except Exception as error:  # whatever its constructor raises
+            return [f"model.optimizer cannot be built: {one_line(error)}"]
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return ["model.optimizer=LBFGS asks for the loss several times in a step. Use AdamW or another."]
+        return []
+
+    def trial(self) -> torch.optim.Optimizer:
+        """A small one of its kind."""
+        return self.make([nn.Parameter(torch.zeros(2, 2))])
+
+    def sharding_fault(self, strategy: Strategy) -> str | None:
+        """Why the optimizer cannot work under a strategy, in a line; ``None`` where it can."""
+        from lit_vgrpo.fsdp import FSDP2
+        from lit_vgrpo.portable import PortableCheckpoints
+
+        if not isinstance(strategy, PortableCheckpoints) or self.check():
+            return None
+        cls = type(self.trial())
+        fits = ELEMENTWISE if isinstance(strategy, FSDP2) else ("AdamW",)
+        if cls.__name__ in fits and cls.__module__.startswith("torch.optim"):
+            return None
+        return (
+            f"model.optimizer={cls.__name__} has a state that {type(strategy).__name__} cannot put into a checkpoint. "
+            f"Use torch's {', '.join(fits)}, or trainer.strategy=ddp."
+        )
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of these weights; a checkpoint brings back its state, not its settings."""
+        optimizer = self.make(list(parameters))
+        optimizer.register_load_state_dict_pre_hook(with_own_settings)
+        return optimizer
+
+
 def resumed_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group of a checkpoint with the settings of the one that it is loaded into.
 
@@ -99,7 +164,8 @@ def resumed_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str,
     """
     base, before = own.get("initial_lr", own["lr"]), saved.get("initial_lr", saved["lr"])
     lr = saved["lr"] if base == before else base * (saved["lr"] / before)
-    settings = {key: own[key] for key in ("initial_lr", "betas", "weight_decay", "eps") if key in own}
+    cycled = CYCLED if "max_momentum" in own else ()
+    settings = {key: own[key] for key in SETTINGS if key in own and key not in cycled}
     return {**saved, **settings, "lr": lr}
 
 
@@ -109,12 +175,30 @@ def with_own_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
     Raises:
         ValueError: it is the state of another kind of optimizer.
     """
-    for values in state["state"].values():
-        kind = "adamw" if "exp_avg" in values else "adamw8bit"
-        if values and (kind == "adamw") != isinstance(optimizer, torch.optim.AdamW):
-            raise ValueError(f"The checkpoint holds the moments of another optimizer. Set model.optimizer.kind={kind}.")
+    own_kind, saved_kind = _kind_of(optimizer.param_groups[0]), _kind_of(state["param_groups"][0])
+    if own_kind != saved_kind:
+        way = f"Set model.optimizer.kind={saved_kind}." if saved_kind in KINDS else "Resume with its own recipe."
+        raise ValueError(f"The checkpoint holds the moments of another optimizer. {way}")
     groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
     return {**state, "param_groups": [resumed_group(own, saved) for own, saved in groups]}
+
+
+def _kind_of(group: Mapping[str, Any]) -> str:
+    """By which a state is told from that of another optimizer."""
+    if "t_alpha" in group:
+        return "adamw8bit"
+    family = [key for key in FAMILY_KEYS if key in group]
+    return "adamw" if family == ["betas"] else " ".join(family)
+
+
+class _Ramp:
+    """Rises linearly to 1 over so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, step: int) -> float:
+        return min(1.0, (step + 1) / self.steps)
 
 
 class _Warmup(torch.optim.lr_scheduler.LambdaLR):

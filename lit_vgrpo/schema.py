@@ -91,6 +91,10 @@ class _Walk:
         is_text = isinstance(value, str) and bases == plain and str not in options
         if plain and (is_text or (isinstance(value, Mapping) and "class_path" not in value)):
             return self.arguments(plain[0], value, key)
+        made = [cls for option in options for cls in _made_by(option)]
+        if made and isinstance(value, Mapping) and "class_path" in value:
+            self.component(value, [*bases, *made], key, made)
+            return UNBUILT
         if bases and isinstance(value, str | Mapping) and not (isinstance(value, str) and str in options):
             return self.component(value, bases, key)
         item = _item_hint(options)
@@ -99,8 +103,10 @@ class _Walk:
             return UNBUILT if any(entry is UNBUILT for entry in items) else items
         return self.leaf(value, hint, key)
 
-    def component(self, value: str | Mapping[str, Any], bases: Sequence[type], key: str) -> Any:
-        """Check a class_path with its init_args."""
+    def component(
+        self, value: str | Mapping[str, Any], bases: Sequence[type], key: str, made: Sequence[type] = ()
+    ) -> Any:
+        """Check a class_path with its init_args; of ``made`` classes the first argument is given later."""
         node: Mapping[str, Any] = {"class_path": value} if isinstance(value, str) else value
         known = {name: cls for base in bases for name, cls in _subclasses(base).items()}
         if "class_path" not in node:
@@ -109,22 +115,24 @@ class _Walk:
         extra = set(node) - {"class_path", "init_args", "dict_kwargs"}
         path = str(node["class_path"])
         cls = _find_class(path, known)
-        if cls is None:
+        if cls is None or (made and not issubclass(cls, tuple(bases))):
             what = " or ".join(base.__name__ for base in bases)
             hint = suggestion(path, known) if known else "Write it as package.module.Class."
             self.faults.append(f"{key}={path} is no {what} that can be imported. {hint}")
             return UNBUILT
         for name in sorted(extra):
             self.faults.append(f"{key}.{name} stands beside class_path. Put it under {key}.init_args.")
-        return self.arguments(cls, node.get("init_args") or {}, key)
+        return self.arguments(cls, node.get("init_args") or {}, key, issubclass(cls, tuple(made)))
 
-    def arguments(self, cls: type, given: Any, key: str) -> Any:
+    def arguments(self, cls: type, given: Any, key: str, is_made: bool = False) -> Any:
         """Check the arguments of a class, then build it if it is one of this package."""
         if not isinstance(given, Mapping):
             self.faults.append(f"{key}={given!r} must be a mapping of the options of {cls.__name__}.")
             return UNBUILT
         before = len(self.faults)
         parameters, open_ended = _parameters(cls)
+        if is_made:
+            parameters.pop(next(iter(parameters)))
         hints = _hints(cls)
         kwargs: dict[str, Any] = {}
         for name, value in given.items():
@@ -240,6 +248,13 @@ def _options(hint: Any) -> list[Any]:
     return [hint]
 
 
+def _made_by(option: Any) -> list[type]:
+    """The classes of what a function hint such as ``Callable[[Iterable], Optimizer]`` returns."""
+    if typing.get_origin(option) is not Callable:
+        return []
+    return [cls for cls in _options(typing.get_args(option)[1]) if inspect.isclass(cls) and _is_component(cls)]
+
+
 def _item_hint(options: Sequence[Any]) -> Any:
     for option in options:
         origin = typing.get_origin(option)
@@ -254,7 +269,7 @@ def _is_component(cls: type) -> bool:
     """True for a class that a recipe names by class_path or describes by its options."""
     if typing.get_origin(cls) is not None or issubclass(cls, Enum | PurePath):
         return False
-    return cls.__module__ not in ("builtins", "typing", "collections.abc", "datetime")
+    return cls.__module__ not in ("builtins", "typing", "collections.abc", "datetime", "torch")
 
 
 def _constructors(cls: type) -> Iterator[type]:

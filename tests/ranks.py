@@ -9,12 +9,13 @@ A job is ``name|key=value,...``: a name of all_methods.METHODS, "skip" or "stop"
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import lightning as L
 import torch
 from all_methods import METHODS
-from helpers import make_data, make_module, make_trainer
+from helpers import Brightness, make_data, make_module, make_trainer
 from processes import small_strategy
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
@@ -42,6 +43,27 @@ class Broken(VGRPO):
         return loss * (math.nan if self.started == 3 and RANK == WORLD - 1 else 1), metrics
 
 
+def anchored():
+    return VGRPO(RolloutSpec(steps=2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3)
+
+
+class ConstantInOne(Brightness):
+    """Says nothing in iteration 1."""
+
+    iteration = -1
+
+    def __call__(self, images, prompts, rows):
+        scores = super().__call__(images, prompts, rows)
+        return torch.zeros_like(scores) if self.iteration == 1 else scores
+
+
+IDLE = {
+    "reward": ConstantInOne(),
+    "optimizer": partial(torch.optim.AdamW, lr=1e-4, eps=1e-6),
+    "lr_scheduler": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=6),
+}
+
+
 def options(text):
     pairs = (pair.split("=") for pair in text.split(",") if pair)
     return {key: value == "true" if value in ("true", "false") else int(value) for key, value in pairs}
@@ -51,12 +73,11 @@ def job(folder, out, text):
     name, _, words = text.partition("|")
     chosen = options(words)
     # A larger eps: Adam makes whole steps of the rounding noise of a gradient that is zero, as that of a key bias is.
-    module = make_module(
-        folder,
-        Broken() if name in ("skip", "stop") else METHODS[name][0](),
-        optimizer=OptimizerConfig(lr=1e-4, eps=1e-6),
-        non_finite="skip" if name == "skip" else "stop",
-    )
+    own = {"skip": Broken, "stop": Broken, "idle": anchored}
+    # A larger eps: Adam makes whole steps of the rounding noise of a gradient that is zero, as that of a key bias is.
+    chosen_parts = IDLE if name == "idle" else {"optimizer": OptimizerConfig(lr=1e-4, eps=1e-6)}
+    objective = own[name]() if name in own else METHODS[name][0]()
+    module = make_module(folder, objective, non_finite="skip" if name == "skip" else "stop", **chosen_parts)
     ema, seen = EMA(0.5), Seen()
     module.heldout_observers.append(seen)
     callbacks = [ema, seen, SaveInTheMiddle(chosen.pop("middle", -1), Path(out) / f"{name}.middle.ckpt")]
@@ -97,6 +118,9 @@ class Seen(L.Callback):
 
     def __init__(self):
         self.rewards, self.images, self._means = [], [], {}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pl_module.reward.rewards[0].iteration = batch.iteration
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.rewards.append(pl_module.record.rewards)

@@ -1,7 +1,10 @@
 """An iteration is run whole, whatever limits the trainer has."""
 
+import warnings
+
 import lightning as L
 import pytest
+import torch
 from helpers import make_data, make_module, make_trainer, weights
 
 from lit_vgrpo.limits import limit_fault
@@ -107,3 +110,33 @@ def test_the_smallest_sizes_keep_the_micro_batch_and_the_shares(sizes, ranks, pr
     assert smaller.faults(ranks) == []
     assert smaller.prompts_per_iteration == prompts
     assert (smaller.group_size, smaller.micro_batch_size) == (sizes.group_size, sizes.micro_batch_size)
+
+
+def warnings_of(tiny_sd3, tmp_path, module_options=None, **trainer):
+    module = make_module(tiny_sd3, **(module_options or {}))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make_trainer(tmp_path, 1, **trainer).fit(module, datamodule=make_data())
+    said = [str(warning.message) for warning in found]
+    return module, [line for line in said if line.startswith(("trainer.precision", "trainer.gradient_clip"))]
+
+
+def test_mixed_precision_has_no_effect_and_says_so_once(tiny_sd3, tmp_path):
+    plain, said = warnings_of(tiny_sd3, tmp_path)
+    assert said == []
+    mixed, said = warnings_of(tiny_sd3, tmp_path, precision="bf16-mixed")
+    (line,) = said
+    assert "does not change how the policy computes: in float32, as model.policy.dtype says." in line
+    assert all(torch.equal(weights(mixed)[name], value) for name, value in weights(plain).items())
+
+
+@pytest.mark.parametrize(("clip", "algorithm"), [(1e-12, "norm"), (1e-7, "norm"), (1e-12, "value")])
+def test_clipping_that_leaves_nothing_says_so(tiny_sd3, tmp_path, clip, algorithm):
+    _, (line,) = warnings_of(tiny_sd3, tmp_path, gradient_clip_val=clip, gradient_clip_algorithm=algorithm)
+    assert line.startswith(f"trainer.gradient_clip_val={clip:g} leaves gradients of ")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(("clip", "algorithm"), [(0.05, "norm"), (1.0, "norm"), (1e-3, "value")])
+def test_clipping_that_trains_says_nothing(tiny_sd3, tmp_path, clip, algorithm):
+    assert warnings_of(tiny_sd3, tmp_path, gradient_clip_val=clip, gradient_clip_algorithm=algorithm)[1] == []

@@ -1,18 +1,23 @@
 """The parts inside other people's code: a plain Trainer, a plain LightningCLI, a plain loop."""
 
+import pickle
+import re
 import subprocess
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
-from helpers import Brightness, make_data, make_module
+from all_methods import METHODS
+from helpers import Brightness, make_data, make_module, make_trainer, weights
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from processes import BARE
 
-from lit_vgrpo import VGRPO, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
-from lit_vgrpo.callbacks import RewardLogger
+from lit_vgrpo import VGRPO, OptimizerConfig, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
+from lit_vgrpo.callbacks import EMA, Export, ProgressBar, RewardLogger, RunSummary, SampleGrid, SurrogateDiagnostics
+from lit_vgrpo.cli import build
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,6 +71,79 @@ trainer: {{max_epochs: 1, accelerator: cpu, logger: false, enable_checkpointing:
     cli = LightningCLI(VGRPOModule, PromptDataModule, save_config_callback=None, args=["fit", f"--config={config}"])
     assert cli.trainer.global_step == 1
     assert isinstance(cli.model.reward.rewards[0], Brightness)
+
+
+def test_fit_test_the_best_and_go_on(tiny_sd3, tmp_path):
+    """What a training script of lightning-hydra-template does, in its order."""
+
+    documented = re.search(r"^ModelCheckpoint\(.*?^\)", (ROOT / "docs" / "extending.md").read_text(), re.M | re.S)
+
+    def parts(epochs):
+        callbacks = [eval(documented[0], {"ModelCheckpoint": ModelCheckpoint}), EMA(0.5)]
+        trainer = make_trainer(tmp_path, epochs, callbacks, enable_checkpointing=True, logger=CSVLogger(tmp_path))
+        return make_module(tiny_sd3), make_data(num_workers=0, pin_memory=False), trainer
+
+    module, data, trainer = parts(2)
+    trainer.fit(model=module, datamodule=data)
+    best = Path(trainer.checkpoint_callback.best_model_path)
+    assert best.parent.name == "checkpoints"  # a metric's slash makes no folder
+    (found,) = trainer.test(model=module, datamodule=data, ckpt_path="best")
+    assert found["test/reward"] == pytest.approx(float(trainer.checkpoint_callback.best_model_score), abs=1e-6)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    module, data, trainer = parts(3)
+    trainer.fit(model=module, datamodule=data, ckpt_path=tmp_path / "last.ckpt")
+    assert (trainer.global_step, trainer.current_epoch, module.record.iteration) == (3, 3, 2)
+
+
+def test_a_checkpoint_alone_says_what_else_it_needs(tiny_sd3, tmp_path):
+    module = make_module(tiny_sd3)
+    trainer = make_trainer(tmp_path, 1)
+    trainer.fit(module, datamodule=make_data())
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    with pytest.raises(
+        TypeError, match=r"load_from_checkpoint\(path, policy=..., objective=..., reward=...\)"
+    ) as refused:
+        VGRPOModule.load_from_checkpoint(tmp_path / "end.ckpt")
+    assert "\n" not in str(refused.value)
+    fresh = make_module(tiny_sd3)
+    loaded = VGRPOModule.load_from_checkpoint(
+        tmp_path / "end.ckpt", policy=fresh.policy, objective=fresh.objective, reward=fresh.reward
+    )
+    assert all(torch.equal(value, weights(loaded)[name]) for name, value in weights(module).items())
+
+
+def test_everything_that_a_trainer_holds_can_be_pickled(tiny_sd3, tmp_path, tiny_recipe):
+    """As ``ddp_spawn`` does with it before a fit."""
+    module, data = make_module(tiny_sd3, optimizer=OptimizerConfig(warmup_steps=2)), make_data()
+    callbacks = [callback() for callback in (EMA, Export, SampleGrid, RunSummary, ProgressBar, SurrogateDiagnostics)]
+    trainer = make_trainer(tmp_path, 1, callbacks, enable_progress_bar=True)
+    pickle.loads(pickle.dumps((module, data, trainer)))
+    pickle.dumps([make() for make, *_ in METHODS.values()])
+    pickle.dumps(module.optimizer_config.build([torch.nn.Parameter(torch.zeros(2))]))
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("\ndata:", SCHEDULED))
+    cli = build([str(tiny_recipe)])
+    pickle.dumps((cli.model, cli.datamodule))
+    cli.give_back()
+
+
+SCHEDULED = """
+  optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.01}}
+  lr_scheduler: {class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: 2}}
+data:"""
+
+
+@pytest.mark.slow
+def test_two_spawned_processes_train_what_one_does(tiny_sd3, tmp_path):
+    trained = {}
+    for ranks in (1, 2):
+        module = make_module(tiny_sd3, evaluate_at_start=False)
+        together = {"strategy": "ddp_spawn", "devices": ranks} if ranks > 1 else {}
+        trainer = make_trainer(tmp_path, 1, **together)
+        trainer.fit(module, datamodule=make_data())
+        assert trainer.callback_metrics["policy/updates"] == 1
+        trained[ranks] = weights(module)
+    for name, value in trained[1].items():
+        torch.testing.assert_close(trained[2][name], value, rtol=0, atol=1e-5)
 
 
 PLAIN_LOOP = """

@@ -126,7 +126,7 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def _is_tried(self) -> bool:
-        return self.trainer is not None and bool(self.trainer.fast_dev_run)
+        return self.trainer is not None and bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
 
     @property
     def has_heldout(self) -> bool:

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lit_vgrpo.fsdp import FSDP2, blocks_of
-from lit_vgrpo.optimizer import OptimizerConfig
+from lit_vgrpo.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.snapshots import trainable_parameters
 from lit_vgrpo.zero import ZeRO
@@ -35,7 +35,9 @@ class Shares:
     step: int
 
 
-def shares(policy: Policy, optimizer: OptimizerConfig, strategy: Strategy, world_size: int, on_gpu: bool) -> Shares:
+def shares(
+    policy: Policy, optimizer: OptimizerConfig | CustomOptimizer, strategy: Strategy, world_size: int, on_gpu: bool
+) -> Shares:
     """The network's share of a rank.
 
     Args:
@@ -84,13 +86,13 @@ def _gathered(network: nn.Module, stage: int) -> int:
     return whole - sum(blocks) + 2 * max(blocks, default=0)
 
 
-def moments(trained: Iterable[Tensor], optimizer: OptimizerConfig) -> int:
-    """Bytes of AdamW's two moments."""
+def moments(trained: Iterable[Tensor], optimizer: OptimizerConfig | CustomOptimizer) -> int:
+    """Bytes of AdamW's two moments; of most other optimizers the most that they take."""
     narrow = _is_8bit(optimizer)
     return sum(p.numel() * (2 if narrow and p.numel() >= SMALLEST_8BIT else 8) for p in trained)
 
 
-def _is_8bit(optimizer: OptimizerConfig) -> bool:
+def _is_8bit(optimizer: OptimizerConfig | CustomOptimizer) -> bool:
     return optimizer.kind == "adamw8bit"
 
 
