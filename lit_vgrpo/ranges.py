@@ -149,9 +149,14 @@ def _faults(value: Any, hint: Any) -> Iterator[tuple[type[TypeError | ValueError
     options = options_of(hint)
     ranges = [(option.__origin__, limit) for option in options for limit in _limits(option)]
     words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
-    if any(inspect.isclass(option) and option is not Any and isinstance(value, option) for option in options):
+    kinds = [typing.get_origin(option) or option for option in options]
+    if any(isinstance(value, kind) for kind in kinds if kind in (bool, str, dict, type(None))):
         return
-    if ranges and value not in words:
+    if isinstance(value, list | tuple) and (list in kinds or tuple in kinds):
+        for option in options:
+            for item, item_hint in _items(value, option):
+                yield from _faults(item, item_hint)
+    elif ranges and value not in words:
         others = [*map(str, words), *(["null"] if type(None) in options else [])]
         advice = ", or ".join([*(str(limit) for _, limit in ranges), *others])
         fitting = [limit for kind, limit in ranges if _is_number(value, kind)]
@@ -160,10 +165,6 @@ def _faults(value: Any, hint: Any) -> Iterator[tuple[type[TypeError | ValueError
             yield TypeError, value, "has no value" if value == "" else f"is not a {what}", advice
         elif (reason := fitting[0].reason(value)) is not None:
             yield ValueError, value, reason, advice
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for option in options:
-            for item, item_hint in _items(value, option):
-                yield from _faults(item, item_hint)
 
 
 def _items(values: Sequence[Any], hint: Any) -> list[tuple[Any, Any]]:

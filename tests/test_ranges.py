@@ -38,6 +38,7 @@ GOOD = {
     "checkpoint": "shipped:assets/tiny_sd3",
     "train": "shipped:prompts/shapes_train.jsonl",
     "reference": "pictures",
+    "images": "lit_vgrpo.tiny.ShapesImages",
     "url": "http://127.0.0.1:1/score",
     "model": "judge",
     "function": "math:sqrt",
@@ -52,7 +53,7 @@ GOOD = {
 """Options without a default."""
 UNDER_ANOTHER_NAME = ("lora_dropout", "min_change", "min_diversity_drop")
 """Options whose value the built object holds otherwise; lora_dropout takes 0 alone, which is nothing."""
-NOT_IN_RECIPES = (policies.Policy, objectives.Denoising)
+NOT_IN_RECIPES = (policies.Policy,)
 COMPANIONS = {"lora_alpha": {"lora_rank": 4}, "heldout_fraction": {}, "window": {"solver": "flow_sde"}}
 """What an option needs beside it to have an effect."""
 
@@ -179,7 +180,7 @@ TRAINER_TAKES = {
             "check_val_every_n_epoch",
         ),
         (
-            ["-1", "a string"],
+            ["-1", "a string", "a list"],
             "devices",
         ),
         (

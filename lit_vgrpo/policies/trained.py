@@ -41,7 +41,6 @@ def add_adapter(policy: Policy) -> None:
     assert rank is not None
     if policy.lora_targets != list(policy.default_lora_targets):  # of those, small networks need not have all
         _refuse_unmatched_targets(network, policy.lora_targets)
-    _refuse_a_rank_above(network, policy.lora_targets, rank)
     config = LoraConfig(
         r=rank,
         lora_alpha=policy.lora_alpha or rank,
@@ -69,19 +68,6 @@ def _refuse_unmatched_targets(network: nn.Module, targets: Sequence[str]) -> Non
             raise LoadError(
                 f"model.policy.lora_targets: {target!r} matches nothing in {type(network).__name__}. {advice}"
             )
-
-
-def _refuse_a_rank_above(network: nn.Module, targets: Sequence[str], rank: int) -> None:
-    widths = [
-        max(module.weight.shape[:2])
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and any(f".{name}".endswith(f".{target}") for target in targets)
-    ]
-    if widths and rank > max(widths):
-        raise LoadError(
-            f"model.policy.lora_rank={rank} is more than the widest layer it adapts has channels. "
-            f"Use {max(widths)} or less."
-        )
 
 
 def _ending(name: str) -> str:
