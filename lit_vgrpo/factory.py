@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 def direct(make: Callable[..., T]) -> Callable[..., T]:
-    """The same, without the parser's function around the class, which cannot be pickled.
+    """The same, without the parser's functions around the class, which cannot be pickled.
 
-    >>> direct(partial(lambda cls, *args, **options: cls(*args, **options), dict, a=1))
+    >>> direct(partial(lambda call, cls, *args, **options: call(cls, *args, **options), map, dict, a=1))
     functools.partial(<class 'dict'>, a=1)
     """
-    if isinstance(make, partial) and not inspect.isclass(make.func) and make.args and inspect.isclass(make.args[0]):
-        cls: Any = make.args[0]
-        return partial(cls, *make.args[1:], **make.keywords)
+    if isinstance(make, partial) and not inspect.isclass(make.func) and make.args and inspect.isclass(make.args[-1]):
+        cls: Any = make.args[-1]
+        return partial(cls, **make.keywords)
     return make

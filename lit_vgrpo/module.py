@@ -21,7 +21,7 @@ from lit_vgrpo.iteration import Iteration
 from lit_vgrpo.limits import keep_iterations_whole, settings_without_effect
 from lit_vgrpo.micro_batch import accumulate, settle
 from lit_vgrpo.objectives.base import Objective
-from lit_vgrpo.optimizer import CustomOptimizer, OptimizerCallable, OptimizerConfig
+from lit_vgrpo.optimizer import OptimizerCallable, OptimizerConfig, as_optimizer
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.precision import in_own_precision
 from lit_vgrpo.ranges import BatchSize, Seed, checked
@@ -86,8 +86,7 @@ class VGRPOModule(HeldOutModule):
     ) -> None:
         super().__init__(policy, objective, reward, heldout_reward, evaluation, rollout_batch_size, seed)
         self.failed_images = failed_images
-        optimizer = optimizer or OptimizerConfig()
-        self.optimizer_config = optimizer if isinstance(optimizer, OptimizerConfig) else CustomOptimizer(optimizer)
+        self.optimizer_config = as_optimizer(optimizer)
         self.schedule = None if lr_scheduler is None else Schedule(lr_scheduler)
         self.advantage_std: AdvantageStd = advantage_std or objective.advantage_std
         self.advantage_aggregate: AdvantageAggregate = advantage_aggregate or objective.advantage_aggregate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -152,6 +153,22 @@ class CustomOptimizer:
         optimizer = self.make(list(parameters))
         optimizer.register_load_state_dict_pre_hook(with_own_settings)
         return optimizer
+
+
+def as_optimizer(optimizer: OptimizerConfig | OptimizerCallable | None) -> OptimizerConfig | CustomOptimizer:
+    """What builds the optimizer.
+
+    Raises:
+        ValueError: settings of AdamW are wrong.
+        TypeError: the same.
+    """
+    if optimizer is None or isinstance(optimizer, OptimizerConfig):
+        return optimizer or OptimizerConfig()
+    make = direct(optimizer)
+    if isinstance(make, partial) and make.func is torch.optim.Optimizer:
+        # The parser takes settings that are wrong for AdamW for those of no particular optimizer.
+        return OptimizerConfig(**make.keywords)
+    return CustomOptimizer(make)
 
 
 def resumed_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lit_vgrpo.data.rows import Row, Rows
 from lit_vgrpo.data.sampler import GroupSampler, LocalSampler
 from lit_vgrpo.data.source import Source, Sources, as_source, as_sources
 from lit_vgrpo.paths import resolve_path
-from lit_vgrpo.ranges import Count, GroupSize, PositiveInt, Range, Seed, checked
+from lit_vgrpo.ranges import Count, GroupSize, NonNegativeInt, PositiveInt, Range, Seed, checked
 from lit_vgrpo.sizes import Sizes
 
 
@@ -75,17 +75,18 @@ class PromptDataModule(L.LightningDataModule):
         heldout_fraction: Annotated[float, Range(above=0, below=1, example=0.05)] | None = None,
         deduplicate: bool = False,
         streaming: bool | None = None,
-        num_workers: int = 0,
+        num_workers: NonNegativeInt = 0,
         pin_memory: bool = False,
     ) -> None:
         super().__init__()
         if num_workers:
             raise ValueError(
                 f"num_workers={num_workers} has nothing to do: a batch is a few prompts, already in memory, and a "
-                "loader that runs ahead would break resuming. Leave it out, or set 0."
+                "loader that runs ahead would break resuming. Use 0, or leave it out."
             )
         if pin_memory:
-            raise ValueError("pin_memory=true has nothing to pin: a batch is text. Leave it out, or set false.")
+            raise ValueError("pin_memory=true has nothing to pin: a batch is text. Use false, or leave it out.")
+        self.num_workers, self.pin_memory = num_workers, pin_memory
         self._sizes = Sizes(prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates)
         if heldout_fraction is not None and heldout is not None:
             raise ValueError(
