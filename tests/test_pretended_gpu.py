@@ -24,7 +24,14 @@ METHODS = {
     "nft": lambda ode, sde: DiffusionNFT(RolloutSpec(ode, 3, 2.0)),
     "sde": lambda ode, sde: (FlowGRPO if sde == "flow_sde" else DDPO)(RolloutSpec(sde, 3, 2.0)),
 }
-CASES = [("sd3", LORA, "sde"), ("unet_eps", FULL, "anchor"), ("sdxl", {"lora_rank": 2}, "nft"), ("flux", FULL, "sde")]
+CASES = [("sd3", LORA, "sde"), ("unet_eps", FULL, "anchor"), ("sdxl", LORA, "nft"), ("flux", FULL, "sde")]
+OTHERS = [
+    ("sd3", FULL, "nft"),
+    ("unet_eps", LORA, "sde"),
+    ("sdxl", FULL, "anchor"),
+    ("flux", {"lora_rank": 2, "dtype": "bfloat16"}, "nft"),
+]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS]
 
 
 class SaveWithin(L.Callback):

@@ -108,3 +108,31 @@ def test_with_lora_the_copy_of_the_start_is_the_network_without_its_adapter(tiny
     policy.network.enable_adapters()
     torch.testing.assert_close(swapped, off)
     assert not torch.allclose(policy(z, t, cond), off, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"lora_rank": 2}, {}], ids=["lora", "full"])
+def test_a_pass_sees_the_weights_of_its_moment_under_an_outer_autocast(tiny_sd3, options):
+    """An outermost autocast would keep 16-bit weights from before a swap, and without their gradient."""
+    policy = SD3Policy(str(tiny_sd3), max_sequence_length=1, dtype="bfloat16", **options).load()
+    trained = trainable_parameters(policy)
+    with torch.no_grad():
+        for weight in trained.values():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    given = torch.randn(2, *policy.latent_shape), torch.tensor([0.2, 0.8]), policy.encode(["a", "b"])
+    copy, own = Snapshot(policy), policy(*given).detach()
+    with torch.no_grad():
+        for weight in trained.values():
+            weight.mul_(2)
+    moved = policy(*given).detach()
+    assert not torch.equal(moved, own)
+    with torch.autocast("cpu", enabled=False):
+        with copy.swapped_into(policy):
+            assert torch.equal(policy(*given), own)
+        after = policy(*given)
+        after.sum().backward()
+    assert torch.equal(after.detach(), moved)
+    assert all(
+        weight.grad is not None
+        for name, weight in trained.items()
+        if name.endswith("proj_out.weight") or "lora_B" in name
+    )

@@ -247,8 +247,13 @@ class Policy(nn.Module):
     # --- the model -------------------------------------------------------------------------------------------------
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The one precision of the network, the same in rollout and training, whatever the trainer's own is."""
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+        """The one precision of the network, the same in rollout and training, whatever the trainer's own is.
+
+        Without autocast's cache of weights in 16 bits, which lives as long as the outermost autocast: there it would
+        outlast a swap of the weights, and a pass without gradient. A pass takes each weight once.
+        """
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=enabled, cache_enabled=False)
 
     def sampling(self) -> AbstractContextManager[None]:
         """Inside, images are sampled by an ODE: the adapter is folded into the weights where it may be."""
