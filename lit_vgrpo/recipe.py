@@ -60,12 +60,17 @@ class Command:
 
     @property
     def list_overrides(self) -> list[tuple[str, str]]:
-        """The overrides of single entries of a list, which the parser does not know, and those of the lists."""
+        """The overrides of single entries of a list, which the parser does not know, and those of the lists.
+
+        Also a whole optimizer, whose settings the parser would take for some of the recipe's own.
+        """
         lists = [key.partition("[")[0] for key, _ in self.overrides if "[" in key]
         return [
             (key, text)
             for key, text in self.overrides
-            if "[" in key or any(f"{name}.".startswith(f"{key.removesuffix('+')}.") for name in lists)
+            if "[" in key
+            or (key == "model.optimizer" and text.lstrip().startswith("{"))
+            or any(f"{name}.".startswith(f"{key.removesuffix('+')}.") for name in lists)
         ]
 
     @property

@@ -141,6 +141,11 @@ def test_a_recipe_names_them_by_class_path(tiny_recipe):
     assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.01, 0.9)
     assert isinstance(cli.model.schedule.make(optimizer), CosineAnnealingLR)
     assert cli.plain_recipe()["model"]["optimizer"]["class_path"] == "torch.optim.SGD"
+    other = "model.optimizer={class_path: torch.optim.RMSprop, init_args: {lr: 0.02}}"
+    for settings in (str(tiny_recipe), "tiny_shapes"):  # which has AdamW's
+        changed = build([settings, other], make_folder=False).model.optimizer_config.trial()
+        assert isinstance(changed, torch.optim.RMSprop)
+        assert changed.defaults["lr"] == 0.02
     cli.give_back()
     assert check([str(tiny_recipe)]) == 0
 
