@@ -53,7 +53,7 @@ from lit_vgrpo.run_folder import (
     reopen,
     reserve,
 )
-from lit_vgrpo.schema import CONSTRUCTOR_ERRORS, null_faults, options_of_class, recipe_faults
+from lit_vgrpo.schema import CONSTRUCTOR_ERRORS, early_faults, options_of_class, recipe_faults
 from lit_vgrpo.strategies import strategy_faults
 from lit_vgrpo.trainer_options import trainer_faults
 from lit_vgrpo.training import train
@@ -377,11 +377,12 @@ def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
     import_from_here()
     command = parse_command(args)
     recipe = read_recipe(command)
-    early = trainer_faults(recipe.get("trainer") or {})
-    early += null_faults(command.overrides, recipe, TOP_LEVEL, LINKED)
-    if early:
-        raise UserError(*dict.fromkeys((*recipe_faults(recipe, TOP_LEVEL, LINKED), *early)))
     try:
+        early = early_faults(command.overrides, recipe, TOP_LEVEL, LINKED)
+        if of_trainer := trainer_faults(recipe.get("trainer") or {}):
+            early = [*dict.fromkeys((*recipe_faults(recipe, TOP_LEVEL, LINKED), *of_trainer))]
+        if early:
+            raise UserError(*early)
         try:
             return RecipeCLI(command, make_folder)
         except (ArgumentError, MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:

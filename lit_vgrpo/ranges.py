@@ -115,7 +115,7 @@ def checked(cls: T) -> T:
                 raise error
         init(self, *args, **kwargs)
 
-    cls.__init__ = __init__
+    cls.__init__ = __init__  # type: ignore[misc]
     return cls
 
 

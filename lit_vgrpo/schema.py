@@ -45,13 +45,17 @@ def sound_parts(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Map
     return _walked(recipe, roots, linked).built
 
 
-def null_faults(
+def early_faults(
     overrides: Sequence[tuple[str, str]], recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping[str, str]
 ) -> list[str]:
-    """The options that were set to null and cannot be; for an option that takes texts the parser makes it one."""
-    nulls = [f"{key.replace('.init_args', '')}=null " for key, text in overrides if text in ("null", "~")]
-    faults = recipe_faults(recipe, roots, linked) if nulls else []
-    return [fault for fault in faults if fault.startswith(tuple(nulls))]
+    """All faults, if there is one that the parser would not see or would say in other words, else none.
+
+    These are a number outside of its range, which it takes for another member of a union, and null where it cannot be,
+    which it takes for a text.
+    """
+    walk = _walked(recipe, roots, linked)
+    nulls = tuple(f"{key.replace('.init_args', '')}=null " for key, text in overrides if text in ("null", "~"))
+    return walk.faults if walk.out_of_range or any(fault.startswith(nulls) for fault in walk.faults) else []
 
 
 def options_of_class(cls: type) -> list[str]:
@@ -76,6 +80,7 @@ class _Walk:
     def __init__(self, linked: Mapping[str, str]) -> None:
         self.linked = linked
         self.faults: list[str] = []
+        self.out_of_range: list[str] = []
         self.built: dict[str, Any] = {}
 
     def value(self, value: Any, hint: Any, key: str) -> Any:
@@ -169,12 +174,13 @@ class _Walk:
         try:
             parsed = parser.parse_object({"value": value}).value
         except (ArgumentError, TypeError, ValueError):
-            reasons = [*map(str, range_errors(key, value, hint)), _wrong_value(value, hint, key)]
-            self.faults.append(reasons[0])
-            return UNBUILT
-        if not any(range_errors(key, parsed, hint)):
-            return parsed
-        self.faults.append(str(next(chain(range_errors(key, value, hint), range_errors(key, parsed, hint)))))
+            found = [*range_errors(key, value, hint)]
+            self.faults += [str(error) for error in found] or [_wrong_value(value, hint, key)]
+        else:
+            if not (found := [*range_errors(key, parsed, hint)]):
+                return parsed
+            self.faults.append(str(next(chain(range_errors(key, value, hint), found))))
+        self.out_of_range += [key for _ in found]
         return UNBUILT
 
 
