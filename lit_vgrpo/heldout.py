@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import lightning as L
@@ -14,6 +15,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lit_vgrpo.batches import at_most
+from lit_vgrpo.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.ledger import PassLedger
 from lit_vgrpo.metrics.ranks import objects_of_all_ranks, rows_of_all_ranks
@@ -138,7 +140,13 @@ class HeldOutModule(L.LightningModule):
 
         Raises:
             TypeError: a part is missing.
+            RuntimeError: the file is damaged, or a weight is not finite.
         """
+        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_file():
+            try:
+                read_sound(Path(checkpoint_path))
+            except CheckpointDamage as damage:
+                raise RuntimeError(f"{checkpoint_path} {damage}. Give another checkpoint of its run.") from damage
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
         except TypeError as error:

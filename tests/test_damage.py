@@ -7,8 +7,9 @@ import pytest
 import torch
 import yaml
 from conftest import tiny_recipe_of
-from helpers import make_data, make_module, make_trainer
+from helpers import Brightness, make_data, make_module, make_trainer
 
+from lit_vgrpo import VGRPOModule
 from lit_vgrpo.checkpoint_file import read, write
 from lit_vgrpo.cli import run
 from lit_vgrpo.evaluation.cli import evaluate
@@ -73,6 +74,9 @@ def every_reader(path, capfd):
     module = make_module(recipe["model"]["policy"]["init_args"]["checkpoint"])
     with pytest.raises(RuntimeError) as refused:
         make_trainer("plain", 3).fit(module, datamodule=make_data(), ckpt_path=path)
+    yield f"{refused.value}\n"
+    with pytest.raises(RuntimeError) as refused:
+        VGRPOModule.load_from_checkpoint(path, policy=module.policy, objective=module.objective, reward=Brightness())
     yield f"{refused.value}\n"
 
 
