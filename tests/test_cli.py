@@ -14,8 +14,9 @@ import torch
 import yaml
 from processes import PYTHON
 
-from lit_vgrpo.cli import build, fixed_seed, run
+from lit_vgrpo.cli import build, run
 from lit_vgrpo.objectives import VGRPO
+from lit_vgrpo.recipe_cli import fixed_seed
 
 
 def metrics(folder):

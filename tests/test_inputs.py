@@ -161,7 +161,7 @@ def test_what_was_downloaded_only_later_is_compared_before_training(inside, capf
     checkpoint = dict(read(LAST))
     checkpoint[INPUTS_KEY] = {**checkpoint[INPUTS_KEY], "model.policy.checkpoint": {"transformer": "another"}}
     write(checkpoint, Path("other.ckpt"))
-    monkeypatch.setattr("lit_vgrpo.cli.inputs_of", lambda module, data: {})
+    monkeypatch.setattr("lit_vgrpo.recipe_cli.inputs_of", lambda module, data: {})
     words = ["run/config.yaml", "name=new", "ckpt_path=other.ckpt", "trainer.max_epochs=2"]
     assert run(words) == 2
     assert "model.policy.checkpoint: " in capfd.readouterr().err.splitlines()[-1]
