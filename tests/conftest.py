@@ -16,6 +16,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 pytest.register_assert_rewrite("policies.contract")  # so that its asserts say what was compared
 
 
+collect_ignore = ["support"]  # a doctest run would import the pretended GPU a second time
+
 LONGEST_FIRST = (
     *(
         "test_pretended_gpu",

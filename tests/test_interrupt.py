@@ -19,7 +19,7 @@ from lit_vgrpo.training import train
 
 
 def test_a_negative_interval_is_refused():
-    with pytest.raises(ValueError, match="every_n_iterations=-1 is negative"):
+    with pytest.raises(ValueError, match="every_n_iterations=-1 is too small"):
         RunCheckpoint(-1)
 
 

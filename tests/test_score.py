@@ -147,7 +147,7 @@ def test_files_that_are_no_images_are_a_line_each(folder, capsys):
         (["JPEGCompressibility", "cat.png"], "cat.png does not exist."),
         (["JPEGCompressibility", "empty"], "empty holds no images."),
         (["JPEGCompresibility", "noise.png"], "Did you mean JPEGCompressibility?"),
-        (["JPEGCompressibility", "noise.png", "quality=500"], "quality=500 is outside"),
+        (["JPEGCompressibility", "noise.png", "quality=500"], "quality=500 is too large. Use 1 to 95."),
         (["JPEGCompressibility", "noise.png", "--prompt", "a", "--prompts", "b"], "--prompt and --prompts are both"),
         (["JPEGCompressibility", "noise.png", "--promt", "a"], "--promt is not an option of score. Did you mean"),
         (["JPEGCompressibility", "noise.png", "--prompts", "two.txt"], "two.txt holds 2 prompts for 1 images."),

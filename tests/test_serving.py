@@ -467,7 +467,7 @@ def test_what_waits_when_the_server_goes_down_is_refused():
         ("JPEGCompressibility --token-env NOT_SET_ANYWHERE", "export NOT_SET_ANYWHERE="),
         ("JPEGCompressibility --port 0 --host 203.0.113.77", "203.0.113.77"),
         ("JPEGCompressibility --port 0 --device gpu9", "--device gpu9 cannot be used"),
-        ("JPEGCompressibility --port 0 quality=200", "quality=200 is outside PIL's range"),
+        ("JPEGCompressibility --port 0 quality=200", "quality=200 is too large. Use 1 to 95."),
         ("JPEGCompresibility --port 0", "Did you mean JPEGCompressibility?"),
         ("--port 0", "No reward given"),
     ],

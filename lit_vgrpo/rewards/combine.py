@@ -306,7 +306,9 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
         returned = reward(images, prompts, rows)
     except (MemoryError, torch.cuda.OutOfMemoryError, RewardOutage):
         raise
-    except (Exception, SystemExit) as error:  # a script's sys.exit() must not end a run without a word
+    except SystemExit as error:  # which would end a run without a word
+        raise RewardOutage(f'Reward "{reward.name}" called sys.exit({error.code!r}). Let it return scores.') from error
+    except Exception as error:
         if len(images) == 1:
             return torch.full((1,), math.nan), _message(error)
         singles = [_score(reward, images[i : i + 1], prompts[i : i + 1], rows[i : i + 1]) for i in range(len(images))]
@@ -336,7 +338,7 @@ def _checked(reward: Reward, scores: object, batch: int) -> Tensor:
     return scores.detach().cpu()
 
 
-def _message(error: BaseException) -> str:
+def _message(error: Exception) -> str:
     text = one_line(error)
     if isinstance(error, RewardError) and text:
         return text

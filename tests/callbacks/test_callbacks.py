@@ -89,7 +89,7 @@ def test_weights_come_back_when_evaluation_throws(tiny_sd3, tmp_path):
 
 
 def test_ema_refuses_a_decay_that_is_none():
-    with pytest.raises(ValueError, match=r"decay=1.0 is outside \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"decay=1.0 is too large. Use a number in \[0, 1\)"):
         EMA(1.0)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardBatch, RewardError, Weighted, as_weighted
+from lit_vgrpo.rewards.base import RewardOutage
 
 IMAGES = torch.linspace(0, 1, 4).view(4, 1, 1, 1).expand(4, 3, 8, 8).contiguous()
 PROMPTS = ["a", "b", "c", "d"]
@@ -129,9 +130,15 @@ def test_a_broken_contract_stops_the_run_and_names_the_reward(returned, said):
         score(Field("good"), Field("odd", returned))
 
 
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt, SystemExit, MemoryError, torch.cuda.OutOfMemoryError], ids=lambda e: e.__name__
-)
+def test_a_reward_that_calls_exit_stops_the_run_with_a_reason():
+    def leave(*_):
+        raise SystemExit("bye")
+
+    with pytest.raises(RewardOutage, match=r'Reward "bad" called sys.exit\(\'bye\'\). Let it return scores.'):
+        score(Field("bad", leave))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.cuda.OutOfMemoryError])
 def test_what_is_no_fault_of_the_image_is_not_swallowed(error):
     def stop(*_):
         raise error
