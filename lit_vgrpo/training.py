@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lit_vgrpo.cli import RecipeCLI
 
 FINISHED, FAILED, MISTAKE = 0, 1, 2
+WRITTEN = ("summary.json", "metrics.csv", "samples", "checkpoints")
 
 
 def train(cli: RecipeCLI) -> int:
@@ -132,7 +133,8 @@ def _how_it_went(cli: RecipeCLI) -> int:
             say(f"What could be written is in {cli.folder}.")
             report([f"{line} Make room and take up the run again with --resume." for line in unwritten])
         elif checkpoints.unsaved is None:
-            say(f"Everything is in {cli.folder}: summary.json, metrics.csv, samples, checkpoints.")
+            made = [name for name in WRITTEN if (cli.folder / name).exists()]
+            say(f"Everything is in {cli.folder}: {', '.join(made)}.")
         if stopped:
             word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"
             say(f"{word}: {_what_was_saved(cli)}", error=True)

@@ -112,6 +112,13 @@ def test_a_held_out_reward_of_nan_is_no_success(recipe, capsys):
     assert json.loads(Path("runs/tiny/summary.json").read_text())["heldout_reward_end"] is None
 
 
+def test_the_end_names_what_was_written(recipe, capsys):
+    """A try with fast_dev_run has no loggers."""
+    assert run([recipe, "trainer.fast_dev_run=true"]) == 0
+    assert "Everything is in runs/tiny: summary.json, checkpoints.\n" in capsys.readouterr().out
+    assert {path.name for path in Path("runs/tiny").iterdir()} == {"config.yaml", "summary.json", "checkpoints"}
+
+
 def test_a_second_run_and_another_method_say_where_they_go(recipe, capsys):
     words = [recipe, "trainer.max_epochs=1"]
     for more, folder, said in (
