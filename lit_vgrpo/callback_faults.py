@@ -54,9 +54,9 @@ def unknown_monitors(callbacks: Sequence[Callback]) -> list[str]:
     """
     if not all(type(callback).__module__.startswith(("lit_vgrpo.", "lightning.")) for callback in callbacks):
         return []
-    asked = {type(callback).__name__: getattr(callback, "monitor", None) for callback in callbacks}
+    asked = [(type(callback).__name__, getattr(callback, "monitor", None)) for callback in callbacks]
     return [
         f"{name} monitor={metric}: no metric of a run has that name. {suggestion(metric, OFTEN_WANTED)}"
-        for name, metric in asked.items()
+        for name, metric in asked
         if metric is not None and not metric.startswith(SECTIONS)
     ]

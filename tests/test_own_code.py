@@ -41,6 +41,9 @@ class TrainsOnly(Reward):
 }
 
 
+EARLY = "{class_path: EarlyStopping, init_args: {monitor: %s}}"
+
+
 @pytest.fixture
 def recipe(tiny_recipe):
     for name, text in FILES.items():
@@ -66,6 +69,10 @@ def recipe(tiny_recipe):
         (
             ["trainer.callbacks={class_path: ModelCheckpoint, init_args: {monitor: nothing}}"],
             "ModelCheckpoint monitor=nothing: no metric of a run has that name. Use one of: heldout/reward, ",
+        ),
+        (
+            [f"trainer.callbacks=[{EARLY % 'nothing'},{EARLY % 'heldout/reward'}]"],
+            "EarlyStopping monitor=nothing: no metric of a run has that name. Use one of: heldout/reward, ",
         ),
         (
             ["data.train=numbers.jsonl"],
