@@ -28,6 +28,15 @@ NOT_OF_THE_MODEL = (
 """Entries of a config that say where a model came from; the type is that of its parameters."""
 
 
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    digest = sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def file_fingerprint(path: Path) -> str:
     """The SHA-256 of a file of up to 64 MiB; of a larger one that of its size and of samples.
 
@@ -37,14 +46,11 @@ def file_fingerprint(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    digest = sha256()
     size = path.stat().st_size
+    if size <= READ_WHOLE:
+        return file_sha256(path)
+    digest = sha256(str(size).encode())
     with path.open("rb") as file:
-        if size <= READ_WHOLE:
-            while block := file.read(2**20):
-                digest.update(block)
-            return digest.hexdigest()
-        digest.update(str(size).encode())
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
                 parts = [(part.filename, part.CRC, part.file_size) for part in archive.infolist()]

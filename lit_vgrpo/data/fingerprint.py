@@ -9,6 +9,7 @@ from itertools import islice
 from lit_vgrpo.data.prompt_sets import ChosenRows, Opened, PromptSets, checked_rows
 from lit_vgrpo.data.tables import StreamedRows
 from lit_vgrpo.data.text_files import IndexedRows
+from lit_vgrpo.file_fingerprint import file_sha256
 
 
 def prompts_fingerprint(sets: PromptSets) -> str:
@@ -24,14 +25,12 @@ def prompts_fingerprint(sets: PromptSets) -> str:
 
 
 def _of_rows(rows: Opened) -> str:
+    if isinstance(rows, IndexedRows):
+        return file_sha256(rows.file)
     digest = sha256()
     if isinstance(rows, ChosenRows):
         digest.update(rows.numbers.tobytes())
         digest.update(_of_rows(rows.rows).encode())
-    elif isinstance(rows, IndexedRows):
-        with rows.file.open("rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
     else:
         length = 0 if isinstance(rows, StreamedRows) else len(rows)
         digest.update(str(length).encode())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.batches import BATCH_SIZE, in_batches
+from lit_vgrpo.file_fingerprint import file_sha256
 from lit_vgrpo.hub import LoadError, explain_unloadable, quiet_libraries, source_of
 from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.rewards.base import to_uint8
@@ -295,15 +296,6 @@ def clean_resize(picture: Pixels, side: int) -> npt.NDArray[np.float32]:
 
     resized: npt.NDArray[np.float32] = make_resizer("PIL", False, "bicubic", (side, side))(picture)
     return resized
-
-
-def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _processor_side(processor: Any) -> int:
