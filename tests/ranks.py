@@ -72,7 +72,6 @@ def options(text):
 def job(folder, out, text):
     name, _, words = text.partition("|")
     chosen = options(words)
-    # A larger eps: Adam makes whole steps of the rounding noise of a gradient that is zero, as that of a key bias is.
     own = {"skip": Broken, "stop": Broken, "idle": anchored}
     # A larger eps: Adam makes whole steps of the rounding noise of a gradient that is zero, as that of a key bias is.
     chosen_parts = IDLE if name == "idle" else {"optimizer": OptimizerConfig(lr=1e-4, eps=1e-6)}

@@ -12,29 +12,33 @@ from lit_vgrpo.paths import resolve_path
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 CHECKPOINT = "shipped:assets/tiny_sd3"
-WHOLE = "iterations=3"
+TWO = "iterations=2"
+THREE_UPDATES, TWO_UPDATES, SPLIT = (
+    f"{TWO},updates_per_iteration={words}" for words in ("3", "2", "2,split_updates=true")
+)
+IDLE = "iterations=3,updates_per_iteration=2"  # the second iteration has nothing to learn
+WHOLE = {"V-GRPO, three steps": THREE_UPDATES, "MixGRPO, window 4": SPLIT, "DanceGRPO": TWO, "idle": IDLE}
+WHOLE_TOO = {"DiffusionNFT": TWO, "DGPO, no guidance": TWO_UPDATES, "AWM": TWO}
 # Two prompts on four ranks: every group is cut in two.
-CUT = "iterations=2,prompts_per_iteration=2,micro_batch_size=2"
-JOBS = {
-    "V-GRPO, three steps": "updates_per_iteration=3",
-    "MixGRPO, window 4": "updates_per_iteration=2,split_updates=true",
-    "DanceGRPO": "",
-    "DiffusionNFT": "",
-    "DGPO, no guidance": "updates_per_iteration=2",
-    "AWM": "",
-    "idle": "updates_per_iteration=2",
-}
-CUT_JOBS = ["V-GRPO, three steps", "DGPO, no guidance", "DGPO, moving", "AWM"]
+SMALL = f"{TWO},prompts_per_iteration=2,micro_batch_size=2"
+CUT = dict.fromkeys(["DiffusionNFT", "DGPO, no guidance"], SMALL)
+CUT_TOO = dict.fromkeys(["V-GRPO, three steps", "DGPO, moving", "AWM"], SMALL)
+SHARDED = {"DGPO, moving": TWO_UPDATES, "AWM": TWO_UPDATES, "idle": TWO_UPDATES}
+SHARDED_TOO = {"MixGRPO, window 4": SPLIT}
+CONTINUED = {"MixGRPO, window 4": SPLIT, "DGPO, moving": TWO_UPDATES}
+CONTINUED_TOO = {"V-GRPO, three steps": TWO_UPDATES}
+
+
+def slow(*values, name):
+    return pytest.param(*values, id=name, marks=pytest.mark.slow)
 
 
 def train(checkpoint, out, ranks, jobs, strategy="ddp"):
     """What each rank ended with, by job; where weights are sharded, rank 0 has them whole."""
     out.mkdir(exist_ok=True)
-    words = (f"{name}|{options}" for name, options in jobs)
+    words = (f"{name}|{options}" for name, options in jobs.items())
     run_ranks(SCRIPT, checkpoint, out, *words, world=ranks, logs=out, env={"STRATEGY": strategy})
-    return {
-        name: [torch.load(out / f"{name}.{rank}.pt", weights_only=True) for rank in range(ranks)] for name, _ in jobs
-    }
+    return {name: [torch.load(out / f"{name}.{rank}.pt", weights_only=True) for rank in range(ranks)] for name in jobs}
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +62,16 @@ def assert_same(name, one, other, tolerance):
             torch.testing.assert_close(other[key][parameter], value, rtol=0, atol=tolerance, msg=f"{name}: {parameter}")
 
 
-@pytest.mark.parametrize("ranks", [2, 4], ids=["whole groups", "cut groups"])
-def test_every_method_does_the_same_work(two_blocks, tmp_path, ranks):
-    if ranks == 2:
-        jobs = [(name, f"{WHOLE},{words}") for name, words in JOBS.items()]
-    else:
-        jobs = [(name, CUT) for name in CUT_JOBS]
+@pytest.mark.parametrize(
+    ("ranks", "jobs"),
+    [
+        pytest.param(2, WHOLE, id="whole groups"),
+        pytest.param(4, CUT, id="cut groups"),
+        slow(2, WHOLE_TOO, name="whole groups, other methods"),
+        slow(4, CUT_TOO, name="cut groups, other methods"),
+    ],
+)
+def test_every_method_does_the_same_work(two_blocks, tmp_path, ranks, jobs):
     alone = train(two_blocks, tmp_path / "alone", 1, jobs)
     together = train(two_blocks, tmp_path / "together", ranks, jobs)
     for name, (one,) in alone.items():
@@ -79,11 +87,15 @@ def test_every_method_does_the_same_work(two_blocks, tmp_path, ranks):
             assert_same(name, first, other, 0)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp2", marks=pytest.mark.slow)])
-def test_methods_with_copies_of_their_own_do_the_same_work_on_sharded_weights(two_blocks, tmp_path, strategy):
-    sizes = "iterations=2,updates_per_iteration=2"
-    jobs = [("DGPO, moving", sizes), ("AWM", sizes), ("MixGRPO, window 4", f"{sizes},split_updates=true")]
-    jobs.append(("idle", sizes))  # the second iteration has nothing to learn
+@pytest.mark.parametrize(
+    ("strategy", "jobs"),
+    [
+        pytest.param("zero3", SHARDED, id="zero3"),
+        slow("zero3", SHARDED_TOO, name="zero3, another method"),
+        slow("fsdp2", {**SHARDED, **SHARDED_TOO}, name="fsdp2"),
+    ],
+)
+def test_methods_with_copies_of_their_own_do_the_same_work_on_sharded_weights(two_blocks, tmp_path, strategy, jobs):
     alone = train(two_blocks, tmp_path / "alone", 1, jobs)
     together = train(two_blocks, tmp_path / strategy, 2, jobs, strategy)
     for name, (one,) in alone.items():
@@ -92,28 +104,26 @@ def test_methods_with_copies_of_their_own_do_the_same_work_on_sharded_weights(tw
         assert_same(f"{name}, {strategy}", one, first, 1e-5)
 
 
-def test_the_middle_of_an_iteration_goes_on_with_another_number_of_ranks(two_blocks, tmp_path):
-    sizes = "iterations=2,updates_per_iteration=2,middle=1"
-    jobs = [
-        ("V-GRPO, three steps", sizes),
-        ("MixGRPO, window 4", f"{sizes},split_updates=true"),
-        ("DGPO, moving", sizes),
-    ]
+@pytest.mark.parametrize(
+    "jobs", [pytest.param(CONTINUED, id="two methods"), slow(CONTINUED_TOO, name="another method")]
+)
+def test_the_middle_of_an_iteration_goes_on_with_another_number_of_ranks(two_blocks, tmp_path, jobs):
+    jobs = {name: f"{words},middle=1" for name, words in jobs.items()}
     found = {ranks: train(two_blocks, tmp_path / str(ranks), ranks, jobs) for ranks in (1, 2)}
     for before, after in [(2, 1), (1, 2)]:
         out = tmp_path / f"{before} then {after}"
         out.mkdir()
-        for name, _ in jobs:
+        for name in jobs:
             shutil.copy(tmp_path / str(before) / f"{name}.middle.ckpt", out / f"{name}.ckpt")
         continued = train(two_blocks, out, after, jobs)
-        for name, _ in jobs:
+        for name in jobs:
             whole, rest = found[1][name][0], continued[name][0]
             assert (rest["ranks"], rest["updates"], len(rest["rewards"])) == (after, 4, 1)
             assert_same(name, {**whole, "rewards": whole["rewards"][1:], "images": whole["images"][2:]}, rest, 1e-5)
 
 
 def test_a_loss_that_is_no_number_on_one_rank_stops_or_skips_on_all(two_blocks, tmp_path):
-    found = train(two_blocks, tmp_path / "ranks", 2, [("skip", "iterations=4"), ("stop", "iterations=4")])
+    found = train(two_blocks, tmp_path / "ranks", 2, dict.fromkeys(["skip", "stop"], "iterations=4"))
     for rank in found["skip"]:
         assert (rank["updates"], rank["skipped"], rank["error"]) == (3, 1, "")
     assert_same("skip", *found["skip"], 0)

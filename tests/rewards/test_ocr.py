@@ -32,6 +32,7 @@ def page_reward():
     return OCRReward(threads=1)
 
 
+# The detector enlarges the shorter side to 736 pixels: square pictures cost it the least.
 def drawn(lines, font="default", size=24, shape=None, colours=("black", "white"), noise=0.0):
     """A picture of lines ``(text, (x, y))``, or of one text in its middle; shape (1, 3, H, W)."""
     face = ImageFont.load_default(size) if font == "default" else ImageFont.truetype(FONT_FOLDER / f"{font}.ttf", size)
@@ -61,9 +62,9 @@ def test_a_line_of_text_is_read_in_every_font(line_reward, font):
         assert score(line_reward, drawn(text, font, 24, colours=colours, noise=0.1), text) == 1, text
 
 
-@pytest.mark.parametrize("font", FONTS)
-def test_text_is_found_on_a_whole_picture(page_reward, font):
-    assert score(page_reward, drawn("Hello World", font, 40, (256, 384), COLOURS[1], noise=0.1), "Hello World") == 1
+def test_text_is_found_on_a_whole_picture_in_every_font(page_reward):
+    lines = [drawn("Hello World", font, 40, (64, 64 * len(FONTS)), COLOURS[1], noise=0.1) for font in FONTS]
+    assert page_reward.read(torch.cat(lines, dim=2)) == [" ".join(["Hello World"] * len(FONTS))]
 
 
 def test_wrong_text_scores_low(line_reward):
@@ -79,14 +80,14 @@ def test_each_wrong_letter_costs_its_share(line_reward):
 
 def test_lines_are_joined_in_reading_order(page_reward):
     lines = [("on Sunday", (40, 300)), ("24 hours", (220, 74)), ("OPEN", (30, 60))]
-    image = drawn(lines, size=44, shape=(384, 448))
+    image = drawn(lines, size=44, shape=(448, 448))
     assert page_reward.read(image) == ["OPEN 24 hours on Sunday"]
     assert score(page_reward, image, "Open 24 hours on Sunday") == 1
 
 
 def test_an_empty_or_noisy_picture_is_a_zero_and_no_failure(line_reward, page_reward):
-    flat = torch.full((1, 3, 96, 128), 0.4)
-    noise = torch.rand(1, 3, 96, 128, generator=torch.Generator().manual_seed(0))
+    flat = torch.full((1, 3, 96, 96), 0.4)
+    noise = torch.rand(1, 3, 96, 96, generator=torch.Generator().manual_seed(0))
     for reward in (line_reward, page_reward):
         scores = reward(torch.cat([flat, noise]), ['"hello world"'] * 2, [{}] * 2)
         assert scores.tolist() == [0, 0]
@@ -95,9 +96,9 @@ def test_an_empty_or_noisy_picture_is_a_zero_and_no_failure(line_reward, page_re
 
 @pytest.mark.parametrize("detect", [False, True])
 def test_a_score_depends_on_neither_batch_nor_neighbours(line_reward, page_reward, detect):
-    reward, shape = (page_reward, (128, 256)) if detect else (line_reward, (24, 160))
-    texts = ["cat", "meet me at noon", "Open", "SALE 50%", "x", "Ice Cream", "zebra", "a b c", "12:30"]
-    texts = texts[:3] if detect else texts
+    reward, shape = (page_reward, (128, 128)) if detect else (line_reward, (24, 160))
+    texts = ["cat", "Open", "meet me at noon", "SALE 50%", "x", "Ice Cream", "zebra", "a b c", "12:30"]
+    texts = texts[:2] if detect else texts
     images = torch.cat([drawn(text, size=18, shape=shape, noise=0.3) for text in texts])
     together = reward.read(images)
     assert len(set(together)) == len(texts)
@@ -106,7 +107,7 @@ def test_a_score_depends_on_neither_batch_nor_neighbours(line_reward, page_rewar
 
 
 def test_small_pictures_are_enlarged_first(line_reward, page_reward):
-    image = drawn("pizza", "DejaVuSans", size=8, shape=(16, 40))
+    image = drawn("pizza", "DejaVuSans", size=8, shape=(16, 28))
     assert score(line_reward, image, "pizza") == 1
     assert score(page_reward, image, "pizza") == 1
     assert score(OCRReward(min_height=1), image, "pizza") == 0
@@ -206,7 +207,7 @@ def test_it_counts_as_a_part(line_reward):
 def test_nothing_is_loaded_early_logged_or_fetched(tmp_path):
     """In a process whose sockets refuse to open."""
     image = tmp_path / "open.png"
-    Image.fromarray((drawn("Open", size=40)[0].permute(1, 2, 0) * 255).byte().numpy()).save(image)
+    Image.fromarray((drawn("Open", size=40, shape=(128, 128))[0].permute(1, 2, 0) * 255).byte().numpy()).save(image)
     code = f"""
 import socket, sys
 def refuse(*args, **kwargs): raise RuntimeError("a socket was opened")
