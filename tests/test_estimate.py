@@ -15,7 +15,7 @@ from lit_vgrpo.estimate.estimate import Pass, estimate, peak_of_pass
 from lit_vgrpo.estimate.live_memory import LiveMemory
 from lit_vgrpo.estimate.meta import AutocastOnMeta, NotHere, policy_on_meta
 from lit_vgrpo.estimate.passes import demand
-from lit_vgrpo.estimate.room import memory_report
+from lit_vgrpo.estimate.room import remedy
 from lit_vgrpo.estimate.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.fsdp import FSDP2
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
@@ -28,11 +28,35 @@ FAMILIES = {"sd3": SD3Policy, "unet": UNetPolicy, "sdxl": SDXLPolicy, "flux": Fl
 DECODED_ALONE = "model.policy.decode_batch_size=1"  # else the VAE takes more than training does
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request):
-    """``family(**options)``: a policy of each family in turn."""
-    folder = request.getfixturevalue(f"{request.param}_folder")()
-    return lambda **options: FAMILIES[request.param](str(folder), height=32, width=32, **options)
+OPTIONS = [
+    {},
+    {"lora_rank": 4, "dtype": "bfloat16"},
+    {"gradient_checkpointing": True},
+    {"lora_rank": 4, "gradient_checkpointing": True},
+]
+FIRST = {"sd3": (0, 1, 2, 3), "unet": (0, 3), "sdxl": (1, 2), "flux": (1,)}
+"""Each option on a transformer and on a UNet, each family once; the other cases are slow."""
+CASES = [
+    pytest.param(
+        family,
+        options,
+        id=f"{family}-{' '.join(options) or 'full'}",
+        marks=[] if number in FIRST[family] else [pytest.mark.slow],
+    )
+    for family in FAMILIES
+    for number, options in enumerate(OPTIONS)
+]
+
+
+@pytest.fixture
+def make(request):
+    """``make(family, **options)``: a policy of a family."""
+
+    def made(family, **options):
+        folder = request.getfixturevalue(f"{family}_folder")()
+        return FAMILIES[family](str(folder), height=32, width=32, **options)
+
+    return made
 
 
 def real_pass(policy, rows):
@@ -46,19 +70,10 @@ def real_pass(policy, rows):
     return live.peak
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"lora_rank": 4, "dtype": "bfloat16"},
-        {"gradient_checkpointing": True},
-        {"lora_rank": 4, "gradient_checkpointing": True},
-    ],
-    ids=lambda options: " ".join(options) or "full",
-)
-def test_a_step_takes_what_a_real_one_takes(family, options):
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_a_step_takes_what_a_real_one_takes(make, family, options):
     """Weights, gradients and moments to the byte; activations within 5 %."""
-    twin, policy = policy_on_meta(family(**options), "cpu"), family(**options).load()
+    twin, policy = policy_on_meta(make(family, **options), "cpu"), make(family, **options).load()
     assert {p.device.type for p in twin.parameters()} == {"meta"}
     assert peak_of_pass(twin, Pass(4, 1.0, True)) == pytest.approx(real_pass(policy, 4), rel=0.05)
     config = OptimizerConfig()
@@ -165,14 +180,13 @@ def test_a_recipe_that_is_too_large_is_refused_with_what_to_type(tiny_recipe, ca
     )
 
 
-def test_the_advice_lowers_the_need(tiny_recipe, monkeypatch):
-    monkeypatch.setattr("lit_vgrpo.estimate.room.available_bytes", lambda: 0)
+def test_the_advice_lowers_the_need(tiny_recipe):
     typed, needs = [], []
     for _ in range(2):
         cli = build([str(tiny_recipe), DECODED_ALONE, *typed], make_folder=False)
-        needs.append(estimate(cli).peak)
-        (fault,) = memory_report(cli)[1]
-        typed.append(fault.rpartition(" Set ")[2].removesuffix("."))
+        found = estimate(cli)
+        needs.append(found.peak)
+        typed.append(remedy(cli, found, torch.device("cpu")).removeprefix("Set ").removesuffix("."))
     assert typed[0] == "model.policy.gradient_checkpointing=true"
     assert typed[1] != typed[0]
     assert needs[1] < needs[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +17,7 @@ from lit_vgrpo.estimate.passes import Pass, demand
 from lit_vgrpo.estimate.scorers import scorers
 from lit_vgrpo.estimate.shares import Shares, bytes_of, shares, shown, tensors_of
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.conditioning import Conditioning
 
 if TYPE_CHECKING:
     from lit_vgrpo.cli import RecipeCLI
@@ -100,28 +103,30 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     }
     rollout = at_most(plan.images_per_iteration, module.rollout_batch_size) or plan.images_per_rank
     spec = module.objective.rollout_spec(0)
+    cond = policy.encode(["a"])
+    peak_of = cache(lambda asked: peak_of_pass(policy, asked, cond))  # phases may ask for the same
     phases = {
         ENCODING: _encoding(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0),
-        ROLLOUT: peak_of_pass(policy, Pass(rollout, spec.guidance, False)) + asked.samples_with_copy * own.trained,
+        ROLLOUT: peak_of(Pass(rollout, spec.guidance, False)) + asked.samples_with_copy * own.trained,
         DECODING: _decoding(policy, rollout),
-        TRAINING: peak_of_pass(policy, asked.trained) + round(latent * asked.loss),
+        TRAINING: peak_of(asked.trained) + round(latent * asked.loss),
         STEP: own.step,
     }
     if asked.stored is not None:
-        phases[STORED] = peak_of_pass(policy, asked.stored) + bool(asked.copies) * own.trained
+        phases[STORED] = peak_of(asked.stored) + bool(asked.copies) * own.trained
     if cli.datamodule.has_heldout:
-        phases[EVALUATION] = _evaluation(cli, policy, own, averages)
+        phases[EVALUATION] = _evaluation(cli, policy, peak_of, own, averages)
     return Estimate(parts, phases, tuple(unknown))
 
 
-def _evaluation(cli: RecipeCLI, policy: Policy, own: Shares, averages: int) -> int:
+def _evaluation(cli: RecipeCLI, policy: Policy, peak_of: Callable[[Pass], int], own: Shares, averages: int) -> int:
     """The peak of a batch of held-out images; the average is swapped in for it where there is one."""
     module, data = cli.model, cli.datamodule
     spec = module.evaluation or module.objective.rollout_spec(0).as_ode()
     images = len(data.heldout_rows()) * data.heldout_images_per_prompt
     batch = min(data.eval_batch_size, -(-images // cli.trainer.world_size))
     at_once = at_most(images, module.rollout_batch_size) or batch
-    sampled = peak_of_pass(policy, Pass(at_once, spec.guidance, False))
+    sampled = peak_of(Pass(at_once, spec.guidance, False))
     return max(sampled, _decoding(policy, batch)) + bool(averages) * own.trained
 
 
@@ -131,9 +136,13 @@ def _encoding(policy: Policy, prompts: int) -> int:
     return live.peak
 
 
-def peak_of_pass(policy: Policy, asked: Pass) -> int:
-    """The peak of one call of the policy, and of its backward; the gradients of weights are counted elsewhere."""
-    cond = policy.encode(["a"])
+def peak_of_pass(policy: Policy, asked: Pass, cond: Conditioning | None = None) -> int:
+    """Return the peak of one call of the policy, and of its backward; gradients of weights are counted elsewhere.
+
+    Args:
+        cond: of one prompt; ``None`` encodes one.
+    """
+    cond = cond or policy.encode(["a"])
     policy.negative()
     weights = [p for p in policy.parameters() if p.requires_grad]
     before = [torch.empty_like(p) for p in weights]

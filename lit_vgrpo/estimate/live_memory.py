@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
@@ -53,10 +52,19 @@ class LiveMemory(TorchDispatchMode):
         self._storages[place] = weakref.ref(storage, freed)
 
 
-def _held(tree: Any) -> list[Tensor]:
-    """The tensors of a tree; of a sharded one the rank's shard, since itself it claims to be as large as the whole."""
-    tensors = [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
-    return [value._local_tensor if isinstance(value, DTensor) else value for value in tensors]
+def _held(values: Any) -> Iterator[Tensor]:
+    """The tensors of nested lists, tuples and dicts; of a sharded one the rank's shard.
+
+    Itself it claims to be as large as the whole. ``tree_leaves`` would do, and takes a fifth of the time of a pass.
+    """
+    if isinstance(values, Tensor):
+        yield values._local_tensor if isinstance(values, DTensor) else values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _held(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _held(value)
 
 
 def _place(value: Tensor) -> int:
