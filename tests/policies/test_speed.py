@@ -123,6 +123,7 @@ def test_a_run_compiles_a_bounded_number_of_graphs_and_never_again(unet, compile
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiler_fault() is not None, reason="no compiler on this machine")
 def test_generated_code_computes_the_same_in_bfloat16_with_and_without_gradient():
     """Else the ratio of a training pass to a pass without gradient would not be 1 before any update."""
