@@ -26,3 +26,5 @@ METHODS = {
     "DanceGRPO": (lambda: DanceGRPO(RolloutSpec("dance_sde", S, shared_noise=True)), 1, (S, 3, 0)),
     "DGPO, moving": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5, reference="moving"), 1, (S, 4, 4)),
 }
+VARIANTS = ("V-GRPO, one step", "Flow-GRPO, cps", "Flow-GRPO, guard", "MixGRPO, Flash")
+"""Another setting of a method, with no state between iterations of its own."""

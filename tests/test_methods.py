@@ -1,10 +1,11 @@
 """Every method through the same Trainer: what it costs, that it trains, and that it resumes."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
-from all_methods import METHODS, SHARED, S
+from all_methods import METHODS, SHARED, VARIANTS, S
 from helpers import make_data, make_module, make_trainer, weights
 from lightning.pytorch.plugins import MixedPrecision
 
@@ -59,19 +60,31 @@ def check_costs(module, trainer, expected):
     assert planned == {phase: sum(count.values()) / module.images_seen for phase, count in counts.items()}
 
 
-@pytest.mark.parametrize("lora", [None, 2], ids=["full", "lora"])
-@pytest.mark.parametrize("name", METHODS)
-def test_costs_what_the_table_says_and_moves_the_weights(tiny_sd3, tmp_path, name, lora):
+def repeating(values, slow):
+    """Cases, of which those in ``slow`` show nothing in make test that the others do not."""
+    return [pytest.param(*value, marks=[pytest.mark.slow] * (value in slow)) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    repeating(itertools.product(METHODS, ["full", "lora"]), slow=[(name, "full") for name in VARIANTS]),
+)
+def test_costs_what_the_table_says_and_moves_the_weights(tiny_sd3, tmp_path, name, trained):
     make, updates, expected = METHODS[name]
-    policy = SD3Policy(str(tiny_sd3), max_sequence_length=1, lora_rank=lora)
+    policy = SD3Policy(str(tiny_sd3), max_sequence_length=1, lora_rank=2 if trained == "lora" else None)
     module, trainer = run(tiny_sd3, tmp_path, make, updates, policy=policy)
     check_costs(module, trainer, expected)
     moved = [not torch.equal(p.cpu(), module.reference.tensors[n].cpu()) for n, p in weights(module).items()]
     assert sum(moved) >= len(moved) / 2 - 1
 
 
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-@pytest.mark.parametrize("name", ON_UNET)
+@pytest.mark.parametrize(
+    ("name", "prediction"),
+    repeating(
+        itertools.product(ON_UNET, ["epsilon", "v_prediction"]),
+        slow=[("DDPO", "v_prediction"), ("DiffusionNFT", "epsilon"), ("DGPO", "v_prediction")],
+    ),
+)
 def test_the_same_on_the_variance_preserving_path(unet_folder, tmp_path, name, prediction):
     folder = unet_folder(prediction)
     make, updates, expected = ON_UNET[name]
@@ -80,12 +93,12 @@ def test_the_same_on_the_variance_preserving_path(unet_folder, tmp_path, name, p
     assert all(value.isfinite().all() for value in weights(module).values())
 
 
-VARIANTS = ("V-GRPO, one step", "Flow-GRPO, cps", "Flow-GRPO, guard", "MixGRPO, Flash")
-"""Another setting of a method, with no state between iterations of its own."""
+STATEFUL = ("V-GRPO, three steps", "MixGRPO, window 4", "DiffusionNFT", "DGPO, moving", "AWM")
+"""One of each kind of state between iterations; test_resume.py stops the others within one, which needs more."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in METHODS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in STATEFUL)) for name in METHODS]
 )
 def test_resume_is_bit_exact(tiny_sd3, tmp_path, name):
     make, _, _ = METHODS[name]

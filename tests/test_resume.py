@@ -1,11 +1,12 @@
 """A run that goes on from a checkpoint ends where the undisturbed run does, bit for bit."""
 
 import math
+from functools import cache
 
 import lightning as L
 import pytest
 import torch
-from all_methods import METHODS
+from all_methods import METHODS, VARIANTS
 from helpers import make_data, make_module, make_trainer, weights
 
 from lit_vgrpo import VGRPO, RolloutSpec
@@ -55,7 +56,9 @@ WHOLE_UPDATE = {"micro_batch_size": 4}
 MIDDLE = {"micro_batch_size": 2}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in METHODS]
+)
 def test_in_the_middle_of_an_iteration(tiny_sd3, tmp_path, name):
     make, _, _ = METHODS[name]
     split = "V-GRPO" not in name
@@ -79,17 +82,32 @@ def test_in_the_middle_of_an_iteration(tiny_sd3, tmp_path, name):
     assert resumed.images_seen == whole.images_seen
 
 
-@pytest.mark.parametrize("step", range(7))
+@pytest.fixture(scope="module")
+def undisturbed(tiny_sd3, tmp_path_factory):
+    """``undisturbed(name)``: the weights at the end of a run, and its checkpoint after each step of iteration 0."""
+
+    @cache
+    def made(name):
+        folder = tmp_path_factory.mktemp("undisturbed")
+        checkpoints = [folder / f"{step}.ckpt" for step in range(7)]
+        savers = [SaveAt(path, 0, step) for step, path in enumerate(checkpoints)]
+        whole, *_ = run(tiny_sd3, folder, METHODS[name][0], 2, savers, **MIDDLE)
+        return weights(whole), checkpoints
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=[pytest.mark.slow] * (step not in (0, 3, 6))) for step in range(7)]
+)
 @pytest.mark.parametrize("name", ["V-GRPO, three steps", "DGPO, moving"])
-def test_after_any_step(tiny_sd3, tmp_path, name, step):
+def test_after_any_step(tiny_sd3, tmp_path, undisturbed, name, step):
     """Gradients that were not yet used are computed again, with what the update needs of the weights before it."""
-    make, _, _ = METHODS[name]
-    saver = SaveAt(tmp_path / "middle.ckpt", 0, step)
-    whole, *_ = run(tiny_sd3, tmp_path, make, 2, [saver], **MIDDLE)
-    resumed, trainer, _, rollouts = run(tiny_sd3, tmp_path, make, 2, ckpt=tmp_path / "middle.ckpt", **MIDDLE)
+    expected, checkpoints = undisturbed(name)
+    resumed, trainer, _, rollouts = run(tiny_sd3, tmp_path, METHODS[name][0], 2, ckpt=checkpoints[step], **MIDDLE)
     assert trainer.global_step == 4
     assert rollouts == 1
-    assert same(weights(resumed), weights(whole))
+    assert same(weights(resumed), expected)
 
 
 def test_the_middle_of_an_iteration_goes_on_with_other_micro_batches(tiny_sd3, tmp_path):
