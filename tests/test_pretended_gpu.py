@@ -4,6 +4,7 @@ PRETEND_GPU=1 python -m pytest tests/test_methods.py    # other tests on the sam
 """
 
 import io
+from functools import cache
 
 import lightning as L
 import pytest
@@ -20,9 +21,9 @@ CUDA = torch.device("cuda", 0)
 FULL = {"offload_encoders": True, "gradient_checkpointing": True}
 LORA = {"lora_rank": 2, "dtype": "bfloat16", "fold_lora": True, "negative_prompt": "a blue square"}
 METHODS = {
-    "anchor": lambda ode, sde: VGRPO(RolloutSpec(ode, 3), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3),
-    "nft": lambda ode, sde: DiffusionNFT(RolloutSpec(ode, 3, 2.0)),
-    "sde": lambda ode, sde: (FlowGRPO if sde == "flow_sde" else DDPO)(RolloutSpec(sde, 3, 2.0)),
+    "anchor": lambda ode, sde: VGRPO(RolloutSpec(ode, 2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3),
+    "nft": lambda ode, sde: DiffusionNFT(RolloutSpec(ode, 2, 2.0)),
+    "sde": lambda ode, sde: (FlowGRPO if sde == "flow_sde" else DDPO)(RolloutSpec(sde, 2, 2.0)),
 }
 CASES = [("sd3", LORA, "sde"), ("unet_eps", FULL, "anchor"), ("sdxl", LORA, "nft"), ("flux", FULL, "sde")]
 OTHERS = [
@@ -117,20 +118,28 @@ class Projection(Brightness):
         return images.flatten(1) @ torch.linspace(0, 1, images[0].numel(), device=images.device)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_rewards_see_nothing_of_the_trainers_precision(tiny_sd3, tmp_path, precision):
-    def rewards(**options):
+@pytest.fixture(scope="module")
+def rewards(tiny_sd3, tmp_path_factory):
+    """``rewards(precision=...)``: those of an iteration's eight images and of two held-out ones."""
+
+    @cache
+    def found(precision="32-true"):
         policy = SD3Policy(str(tiny_sd3), max_sequence_length=1)
         objective = VGRPO(RolloutSpec("unipc", 4), num_mc_samples=2)
         module = VGRPOModule(policy, objective, Projection())
-        trainer = make_trainer(tmp_path, 1, accelerator="gpu", **options)
-        trainer.fit(module, datamodule=make_data(heldout_limit=2))
-        return [*module.record.rewards.tolist(), *module.heldout_scores.get("heldout/reward").tolist()]
+        with pretended_gpu():
+            trainer = make_trainer(tmp_path_factory.mktemp("rewards"), 1, accelerator="gpu", precision=precision)
+            trainer.fit(module, datamodule=make_data(heldout_limit=2))
+            return [*module.record.rewards.tolist(), *module.heldout_scores.get("heldout/reward").tolist()]
 
-    with pretended_gpu():
-        assert rewards(precision=precision)[:8] == rewards()[:8]
-        if precision == "bf16-mixed":  # the other scales its gradients, which rounds them
-            assert rewards(precision=precision) == rewards()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_rewards_see_nothing_of_the_trainers_precision(rewards, precision):
+    assert rewards(precision)[:8] == rewards()[:8]
+    if precision == "bf16-mixed":  # the other scales its gradients, which rounds them
+        assert rewards(precision) == rewards()
 
 
 def test_the_pretended_gpu_is_as_strict_as_cuda():

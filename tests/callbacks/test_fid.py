@@ -89,8 +89,8 @@ def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, scri
 
 
 def test_no_image_is_sampled_for_it(tiny_sd3, tmp_path, script, real):
-    alone, _ = train(tiny_sd3, tmp_path, [])
-    measured, _ = train(tiny_sd3, tmp_path, [FID(real, script)])
+    alone, _ = train(tiny_sd3, tmp_path, [], 1)
+    measured, _ = train(tiny_sd3, tmp_path, [FID(real, script)], 1)
     assert measured.ledger.state_dict() == alone.ledger.state_dict()
     assert measured.heldout["heldout/reward"] == alone.heldout["heldout/reward"]
 
@@ -200,7 +200,7 @@ def test_a_fault_ends_the_run_before_training(tiny_sd3, tmp_path, script, real, 
             train(tiny_sd3, tmp_path, [fid], data={"heldout_images_per_prompt": 1, **data})
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_two_ranks_find_what_one_finds(tiny_sd3, tmp_path, script, real, prompts, strategy):
     """21 held-out images and 9 of its own do not divide by two; KID's subsets are of the same images."""
     spec = {"sd3": str(tiny_sd3), "script": script, "real": real, "prompts": prompts, "out": str(tmp_path)}

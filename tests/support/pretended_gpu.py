@@ -36,6 +36,9 @@ TAKES_ANY = {"copy_", "set_", "__set__", "_has_compatible_shallow_copy_type", "i
 NO_SCALARS = {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dot", "mv", "mm", "equal"}
 """CUDA takes a number that is on the CPU nearly everywhere, but not here."""
 
+PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice}
+"""Most of the arguments that are no tensors, told at once."""
+
 DRAWS = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "bernoulli", "multinomial"}
 DRAWS |= {"normal_", "uniform_", "exponential_", "bernoulli_", "random_", "trunc_normal_", "kaiming_uniform_"}
 
@@ -83,12 +86,23 @@ def _pretended(device: Any) -> torch.device:
     return GPU if device.type == "cuda" else device
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(values: Any, found: list[Tensor]) -> None:
     if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple | dict):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _tensors(value)
+        found.append(values)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            if type(value) not in PLAIN:
+                _collect(value, found)
+    elif isinstance(values, dict):
+        for value in values.values():
+            if type(value) not in PLAIN:
+                _collect(value, found)
 
 
 def _widened(value: Any) -> Any:
@@ -100,7 +114,7 @@ def _each(function: Any, values: Any) -> Any:
     """The same structure with every tensor replaced."""
     if isinstance(values, Tensor):
         return function(values)
-    if isinstance(values, list | tuple) and any(True for _ in _tensors(values)):
+    if isinstance(values, list | tuple) and _tensors(values):
         new = [_each(function, value) for value in values]
         return type(values)(*new) if hasattr(values, "_fields") else type(values)(new)
     return values
@@ -139,7 +153,7 @@ class PretendedGPU(TorchFunctionMode):
             kwargs["pin_memory"] = False
         if 0 < len(marked) < len(given) and not self.is_in_backward:
             _refuse_mixed(func, name, args, given)
-        self._choose_generator(name, args, kwargs, home)
+        self._choose_generator(name, kwargs, home)
         result = self._autocast(func, name, args, kwargs) if marked else func(*args, **kwargs)
         if name in TAKES_ANY or (name in ("__setitem__", "__getitem__") and not _is_marked(args[0])):
             return result
@@ -189,8 +203,8 @@ class PretendedGPU(TorchFunctionMode):
         finally:
             self.is_in_backward = was
 
-    def _choose_generator(self, name: str, args: Any, kwargs: Any, home: torch.device) -> None:
-        own = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)), None)
+    def _choose_generator(self, name: str, kwargs: Any, home: torch.device) -> None:
+        own = kwargs.get("generator")  # nothing in torch takes one by its place
         if own is not None and home.type != "meta" and own.device != home:
             raise RuntimeError(f"Expected a {home.type!r} device type for generator but found {own.device.type!r}")
         if own is None and home == GPU and name in DRAWS:
@@ -225,7 +239,7 @@ def _refuse_mixed(func: Any, name: str, args: Any, given: list[Tensor]) -> None:
         return
     if name in ("__setitem__", "index_put_"):
         target, index, value = args[:3]
-        if not any(True for _ in _tensors(index)):
+        if not _tensors(index):
             return  # a slice: copied into
         strays = [v for v in _tensors(value) if v.ndim and _is_marked(v) != _is_marked(target)]
         strays += [] if _is_marked(target) else [i for i in _tensors(index) if _is_marked(i)]

@@ -110,10 +110,10 @@ def test_normalising_latents_keeps_the_reconstruction() -> None:
 
 
 def test_training_the_autoencoder_repeats_and_learns() -> None:
-    first, again = (train_vae(seed=1, steps=8, batch_size=4) for _ in range(2))
+    first, again = (train_vae(seed=1, steps=5, batch_size=2) for _ in range(2))
     for weight, other in zip(first.parameters(), again.parameters(), strict=True):
         assert torch.equal(weight, other)
-    pictures = random_pictures(16, torch.Generator().manual_seed(5)) * 2 - 1
+    pictures = random_pictures(8, torch.Generator().manual_seed(5)) * 2 - 1
     with torch.no_grad():
         errors = [(vae(pictures).sample - pictures).abs().mean() for vae in (new_vae(1), first)]
     assert errors[1] < errors[0]
