@@ -33,7 +33,7 @@ SMALL = (
     *("data.heldout_limit=2", "data.heldout_images_per_prompt=1", "data.eval_batch_size=2"),
     *("trainer.enable_progress_bar=false", "trainer.check_val_every_n_epoch=2"),
 )
-TINY = "model.objective.rollout.steps=2", "trainer.callbacks=[]"
+TINY = "model.objective.rollout.steps=4", "trainer.callbacks=[]"
 """On a CPU in addition: few steps, and no pictures or exports."""
 
 LORA, BF16 = "model.policy.lora_rank=4", "model.policy.dtype=bfloat16"
