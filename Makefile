@@ -27,6 +27,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 # A stamp, so that a second call installs nothing. torch and torchvision come as one pair from the index: see README.
 $(VENV)/installed: pyproject.toml

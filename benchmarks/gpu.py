@@ -89,7 +89,7 @@ class Place:
         Raises:
             RuntimeError: it ended with another status than 0.
         """
-        from lit_vgrpo.cli import run
+        from lit_vgrpo.commands.run import run
 
         folder = self.folder / name
         status = run([recipe, self.accelerator, f"run_dir={folder}", *words])
@@ -168,7 +168,7 @@ def _differences(place: Place) -> Row:
 def _iteration_on(device: str) -> dict[str, torch.Tensor]:
     """Rollout, surrogate and gradient of one iteration on the tiny pipeline, on the CPU for comparison."""
     from lit_vgrpo import VGRPO, RolloutSpec, SD3Policy
-    from lit_vgrpo.snapshots import trainable_parameters
+    from lit_vgrpo.core.snapshots import trainable_parameters
 
     policy = SD3Policy("shipped:assets/tiny_sd3", max_sequence_length=1).load().to(device)
     objective = VGRPO(RolloutSpec(steps=10), num_mc_samples=4)
@@ -253,8 +253,8 @@ def _fewer(place: Place) -> tuple[str, ...]:
 
 
 def _peak(place: Place, *words: str) -> Row:
-    from lit_vgrpo.cli import build
-    from lit_vgrpo.estimate.estimate import estimate
+    from lit_vgrpo.commands.estimate.estimate import estimate
+    from lit_vgrpo.commands.run import build
 
     given = [*real_recipe(place), *words]
     cli = build([*given, f"run_dir={place.folder / 'estimated'}"], make_folder=False)
@@ -347,7 +347,7 @@ def race(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
 
 
 def _compared(place: Place, methods: str, words: list[str]) -> Row:
-    from lit_vgrpo.compare.cli import compare
+    from lit_vgrpo.commands.compare.command import compare
 
     out = place.folder / "race"
     given = ["tiny_shapes", place.accelerator, "--methods", methods, *words, "--target", "0.7", "--jobs", "1"]
@@ -386,7 +386,7 @@ def measured(part: str, device: str) -> list[Row]:
 def about(device: str) -> dict[str, Any]:
     """What it ran on, and on which versions."""
     from lit_vgrpo.callbacks.summary import versions
-    from lit_vgrpo.memory import device_name
+    from lit_vgrpo.system.memory import device_name
 
     place = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
     return {"device": device_name(place), "cuda": torch.version.cuda, "versions": versions()}

@@ -22,7 +22,7 @@ import lightning as L
 import torch
 
 from lit_vgrpo.callbacks.summary import peak_memory_bytes
-from lit_vgrpo.cli import build
+from lit_vgrpo.commands.run import build
 
 
 def now() -> float:

@@ -22,8 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.checkpoint_file import read
-from lit_vgrpo.paths import write_whole
+from lit_vgrpo.distributed.checkpoint_file import read
+from lit_vgrpo.system.paths import write_whole
 
 MODULE = """
 import time

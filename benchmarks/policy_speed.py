@@ -36,14 +36,14 @@ from diffusers import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_vgrpo import VGRPO, RolloutSpec
-from lit_vgrpo.memory import measured_memory
-from lit_vgrpo.optimizer import OptimizerConfig
-from lit_vgrpo.paths import write_whole
+from lit_vgrpo.core.rollout import Conditioning, Experience, Rollout
+from lit_vgrpo.core.sampling import STREAM_ROLLOUT, image_generators, sample
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.optimizers.optimizer import OptimizerConfig
 from lit_vgrpo.policies import FluxPolicy, Policy, SD3Policy
-from lit_vgrpo.policies.conditioning import Conditioning
 from lit_vgrpo.policies.speed import compile_network
-from lit_vgrpo.rollout import STREAM_ROLLOUT, Experience, Rollout, image_generators, sample
-from lit_vgrpo.snapshots import trainable_parameters
+from lit_vgrpo.system.memory import measured_memory
+from lit_vgrpo.system.paths import write_whole
 
 RESULTS = Path(__file__).parent / "results" / "policy_speed.json"
 SD35_MEDIUM = {

@@ -29,9 +29,8 @@ from lit_vgrpo.rewards.blip import blip_modules
 from lit_vgrpo.rewards.clipscore import CLIPScore
 from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.image_reward import ImageReward
-from lit_vgrpo.rewards.model import ModelReward
+from lit_vgrpo.rewards.model import ModelReward, ScoreHead
 from lit_vgrpo.rewards.pickscore import PickScore
-from lit_vgrpo.rewards.score_head import ScoreHead
 
 RESULTS = Path(__file__).parent / "results" / "reward_speed.json"
 PROMPT = "a red cat on a wooden bench in front of a bakery, oil painting"

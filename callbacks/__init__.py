@@ -7,9 +7,9 @@ from lit_vgrpo.callbacks.export import Export
 from lit_vgrpo.callbacks.fid import FID
 from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
 from lit_vgrpo.callbacks.progress import ProgressBar
-from lit_vgrpo.callbacks.rewards import RewardLogger
 from lit_vgrpo.callbacks.samples import SampleGrid
 from lit_vgrpo.callbacks.summary import RunSummary
+from lit_vgrpo.runs.reward_logger import RewardLogger
 
 __all__ = [
     "EMA",

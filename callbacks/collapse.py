@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import lightning as L
 
-from lit_vgrpo.advantages import no_spread_share
-from lit_vgrpo.best import TRAINED, NewestEvaluation
 from lit_vgrpo.callbacks.stop import StopsRun, what_is_best
-from lit_vgrpo.guard import all_finite
+from lit_vgrpo.core.advantages import no_spread_share
+from lit_vgrpo.core.nonfinite import all_finite
+from lit_vgrpo.core.ranges import PositiveInt, Range, checked
+from lit_vgrpo.core.sharding import local
+from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.ranges import PositiveInt, Range, checked
-from lit_vgrpo.shards import local
-from lit_vgrpo.snapshots import trainable_parameters
+from lit_vgrpo.runs.best_evaluation import TRAINED, NewestEvaluation
 
 COLLAPSED = "collapsed"
 

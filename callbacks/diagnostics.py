@@ -6,9 +6,9 @@ from typing import Any
 
 import lightning as L
 
+from lit_vgrpo.core.ranges import PositiveInt, checked
+from lit_vgrpo.core.surrogate import coefficient_of_variation
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.ranges import PositiveInt, checked
-from lit_vgrpo.surrogate import coefficient_of_variation
 
 
 @checked

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lit_vgrpo.callbacks.divergence import finite_mean
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.divergence import finite_mean
+from lit_vgrpo.distributed.gather import rows_of_all_ranks
 from lit_vgrpo.metrics.diversity import diversity
 from lit_vgrpo.metrics.features import FeatureNetwork, feature_network
-from lit_vgrpo.metrics.ranks import rows_of_all_ranks
 
 if TYPE_CHECKING:
-    from lit_vgrpo.module import VGRPOModule
+    pass
+from lit_vgrpo.runs.heldout import HeldOutModule
 
 PIXELS = "pixels"
 SIDE = 32
@@ -63,7 +64,7 @@ class HeldOutDiversity:
         self._features.append(features)
         self._numbers += batch.slots
 
-    def compute(self, module: VGRPOModule) -> dict[str, float]:
+    def compute(self, module: HeldOutModule) -> dict[str, float]:
         """The diversity of all ranks' images since the last call, the same on every rank; starts over."""
         each = module.trainer.datamodule.heldout_images_per_prompt  # type: ignore[attr-defined]
         features = rows_of_all_ranks(torch.cat(self._features))

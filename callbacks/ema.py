@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import lightning as L
 from torch import Tensor
 
+from lit_vgrpo.core.ranges import Range, checked
+from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.ranges import Range, checked
-from lit_vgrpo.snapshots import Snapshot
 
 
 @checked

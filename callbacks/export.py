@@ -10,11 +10,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_vgrpo.callbacks.ema import averaged_weights
+from lit_vgrpo.core.sharding import full, is_sharded, local
+from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.shards import full, is_sharded, local
-from lit_vgrpo.snapshots import trainable_parameters
-from lit_vgrpo.vacant import WRITE_ERRORS, drafted, write_fault
+from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, drafted, write_fault
 
 
 class Export(L.Callback):

@@ -9,14 +9,14 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_vgrpo.core.ranges import BatchSize, PositiveInt, Range, checked
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import HeldOutDataset, held_out_fault
 from lit_vgrpo.data.prompts import read_prompts
+from lit_vgrpo.distributed.gather import raise_together
 from lit_vgrpo.metrics import FeatureSums, KeptFeatures, Reference, feature_network, frechet_distance, kernel_distance
-from lit_vgrpo.metrics.ranks import raise_together
 from lit_vgrpo.metrics.reference import reference_faults, reference_statistics
-from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.ranges import BatchSize, PositiveInt, Range, checked
+from lit_vgrpo.runs.heldout import HeldOutModule
 
 FIRST_OWN_IMAGE = 1 << 30
 """Number of the first image of a set of its own: far above those of the held-out images, so that no noise is shared."""
@@ -94,7 +94,7 @@ class FID(L.Callback):
         return faults
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, VGRPOModule)
+        assert isinstance(pl_module, HeldOutModule)
         faults = self.check(trainer.world_size)
         if not getattr(getattr(trainer, "datamodule", None), "has_heldout", False):
             faults.append("FID is measured at held-out evaluations, and there are none. Set data.heldout.")
@@ -122,7 +122,7 @@ class FID(L.Callback):
         if self.prompts is None and self._is_due:
             self._add(images, batch.slots)
 
-    def compute(self, module: VGRPOModule) -> dict[str, float]:
+    def compute(self, module: HeldOutModule) -> dict[str, float]:
         """The distances of this evaluation's images, the same on every rank; empty where it is not due."""
         is_due, self.evaluations = self._is_due, self.evaluations + 1
         if not is_due:
@@ -170,7 +170,7 @@ class FID(L.Callback):
         if self._kept is not None:
             self._kept.add(features, numbers)
 
-    def _generate(self, module: VGRPOModule, prompts: str) -> None:
+    def _generate(self, module: HeldOutModule, prompts: str) -> None:
         rank, world_size = module.global_rank, module.trainer.world_size
         shares = HeldOutDataset(read_prompts(prompts), self.images_per_prompt, self.batch_size, world_size, rank)
         for index in range(len(shares)):
@@ -180,7 +180,7 @@ class FID(L.Callback):
                 images = module.generate(batch_prompts, [FIRST_OWN_IMAGE + slot for slot in slots], batch.images)
             self._add(images[: len(batch.slots)], batch.slots)
 
-    def _distances(self, module: VGRPOModule) -> dict[str, float]:
+    def _distances(self, module: HeldOutModule) -> dict[str, float]:
         assert self._statistics is not None
         sums = (self._sums or FeatureSums(self.network.dimension)).reduced()
         if sums.count <= sums.dimension and not self._has_warned:

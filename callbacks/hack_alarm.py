@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal, get_args
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_vgrpo.best import TRAINED, UNTRAINED, NewestEvaluation
+from lit_vgrpo.callbacks.divergence import Divergence, Measurement, finite_mean
 from lit_vgrpo.callbacks.diversity import HeldOutDiversity
 from lit_vgrpo.callbacks.stop import StopsRun
+from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.divergence import Divergence, Measurement, finite_mean
-from lit_vgrpo.metrics.ranks import raise_together
+from lit_vgrpo.distributed.gather import raise_together
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.ranges import PositiveInt, Range, checked
+from lit_vgrpo.runs.best_evaluation import TRAINED, UNTRAINED, NewestEvaluation
 
 Action = Literal["warn", "stop"]
 DIVERSITY = "heldout/diversity"

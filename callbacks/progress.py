@@ -10,9 +10,9 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from tqdm import tqdm
 
+from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.errors import say
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.ranges import PositiveInt, checked
 
 NARROW = 90
 """Columns below which the times would be cut off by the words before them."""

@@ -12,9 +12,9 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from lit_vgrpo.callbacks.ema import averaged_weights
+from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.ranges import PositiveInt, Range, checked
-from lit_vgrpo.rewards.base import to_uint8
 
 LABEL_HEIGHT = 18
 GAP = 4

@@ -14,11 +14,11 @@ import torch
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.callbacks.stop import StopsRun
+from lit_vgrpo.core.records import Evaluation
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.memory import device_name, peak_resident_bytes
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.paths import write_whole
-from lit_vgrpo.record import Evaluation
+from lit_vgrpo.system.memory import device_name, peak_resident_bytes
+from lit_vgrpo.system.paths import write_whole
 
 PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
 

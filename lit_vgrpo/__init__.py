@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 # Imported on first use: the command's help and the plain-loop parts must not wait for Lightning.
 _HOMES = {
     "VGRPOModule": "lit_vgrpo.module",
-    "OptimizerConfig": "lit_vgrpo.module",
+    "OptimizerConfig": "lit_vgrpo.optimizers.optimizer",
     "PromptDataModule": "lit_vgrpo.data",
     "PromptSource": "lit_vgrpo.data",
     "VGRPO": "lit_vgrpo.objectives",
@@ -26,7 +26,7 @@ _HOMES = {
     "SD3Policy": "lit_vgrpo.policies",
     "SDXLPolicy": "lit_vgrpo.policies",
     "UNetPolicy": "lit_vgrpo.policies",
-    "RolloutSpec": "lit_vgrpo.rollout",
+    "RolloutSpec": "lit_vgrpo.core.rollout",
 }
 __all__ = ["__version__", *_HOMES]
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from lit_vgrpo.shim import main
+from lit_vgrpo.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,30 +12,31 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_vgrpo.advantages import AdvantageAggregate, AdvantageStd, combined_advantages
-from lit_vgrpo.batches import BATCH_SIZE, at_most
+from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd, combined_advantages
+from lit_vgrpo.core.batches import BATCH_SIZE, at_most
+from lit_vgrpo.core.nonfinite import NonFinite, NonFiniteGuard
+from lit_vgrpo.core.ranges import BatchSize, Seed, checked
+from lit_vgrpo.core.records import Evaluation, IterationRecord, timed
+from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.sharding import gradients
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.guard import NonFinite, NonFiniteGuard
-from lit_vgrpo.heldout import HeldOutModule
-from lit_vgrpo.iteration import Iteration
-from lit_vgrpo.limits import keep_iterations_whole, settings_without_effect
-from lit_vgrpo.micro_batch import accumulate, settle
+from lit_vgrpo.distributed.registry import strategy_faults
 from lit_vgrpo.objectives.base import Objective
-from lit_vgrpo.optimizer import OptimizerCallable, OptimizerConfig, as_optimizer
+from lit_vgrpo.optimizers.optimizer import OptimizerCallable, OptimizerConfig, as_optimizer
+from lit_vgrpo.optimizers.schedule import LRSchedulerCallable, Schedule
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.precision import in_own_precision
-from lit_vgrpo.ranges import BatchSize, Seed, checked
-from lit_vgrpo.record import Evaluation, IterationRecord, timed
-from lit_vgrpo.resume_guard import ResumeGuard
+from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import Reward, RewardBatch
-from lit_vgrpo.rewind import rewind
-from lit_vgrpo.rollout import Experience, Rollout, RolloutSpec
-from lit_vgrpo.schedule import LRSchedulerCallable, Schedule
-from lit_vgrpo.scoring import IterationScores, RolloutScoring
-from lit_vgrpo.shards import gradients
-from lit_vgrpo.sizes import Sizes
-from lit_vgrpo.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.strategies import strategy_faults
+from lit_vgrpo.runs.heldout import HeldOutModule
+from lit_vgrpo.runs.iteration import Iteration, rewind
+from lit_vgrpo.runs.limits import keep_iterations_whole, settings_without_effect
+from lit_vgrpo.runs.micro_batch import accumulate, settle
+from lit_vgrpo.runs.resume_guard import ResumeGuard
+from lit_vgrpo.runs.reward_logger import RewardLogger
+from lit_vgrpo.runs.scoring import IterationScores, RolloutScoring
+from lit_vgrpo.runs.start import load_policy, policy_faults
 
 
 @checked
@@ -106,7 +107,7 @@ class VGRPOModule(HeldOutModule):
 
     def check(self, sizes: Sizes) -> list[str]:
         """Faults of the policy, the objective and the reward that can be found without loading weights."""
-        faults = [*self.policy.check(), *self.observed.check(), *self.optimizer_config.check()]
+        faults = [*policy_faults(self.policy), *self.observed.check(), *self.optimizer_config.check()]
         if self.schedule is not None and not faults:
             faults += self.schedule.check(self.optimizer_config.trial())
         if self.schedule is not None and self.optimizer_config.warmup_steps:
@@ -132,7 +133,8 @@ class VGRPOModule(HeldOutModule):
                 "VGRPOModule takes its sizes from the data module. "
                 "Call trainer.fit(module, datamodule=PromptDataModule(...))."
             )
-        for fault in (*strategy_faults(self.trainer.strategy, self, sizes), *self.check(sizes)):
+        of_strategy = strategy_faults(self.trainer.strategy, self.policy, self.optimizer_config, sizes)
+        for fault in (*of_strategy, *self.check(sizes)):
             raise ValueError(fault)
         keep_iterations_whole(self.trainer, sizes)
         accumulate(self.trainer, sizes)
@@ -140,7 +142,7 @@ class VGRPOModule(HeldOutModule):
     def configure_model(self) -> None:
         if self.reference is not None:
             return
-        self.policy.load()
+        load_policy(self.policy)
         self.ledger.attach(self.policy.network)
         self.ledger.ranks = self.trainer.world_size if self._trainer is not None else 1
         self.objective.all_ranks = self.all_ranks
@@ -150,8 +152,6 @@ class VGRPOModule(HeldOutModule):
 
     def configure_callbacks(self) -> list[L.Callback]:
         """The metrics of every iteration and a look at checkpoints before they are loaded, in every Trainer."""
-        from lit_vgrpo.callbacks.rewards import RewardLogger  # which imports this module
-
         there = tuple(type(callback) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         return [cls() for cls in (RewardLogger, ResumeGuard) if not any(issubclass(own, cls) for own in there)]
 
@@ -164,7 +164,7 @@ class VGRPOModule(HeldOutModule):
         assert self.reference is not None
         for copy in (self.reference, *self.objective.copies.values()):
             copy.follow()
-        settle(self)
+        settle(self, self.optimizer_config)
         if self._cut_short is not None:
             done = self._saved_iteration["updates_done"] if self._saved_iteration is not None else 0
             rewind(self._cut_short, self.trainer.datamodule, self.trainer.world_size, done)  # type: ignore[attr-defined]
@@ -302,6 +302,8 @@ class VGRPOModule(HeldOutModule):
         # A gradient scaler looks for overflows itself, and finding one now and then is how it works.
         found = [] if self._scale is not None else gradients(parameters)
         self._is_refused = self.guard.refuses(found, self.all_ranks, self._place)
+        assert self._iteration is not None
+        self._iteration.record.skipped_updates = self.guard.skipped if self.guard.action == "skip" else None
         if self._is_refused:
             for p in parameters:
                 p.grad = None  # an optimizer leaves a weight without gradient as it is, moments and all
@@ -352,13 +354,6 @@ class VGRPOModule(HeldOutModule):
         # Where max_time is over, the images of this iteration are paid for: it is finished first.
         self._stops |= self.trainer.should_stop
         self.trainer.should_stop = self._stops and batch.is_last
-
-    def all_ranks(self, values: Tensor) -> Tensor:
-        """Concatenate every rank's ``(B, ...)`` in rank order, on the CPU."""
-        if self._trainer is None or self.trainer.world_size == 1:
-            return values.cpu()
-        gathered: Any = self.all_gather(values.to(self.device))
-        return gathered.flatten(0, 1).cpu()
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ import math
 
 import torch
 
+from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies import SD3Policy
-from lit_vgrpo.snapshots import trainable_parameters
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
 GROUP = 3

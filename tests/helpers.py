@@ -8,8 +8,8 @@ from pathlib import Path
 import lightning as L
 
 from lit_vgrpo import VGRPO, OptimizerConfig, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
-from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.rewards import Reward, ShapesReward
+from lit_vgrpo.system.paths import resolve_path
 
 
 class Brightness(Reward):

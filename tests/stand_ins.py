@@ -14,7 +14,7 @@ from diffusers import AutoencoderKL
 from fault_server import FaultServer, answering
 from geneval_models import save_segmenter
 
-from lit_vgrpo.recipe import find_recipe
+from lit_vgrpo.config.recipe import find_recipe
 from lit_vgrpo.rewards.geneval_rules import CLASSES
 from lit_vgrpo.tiny.build import build_clip, build_flux, build_sd3, build_sdxl, build_unet
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_vgrpo.advantages import combined_advantages, group_advantages, no_spread_share, soft_clip
+from lit_vgrpo.core.advantages import combined_advantages, group_advantages, no_spread_share, soft_clip
 
 REWARDS = torch.tensor([0.1, 0.7, 0.4, 2.0, 1.0, 1.5])
 GROUPS = torch.tensor([7, 7, 7, 3, 3, 3])

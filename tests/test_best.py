@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers import make_data, make_module, make_trainer
 
-from lit_vgrpo.best import BestEvaluation
 from lit_vgrpo.callbacks import RunSummary
-from lit_vgrpo.check import CHECKPOINTS_AT_ONCE
-from lit_vgrpo.cli import build, run
-from lit_vgrpo.evaluation.options import parse_options
-from lit_vgrpo.interrupt import RunCheckpoint
-from lit_vgrpo.resume import last_good_checkpoint
+from lit_vgrpo.commands.check import CHECKPOINTS_AT_ONCE
+from lit_vgrpo.commands.evaluate.options import parse_options
+from lit_vgrpo.commands.run import build, run
+from lit_vgrpo.runs.best_evaluation import BestEvaluation
+from lit_vgrpo.runs.checkpoint import RunCheckpoint
+from lit_vgrpo.runs.resume import last_good_checkpoint
 
 
 class Says:

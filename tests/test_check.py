@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from lit_vgrpo.check import check, checkpoint_bytes, disk_faults
-from lit_vgrpo.cli import build
+from lit_vgrpo.commands.check import check, checkpoint_bytes, disk_faults
+from lit_vgrpo.commands.run import build
 
 
 def lines(capsys):
@@ -65,7 +65,7 @@ def test_too_little_disk(tiny_recipe, monkeypatch):
 
 
 def test_a_checkpoint_is_as_large_as_the_weights_that_are_read(tiny_recipe, tiny_sd3, tmp_path, monkeypatch):
-    monkeypatch.setattr("lit_vgrpo.check.SMALLEST_NEED", 0)
+    monkeypatch.setattr("lit_vgrpo.commands.check.SMALLEST_NEED", 0)
     folder = tmp_path / "both"
     shutil.copytree(tiny_sd3, folder)
     weights = folder / "transformer/diffusion_pytorch_model.safetensors"

@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_vgrpo.cli import build
+from lit_vgrpo.cli import main
+from lit_vgrpo.commands.run import build
+from lit_vgrpo.commands.score.check_reward import check_reward, training_rows
+from lit_vgrpo.commands.score.report import aligned
+from lit_vgrpo.commands.score.trial import findings, trial_table, trials
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, Weighted
-from lit_vgrpo.score.check_reward import check_reward, training_rows
-from lit_vgrpo.score.report import aligned
-from lit_vgrpo.score.trial import findings, trial_table, trials
-from lit_vgrpo.shim import main
 
 OWN = """
 def constant(images, prompts):
@@ -206,7 +206,7 @@ def test_seconds_leave_the_first_call_out():
 
 MEMORY = """
 import torch
-from lit_vgrpo.memory import measured_memory
+from lit_vgrpo.system.memory import measured_memory
 held = [torch.ones(30, 2**20)]
 with measured_memory() as first:
     held.append(torch.ones(20, 2**20))

@@ -7,8 +7,8 @@ import zipfile
 import pytest
 import torch
 
-from lit_vgrpo import checkpoint_file
-from lit_vgrpo.checkpoint_file import CheckpointDamage, FileCheckpointIO, put_in_place, read, verify
+from lit_vgrpo.distributed import checkpoint_file
+from lit_vgrpo.distributed.checkpoint_file import CheckpointDamage, FileCheckpointIO, put_in_place, read, verify
 
 CONTENT = {"state_dict": {"w": torch.arange(1000.0)}, "loops": {}, "global_step": 1, "optimizer_states": []}
 WHOLE = {**CONTENT, "lit_vgrpo": {}}

@@ -14,9 +14,9 @@ import torch
 import yaml
 from processes import PYTHON
 
-from lit_vgrpo.cli import build, run
+from lit_vgrpo.commands.recipe_cli import fixed_seed
+from lit_vgrpo.commands.run import build, run
 from lit_vgrpo.objectives import VGRPO
-from lit_vgrpo.recipe_cli import fixed_seed
 
 
 def metrics(folder):

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from lit_vgrpo.check import check
-from lit_vgrpo.cli import run
-from lit_vgrpo.curriculum import Curriculum, is_curriculum
-from lit_vgrpo.curriculum_runner import Child, _run_stages, new_run, resumed_run, stage_environment
+from lit_vgrpo.commands.check import check
+from lit_vgrpo.commands.curriculum import Curriculum, is_curriculum
+from lit_vgrpo.commands.curriculum_runner import Child, _run_stages, new_run, resumed_run, stage_environment
+from lit_vgrpo.commands.run import run
+from lit_vgrpo.config.recipe import parse_command, read_recipe
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.paths import write_whole
-from lit_vgrpo.recipe import parse_command, read_recipe
-from lit_vgrpo.run_folder import CONFIG_NAME
+from lit_vgrpo.runs.folder import CONFIG_NAME
+from lit_vgrpo.system.paths import write_whole
 
 
 @pytest.fixture

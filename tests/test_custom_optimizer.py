@@ -12,11 +12,11 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from lit_vgrpo import OptimizerConfig
-from lit_vgrpo.check import check
-from lit_vgrpo.cli import build
-from lit_vgrpo.metrics_table import read_table
-from lit_vgrpo.optimizer import CustomOptimizer
-from lit_vgrpo.strategies import FSDP2, ZeRO
+from lit_vgrpo.commands.check import check
+from lit_vgrpo.commands.run import build
+from lit_vgrpo.distributed.registry import FSDP2, ZeRO, optimizer_fault
+from lit_vgrpo.optimizers.optimizer import CustomOptimizer
+from lit_vgrpo.runs.metrics_table import read_table
 
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 COSINE = partial(CosineAnnealingLR, T_max=8)
@@ -122,7 +122,7 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(tiny_sd3, tmp_pat
     ],
 )
 def test_sharded_states_that_no_checkpoint_can_hold_are_refused(make, strategy, fits):
-    fault = CustomOptimizer(make).sharding_fault(strategy())
+    fault = optimizer_fault(strategy(), CustomOptimizer(make))
     assert (fault is None) == fits
     assert fits or "cannot put into a checkpoint. Use torch's" in fault
 

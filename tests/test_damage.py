@@ -10,12 +10,12 @@ from conftest import tiny_recipe_of
 from helpers import Brightness, make_data, make_module, make_trainer
 
 from lit_vgrpo import VGRPOModule
-from lit_vgrpo.checkpoint_file import read, write
-from lit_vgrpo.cli import run
-from lit_vgrpo.evaluation.cli import evaluate
-from lit_vgrpo.exporting.cli import export
-from lit_vgrpo.sampling.cli import sample_images
-from lit_vgrpo.saved_weights import SavedWeights
+from lit_vgrpo.commands.evaluate.command import evaluate
+from lit_vgrpo.commands.export.command import export
+from lit_vgrpo.commands.run import run
+from lit_vgrpo.commands.sample.command import sample_images
+from lit_vgrpo.distributed.checkpoint_file import read, write
+from lit_vgrpo.runs.saved_weights import SavedWeights
 
 NAME = "policy.network.transformer_blocks.0.attn.to_q.weight"
 CHECKPOINTS = Path("run/checkpoints")

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_vgrpo.cli import build
-from lit_vgrpo.memory import device_name, idle_gpu
-from lit_vgrpo.record import Stopwatch, timed
-from lit_vgrpo.shards import write
+from lit_vgrpo.commands.run import build
+from lit_vgrpo.core.records import Stopwatch, timed
+from lit_vgrpo.core.sharding import write
+from lit_vgrpo.system.memory import device_name, idle_gpu
 
 
 @pytest.fixture

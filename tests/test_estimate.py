@@ -9,19 +9,19 @@ from all_methods import METHODS
 from real_architectures import FLUX_DEV, SD35_MEDIUM, write_architecture
 
 from lit_vgrpo import OptimizerConfig
-from lit_vgrpo.check import check
-from lit_vgrpo.cli import build
-from lit_vgrpo.estimate.estimate import Pass, estimate, peak_of_pass
-from lit_vgrpo.estimate.live_memory import LiveMemory
-from lit_vgrpo.estimate.meta import AutocastOnMeta, NotHere, policy_on_meta
-from lit_vgrpo.estimate.passes import demand
-from lit_vgrpo.estimate.room import remedy
-from lit_vgrpo.estimate.shares import bytes_of, shares, tensors_of
-from lit_vgrpo.fsdp import FSDP2
+from lit_vgrpo.commands.check import check
+from lit_vgrpo.commands.estimate.estimate import Pass, estimate, peak_of_pass
+from lit_vgrpo.commands.estimate.room import remedy
+from lit_vgrpo.commands.run import build
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.distributed.fsdp2 import FSDP2
+from lit_vgrpo.distributed.zero import ZeRO
+from lit_vgrpo.memory.live import LiveMemory
+from lit_vgrpo.memory.meta import AutocastOnMeta, NotHere, policy_on_meta
+from lit_vgrpo.memory.passes import demand
+from lit_vgrpo.memory.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
-from lit_vgrpo.sizes import Sizes
-from lit_vgrpo.snapshots import trainable_parameters
-from lit_vgrpo.zero import ZeRO
 
 FAMILIES = {"sd3": SD3Policy, "unet": UNetPolicy, "sdxl": SDXLPolicy, "flux": FluxPolicy}
 
@@ -171,7 +171,7 @@ def test_check_prints_the_estimate(tiny_recipe, capsys):
 
 
 def test_a_recipe_that_is_too_large_is_refused_with_what_to_type(tiny_recipe, capsys, monkeypatch):
-    monkeypatch.setattr("lit_vgrpo.estimate.room.available_bytes", lambda: 2**20)
+    monkeypatch.setattr("lit_vgrpo.commands.estimate.room.available_bytes", lambda: 2**20)
     assert check([str(tiny_recipe), DECODED_ALONE]) == 2
     (fault,) = capsys.readouterr().err.splitlines()
     assert fault.startswith("The recipe needs about ")

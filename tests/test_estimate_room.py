@@ -5,17 +5,17 @@ import torch
 from scorer_files import write_aesthetic, write_image_reward
 
 from lit_vgrpo import OptimizerConfig
-from lit_vgrpo.check import check
-from lit_vgrpo.cli import build
-from lit_vgrpo.estimate import estimate as stages
-from lit_vgrpo.estimate.estimate import estimate
-from lit_vgrpo.estimate.meta import policy_on_meta
-from lit_vgrpo.estimate.room import Room, gpu_memory_of, memory_report, reserve_of, room_of
-from lit_vgrpo.estimate.scorers import scorers
-from lit_vgrpo.estimate.shares import bytes_of, shares, tensors_of
+from lit_vgrpo.commands.check import check
+from lit_vgrpo.commands.estimate import estimate as stages
+from lit_vgrpo.commands.estimate.estimate import estimate
+from lit_vgrpo.commands.estimate.room import Room, gpu_memory_of, memory_report, reserve_of, room_of
+from lit_vgrpo.commands.run import build
+from lit_vgrpo.distributed.zero import ZeRO
+from lit_vgrpo.memory.meta import policy_on_meta
+from lit_vgrpo.memory.scorers import scorers
+from lit_vgrpo.memory.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.rewards import AestheticScore, HPSv2, ImageReward, PickScore, PythonReward, Reward, ShapesReward
-from lit_vgrpo.zero import ZeRO
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

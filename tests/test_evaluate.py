@@ -16,13 +16,13 @@ from helpers import grey_level, in_order, make_module
 from PIL import Image
 from processes import PYTHON
 
-from lit_vgrpo.cli import run
-from lit_vgrpo.evaluation.cli import evaluate
-from lit_vgrpo.evaluation.options import parse_options
-from lit_vgrpo.evaluation.report import results, table, write
-from lit_vgrpo.evaluation.scores import ImageScores
-from lit_vgrpo.run_folder import CONFIG_NAME
-from lit_vgrpo.saved_weights import SavedWeights
+from lit_vgrpo.commands.evaluate.command import evaluate
+from lit_vgrpo.commands.evaluate.options import parse_options
+from lit_vgrpo.commands.evaluate.report import results, table, write
+from lit_vgrpo.commands.evaluate.scores import ImageScores
+from lit_vgrpo.commands.run import run
+from lit_vgrpo.runs.folder import CONFIG_NAME
+from lit_vgrpo.runs.saved_weights import SavedWeights
 
 VARIANTS = ["trained", "EMA", "reference"]
 SAME = 4 * grey_level()  # a grey level in one of the quarters whose means are the features

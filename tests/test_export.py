@@ -16,17 +16,17 @@ from processes import BARE
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lit_vgrpo.checkpoint_file import read, write
-from lit_vgrpo.cli import run
-from lit_vgrpo.exporting.cli import export
+from lit_vgrpo.commands.export.command import export
+from lit_vgrpo.commands.run import run
+from lit_vgrpo.commands.sample.command import image_of
+from lit_vgrpo.commands.saved_policy import build_policy, load_policy, recipe_of, saved_weights
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.distributed.checkpoint_file import read, write
 from lit_vgrpo.policies import Policy, SD3Policy, UNetPolicy
 from lit_vgrpo.policies.export import save_kohya, save_merged
-from lit_vgrpo.rollout import RolloutSpec
-from lit_vgrpo.run_folder import CONFIG_NAME
-from lit_vgrpo.sampling.cli import image_of
-from lit_vgrpo.saved_policy import build_policy, load_policy, recipe_of, saved_weights
-from lit_vgrpo.saved_weights import SavedWeights
-from lit_vgrpo.snapshots import trainable_parameters
+from lit_vgrpo.runs.folder import CONFIG_NAME
+from lit_vgrpo.runs.saved_weights import SavedWeights
 
 PROMPT, SEED, STEPS, GUIDANCE = "a red circle on the left", 3, 3, 2.0
 LORA = {"lora_rank": 2, "lora_alpha": 4}

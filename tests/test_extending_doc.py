@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helpers import make_data, make_module, make_trainer, weights
 
-from lit_vgrpo.rollout import RolloutSpec
+from lit_vgrpo.core.rollout import RolloutSpec
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 

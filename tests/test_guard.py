@@ -6,7 +6,7 @@ from helpers import make_data, make_module, make_trainer, weights
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA
-from lit_vgrpo.guard import MOST_IN_A_ROW, NonFiniteGuard
+from lit_vgrpo.core.nonfinite import MOST_IN_A_ROW, NonFiniteGuard
 
 GOOD, BAD = torch.tensor([1.0, -2.0]), torch.tensor([1.0, math.inf])
 

@@ -3,9 +3,9 @@ import threading
 import pytest
 from huggingface_hub import constants
 
-from lit_vgrpo import hub
-from lit_vgrpo.hub import explain_unloadable, hub_error, local_folder
 from lit_vgrpo.rewards import PickScore
+from lit_vgrpo.system import hub
+from lit_vgrpo.system.hub import explain_unloadable, hub_error, local_folder
 
 NAME = "nobody/nothing-of-this-name"
 

@@ -12,12 +12,12 @@ from conftest import TINY_RECIPE
 from helpers import Brightness, make_data, make_module, make_trainer
 from safetensors.torch import load_file, save_file
 
-from lit_vgrpo import file_fingerprint
-from lit_vgrpo.checkpoint_file import read, write
-from lit_vgrpo.cli import build, run
-from lit_vgrpo.inputs import INPUTS_KEY, code_of, inputs_of
+from lit_vgrpo.commands.run import build, run
+from lit_vgrpo.distributed.checkpoint_file import INPUTS_KEY, read, write
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.rewards import PickScore
+from lit_vgrpo.runs.inputs import code_of, inputs_of
+from lit_vgrpo.system import file_fingerprint
 
 LAST = Path("run/checkpoints/last.ckpt")
 REWARD = """
@@ -161,7 +161,7 @@ def test_what_was_downloaded_only_later_is_compared_before_training(inside, capf
     checkpoint = dict(read(LAST))
     checkpoint[INPUTS_KEY] = {**checkpoint[INPUTS_KEY], "model.policy.checkpoint": {"transformer": "another"}}
     write(checkpoint, Path("other.ckpt"))
-    monkeypatch.setattr("lit_vgrpo.recipe_cli.inputs_of", lambda module, data: {})
+    monkeypatch.setattr("lit_vgrpo.commands.recipe_cli.inputs_of", lambda module, data: {})
     words = ["run/config.yaml", "name=new", "ckpt_path=other.ckpt", "trainer.max_epochs=2"]
     assert run(words) == 2
     assert "model.policy.checkpoint: " in capfd.readouterr().err.splitlines()[-1]

@@ -12,11 +12,11 @@ import torch
 from processes import PYTHON
 
 from lit_vgrpo import VGRPOModule
-from lit_vgrpo.checkpoint_file import verify
-from lit_vgrpo.cli import build, run
-from lit_vgrpo.interrupt import FIRST_CTRL_C, RunCheckpoint
-from lit_vgrpo.metrics_table import read_table
-from lit_vgrpo.training import train
+from lit_vgrpo.commands.run import build, run
+from lit_vgrpo.commands.training import train
+from lit_vgrpo.distributed.checkpoint_file import verify
+from lit_vgrpo.runs.checkpoint import FIRST_CTRL_C, RunCheckpoint
+from lit_vgrpo.runs.metrics_table import read_table
 
 
 def test_a_negative_interval_is_refused():
@@ -222,7 +222,7 @@ def test_before_training_sigterm_stops_at_once(tiny_recipe, capfd):
 
 @pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_second_signal_to_terminate_stops_within_the_micro_batch_and_saves(tiny_recipe, monkeypatch, name, status):
-    monkeypatch.setattr("lit_vgrpo.signals.REPEAT_S", 0.0)
+    monkeypatch.setattr("lit_vgrpo.system.signals.REPEAT_S", 0.0)
     cli = build([str(tiny_recipe), *UPDATES, "trainer.max_epochs=4", "data.heldout=null"])
 
     def twice():

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from lit_vgrpo.cli import build
+from lit_vgrpo.commands.run import build
 from lit_vgrpo.errors import UserError
 
 KEY = re.compile(r"\b(?:model|data|trainer)(?:\.\w+|\[\d+\])+(?==| to\b)")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers import make_data, make_module, make_trainer, weights
 
-from lit_vgrpo.limits import limit_fault
-from lit_vgrpo.sizes import Sizes
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.runs.limits import limit_fault
 
 
 class Ends(L.Callback):

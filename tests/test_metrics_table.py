@@ -2,8 +2,8 @@
 
 import pytest
 
-from lit_vgrpo.metrics_table import MetricsTable, read_table, rows_up_to
-from lit_vgrpo.resume import Progress
+from lit_vgrpo.runs.metrics_table import MetricsTable, read_table, rows_up_to
+from lit_vgrpo.runs.resume import Progress
 
 
 def table(folder, keep=None):
@@ -53,7 +53,7 @@ def test_nothing_is_lost_while_the_header_changes(tmp_path, monkeypatch):
     def killed(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lit_vgrpo.metrics_table.os.replace", killed)
+    monkeypatch.setattr("lit_vgrpo.runs.metrics_table.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         log(logger, {"b": 2.0})
     assert (tmp_path / "metrics.csv").read_text() == before

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_vgrpo.callbacks import EMA
-from lit_vgrpo.check import check
-from lit_vgrpo.estimate.shares import shown
-from lit_vgrpo.micro_batch import TOO_MUCH, Trial, auto_fault, largest_that_fits
+from lit_vgrpo.commands.check import check
+from lit_vgrpo.core.sizes import Sizes, divisors
+from lit_vgrpo.distributed.registry import micro_batch_fault
+from lit_vgrpo.distributed.zero import ZeRO
+from lit_vgrpo.memory.shares import shown
 from lit_vgrpo.rewards import CLIPScore
-from lit_vgrpo.sizes import Sizes, divisors
-from lit_vgrpo.zero import ZeRO
+from lit_vgrpo.runs.micro_batch import TOO_MUCH, Trial, largest_that_fits
 
 
 class SaveAt(L.Callback):
@@ -81,7 +82,7 @@ def test_less_memory_makes_smaller_micro_batches(tiny_sd3, tmp_path, capsys, mon
         return tried[images]
 
     monkeypatch.setattr(Trial, "taken", remembered)
-    monkeypatch.setattr("lit_vgrpo.micro_batch.available_bytes", lambda: 4 * 2**20)
+    monkeypatch.setattr("lit_vgrpo.runs.micro_batch.available_bytes", lambda: 4 * 2**20)
     saver = SaveAt(tmp_path / "middle.ckpt", 0, 1)
     module, trainer, data = fit(tiny_sd3, tmp_path, make, "auto", 2, callbacks=[saver])
     size = data.sizes.micro_batch_size
@@ -98,7 +99,7 @@ def test_less_memory_makes_smaller_micro_batches(tiny_sd3, tmp_path, capsys, mon
 
 
 def test_not_even_one_image(tiny_sd3, tmp_path, monkeypatch):
-    monkeypatch.setattr("lit_vgrpo.micro_batch.available_bytes", lambda: 2**20)
+    monkeypatch.setattr("lit_vgrpo.runs.micro_batch.available_bytes", lambda: 2**20)
     with pytest.raises(RuntimeError, match=r"not even one image fits into .* Set model\.policy\.gradient_checkp"):
         fit(tiny_sd3, tmp_path, METHODS["V-GRPO, one step"][0], "auto")
 
@@ -123,8 +124,8 @@ def test_it_is_the_largest_divisor_that_fits(share, lines, room):
 
 
 def test_zero_is_refused(tiny_recipe, capsys):
-    assert auto_fault(Sizes(2, 4, 1, 4), ZeRO(2)) is None
-    fault = auto_fault(Sizes(2, 4, 1, "auto"), ZeRO(2))
+    assert micro_batch_fault(ZeRO(2), Sizes(2, 4, 1, 4)) is None
+    fault = micro_batch_fault(ZeRO(2), Sizes(2, 4, 1, "auto"))
     assert fault.endswith("Give a number, or use trainer.strategy=ddp or fsdp2.")
 
 

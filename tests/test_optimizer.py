@@ -7,8 +7,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lit_vgrpo import OptimizerConfig
-from lit_vgrpo.check import check
-from lit_vgrpo.strategies import FSDP2, ZeRO
+from lit_vgrpo.commands.check import check
+from lit_vgrpo.distributed.registry import FSDP2, ZeRO, optimizer_fault
 
 KINDS = ["adamw", "adamw8bit"]
 EIGHT_BIT_FROM = 4096  # elements; smaller parameters keep their moments in float32
@@ -149,11 +149,11 @@ def test_one_and_one_iterations_are_two_with_adamw8bit(tiny_sd3, tmp_path):
 
 @pytest.mark.parametrize(("strategy", "name"), [(ZeRO, "ZeRO"), (FSDP2, "FSDP2")])
 def test_8_bits_are_refused_where_weights_or_moments_are_sharded(strategy, name):
-    fault = OptimizerConfig(kind="adamw8bit").sharding_fault(strategy())
+    fault = optimizer_fault(strategy(), OptimizerConfig(kind="adamw8bit"))
     assert f"kind=adamw8bit works on whole weights, and {name} shards" in fault
     assert "\n" not in fault
-    assert OptimizerConfig().sharding_fault(strategy()) is None
-    assert OptimizerConfig(kind="adamw8bit").sharding_fault(DDPStrategy()) is None
+    assert optimizer_fault(strategy(), OptimizerConfig()) is None
+    assert optimizer_fault(DDPStrategy(), OptimizerConfig(kind="adamw8bit")) is None
 
 
 def test_the_command_refuses_8_bits_under_a_sharding_strategy(tiny_recipe, capsys):
@@ -165,7 +165,7 @@ def test_the_command_refuses_8_bits_under_a_sharding_strategy(tiny_recipe, capsy
 def test_a_missing_package_is_one_line_with_its_command(monkeypatch, tiny_sd3, tmp_path):
     for name in ("bitsandbytes", "bitsandbytes.optim"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "lit_vgrpo.adamw8bit", raising=False)
+    monkeypatch.delitem(sys.modules, "lit_vgrpo.optimizers.adamw8bit", raising=False)
     config = OptimizerConfig(kind="adamw8bit")
     with pytest.raises(ModuleNotFoundError, match=r'^.*needs bitsandbytes. Run: pip install "lit-vgrpo\[memory\]"$'):
         config.build([nn.Parameter(torch.ones(2))])

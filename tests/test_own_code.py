@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.check import check
-from lit_vgrpo.cli import run
+from lit_vgrpo.commands.check import check
+from lit_vgrpo.commands.run import run
 
 FILES = {
     "no_colon.py": "def reward(images, prompts, rows)\n    return images.mean()\n",

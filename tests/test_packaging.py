@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.paths import shipped_root
+from lit_vgrpo.system.paths import shipped_root
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_both_commands_are_ours():
     scripts = {
-        e.name: e.value for e in metadata.entry_points(group="console_scripts") if e.value == "lit_vgrpo.shim:main"
+        e.name: e.value for e in metadata.entry_points(group="console_scripts") if e.value == "lit_vgrpo.cli:main"
     }
     assert set(scripts) == {"lightning", "lit-vgrpo"}
 
@@ -35,8 +35,8 @@ def test_every_package_folder_is_listed():
     import tomllib
 
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {f"lit_vgrpo.{path.parent.name}" for path in (ROOT / "lit_vgrpo").glob("*/__init__.py")}
-    assert folders | {"lit_vgrpo", "lit_vgrpo.callbacks", "lit_vgrpo.recipes"} == set(settings["packages"])
+    folders = {".".join(path.relative_to(ROOT).parent.parts) for path in (ROOT / "lit_vgrpo").rglob("__init__.py")}
+    assert folders | {"lit_vgrpo.callbacks", "lit_vgrpo.recipes"} == set(settings["packages"])
 
 
 def test_constraints_name_every_dependency_that_has_a_version():

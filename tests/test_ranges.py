@@ -9,18 +9,18 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from lit_vgrpo import callbacks, objectives, policies, rewards
+from lit_vgrpo.config.schema import _hints, _parameters, recipe_faults, sound_parts
+from lit_vgrpo.config.trainer_options import TRAINER_NUMBERS, trainer_faults
+from lit_vgrpo.core.ranges import Range, checked, range_errors
+from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.data.source import PromptSource
-from lit_vgrpo.fsdp import FSDP2
-from lit_vgrpo.interrupt import RunCheckpoint
+from lit_vgrpo.distributed.fsdp2 import FSDP2
+from lit_vgrpo.distributed.zero import ZeRO
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.optimizer import OptimizerConfig
-from lit_vgrpo.ranges import Range, checked, range_errors
+from lit_vgrpo.optimizers.optimizer import OptimizerConfig
 from lit_vgrpo.rewards.connection import Connection
-from lit_vgrpo.rollout import RolloutSpec
-from lit_vgrpo.schema import _hints, _parameters, recipe_faults, sound_parts
-from lit_vgrpo.trainer_options import TRAINER_NUMBERS, trainer_faults
-from lit_vgrpo.zero import ZeRO
+from lit_vgrpo.runs.checkpoint import RunCheckpoint
 
 TRIED = {
     "0": 0,

@@ -8,7 +8,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from processes import run_ranks
 
-from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.system.paths import resolve_path
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 CHECKPOINT = "shipped:assets/tiny_sd3"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from lit_vgrpo.config.recipe import find_recipe, parse_command, read_recipe, shipped_recipes
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.paths import shipped_root
-from lit_vgrpo.recipe import find_recipe, parse_command, read_recipe, shipped_recipes
+from lit_vgrpo.system.paths import shipped_root
 
 
 def test_overrides_come_in_three_forms(tiny_recipe):
@@ -100,7 +100,7 @@ def shipped(tmp_path, monkeypatch):
         "data: {group_size: 4, micro_batch_size: '${data.group_size}'}\n"
     )
     (root / "strategy" / "zero2.yaml").write_text("trainer: {strategy: {class_path: ZeRO, init_args: {stage: 2}}}\n")
-    monkeypatch.setattr("lit_vgrpo.recipe.shipped_root", lambda: root)
+    monkeypatch.setattr("lit_vgrpo.config.recipe.shipped_root", lambda: root)
     monkeypatch.chdir(tmp_path)
     return root
 

@@ -9,10 +9,10 @@ import yaml
 from stand_ins import StandIns, judge
 
 from lit_vgrpo import SD3Policy
-from lit_vgrpo.check import check
-from lit_vgrpo.cli import run
-from lit_vgrpo.curriculum import Curriculum, is_curriculum
-from lit_vgrpo.recipe import parse_command
+from lit_vgrpo.commands.check import check
+from lit_vgrpo.commands.curriculum import Curriculum, is_curriculum
+from lit_vgrpo.commands.run import run
+from lit_vgrpo.config.recipe import parse_command
 
 ROOT = Path(__file__).parents[1] / "recipes"
 FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not in ("compare", "strategy")]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_vgrpo.cli import build, run
-from lit_vgrpo.resume import last_good_checkpoint
-from lit_vgrpo.run_folder import FolderLock
+from lit_vgrpo.commands.run import build, run
+from lit_vgrpo.runs.folder import FolderLock
+from lit_vgrpo.runs.resume import last_good_checkpoint
 
 CALLBACKS = "trainer.callbacks=[EMA,{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]"
 

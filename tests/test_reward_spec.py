@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
+from lit_vgrpo.commands.reward_spec import build_reward
+from lit_vgrpo.config.recipe import parse_command, parser_config, read_recipe
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.recipe import parse_command, parser_config, read_recipe
-from lit_vgrpo.reward_spec import build_reward
 from lit_vgrpo.rewards import JPEGCompressibility, PythonReward, ShapesReward
 
 RECIPE = """

@@ -9,13 +9,14 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_vgrpo import sampling
-from lit_vgrpo.cli import run
+from lit_vgrpo.commands.run import run
+from lit_vgrpo.commands.sample import command
+from lit_vgrpo.commands.sample.command import sample_images, write_png
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.policies import SD3Policy
-from lit_vgrpo.rollout import RolloutSpec, sample
-from lit_vgrpo.run_folder import CONFIG_NAME
-from lit_vgrpo.sampling.cli import sample_images, write_png
-from lit_vgrpo.saved_weights import SavedWeights
+from lit_vgrpo.runs.folder import CONFIG_NAME
+from lit_vgrpo.runs.saved_weights import SavedWeights
 
 PROMPTS = ["a red circle on the left", "a blue square at the top"]
 RECIPE = """
@@ -132,7 +133,7 @@ def test_ctrl_c_leaves_whole_images(inside, capsys, monkeypatch):
         if path.name == "001_seed1.png":
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(sampling.cli, "write_png", pressed)
+    monkeypatch.setattr(command, "write_png", pressed)
     # so many seeds that a list of them would not fit into memory
     assert sample_images(["runs/tiny", "--prompt=x", "--steps=1", f"--count={10**12}", "--out=out"]) == 130
     out, err = capsys.readouterr()

@@ -5,11 +5,11 @@ from typing import Literal
 
 import pytest
 
+from lit_vgrpo.config.schema import describe, recipe_faults, sound_parts
 from lit_vgrpo.objectives import VGRPO
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies import Policy
 from lit_vgrpo.rewards import Reward, ShapesReward
-from lit_vgrpo.schema import describe, recipe_faults, sound_parts
 
 
 class Root:

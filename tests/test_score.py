@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from lit_vgrpo.cli import main
+from lit_vgrpo.commands.score.command import score
+from lit_vgrpo.commands.score.pictures import read_picture
 from lit_vgrpo.rewards import JPEGCompressibility, as_weighted
-from lit_vgrpo.score.cli import score
-from lit_vgrpo.score.pictures import read_picture
-from lit_vgrpo.shim import main
 from lit_vgrpo.tiny.shapes import parse_prompt, render
 
 OWN = """

@@ -10,9 +10,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lit_vgrpo import VGRPO, MixGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import RewardLogger, RunSummary
+from lit_vgrpo.commands.prompt_checks import UnscorablePrompts
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardBatch, RewardError, ShapesReward, Weighted
-from lit_vgrpo.scoring import IterationScores
-from lit_vgrpo.unscorable import UnscorablePrompts
+from lit_vgrpo.runs.scoring import IterationScores
 
 
 class Threaded(Brightness):

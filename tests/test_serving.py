@@ -17,18 +17,18 @@ from helpers import Brightness, free_port
 from processes import PYTHON
 
 from lit_vgrpo import __version__
+from lit_vgrpo.cli import main
+from lit_vgrpo.commands.serve import app as app_module
+from lit_vgrpo.commands.serve import connections
+from lit_vgrpo.commands.serve import worker as worker_module
+from lit_vgrpo.commands.serve.app import make_app
+from lit_vgrpo.commands.serve.command import listening_socket, opening
+from lit_vgrpo.commands.serve.options import parse_options
+from lit_vgrpo.commands.serve.worker import Worker
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Weighted, wire
 from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.http import HTTPReward
 from lit_vgrpo.rewards.wire import Limits, ScoreRequest, encode_png, json_request
-from lit_vgrpo.serving import app as app_module
-from lit_vgrpo.serving import connections
-from lit_vgrpo.serving import worker as worker_module
-from lit_vgrpo.serving.app import make_app
-from lit_vgrpo.serving.cli import listening_socket, opening
-from lit_vgrpo.serving.options import parse_options
-from lit_vgrpo.serving.worker import Worker
-from lit_vgrpo.shim import main
 
 TOKEN = "t0ken"
 COMMAND = (

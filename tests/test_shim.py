@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lit_vgrpo import __version__
-from lit_vgrpo.shim import VERBS, main
+from lit_vgrpo.cli import VERBS, main
 
 
 def test_help_and_version(capsys):
@@ -48,7 +48,7 @@ def test_verbs_exist():
 
 
 def test_importing_the_shim_imports_nothing_heavy():
-    code = "import sys, lit_vgrpo.shim; print({'torch', 'lightning', 'diffusers', 'yaml'} & set(sys.modules))"
+    code = "import sys, lit_vgrpo.cli; print({'torch', 'lightning', 'diffusers', 'yaml'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
@@ -65,7 +65,7 @@ def test_importing_the_shim_imports_nothing_heavy():
 def test_a_recipe_that_cannot_be_read_is_answered_before_imports(tmp_path, monkeypatch, capsys, verb, text, said):
     """The verb itself, which would import torch, is not reached."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lit_vgrpo.shim.import_module", lambda module: pytest.fail(f"imported {module}"))
+    monkeypatch.setattr("lit_vgrpo.cli.import_module", lambda module: pytest.fail(f"imported {module}"))
     if text is not None:
         (tmp_path / "broken.yaml").write_text(text)
     assert main([verb, "broken.yaml", "trainer.max_epochs=1"]) == 2
@@ -77,7 +77,7 @@ def test_a_recipe_that_cannot_be_read_is_answered_before_imports(tmp_path, monke
 def test_looking_at_a_recipe_imports_nothing_heavy():
     code = """
 import sys
-from lit_vgrpo.shim import main
+from lit_vgrpo.cli import main
 assert main(["run", "tiny_shape"]) == 2
 print({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(sys.modules))
 """
@@ -111,7 +111,7 @@ FULL = "/dev/full"
 @pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs a shell")
 def test_output_that_nobody_reads_is_no_error(redirect, status, last):
     # Slow enough for the reader to have left.
-    slow = f"{sys.executable} -c 'import time; time.sleep(.3); import sys; from lit_vgrpo.shim import main; "
+    slow = f"{sys.executable} -c 'import time; time.sleep(.3); import sys; from lit_vgrpo.cli import main; "
     script = f'{slow}sys.argv[1:] = ["--help"]; sys.exit(main())\' {redirect}; echo status ${{PIPESTATUS[0]}} >&2'
     done = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True)
     assert done.stderr == f"{last}status {status}\n"
@@ -124,7 +124,7 @@ def test_other_verbs_go_to_the_lightning_sdk_where_it_is_installed(tmp_path):
     (package / "__init__.py").write_text("")
     (package / "entrypoint.py").write_text("import sys\ndef main_cli():\n    print('sdk', sys.argv[1:])\n    return 3")
     script = tmp_path / "lightning"
-    script.write_text("import sys\nfrom lit_vgrpo.shim import main\nsys.exit(main())\n")
+    script.write_text("import sys\nfrom lit_vgrpo.cli import main\nsys.exit(main())\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
     def call(*args):

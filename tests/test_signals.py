@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from lit_vgrpo import signals
-from lit_vgrpo.signals import StopRequests
+from lit_vgrpo.system import signals
+from lit_vgrpo.system.signals import StopRequests
 
 
 class Requests(StopRequests):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_vgrpo.sizes import Sizes
+from lit_vgrpo.core.sizes import Sizes
 
 small = st.integers(1, 40)
 

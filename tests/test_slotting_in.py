@@ -17,7 +17,7 @@ from processes import BARE
 
 from lit_vgrpo import VGRPO, OptimizerConfig, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
 from lit_vgrpo.callbacks import EMA, Export, ProgressBar, RewardLogger, RunSummary, SampleGrid, SurrogateDiagnostics
-from lit_vgrpo.cli import build
+from lit_vgrpo.commands.run import build
 
 ROOT = Path(__file__).parents[1]
 
@@ -149,11 +149,11 @@ def test_two_spawned_processes_train_what_one_does(tiny_sd3, tmp_path):
 PLAIN_LOOP = """
 import sys
 import torch
-from lit_vgrpo.advantages import group_advantages
+from lit_vgrpo.core.advantages import group_advantages
 from lit_vgrpo.objectives.vgrpo import VGRPO
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.rewards import ShapesReward
-from lit_vgrpo.rollout import RolloutSpec
+from lit_vgrpo.core.rollout import RolloutSpec
 
 torch.set_num_threads(1)
 policy = SD3Policy(sys.argv[1], max_sequence_length=1, decode_batch_size=48).load()
@@ -193,8 +193,8 @@ def test_a_plain_loop_without_lightning_learns():
     assert sum(history[-3:]) / 3 > sum(history[:3]) / 3 + 0.05
 
 
-PARTS = ["metrics", "objectives", "policies", "rewards", "surrogate", "advantages", "rollout", "snapshots", "ledger"]
-PARTS += ["tiny"]
+PARTS = ["metrics", "objectives", "policies", "rewards", "tiny"]
+PARTS += ["core.rollout", "core.sampling", "core.snapshots", "core.surrogate"]
 ALONE = [pytest.param([part], id=part, marks=pytest.mark.slow) for part in PARTS]
 
 
@@ -212,7 +212,7 @@ def test_the_parts_import_no_lightning(parts):
 
 def test_the_module_reads_no_recipe():
     """Building from plain Python needs none of our command."""
-    done = run_python("import lit_vgrpo.module, sys; assert 'lit_vgrpo.cli' not in sys.modules")
+    done = run_python("import lit_vgrpo.module, sys; assert 'lit_vgrpo.commands.run' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
+from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.policies import SD3Policy
-from lit_vgrpo.snapshots import Snapshot, trainable_parameters
 
 
 def network():

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_vgrpo.policies import RectifiedFlow, VariancePreserving
-from lit_vgrpo.solvers import (
+from lit_vgrpo.core.solvers import (
     DEFAULT_NOISE,
     FLOW_SDES,
     ODE_OF,
@@ -22,6 +21,7 @@ from lit_vgrpo.solvers import (
     tail_steps,
     transition,
 )
+from lit_vgrpo.policies import RectifiedFlow, VariancePreserving
 
 TIMES = torch.tensor([1.0, 0.83, 0.4, 0.07])
 NEXT = torch.tensor([0.9, 0.7, 0.37, 0.01])

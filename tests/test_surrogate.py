@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_vgrpo.surrogate import (
+from lit_vgrpo.core.surrogate import (
     ERROR_FLOOR,
     coefficient_of_variation,
     denoising_error,

@@ -14,8 +14,8 @@ import torch
 from helpers import free_port, make_trainer
 from processes import PYTHON
 
-from lit_vgrpo.peers import Peers, state_of
-from lit_vgrpo.watchdog import ChildrenWatch, Watch, watched
+from lit_vgrpo.runs.peers import Peers, state_of
+from lit_vgrpo.runs.watchdog import ChildrenWatch, Watch, watched
 
 DEADLY = """
 import os, signal, threading, time
@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_ends_the_job(tiny_recipe, rank, when):
 STOPPING = """
 import os, signal
 
-from lit_vgrpo import watchdog
+from lit_vgrpo.runs import watchdog
 from lit_vgrpo.rewards import Reward
 
 watchdog.SILENT_S = watchdog.PATIENCE_S = 1.0
@@ -199,7 +199,7 @@ def test_a_rank_that_died_is_not_waited_for_after_an_urgent_signal():
 
 
 def test_ranks_that_ended_well_are_not_blamed(capfd, monkeypatch):
-    monkeypatch.setattr("lit_vgrpo.watchdog.BLAME_S", 0.2)
+    monkeypatch.setattr("lit_vgrpo.runs.watchdog.BLAME_S", 0.2)
     assert not children(0, 0).says_who_died()
     assert capfd.readouterr().err == ""
 

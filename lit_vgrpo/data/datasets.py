@@ -6,10 +6,10 @@ from itertools import pairwise
 
 from torch.utils.data import Dataset
 
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.mixture import PromptMixture
 from lit_vgrpo.data.rows import Rows
-from lit_vgrpo.sizes import Sizes
 
 
 class IterationDataset(Dataset[PromptBatch]):

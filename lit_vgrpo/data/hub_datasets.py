@@ -10,8 +10,8 @@ from typing import Any
 
 from lit_vgrpo.data.source import Kind, PromptError, PromptSource
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.hub import HUB_TIMEOUT_S, hub_error
-from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.system.hub import HUB_TIMEOUT_S, hub_error
+from lit_vgrpo.system.paths import resolve_path
 
 LONGEST_REASON = 200
 SAVED_MARKS = ("dataset_dict.json", "state.json")

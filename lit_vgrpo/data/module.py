@@ -10,18 +10,17 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lit_vgrpo.core.ranges import Count, GroupSize, NonNegativeInt, PositiveInt, Range, Seed, checked
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_fault
-from lit_vgrpo.data.description import describe
-from lit_vgrpo.data.fingerprint import prompts_fingerprint
+from lit_vgrpo.data.description import describe, prompts_fingerprint
 from lit_vgrpo.data.prompt_sets import PromptChoice, PromptSets, limited_heldout
 from lit_vgrpo.data.prompts import read_prompts
 from lit_vgrpo.data.rows import Row, Rows
 from lit_vgrpo.data.sampler import GroupSampler, LocalSampler
 from lit_vgrpo.data.source import Source, Sources, as_source, as_sources
-from lit_vgrpo.paths import resolve_path
-from lit_vgrpo.ranges import Count, GroupSize, NonNegativeInt, PositiveInt, Range, Seed, checked
-from lit_vgrpo.sizes import Sizes
+from lit_vgrpo.system.paths import resolve_path
 
 
 @checked

@@ -11,7 +11,7 @@ from lit_vgrpo.data.rows import PROMPT, Row
 from lit_vgrpo.data.source import PromptError, PromptSource, as_source, kind_of
 from lit_vgrpo.data.tables import StreamedRows, TableRows, read_parquet
 from lit_vgrpo.data.text_files import IndexedRows, read_text
-from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.system.paths import resolve_path
 
 LARGE_FILE_BYTES = 64 * 2**20
 """Files from this size on are left on disk."""

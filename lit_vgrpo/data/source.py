@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_vgrpo.core.ranges import PositiveFloat, PositiveInt, checked
 from lit_vgrpo.errors import unknown_option
-from lit_vgrpo.hub import local_folder
-from lit_vgrpo.paths import resolve_path
-from lit_vgrpo.ranges import PositiveFloat, PositiveInt, checked
+from lit_vgrpo.system.hub import local_folder
+from lit_vgrpo.system.paths import resolve_path
 
 Kind = Literal["txt", "jsonl", "csv", "parquet", "folder", "hub"]
 FILE_KINDS: tuple[Kind, ...] = ("txt", "jsonl", "csv", "parquet")

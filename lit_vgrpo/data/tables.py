@@ -10,7 +10,7 @@ from lit_vgrpo.data.hub_datasets import open_table
 from lit_vgrpo.data.rows import PROMPT, Row, Rows, RowSequence, check_columns, checked, prompt_fault, without_nulls
 from lit_vgrpo.data.source import Kind, PromptError, PromptSource
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.system.paths import resolve_path
 
 BATCH = 1000
 SHUFFLE_BUFFER = 10_000

@@ -15,7 +15,7 @@ import numpy as np
 
 from lit_vgrpo.data.rows import Row, Rows, RowSequence, check_columns, checked, type_name
 from lit_vgrpo.data.source import Kind, PromptError, PromptSource
-from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.system.paths import resolve_path
 
 LONGEST_CELL = 2**24
 """Bytes of a csv cell; one without its closing quote would otherwise swallow the rest of a large file."""

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from lit_vgrpo.errors import say
-from lit_vgrpo.hub import LoadError
 from lit_vgrpo.metrics.features import INCEPTION, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX, reference_statistics
+from lit_vgrpo.system.hub import LoadError
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lit_vgrpo.metrics.ranks import sum_over_ranks
+from lit_vgrpo.distributed.gather import sum_over_ranks
 
 
 class Gaussian(Protocol):

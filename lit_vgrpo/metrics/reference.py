@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lit_vgrpo.distributed.gather import objects_of_all_ranks, raise_together, rank_and_world_size
 from lit_vgrpo.metrics.features import FeatureNetwork, InceptionFeatures, Pixels
 from lit_vgrpo.metrics.fid import FeatureSums
 from lit_vgrpo.metrics.kid import KeptFeatures
-from lit_vgrpo.metrics.ranks import objects_of_all_ranks, raise_together, rank_and_world_size
-from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.system.paths import resolve_path
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".jpg", ".jpeg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 PROGRAM_FORMAT = "EPS"

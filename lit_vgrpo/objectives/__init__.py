@@ -1,5 +1,6 @@
 """Training methods, one file each."""
 
+from lit_vgrpo.core.surrogate import clipped_surrogate
 from lit_vgrpo.objectives.awm import AWM
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.objectives.dance_grpo import DanceGRPO
@@ -9,7 +10,6 @@ from lit_vgrpo.objectives.dgpo import DGPO
 from lit_vgrpo.objectives.flow_grpo import FlowGRPO
 from lit_vgrpo.objectives.mix_grpo import MixGRPO
 from lit_vgrpo.objectives.nft import DiffusionNFT
-from lit_vgrpo.objectives.ratio import clipped_surrogate
 from lit_vgrpo.objectives.vgrpo import VGRPO
 
 __all__ = [

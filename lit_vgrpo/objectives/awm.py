@@ -7,7 +7,20 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, PositiveFloat, Range, checked
+from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.sampling import STREAM_TIMES
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import Snapshot
+from lit_vgrpo.core.surrogate import (
+    clipped_surrogate,
+    draw_levels,
+    mean_over_pixels,
+    ratio_metrics,
+    schedule_times,
+    seeded_generator,
+)
 from lit_vgrpo.objectives.base import Objective, require
 from lit_vgrpo.objectives.pairs import (
     TimeSource,
@@ -18,13 +31,7 @@ from lit_vgrpo.objectives.pairs import (
     stored_errors,
     stored_predictions,
 )
-from lit_vgrpo.objectives.ratio import clipped_surrogate, ratio_metrics
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, PositiveFloat, Range, checked
-from lit_vgrpo.rollout import STREAM_TIMES, Experience, Rollout, RolloutSpec
-from lit_vgrpo.sizes import Sizes
-from lit_vgrpo.snapshots import Snapshot
-from lit_vgrpo.surrogate import draw_levels, mean_over_pixels, schedule_times, seeded_generator
 
 Weighting = Literal["power", "uniform", "time", "time_squared"]
 ERROR_OFFSET = 1e-10

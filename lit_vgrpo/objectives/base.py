@@ -10,24 +10,22 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lit_vgrpo.advantages import AdvantageAggregate, AdvantageStd
-from lit_vgrpo.ledger import PassLedger
-from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.ranges import GuidanceScale, checked
-from lit_vgrpo.rollout import (
+from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.ranges import GuidanceScale, checked
+from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.sampling import (
     STREAM_GROUP_NOISE,
     STREAM_ROLLOUT,
     STREAM_SDE,
     BatchHook,
-    Experience,
-    Rollout,
-    RolloutSpec,
     image_generators,
     sample,
     sample_chain,
 )
-from lit_vgrpo.sizes import Sizes
-from lit_vgrpo.snapshots import Snapshot
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import Snapshot
+from lit_vgrpo.policies.base import Policy
 
 
 @checked

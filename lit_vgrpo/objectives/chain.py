@@ -8,16 +8,15 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, Range, checked
+from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import Snapshot
+from lit_vgrpo.core.solvers import FLOW_SDES, VP_SDES, Transition, log_prob, transition
+from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics
 from lit_vgrpo.objectives.base import Objective
-from lit_vgrpo.objectives.ratio import clipped_surrogate, ratio_metrics
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, Range, checked
-from lit_vgrpo.rollout import Experience, Rollout, RolloutSpec
-from lit_vgrpo.sizes import Sizes
-from lit_vgrpo.snapshots import Snapshot
-from lit_vgrpo.solvers import FLOW_SDES, VP_SDES, Transition, log_prob, transition
-from lit_vgrpo.surrogate import mean_over_pixels
 
 
 def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:

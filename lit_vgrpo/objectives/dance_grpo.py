@@ -8,10 +8,11 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from lit_vgrpo.advantages import AdvantageStd
+from lit_vgrpo.core.advantages import AdvantageStd
+from lit_vgrpo.core.ranges import GuidanceScale, Range, checked
+from lit_vgrpo.core.rollout import Rollout, RolloutSpec
+from lit_vgrpo.core.sampling import STREAM_STEPS, image_generators
 from lit_vgrpo.objectives.chain import ChainObjective
-from lit_vgrpo.ranges import GuidanceScale, Range, checked
-from lit_vgrpo.rollout import STREAM_STEPS, Rollout, RolloutSpec, image_generators
 
 
 @checked

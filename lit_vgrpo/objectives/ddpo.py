@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from lit_vgrpo.advantages import AdvantageStd
+from lit_vgrpo.core.advantages import AdvantageStd
+from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, Range, checked
+from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.objectives.chain import ChainObjective
-from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, Range, checked
-from lit_vgrpo.rollout import RolloutSpec
 
 
 @checked

@@ -8,15 +8,16 @@ from typing import Annotated, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.probability_paths import Space
+from lit_vgrpo.core.ranges import PositiveFloat, Range, checked
+from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.sampling import STREAM_DATA, BatchHook, image_generators
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.surrogate import denoising_error, surrogate
 from lit_vgrpo.objectives.base import Objective, group_layout
 from lit_vgrpo.objectives.pairs import predict_pairs, rollout_pairs
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.paths import Space
-from lit_vgrpo.ranges import PositiveFloat, Range, checked
-from lit_vgrpo.rollout import STREAM_DATA, BatchHook, Experience, Rollout, RolloutSpec, image_generators
-from lit_vgrpo.sizes import Sizes
-from lit_vgrpo.surrogate import denoising_error, surrogate
 
 
 class ImageSource(Protocol):

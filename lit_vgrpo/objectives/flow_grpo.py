@@ -7,11 +7,12 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, Range, checked
+from lit_vgrpo.core.rollout import Experience, RolloutSpec
+from lit_vgrpo.core.sampling import STREAM_STEPS
+from lit_vgrpo.core.solvers import Transition
+from lit_vgrpo.core.surrogate import mean_over_pixels, seeded_generator
 from lit_vgrpo.objectives.chain import ChainObjective
-from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, Range, checked
-from lit_vgrpo.rollout import STREAM_STEPS, Experience, RolloutSpec
-from lit_vgrpo.solvers import Transition
-from lit_vgrpo.surrogate import mean_over_pixels, seeded_generator
 
 PUBLISHED_CLIP = {"cps": 1e-5}
 DEFAULT_CLIP = 1e-4

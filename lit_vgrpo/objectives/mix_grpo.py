@@ -9,12 +9,13 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 
-from lit_vgrpo.advantages import AdvantageAggregate, AdvantageStd
+from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
+from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, NonNegativeInt, PositiveInt, Range, checked
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sampling import STREAM_STEPS
+from lit_vgrpo.core.surrogate import seeded_generator
 from lit_vgrpo.objectives.base import require
 from lit_vgrpo.objectives.chain import ChainObjective
-from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, NonNegativeInt, PositiveInt, Range, checked
-from lit_vgrpo.rollout import STREAM_STEPS, RolloutSpec
-from lit_vgrpo.surrogate import seeded_generator
 
 WindowStrategy = Literal["progressive", "random", "decay", "frozen"]
 

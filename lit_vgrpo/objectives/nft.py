@@ -8,7 +8,13 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, Range, checked
+from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.sampling import STREAM_TIMES, image_generators
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import Snapshot
+from lit_vgrpo.core.surrogate import denoising_error, mean_over_pixels, surrogate
 from lit_vgrpo.objectives.base import Objective, require
 from lit_vgrpo.objectives.pairs import (
     ode_faults,
@@ -19,11 +25,6 @@ from lit_vgrpo.objectives.pairs import (
     stored_predictions,
 )
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, Range, checked
-from lit_vgrpo.rollout import STREAM_TIMES, Experience, Rollout, RolloutSpec, image_generators
-from lit_vgrpo.sizes import Sizes
-from lit_vgrpo.snapshots import Snapshot
-from lit_vgrpo.surrogate import denoising_error, mean_over_pixels, surrogate
 
 ABSOLUTE_FLOOR = 1e-5
 

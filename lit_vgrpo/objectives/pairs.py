@@ -7,10 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.probability_paths import Space, expand
+from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.sampling import STREAM_PAIRS, image_generators
+from lit_vgrpo.core.surrogate import Pairs, draw_pairs, mean_over_pixels, surrogate
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.paths import Space, expand
-from lit_vgrpo.rollout import STREAM_PAIRS, Experience, Rollout, RolloutSpec, image_generators
-from lit_vgrpo.surrogate import Pairs, draw_pairs, mean_over_pixels, surrogate
 
 TimeSource = Literal["sampler", "uniform"]
 

@@ -8,18 +8,24 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from lit_vgrpo.advantages import soft_clip
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.core.advantages import soft_clip
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.probability_paths import Space
+from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, PositiveFloat, Range, checked
+from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import Snapshot
+from lit_vgrpo.core.surrogate import (
+    absolute_error,
+    clipped_surrogate,
+    denoising_error,
+    mean_over_pixels,
+    ratio_metrics,
+    surrogate,
+)
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.objectives.pairs import TimeSource, predict_pairs, rollout_pairs
-from lit_vgrpo.objectives.ratio import clipped_surrogate, ratio_metrics
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.paths import Space
-from lit_vgrpo.ranges import GuidanceScale, NonNegativeFloat, PositiveFloat, Range, checked
-from lit_vgrpo.rollout import Experience, Rollout, RolloutSpec
-from lit_vgrpo.sizes import Sizes
-from lit_vgrpo.snapshots import Snapshot
-from lit_vgrpo.surrogate import absolute_error, denoising_error, mean_over_pixels, surrogate
 
 
 def prediction_distance(prediction: Tensor, stored: Tensor, scale: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.rollout import Conditioning, RolloutSpec
+from lit_vgrpo.core.sampling import image_generators, sample
+from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.hub import quiet_libraries, source_of
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.conditioning import Conditioning
 from lit_vgrpo.policies.pipeline_call import call_of, pipeline_with, scheduler_of_the_pipeline
-from lit_vgrpo.rollout import RolloutSpec, image_generators, sample
-from lit_vgrpo.snapshots import trainable_parameters
+from lit_vgrpo.system.hub import quiet_libraries, source_of
 
 PROMPTS = ("a red circle on the left", "a blue square", "a green triangle at the top", "dogs")
 STEPS = 3

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.hub import quiet_libraries
+from lit_vgrpo.policies.contract import PolicyContract
 from lit_vgrpo.policies.placement import written_in
-
-if TYPE_CHECKING:
-    from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.system.hub import quiet_libraries
 
 SD2_TEXT_WIDTH = 1024  # of the text encoder of Stable Diffusion 2.x
 
 
 def save_policy(
-    policy: Policy,
+    policy: PolicyContract,
     folder: Path,
     weights: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
@@ -37,7 +35,7 @@ def save_policy(
         _save_adapter(policy, folder, weights, dtype)
 
 
-def save_merged(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def save_merged(policy: PolicyContract, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Add the adapter to the weights under it and write a pipeline folder; the policy is of no use afterwards.
 
     They are added in float32, in which the frozen weights are exact whatever their type.
@@ -51,7 +49,7 @@ def save_merged(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32
     _save_pipeline(policy, folder, None, dtype)
 
 
-def save_kohya(policy: Policy, file: Path, dtype: torch.dtype = torch.float32) -> None:
+def save_kohya(policy: PolicyContract, file: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the adapter of a UNet under the names of kohya's trainer, which programs without diffusers know.
 
     The header says for which base model it is: the WebUI takes a header without that for one of Stable Diffusion 1.
@@ -72,14 +70,18 @@ def save_kohya(policy: Policy, file: Path, dtype: torch.dtype = torch.float32) -
     save_file(convert_state_dict_to_kohya(layers), file, header)
 
 
-def _save_adapter(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype) -> None:
+def _save_adapter(
+    policy: PolicyContract, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
+) -> None:
     layers = policy.lora_names(_layers_of_adapter(policy, weights, dtype))
     config = {**policy.network.peft_config["default"].to_dict(), "lora_alpha": policy.lora_rank}
     name = f"{policy.network_name}_lora"
     policy.pipeline.save_lora_weights(folder, **{f"{name}_layers": layers, f"{name}_adapter_metadata": config})
 
 
-def _layers_of_adapter(policy: Policy, weights: Mapping[str, Tensor] | None, dtype: torch.dtype) -> dict[str, Tensor]:
+def _layers_of_adapter(
+    policy: PolicyContract, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """The adapter's tensors by peft's names, its scale of alpha / rank multiplied into the B matrices.
 
     Few programs look for alpha in a file's header: without it they take the scale for 1, as it is afterwards.
@@ -94,7 +96,9 @@ def _layers_of_adapter(policy: Policy, weights: Mapping[str, Tensor] | None, dty
     return {name: tensor.to(dtype).contiguous() for name, tensor in scaled.items()}
 
 
-def _save_pipeline(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype) -> None:
+def _save_pipeline(
+    policy: PolicyContract, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
+) -> None:
     pipeline, network = policy.pipeline, policy.network
     whole = network if weights is None else _whole(network, weights)
     try:

@@ -6,27 +6,25 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.file_fingerprint import folder_fingerprint, of_the_model
-from lit_vgrpo.hub import local_folder
+from lit_vgrpo.policies.contract import PolicyContract
 from lit_vgrpo.policies.pipeline_folder import INDEX, config_folder, weight_files
-
-if TYPE_CHECKING:
-    from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.system.file_fingerprint import folder_fingerprint, of_the_model
+from lit_vgrpo.system.hub import local_folder
 
 SAMPLED_VALUES = 4096
 """Values of each parameter that are looked at: all of a small one, evenly spaced ones of a large one."""
 
 
-def pipeline_fingerprint(policy: Policy) -> dict[str, str]:
+def pipeline_fingerprint(policy: PolicyContract) -> dict[str, str]:
     """A fingerprint of each part of the pipeline that a policy loads, from its files; the policy need not be loaded.
 
-    Files of more than 64 MiB are sampled, see :func:`~lit_vgrpo.file_fingerprint.file_fingerprint`. Empty where not
-    all of the parts are on this machine.
+    Files of more than 64 MiB are sampled, see :func:`~lit_vgrpo.system.file_fingerprint.file_fingerprint`. Empty where
+    not all of the parts are on this machine.
 
     Raises:
         OSError: a file cannot be read.
@@ -48,7 +46,7 @@ def pipeline_fingerprint(policy: Policy) -> dict[str, str]:
 
 
 @torch.no_grad()
-def encoder_fingerprint(policy: Policy) -> str:
+def encoder_fingerprint(policy: PolicyContract) -> str:
     """The same for the same embeddings, wherever the files lie: 64 hexadecimal digits.
 
     Covers the text encoders (class, config, type, weights, of which every large one is sampled), the tokenizers, the
@@ -75,13 +73,11 @@ def encoder_fingerprint(policy: Policy) -> str:
     return digest.hexdigest()
 
 
-def _family_options(policy: Policy) -> Iterator[tuple[str, Any]]:
+def _family_options(policy: PolicyContract) -> Iterator[tuple[str, Any]]:
     """Options that the policy's class and those between it and ``Policy`` name in their constructors."""
-    from lit_vgrpo.policies.base import Policy
-
-    known = inspect.signature(Policy).parameters
+    known = inspect.signature(PolicyContract).parameters
     for cls in type(policy).__mro__:
-        if cls is Policy:
+        if cls is PolicyContract:
             return
         for name, option in inspect.signature(cls).parameters.items():
             if name not in known and option.kind is not option.VAR_KEYWORD:

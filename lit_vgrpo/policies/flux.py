@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.hub import LoadError
+from lit_vgrpo.core.probability_paths import RectifiedFlow
+from lit_vgrpo.core.ranges import Range, checked
+from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.core.solvers import FLOW_SDES
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.conditioning import Conditioning
-from lit_vgrpo.policies.image_size import latent_side
 from lit_vgrpo.policies.misfits import channels_misfit, flow_misfit
-from lit_vgrpo.policies.paths import RectifiedFlow
 from lit_vgrpo.policies.pipeline_folder import Parts, config_folder
 from lit_vgrpo.policies.schedulers import FLOW_SOLVERS, flow_scheduler
-from lit_vgrpo.ranges import Range, checked
-from lit_vgrpo.solvers import FLOW_SDES
+from lit_vgrpo.policies.vae import latent_side
+from lit_vgrpo.system.hub import LoadError
 
 LONGEST_PROMPT = 512  # tokens
 PATCH = 2  # latents a side that are packed into one token

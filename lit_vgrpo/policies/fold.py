@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.hub import LoadError
-from lit_vgrpo.shards import is_sharded
-
-if TYPE_CHECKING:
-    from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.core.sharding import is_sharded
+from lit_vgrpo.policies.contract import PolicyContract
+from lit_vgrpo.system.hub import LoadError
 
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """Bits of a float32 that a 16-bit type has no room for."""
@@ -104,7 +102,7 @@ class FoldedLora:
         self._versions = [weight(layer)._version for layer in self._layers]
 
 
-def folded_for_sampling(policy: Policy) -> AbstractContextManager[None]:
+def folded_for_sampling(policy: PolicyContract) -> AbstractContextManager[None]:
     """The policy's adapter folded, where ``fold_lora`` asks for it or it is exact; else nothing happens.
 
     Raises:
@@ -121,7 +119,7 @@ def folded_for_sampling(policy: Policy) -> AbstractContextManager[None]:
     return policy.folded.applied()
 
 
-def _is_exact(policy: Policy) -> bool:
+def _is_exact(policy: PolicyContract) -> bool:
     """Whether a sum of weights and adapter is rounded as float32 is, and no coarser."""
     if policy.lora_rank is None:
         return False

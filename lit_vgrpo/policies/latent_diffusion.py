@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.probability_paths import Space, VariancePreserving
+from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.core.solvers import VP_SDES
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.conditioning import Conditioning
 from lit_vgrpo.policies.misfits import channels_misfit, distillation, noise_misfit
-from lit_vgrpo.policies.paths import Space, VariancePreserving
 from lit_vgrpo.policies.pipeline_folder import Parts, parts_in_memory
 from lit_vgrpo.policies.schedulers import VP_SOLVERS, vp_scheduler
-from lit_vgrpo.solvers import VP_SDES
 
 PREDICTIONS: dict[str, Space] = {"epsilon": "eps", "v_prediction": "v"}
 

@@ -6,12 +6,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lit_vgrpo.hub import cached_file, explain_unloadable, file_at_hand, hub_error, local_folder
-
-if TYPE_CHECKING:
-    from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.contract import Parts, PolicyContract
+from lit_vgrpo.system.hub import cached_file, explain_unloadable, file_at_hand, hub_error, local_folder
 
 INDEX = "model_index.json"
 KEY = "model.policy.checkpoint"
@@ -21,11 +19,8 @@ WEIGHTS = re.compile(
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+))?(?:-\d{5}-of-\d{5})?(?:\.(\w+))?\.(?:safetensors|bin)"
 )
 
-Parts = Mapping[str, Mapping[str, Any] | None]
-"""A pipeline's parts by name: each one's configuration with its ``_class_name``, ``None`` for one that is left out."""
 
-
-def pipeline_faults(policy: Policy) -> list[str]:
+def pipeline_faults(policy: PolicyContract) -> list[str]:
     """Why a policy's checkpoint is none of its family, in a line; empty where nothing speaks against it."""
     checkpoint, revision = policy.checkpoint, policy.revision
     folder = local_folder(checkpoint)
@@ -45,7 +40,7 @@ def pipeline_faults(policy: Policy) -> list[str]:
     return folder_faults(policy, folder)
 
 
-def folder_faults(policy: Policy, folder: Path, is_whole: bool = True) -> list[str]:
+def folder_faults(policy: PolicyContract, folder: Path, is_whole: bool = True) -> list[str]:
     """Why a pipeline folder does not fit a policy, in a line; empty where nothing speaks against it.
 
     Args:
@@ -59,9 +54,7 @@ def folder_faults(policy: Policy, folder: Path, is_whole: bool = True) -> list[s
         return [f"{folder / INDEX} is damaged: not a JSON object. Save or download the pipeline again."]
     found = index.get("_class_name")
     if found != needed:
-        from lit_vgrpo.policies.base import Policy
-
-        families = {cls.pipeline_class: cls.__name__ for cls in _families(Policy)}
+        families = {cls.pipeline_class: cls.__name__ for cls in _families(PolicyContract)}
         known = isinstance(found, str) and found in families
         advice = f"Use class_path: {families[found]}." if known else f"Give a {needed}."
         return [f"{KEY}={checkpoint} is a {found}, {type(policy).__name__} needs {needed}. {advice}"]
@@ -73,7 +66,7 @@ def folder_faults(policy: Policy, folder: Path, is_whole: bool = True) -> list[s
     return [fault for fault in faults if fault is not None][:1]
 
 
-def misfit(policy: Policy, parts: Parts) -> str | None:
+def misfit(policy: PolicyContract, parts: Parts) -> str | None:
     """What of a pipeline of the right class a policy cannot work with, in a line, or ``None``."""
     fault = policy.misfit(parts)
     return None if fault is None else f"{KEY}={policy.checkpoint} {fault}"
@@ -138,7 +131,7 @@ def _fetch_index(checkpoint: str, revision: str | None) -> None:
         hub_error(lambda: hf_hub_download(checkpoint, INDEX, revision=revision))
 
 
-def _not_a_folder(policy: Policy, path: Path) -> str:
+def _not_a_folder(policy: PolicyContract, path: Path) -> str:
     if path.suffix.lower() not in ONE_FILE or not path.is_file():
         return f"{KEY}={policy.checkpoint} is no folder. Give a pipeline folder or a hub name."
     convert = f'diffusers.{policy.pipeline_class}.from_single_file("{path}").save_pretrained("DIR")'
@@ -148,7 +141,7 @@ def _not_a_folder(policy: Policy, path: Path) -> str:
     )
 
 
-def _absent_part(policy: Policy, folder: Path, names: list[str]) -> str | None:
+def _absent_part(policy: PolicyContract, folder: Path, names: list[str]) -> str | None:
     """Why a folder cannot be loaded that lacks what its index names, such as a tokenizer."""
     absent = [name for name in names if not (folder / name).is_dir()]
     if not absent:
@@ -157,7 +150,7 @@ def _absent_part(policy: Policy, folder: Path, names: list[str]) -> str | None:
     return f"{KEY}={policy.checkpoint} lacks {lacking}, which its {INDEX} names. Save or download the pipeline again."
 
 
-def _variant_fault(policy: Policy, folder: Path, names: list[str]) -> str | None:
+def _variant_fault(policy: PolicyContract, folder: Path, names: list[str]) -> str | None:
     """Why a folder's weights are not those that are asked for, as far as the names of its files tell."""
     held = {name: variants for name in names if (variants := _variants(folder / name))}
     if policy.variant is None:

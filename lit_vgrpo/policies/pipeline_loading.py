@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.hub import LoadError, local_folder, only_errors_of, quiet_libraries
+from lit_vgrpo.policies.contract import PolicyContract
 from lit_vgrpo.policies.pipeline_folder import KEY, config_folder, folder_faults
-
-if TYPE_CHECKING:
-    from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.system.hub import LoadError, local_folder, only_errors_of, quiet_libraries
 
 
-def read_pipeline(policy: Policy) -> Any:
+def read_pipeline(policy: PolicyContract) -> Any:
     """A policy's pipeline with its weights, in the types that the policy trains and computes in.
 
     Raises:
@@ -45,7 +43,7 @@ def read_pipeline(policy: Policy) -> Any:
             ) from error
 
 
-def fetch(policy: Policy, family: Any) -> Path:
+def fetch(policy: PolicyContract, family: Any) -> Path:
     """The folder of a policy's pipeline, downloaded if it is a hub name and something of it is not in the cache.
 
     Args:

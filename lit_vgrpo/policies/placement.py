@@ -1,12 +1,12 @@
-"""Of which type modules are, and on which device."""
+"""On which device modules are, of which type, and in which precision they compute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -90,3 +90,19 @@ def _slots(module: nn.Module) -> Iterator[Slot]:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     yield tensors, name, tensor
+
+
+def in_own_precision(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Let a method compute in the types of what it is given: an autocast around the call does not reach inside.
+
+    For methods of a policy or of a module, which say on which ``device`` they are.
+    """
+
+    @wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        kind = self.device.type
+        known = torch.amp.is_autocast_available(kind)  # not that of the meta device
+        with torch.autocast(kind, enabled=False) if known else nullcontext():
+            return method(self, *args, **kwargs)
+
+    return call

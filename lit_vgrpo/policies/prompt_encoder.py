@@ -6,20 +6,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.hub import quiet_libraries
-from lit_vgrpo.paths import resolve_path
-from lit_vgrpo.policies.conditioning import Conditioning
+from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.policies.contract import PolicyContract
 from lit_vgrpo.policies.embeddings import EmbeddingCache
 from lit_vgrpo.policies.fingerprint import encoder_fingerprint
 from lit_vgrpo.policies.placement import place, placed
-
-if TYPE_CHECKING:
-    from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.system.hub import quiet_libraries
+from lit_vgrpo.system.paths import resolve_path
 
 Encode = Callable[[list[str]], Mapping[str, Tensor]]
 
@@ -32,7 +29,7 @@ class PromptEncoder:
     cold cache, a warm one or none. A text encoder's pass is short beside the images', of which each prompt has many.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: PolicyContract) -> None:
         self.policy = policy
         self._negative: Conditioning | None = None
         self._warned_of_long_prompts = False

@@ -7,15 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor
 
+from lit_vgrpo.core.probability_paths import RectifiedFlow
+from lit_vgrpo.core.ranges import Range, checked
+from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.core.solvers import FLOW_SDES
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.conditioning import Conditioning
-from lit_vgrpo.policies.image_size import refuse_above
 from lit_vgrpo.policies.misfits import channels_misfit, flow_misfit
-from lit_vgrpo.policies.paths import RectifiedFlow
 from lit_vgrpo.policies.pipeline_folder import Parts
 from lit_vgrpo.policies.schedulers import FLOW_SOLVERS, flow_scheduler
-from lit_vgrpo.ranges import Range, checked
-from lit_vgrpo.solvers import FLOW_SDES
+from lit_vgrpo.policies.vae import refuse_above
 
 
 @checked

@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lit_vgrpo.errors import one_line, suggestion
-from lit_vgrpo.hub import LoadError, quiet_libraries
-
-if TYPE_CHECKING:
-    from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.contract import PolicyContract
+from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
 MOST_GRAPHS = 64
 """Of the compiled blocks: kinds of blocks x with and without gradient x adapter folded or not x three kinds of size."""
 WITHOUT_BACKWARD = ("sage", "_sage")
 
 
-def speed_up(policy: Policy) -> None:
+def speed_up(policy: PolicyContract) -> None:
     """Do with a policy's network what its options ask for.
 
     Raises:
@@ -31,22 +29,6 @@ def speed_up(policy: Policy) -> None:
         set_attention_backend(policy.network, policy.attention_backend)
     if policy.compile_network:
         compile_network(policy.network)
-
-
-def sharding_fault(policy: Policy, strategy: Any) -> str | None:
-    """Which of a policy's options for speed a strategy that shards the weights rules out, in a line, or ``None``.
-
-    Compiled blocks were not tried between the hooks by which FSDP2 and ZeRO-3 gather the weights.
-    """
-    from lit_vgrpo.strategies import FSDP2, ZeRO
-
-    asked = [name for name, is_on in (("compile", policy.compile_network), ("fold_lora", policy.fold_lora)) if is_on]
-    if not asked or not (isinstance(strategy, FSDP2) or (isinstance(strategy, ZeRO) and strategy.stage == 3)):
-        return None
-    return (
-        f"model.policy.{asked[0]}=true needs whole weights on every rank, and {type(strategy).__name__} shards them. "
-        "Leave it out, or use trainer.strategy=zero2."
-    )
 
 
 def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor") -> None:

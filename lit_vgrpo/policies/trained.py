@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lit_vgrpo.errors import suggestion
-from lit_vgrpo.hub import LoadError
-
-if TYPE_CHECKING:
-    from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.contract import PolicyContract
+from lit_vgrpo.system.hub import LoadError
 
 
-def choose_trained(policy: Policy) -> None:
+def choose_trained(policy: PolicyContract) -> None:
     """Freeze and cast a policy's network: what the policy says is trained, in float32, all else is of its own type.
 
     Raises:
@@ -33,7 +30,7 @@ def choose_trained(policy: Policy) -> None:
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else policy.dtype)
 
 
-def add_adapter(policy: Policy) -> None:
+def add_adapter(policy: PolicyContract) -> None:
     """Put a LoRA adapter into the network; a fresh one changes nothing, since its B matrices are zero."""
     from peft import LoraConfig
 
@@ -92,26 +89,3 @@ def train_only(network: nn.Module, patterns: Sequence[str]) -> None:
             )
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
-
-
-def option_faults(options: dict[str, Any]) -> list[str]:
-    """What cannot be among the options that say what is trained, a line each."""
-    rank, dropout, only = options["lora_rank"], options["lora_dropout"], options["train_only"]
-    alpha, targets = options["lora_alpha"], options["lora_targets"]
-    faults = []
-    if dropout:
-        faults.append(
-            f"lora_dropout={dropout} would make the policy differ from the one that rolled out, so that the ratio is "
-            "not 1 before any update. Leave it out."
-        )
-    if alpha is not None and rank is None:
-        faults.append(f"lora_alpha={alpha} has no effect without lora_rank. Set lora_rank=32 too, or lora_alpha=null.")
-    if targets is not None and not targets:
-        faults.append("lora_targets=[] adapts nothing. Give endings such as attn.to_q, or null for the usual ones.")
-    if targets and rank is None:
-        faults.append(f"lora_targets={list(targets)} has no effect without lora_rank. Set lora_rank=32 too.")
-    if only is not None and rank is not None:
-        faults.append("train_only and lora_rank are given: only an adapter is trained then. Leave one of them out.")
-    if only is not None and not only:
-        faults.append("train_only=[] trains nothing. Give patterns such as '*.attn.*', or null for all weights.")
-    return faults

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from lit_vgrpo.errors import UserError, one_line, report, say
-from lit_vgrpo.hub import LoadError
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.checks import Broken, checks_of
+from lit_vgrpo.system.hub import LoadError
 
 USAGE = "usage: python -m lit_vgrpo.policies.verify CLASS checkpoint=FOLDER_OR_HUB_NAME [option=value ...]"
 ADAPTER = "lora_rank=4"
@@ -35,6 +35,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     try:
         policy = build_policy(words)
+        if policy.start_from is not None:
+            raise UserError(f"start_from={policy.start_from} has no part in these checks. Leave it out.")
         policy.load()
     except UserError as error:
         report(error.faults)
@@ -55,9 +57,9 @@ def build_policy(words: Sequence[str]) -> Policy:
         UserError: with every fault of what was typed.
     """
     from lit_vgrpo import policies  # noqa: F401  imported so that its classes go by short names
-    from lit_vgrpo.paths import import_from_here
-    from lit_vgrpo.recipe import apply_override
-    from lit_vgrpo.recipe_part import built_part
+    from lit_vgrpo.config.parts import built_part
+    from lit_vgrpo.config.recipe import apply_override
+    from lit_vgrpo.system.paths import import_from_here
 
     import_from_here()
     tree = {"policy": {"class_path": words[0]}}

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from lit_vgrpo.batches import BATCH_SIZE
-from lit_vgrpo.hub import explain_unloadable, source_of
-from lit_vgrpo.ranges import BatchSize, checked
+from lit_vgrpo.core.batches import BATCH_SIZE
+from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.rewards.clip import clip_fault, clip_model
-from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
-from lit_vgrpo.rewards.score_head import ScoreHead
+from lit_vgrpo.rewards.model import Dtype, ModelReward, ScoreHead, unit
 from lit_vgrpo.rewards.weights import file_fault, fill, read_weights, unloadable, weights_path
+from lit_vgrpo.system.hub import explain_unloadable, source_of
 
 if TYPE_CHECKING:
     from transformers import CLIPImageProcessor

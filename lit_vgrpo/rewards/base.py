@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-import torch
-from PIL import Image
 from torch import Tensor
 
 from lit_vgrpo.errors import one_line
@@ -83,25 +81,3 @@ class Reward(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Give up what is under way and let go of connections; a later call may open them again."""
-
-
-def to_uint8(images: Tensor) -> Tensor:
-    """Round images to what a file would hold.
-
-    Args:
-        images: any shape, float in [0, 1], finite.
-
-    Returns:
-        The same shape, uint8.
-    """
-    return (images.float().clamp(0, 1) * 255).round().to(torch.uint8)
-
-
-def to_pil(images: Tensor) -> list[Image.Image]:
-    """Images as RGB pictures, what a file would hold.
-
-    Args:
-        images: shape ``(B, 3, H, W)``, float in [0, 1], finite.
-    """
-    pictures = to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()
-    return [Image.fromarray(picture) for picture in pictures]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lit_vgrpo.rewards.score_head import ScoreHead
+from lit_vgrpo.rewards.model import ScoreHead
 
 if TYPE_CHECKING:
     from transformers.models.blip.modeling_blip import BlipVisionModel

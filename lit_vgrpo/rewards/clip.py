@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, source_of
-from lit_vgrpo.ranges import BatchSize, checked
+from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
 from lit_vgrpo.rewards.weights import unloadable
+from lit_vgrpo.system.hub import LoadError, explain_unloadable, local_folder, source_of
 
 if TYPE_CHECKING:
     from transformers import CLIPModel, CLIPProcessor

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.ranges import Finite, PositiveFloat, checked
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.ranges import Finite, PositiveFloat, checked
-from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, to_uint8
+from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
 from lit_vgrpo.rewards.batch import RewardBatch
 
 # would fall on another metric's key, such as reward/mean or heldout/reward

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
-from lit_vgrpo.ranges import PositiveInt, Range, checked
+from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 
 OnOutage = Literal["stop", "nan"]
 

@@ -11,9 +11,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.errors import nearest
-from lit_vgrpo.paths import import_from_here
-from lit_vgrpo.rewards.base import Reward, RewardError, to_pil, to_uint8
+from lit_vgrpo.rewards.base import Reward, RewardError
+from lit_vgrpo.system.paths import import_from_here
 
 Images = Literal["tensor", "pil", "numpy"]
 

@@ -8,14 +8,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lit_vgrpo.batches import BATCH_SIZE, filled
-from lit_vgrpo.hub import LoadError, quiet_libraries
-from lit_vgrpo.ranges import BatchSize, ClosedUnitInterval, checked
-from lit_vgrpo.rewards.base import Reward, to_pil, to_uint8
+from lit_vgrpo.core.batches import BATCH_SIZE, filled
+from lit_vgrpo.core.pixels import to_pil, to_uint8
+from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, checked
+from lit_vgrpo.rewards.base import Reward
 from lit_vgrpo.rewards.geneval_colors import ColorClassifier, color_model_fault, object_crop
 from lit_vgrpo.rewards.geneval_detector import ObjectDetector, class_names, detector_config, detector_fault
 from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, Verdict, row_fault
 from lit_vgrpo.rewards.model import Dtype, check_arguments, device_for
+from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
 HUB_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 HUB_CLIP = "openai/clip-vit-large-patch14"

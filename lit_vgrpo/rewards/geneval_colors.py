@@ -8,11 +8,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lit_vgrpo.hub import explain_unloadable, source_of
 from lit_vgrpo.rewards.clip import clip_fault, clip_model, embedding
 from lit_vgrpo.rewards.geneval_rules import COLORS, Detection
 from lit_vgrpo.rewards.model import Dtype, unit
 from lit_vgrpo.rewards.weights import unloadable
+from lit_vgrpo.system.hub import explain_unloadable, source_of
 
 TEMPLATES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
 BACKGROUND = (0x99, 0x99, 0x99)  # of an object that comes with a mask

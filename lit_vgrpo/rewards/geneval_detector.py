@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.hub import explain_unloadable, file_at_hand, local_folder, source_of
 from lit_vgrpo.rewards.geneval_rules import Detection, official_name
 from lit_vgrpo.rewards.model import Dtype
 from lit_vgrpo.rewards.weights import unloadable
+from lit_vgrpo.system.hub import explain_unloadable, file_at_hand, local_folder, source_of
 
 SEGMENTERS = frozenset({"mask2former"})
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from lit_vgrpo.core.ranges import ClosedUnitInterval, PositiveInt, checked
 from lit_vgrpo.errors import suggestion
-from lit_vgrpo.ranges import ClosedUnitInterval, PositiveInt, checked
 
 Box = tuple[float, float, float, float]
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.batches import BATCH_SIZE
+from lit_vgrpo.core.batches import BATCH_SIZE
+from lit_vgrpo.core.pixels import letterboxed
+from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.errors import suggestion
-from lit_vgrpo.ranges import BatchSize, checked
 from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
-from lit_vgrpo.rewards.pixels import letterboxed
 from lit_vgrpo.rewards.weights import file_fault, fill, read_weights, weights_path
 
 HUB_CHECKPOINT = "xswu/HPSv2"

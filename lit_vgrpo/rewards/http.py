@@ -12,9 +12,10 @@ from urllib.parse import urljoin
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.ranges import BatchSize, checked
-from lit_vgrpo.rewards.base import Reward, RewardError, to_uint8
+from lit_vgrpo.rewards.base import Reward, RewardError
 from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.transport import Call, Failed, Transport
 from lit_vgrpo.rewards.wire import VERSION, ScoreAnswer, json_request, multipart_request, read_answer, row_fault

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.batches import BATCH_SIZE
-from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder, source_of
-from lit_vgrpo.ranges import BatchSize, checked
+from lit_vgrpo.core.batches import BATCH_SIZE
+from lit_vgrpo.core.pixels import centre_cropped
+from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.rewards.blip import blip_modules, renamed
 from lit_vgrpo.rewards.model import Dtype, ModelReward
-from lit_vgrpo.rewards.pixels import centre_cropped
 from lit_vgrpo.rewards.weights import file_fault, fill, read_weights, unloadable, weights_path
+from lit_vgrpo.system.hub import LoadError, explain_unloadable, local_folder, source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

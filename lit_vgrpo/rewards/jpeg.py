@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lit_vgrpo.ranges import Range, checked
-from lit_vgrpo.rewards.base import Reward, to_pil
+from lit_vgrpo.core.pixels import to_pil
+from lit_vgrpo.core.ranges import Range, checked
+from lit_vgrpo.rewards.base import Reward
 
 BYTES_PER_KILOBYTE = 1000
 

@@ -9,10 +9,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.batches import in_batches
-from lit_vgrpo.hub import LoadError, quiet_libraries
-from lit_vgrpo.ranges import BatchSize, checked
-from lit_vgrpo.rewards.base import Reward, to_uint8
+from lit_vgrpo.core.batches import in_batches
+from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.ranges import BatchSize, checked
+from lit_vgrpo.rewards.base import Reward
+from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -143,3 +144,32 @@ def check_arguments(batch_size: int, dtype: str, device: str) -> None:
 def device_for(images: Tensor, device: str) -> torch.device:
     """Where a model runs; ``"auto"`` follows the images."""
     return images.device if device == "auto" else torch.device(device)
+
+
+WIDTHS = (1024, 128, 64, 16, 1)
+
+
+class ScoreHead(nn.Module):
+    """Linear layers only: both originals have their activations commented out.
+
+    The places of the originals' dropout are kept, since they number the weights: ``layers.0, 2, 4, 6, 7``.
+
+    Args:
+        width: of the embedding.
+
+    Source:
+        github.com/christophschuhmann/improved-aesthetic-predictor, simple_inference.py; taken over by
+        github.com/THUDM/ImageReward, ImageReward.py.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        first, second, third, fourth, last = (
+            nn.Linear(*widths) for widths in zip((width, *WIDTHS), WIDTHS, strict=False)
+        )
+        self.layers = nn.Sequential(first, nn.Identity(), second, nn.Identity(), third, nn.Identity(), fourth, last)
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """Scores ``(b,)`` of embeddings ``(b, width)``, float32."""
+        scores: Tensor = self.layers(embeddings.float())
+        return scores.squeeze(-1)

@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lit_vgrpo.hub import LoadError
-from lit_vgrpo.ranges import Range, checked
-from lit_vgrpo.rewards.base import Reward, to_pil
+from lit_vgrpo.core.pixels import to_pil
+from lit_vgrpo.core.ranges import Range, checked
+from lit_vgrpo.rewards.base import Reward
+from lit_vgrpo.system.hub import LoadError
 
 if TYPE_CHECKING:
     from rapidocr import RapidOCR

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lit_vgrpo.batches import BATCH_SIZE
-from lit_vgrpo.ranges import BatchSize, checked
+from lit_vgrpo.core.batches import BATCH_SIZE
+from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.rewards.clip import CLIPReward
 from lit_vgrpo.rewards.model import Dtype
 

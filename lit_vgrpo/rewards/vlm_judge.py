@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.ranges import Finite, PositiveInt, Range, Seed, checked
 from lit_vgrpo.errors import one_line, suggestion
-from lit_vgrpo.ranges import Finite, PositiveInt, Range, Seed, checked
-from lit_vgrpo.rewards.base import Reward, RewardError, to_uint8
+from lit_vgrpo.rewards.base import Reward, RewardError
 from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.transport import Call, Failed, Transport
 from lit_vgrpo.rewards.wire import WireError, encode_png

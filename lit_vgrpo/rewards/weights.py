@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.hub import LoadError, explain_unloadable, local_folder
-from lit_vgrpo.paths import resolve_path
+from lit_vgrpo.system.hub import LoadError, explain_unloadable, local_folder
+from lit_vgrpo.system.paths import resolve_path
 
 SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".safetensors"})
 

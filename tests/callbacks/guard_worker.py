@@ -15,9 +15,9 @@ from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.callbacks import CollapseStop, RewardHackAlarm
-from lit_vgrpo.interrupt import RunCheckpoint
-from lit_vgrpo.shards import local
-from lit_vgrpo.training import leave_together
+from lit_vgrpo.commands.training import leave_together
+from lit_vgrpo.core.sharding import local
+from lit_vgrpo.runs.checkpoint import RunCheckpoint
 
 
 class OnOneRank(RewardHackAlarm):

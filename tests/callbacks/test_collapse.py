@@ -7,10 +7,10 @@ import torch
 from helpers import Brightness, make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import CollapseStop, RunSummary
-from lit_vgrpo.cli import build
-from lit_vgrpo.interrupt import RunCheckpoint
+from lit_vgrpo.commands.run import build
+from lit_vgrpo.commands.training import train
 from lit_vgrpo.rewards import Reward
-from lit_vgrpo.training import train
+from lit_vgrpo.runs.checkpoint import RunCheckpoint
 
 
 class Scripted(Reward):

@@ -10,9 +10,9 @@ from processes import run_ranks
 
 from lit_vgrpo.callbacks import EMA, FID, RunSummary, averaged_weights
 from lit_vgrpo.callbacks.fid import FIRST_OWN_IMAGE
-from lit_vgrpo.hub import LoadError
 from lit_vgrpo.metrics import FeatureSums, feature_network, frechet_distance, kernel_distance, reference_statistics
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.system.hub import LoadError
 
 WORKER = Path(__file__).parent / "fid_worker.py"
 SAME = 1e-4

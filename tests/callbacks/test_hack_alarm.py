@@ -8,15 +8,15 @@ from feature_networks import SmallNetwork, save_script
 from helpers import Brightness, make_data, make_module, make_trainer
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
-from lit_vgrpo.best import TRAINED, UNTRAINED
 from lit_vgrpo.callbacks import RewardHackAlarm, RunSummary
+from lit_vgrpo.callbacks.divergence import Divergence, Measurement
 from lit_vgrpo.callbacks.diversity import HeldOutDiversity, small_pixels
 from lit_vgrpo.data.datasets import HeldOutDataset
-from lit_vgrpo.divergence import Divergence, Measurement
-from lit_vgrpo.interrupt import RunCheckpoint
 from lit_vgrpo.metrics import feature_network
 from lit_vgrpo.metrics.diversity import diversity
 from lit_vgrpo.rewards import JPEGCompressibility, ShapesReward
+from lit_vgrpo.runs.best_evaluation import TRAINED, UNTRAINED
+from lit_vgrpo.runs.checkpoint import RunCheckpoint
 
 
 def at(trained, watched, iteration=0):

@@ -9,11 +9,11 @@ import time
 import pytest
 import yaml
 
-from lit_vgrpo.compare.cli import compare
-from lit_vgrpo.compare.options import parse_options
-from lit_vgrpo.compare.plan import entrants, runs_of
-from lit_vgrpo.compare.progress import Display, Status, totals
-from lit_vgrpo.compare.runner import clear_the_way, is_finished, last_error
+from lit_vgrpo.commands.compare.command import compare
+from lit_vgrpo.commands.compare.options import parse_options
+from lit_vgrpo.commands.compare.plan import entrants, runs_of
+from lit_vgrpo.commands.compare.progress import Display, Status, totals
+from lit_vgrpo.commands.compare.runner import clear_the_way, is_finished, last_error
 
 
 @pytest.fixture

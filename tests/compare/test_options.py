@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.compare.options import parse_options
+from lit_vgrpo.commands.compare.options import parse_options
 from lit_vgrpo.errors import UserError
 
 

@@ -3,12 +3,12 @@
 import pytest
 import yaml
 
-from lit_vgrpo.cli import LINKED, TOP_LEVEL, build
-from lit_vgrpo.compare.options import parse_options
-from lit_vgrpo.compare.overlays import find_overlay, for_race, read_overlay, shipped_methods, with_overlay
-from lit_vgrpo.compare.plan import entrants, fingerprint, runs_of, swept
+from lit_vgrpo.commands.compare.options import parse_options
+from lit_vgrpo.commands.compare.overlays import find_overlay, for_race, read_overlay, shipped_methods, with_overlay
+from lit_vgrpo.commands.compare.plan import entrants, fingerprint, runs_of, swept
+from lit_vgrpo.commands.run import LINKED, TOP_LEVEL, build
+from lit_vgrpo.config.schema import recipe_faults
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.schema import recipe_faults
 
 BASE = {
     "model": {

@@ -6,12 +6,12 @@ import json
 import pytest
 from PIL import Image
 
-from lit_vgrpo.compare.options import parse_options
-from lit_vgrpo.compare.picture import averaged, draw
-from lit_vgrpo.compare.plan import Entrant
-from lit_vgrpo.compare.report import reward_table, tables, target_table, verdict, write_report
-from lit_vgrpo.compare.results import Curve, cost_of, rows_of
-from lit_vgrpo.compare.sweep import best_of, final_reward, trials_of, tuned_block, write_sweep
+from lit_vgrpo.commands.compare.options import parse_options
+from lit_vgrpo.commands.compare.picture import averaged, draw
+from lit_vgrpo.commands.compare.plan import Entrant
+from lit_vgrpo.commands.compare.report import reward_table, tables, target_table, verdict, write_report
+from lit_vgrpo.commands.compare.results import Curve, cost_of, rows_of
+from lit_vgrpo.commands.compare.sweep import best_of, final_reward, trials_of, tuned_block, write_sweep
 
 
 def evaluations(rewards, seconds=10.0, every=5):

@@ -147,7 +147,7 @@ def test_a_dataset_of_the_hub_is_read_from_where_hf_download_puts_it(tmp_path, m
 def test_a_hub_that_never_answers_is_one_line(monkeypatch, tmp_path, datasets_cache):
     from huggingface_hub import constants
 
-    from lit_vgrpo import hub
+    from lit_vgrpo.system import hub
 
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

@@ -1,8 +1,8 @@
 import pytest
 
-from lit_vgrpo.check import check
-from lit_vgrpo.cli import build
-from lit_vgrpo.evaluation.cli import heldout_rows
+from lit_vgrpo.commands.check import check
+from lit_vgrpo.commands.evaluate.command import heldout_rows
+from lit_vgrpo.commands.run import build
 
 SHIPPED = "train: shipped:prompts/shapes_train.jsonl"
 

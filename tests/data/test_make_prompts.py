@@ -9,9 +9,9 @@ from lit_vgrpo.data.make_ocr import ocr_prompts
 from lit_vgrpo.data.make_prompts import files, write
 from lit_vgrpo.data.prompts import read_prompts
 from lit_vgrpo.data.split import normalised
-from lit_vgrpo.paths import resolve_path
 from lit_vgrpo.rewards.geneval_rules import row_fault
 from lit_vgrpo.rewards.ocr import OCRReward
+from lit_vgrpo.system.paths import resolve_path
 
 SETS = {"pickscore": ("txt", 400, 60), "ocr": ("txt", 400, 60), "geneval": ("jsonl", 1456, 264)}
 

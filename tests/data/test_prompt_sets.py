@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lit_vgrpo.data import PromptDataModule, PromptSource, prompt_sets, read_prompts
 from lit_vgrpo.data.prompts import prompt_faults
 from lit_vgrpo.data.split import normalised
-from lit_vgrpo.paths import shipped_root
+from lit_vgrpo.system.paths import shipped_root
 
 SIZES = {"prompts_per_iteration": 4, "group_size": 2}
 PROMPTS = st.lists(st.sampled_from([f"{word} {i}" for i in range(40) for word in ("cat", "CAT", " cat ")]), min_size=20)

@@ -3,9 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_fault
 from lit_vgrpo.data.sampler import GroupSampler, LocalSampler, prompt_indices
-from lit_vgrpo.sizes import Sizes
 
 ROWS = [{"prompt": f"prompt {i}", "number": i} for i in range(7)]
 

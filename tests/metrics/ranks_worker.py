@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lit_vgrpo.distributed.gather import raise_together
 from lit_vgrpo.metrics import FeatureSums, KeptFeatures, feature_network, reference_statistics
-from lit_vgrpo.metrics.ranks import raise_together
 
 
 def main(spec, rank):

@@ -9,9 +9,9 @@ from cleanfid.resize import build_resizer
 from feature_networks import save_script
 from torch import nn
 
-from lit_vgrpo.hub import LoadError
 from lit_vgrpo.metrics import feature_network, reference_statistics
 from lit_vgrpo.metrics.features import INCEPTION_FILE, clean_resize
+from lit_vgrpo.system.hub import LoadError
 
 
 class Stem(nn.Module):

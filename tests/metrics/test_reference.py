@@ -5,9 +5,9 @@ from feature_networks import save_script
 from PIL import EpsImagePlugin
 from torch import nn
 
+from lit_vgrpo.commands.score.pictures import read_picture
 from lit_vgrpo.metrics import Reference, feature_network, reference_faults, reference_statistics
 from lit_vgrpo.metrics.__main__ import main
-from lit_vgrpo.score.pictures import read_picture
 
 
 def test_a_file_holds_all_of_it(folders, network, tmp_path):

@@ -16,13 +16,13 @@ from pair_methods import (
     weights,
 )
 
-from lit_vgrpo.advantages import group_advantages
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.core.advantages import group_advantages
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.objectives import AWM
 from lit_vgrpo.objectives.awm import log_likelihood
 from lit_vgrpo.policies import SD3Policy
-from lit_vgrpo.rollout import RolloutSpec
-from lit_vgrpo.sizes import Sizes
 
 
 @pytest.fixture(params=[None, 4], ids=["full", "lora"])

@@ -15,14 +15,15 @@ from chain_in_float64 import (
     roll,
 )
 
-from lit_vgrpo.advantages import group_advantages
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.core.advantages import group_advantages
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sampling import image_generators, sample, sample_chain
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.solvers import FLOW_SDES, ODE_OF
 from lit_vgrpo.objectives import DDPO, DanceGRPO, FlowGRPO, MixGRPO
 from lit_vgrpo.policies import RectifiedFlow, SD3Policy, UNetPolicy
-from lit_vgrpo.rollout import RolloutSpec, image_generators, sample, sample_chain
-from lit_vgrpo.sizes import Sizes
-from lit_vgrpo.snapshots import trainable_parameters
-from lit_vgrpo.solvers import FLOW_SDES, ODE_OF
 
 SIZES = Sizes(prompts_per_iteration=2, group_size=GROUP)
 CHAIN = RolloutSpec("flow_sde", steps=4)

@@ -15,8 +15,8 @@ from chain_in_float64 import (
     roll,
 )
 
+from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.objectives import DanceGRPO
-from lit_vgrpo.rollout import RolloutSpec
 
 SPEC = RolloutSpec("dance_sde", 6, shared_noise=True)
 

@@ -15,9 +15,9 @@ from chain_in_float64 import (
     prepared,
 )
 
+from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.objectives import DDPO
 from lit_vgrpo.policies import UNetPolicy
-from lit_vgrpo.rollout import RolloutSpec
 
 STEPS = 5
 KINDS = ["epsilon", "v_prediction"]

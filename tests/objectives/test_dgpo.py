@@ -19,12 +19,12 @@ from pair_methods import (
     weights,
 )
 
-from lit_vgrpo.advantages import group_advantages
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.core.advantages import group_advantages
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.objectives import DGPO
 from lit_vgrpo.objectives.dgpo import gone_far_enough, group_weights
-from lit_vgrpo.rollout import RolloutSpec
-from lit_vgrpo.sizes import Sizes
 
 
 def small(**options):

@@ -19,9 +19,9 @@ from chain_in_float64 import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.objectives import FlowGRPO
-from lit_vgrpo.rollout import RolloutSpec
-from lit_vgrpo.snapshots import trainable_parameters
 
 
 def negative_square(sample, mean, std):

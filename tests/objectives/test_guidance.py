@@ -6,9 +6,9 @@ from helpers import make_module
 from pair_methods import ADVANTAGES, prepare, roll
 
 from lit_vgrpo import AWM, DGPO, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec, SD3Policy
-from lit_vgrpo.ledger import PassLedger
-from lit_vgrpo.rollout import Experience
-from lit_vgrpo.sizes import Sizes
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.rollout import Experience
+from lit_vgrpo.core.sizes import Sizes
 
 ODE, SDE = RolloutSpec(steps=4, guidance=2.0), RolloutSpec("flow_sde", steps=4, guidance=2.0)
 GUIDED = {"training_guidance": 3.0, "reference_guidance": 4.0}

@@ -18,8 +18,8 @@ from chain_in_float64 import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.objectives import MixGRPO
-from lit_vgrpo.rollout import RolloutSpec
 
 STRATEGIES = ("progressive", "random", "decay", "frozen")
 

@@ -16,12 +16,12 @@ from pair_methods import (
     weights,
 )
 
-from lit_vgrpo.advantages import group_advantages
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.core.advantages import group_advantages
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT
 from lit_vgrpo.objectives.nft import nft_decay, optimality
-from lit_vgrpo.rollout import RolloutSpec
-from lit_vgrpo.sizes import Sizes
 
 
 def spec_for(policy, steps=4):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.objectives import VGRPO, clipped_surrogate
 from lit_vgrpo.policies import UNetPolicy
-from lit_vgrpo.rollout import RolloutSpec
-from lit_vgrpo.sizes import Sizes
-from lit_vgrpo.snapshots import trainable_parameters
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
 GROUP = 3

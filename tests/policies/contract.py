@@ -16,11 +16,12 @@ import torch
 from helpers import in_order
 from torch import Tensor
 
-from lit_vgrpo.batches import BATCH_SIZE
-from lit_vgrpo.hub import LoadError
+from lit_vgrpo.core.batches import BATCH_SIZE
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sampling import image_generators, sample, sample_chain
+from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies import Conditioning, Policy
-from lit_vgrpo.rollout import RolloutSpec, image_generators, sample, sample_chain
-from lit_vgrpo.snapshots import trainable_parameters
+from lit_vgrpo.system.hub import LoadError
 
 PROMPTS = in_order(
     ["a red circle on the left", "a blue square on the right", "a green triangle", "a red square at the top"]

@@ -2,13 +2,14 @@ import pytest
 import torch
 from torch import nn
 
-from lit_vgrpo.hub import LoadError
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sampling import image_generators, sample, sample_chain
+from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.objectives import DiffusionNFT
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
 from lit_vgrpo.policies.fold import DROPPED_BITS, FoldedLora, fold_fault, lora_layers, stochastically_rounded, weight
-from lit_vgrpo.rollout import RolloutSpec, image_generators, sample, sample_chain
-from lit_vgrpo.snapshots import Snapshot, trainable_parameters
+from lit_vgrpo.system.hub import LoadError
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
 CONVOLUTIONS = ["to_q", "to_out.0", "conv1", "conv_shortcut", "downsamplers.0.conv", "proj_in"]

@@ -9,8 +9,8 @@ import diffusers
 import pytest
 from policies import contract
 
-from lit_vgrpo.hub import LoadError
 from lit_vgrpo.policies.misfits import distillation
+from lit_vgrpo.system.hub import LoadError
 
 
 def edited(folder, to, file, **entries):

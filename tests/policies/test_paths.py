@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_vgrpo.policies.paths import RectifiedFlow, VariancePreserving, expand
+from lit_vgrpo.core.probability_paths import RectifiedFlow, VariancePreserving, expand
 
 
 def betas(steps=1000):

@@ -13,12 +13,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file
 
-from lit_vgrpo.estimate.meta import policy_on_meta
-from lit_vgrpo.exporting.cli import from_pretrained
-from lit_vgrpo.hub import LoadError
+from lit_vgrpo.commands.export.command import from_pretrained
+from lit_vgrpo.distributed.registry import scaling_fault
+from lit_vgrpo.memory.meta import policy_on_meta
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
 from lit_vgrpo.policies.pipeline_folder import WEIGHTS
-from lit_vgrpo.policies.precision import scaling_fault
+from lit_vgrpo.system.hub import LoadError
 
 COMMIT = "a" * 40
 
@@ -252,5 +252,5 @@ def test_float16_is_not_trained_without_a_gradient_scaler(tiny_sd3, tmp_path):
         make_trainer(tmp_path).fit(module, datamodule=make_data())
     assert not module.policy.loaded
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    assert scaling_fault(module.policy, SingleDeviceStrategy("cpu", precision_plugin=scaled)) is None
-    assert scaling_fault(SD3Policy("any", dtype="bfloat16"), SingleDeviceStrategy("cpu")) is None
+    assert scaling_fault(SingleDeviceStrategy("cpu", precision_plugin=scaled), module.policy) is None
+    assert scaling_fault(SingleDeviceStrategy("cpu"), SD3Policy("any", dtype="bfloat16")) is None

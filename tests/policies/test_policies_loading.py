@@ -7,8 +7,8 @@ import pytest
 import torch
 from policies import contract
 
-from lit_vgrpo.hub import LoadError
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
+from lit_vgrpo.system.hub import LoadError
 
 CLASSES = {"sd3": SD3Policy, "unet_eps": UNetPolicy, "sdxl": SDXLPolicy, "flux": FluxPolicy}
 

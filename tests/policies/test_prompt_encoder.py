@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lit_vgrpo.hub import LoadError
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.policies.fingerprint import encoder_fingerprint
 from lit_vgrpo.policies.placement import placed
+from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.tiny.shapes import render
 
 A, B, C = "a red circle on the left", "a blue square on the right", "a green triangle"

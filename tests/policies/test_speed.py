@@ -11,8 +11,11 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
-from lit_vgrpo.hub import LoadError
-from lit_vgrpo.ledger import PassLedger
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sampling import image_generators
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.distributed.registry import whole_weights_fault
 from lit_vgrpo.objectives import VGRPO
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy
 from lit_vgrpo.policies.fold import lora_layers
@@ -22,11 +25,9 @@ from lit_vgrpo.policies.speed import (
     compiler_fault,
     repeated_blocks,
     set_attention_backend,
-    sharding_fault,
     use_channels_last,
 )
-from lit_vgrpo.rollout import RolloutSpec, image_generators
-from lit_vgrpo.snapshots import trainable_parameters
+from lit_vgrpo.system.hub import LoadError
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "policy_speed.py"
 PROMPT = "a red circle on the left"
@@ -167,13 +168,13 @@ def test_without_a_compiler_it_is_said_before_anything_runs(sd3, monkeypatch):
 
 @pytest.mark.parametrize("option", ["compile", "fold_lora"])
 def test_a_strategy_that_shards_the_weights_is_refused_and_others_are_not(option):
-    from lit_vgrpo.strategies import FSDP2, ZeRO
+    from lit_vgrpo.distributed.registry import FSDP2, ZeRO
 
     policy = SD3Policy("any", lora_rank=2, **{option: True})
     for strategy in (FSDP2(), ZeRO(stage=3)):
-        assert f"model.policy.{option}=true needs whole weights" in sharding_fault(policy, strategy)
-        assert sharding_fault(SD3Policy("any", lora_rank=2), strategy) is None
-    assert sharding_fault(policy, ZeRO(stage=2)) is None
+        assert f"model.policy.{option}=true needs whole weights" in whole_weights_fault(strategy, policy)
+        assert whole_weights_fault(strategy, SD3Policy("any", lora_rank=2)) is None
+    assert whole_weights_fault(ZeRO(stage=2), policy) is None
 
 
 def test_a_network_without_repeated_blocks_is_not_compiled():

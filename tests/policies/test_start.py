@@ -8,15 +8,15 @@ import torch
 from helpers import make_module
 from safetensors.torch import load_file
 
-from lit_vgrpo.checkpoint_file import read, write
-from lit_vgrpo.cli import run
-from lit_vgrpo.exporting.cli import export
-from lit_vgrpo.hub import LoadError
+from lit_vgrpo.commands.export.command import export
+from lit_vgrpo.commands.run import run
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.distributed.checkpoint_file import read, write
 from lit_vgrpo.policies import SD3Policy
-from lit_vgrpo.policies.start import start_fault, start_fingerprint
-from lit_vgrpo.run_folder import CONFIG_NAME
-from lit_vgrpo.saved_weights import SavedWeights
-from lit_vgrpo.snapshots import trainable_parameters
+from lit_vgrpo.runs.folder import CONFIG_NAME
+from lit_vgrpo.runs.saved_weights import SavedWeights
+from lit_vgrpo.runs.start import load_policy, policy_faults, start_fault, start_fingerprint
+from lit_vgrpo.system.hub import LoadError
 
 LAST = "runs/first/checkpoints/last.ckpt"
 RECIPE = """
@@ -66,14 +66,19 @@ def same(one, other):
 @pytest.mark.parametrize("start_from", ["runs/first", f"runs/first/{CONFIG_NAME}", LAST])
 @pytest.mark.parametrize(("weights", "variant"), [("trained", "trained"), ("ema", "EMA")])
 def test_it_holds_the_weights_of_the_earlier_run(inside, tiny_sd3, start_from, weights, variant):
-    started = policy(tiny_sd3, start_from=start_from, start_weights=weights).load()
+    started = load_policy(policy(tiny_sd3, start_from=start_from, start_weights=weights))
     assert same(trainable_parameters(started), saved(LAST, variant))
     assert not same(trainable_parameters(started), trainable_parameters(policy(tiny_sd3).load()))
 
 
+def test_a_policy_alone_does_not_start_from_other_weights_in_silence(tiny_sd3):
+    with pytest.raises(RuntimeError, match=r"start_from=runs/first names a run.*load_policy\(policy\)"):
+        policy(tiny_sd3, start_from="runs/first").load()
+
+
 def test_a_checkpoint_needs_no_run_around_it(inside, tiny_sd3, tmp_path):
     shutil.copy(LAST, tmp_path / "alone.ckpt")
-    started = policy(tiny_sd3, start_from=str(tmp_path / "alone.ckpt")).load()
+    started = load_policy(policy(tiny_sd3, start_from=str(tmp_path / "alone.ckpt")))
     assert same(trainable_parameters(started), saved(LAST))
 
 
@@ -96,7 +101,7 @@ def test_a_run_that_started_so_goes_on_and_is_exported_whole(inside, capsys):
     Path("runs/first").rename("away")
     try:
         assert export(["runs/whole", "--to", "exported"]) == 0  # what was trained needs the start no more
-        (line,) = policy("x", start_from="runs/first").check()[1:]
+        (line,) = policy_faults(policy("x", start_from="runs/first"))[1:]
         assert line.startswith("model.policy.start_from: runs/first is no run. ")
     finally:
         Path("away").rename("runs/first")
@@ -147,7 +152,7 @@ def test_the_recipe_is_refused_before_training(inside, capsys):
 )
 def test_other_trained_weights_are_refused(inside, tiny_sd3, options, words):
     with pytest.raises(LoadError) as caught:
-        policy(tiny_sd3, start_from="runs/first", **options).load()
+        load_policy(policy(tiny_sd3, start_from="runs/first", **options))
     assert str(caught.value).startswith("model.policy.start_from=runs/first trained ")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -161,7 +166,7 @@ def test_a_damaged_checkpoint_is_left_out(inside, tiny_sd3, tmp_path, capsys):
     assert place > 0
     content[place] ^= 255
     (folder / "checkpoints" / "zzz.ckpt").write_bytes(content)
-    started = policy(tiny_sd3, start_from=str(folder)).load()
+    started = load_policy(policy(tiny_sd3, start_from=str(folder)))
     assert same(trainable_parameters(started), saved(LAST))
     assert "Skipped " in capsys.readouterr().err
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lit_vgrpo.hub import LoadError
+from lit_vgrpo.core.sampling import image_generators
+from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
-from lit_vgrpo.rollout import image_generators
-from lit_vgrpo.snapshots import Snapshot, trainable_parameters
+from lit_vgrpo.system.hub import LoadError
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from processes import BARE
 
+from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.rewards import Reward
-from lit_vgrpo.rewards.base import to_uint8
 
 
 class Brightness(Reward):

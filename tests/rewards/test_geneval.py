@@ -9,12 +9,12 @@ from geneval_models import HEIGHT, NAMES, SCENES, WIDTH, pictures, save_detector
 from PIL import Image
 from processes import BARE
 
-from lit_vgrpo.hub import LoadError
 from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.geneval_colors import ColorClassifier, object_crop
 from lit_vgrpo.rewards.geneval_detector import ObjectDetector
 from lit_vgrpo.rewards.geneval_rules import COLORS, Detection
+from lit_vgrpo.system.hub import LoadError
 
 PAIR, SWAPPED, THREE, TWO, TRAFFIC, MOUSE, EMPTY = range(len(SCENES))
 CLOCKS = {"tag": "counting", "include": [{"class": "clock", "count": 3}], "exclude": [{"class": "clock", "count": 4}]}

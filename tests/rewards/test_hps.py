@@ -4,9 +4,9 @@ import scorer_files
 import torch
 from torch.nn import functional as F
 
+from lit_vgrpo.core.pixels import letterboxed
 from lit_vgrpo.rewards import hps, model
 from lit_vgrpo.rewards.hps import HPSv2
-from lit_vgrpo.rewards.pixels import letterboxed
 
 PROMPTS = ["a red cat", "ein blauer Bär, 猫", "two dogs"]
 SIZES = [(48, 40), (32, 32), (32, 20), (20, 24), (200, 333)]

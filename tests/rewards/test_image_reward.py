@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lit_vgrpo.core.pixels import centre_cropped
 from lit_vgrpo.rewards.blip import renamed
 from lit_vgrpo.rewards.image_reward import ImageReward
-from lit_vgrpo.rewards.pixels import centre_cropped
 
 PROMPTS = ["a red cat", "ein bär", "two dogs on a bench"]
 SIZES = [(64, 64), (90, 70), (40, 100), (300, 200)]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 from processes import BARE
 
-from lit_vgrpo.hub import LoadError
 from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.ocr import OCRReward, edit_distance, in_reading_order, wanted_text
+from lit_vgrpo.system.hub import LoadError
 
 FONT_FOLDER = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 FONTS = ["default", "DejaVuSans", "DejaVuSans-Oblique", "DejaVuSerif", "DejaVuSansMono", "cmr10", "cmtt10"]

@@ -18,11 +18,11 @@ from helpers import make_data, make_module, make_trainer
 from torch.distributed.tensor import DTensor
 
 from lit_vgrpo import OptimizerConfig
-from lit_vgrpo.estimate.estimate import Pass, peak_of_pass
-from lit_vgrpo.estimate.live_memory import LiveMemory
-from lit_vgrpo.estimate.meta import policy_on_meta
-from lit_vgrpo.estimate.shares import shares, tensors_of
-from lit_vgrpo.strategies import FSDP2, ZeRO
+from lit_vgrpo.commands.estimate.estimate import Pass, peak_of_pass
+from lit_vgrpo.distributed.registry import FSDP2, ZeRO
+from lit_vgrpo.memory.live import LiveMemory
+from lit_vgrpo.memory.meta import policy_on_meta
+from lit_vgrpo.memory.shares import shares, tensors_of
 
 BUCKET = 100_000
 STRATEGIES = {

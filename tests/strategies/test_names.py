@@ -10,8 +10,8 @@ from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DCondi
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, StrategyRegistry
 from torch import nn
 
-from lit_vgrpo.fsdp import blocks_of
-from lit_vgrpo.strategies import FSDP2, ZeRO, strategy_fault
+from lit_vgrpo.distributed.fsdp2 import blocks_of
+from lit_vgrpo.distributed.registry import FSDP2, ZeRO, strategy_fault
 
 OVERLAYS = sorted((Path(__file__).parents[2] / "recipes" / "strategy").glob("*.yaml"))
 

@@ -8,9 +8,9 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from lit_vgrpo import SD3Policy
-from lit_vgrpo.cli import run
-from lit_vgrpo.paths import shipped_root
+from lit_vgrpo.commands.run import run
 from lit_vgrpo.rewards.ocr import OCRReward, wanted_text
+from lit_vgrpo.system.paths import shipped_root
 from lit_vgrpo.tiny import WordImages
 from lit_vgrpo.tiny.__main__ import main
 from lit_vgrpo.tiny.build import build_sd3, words_tokenizer

@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 import torch
 
-from lit_vgrpo.paths import shipped_root
+from lit_vgrpo.system.paths import shipped_root
 from lit_vgrpo.tiny.__main__ import main
 from lit_vgrpo.tiny.shapes import (
     CHOICES,

@@ -1,0 +1,1 @@
+"""The subcommands of ``lightning``: one module or folder each."""

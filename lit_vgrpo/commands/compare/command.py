@@ -1,0 +1,61 @@
+"""The verb: ``lightning compare RECIPE [key=value ...] --methods a,b --seeds 3 --target 0.7``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lit_vgrpo.commands.compare.options import Options, parse_options
+from lit_vgrpo.commands.compare.picture import draw
+from lit_vgrpo.commands.compare.plan import Entrant, entrants, runs_of
+from lit_vgrpo.commands.compare.progress import Status
+from lit_vgrpo.commands.compare.report import write_report
+from lit_vgrpo.commands.compare.results import curves_of, rows_of
+from lit_vgrpo.commands.compare.runner import Stopped, locked, run_all
+from lit_vgrpo.commands.compare.sweep import trials_of, write_sweep
+from lit_vgrpo.commands.run import guarded
+from lit_vgrpo.errors import say
+
+
+def compare(args: Sequence[str]) -> int:
+    """Race methods from the same start; with ``--sweep``, look for each method's best settings.
+
+    Returns:
+        The exit status: 0, 1 when a run failed, 2 for a mistake in what was typed or in a recipe, 130 after Ctrl-C.
+    """
+    return guarded(_compare, args)
+
+
+def _compare(args: Sequence[str]) -> int:
+    options = parse_options(args)
+    found = entrants(options)
+    with locked(options.out):
+        runs = runs_of(options, found)
+        say(
+            f"{len(runs)} runs of {options.iterations} iterations ({', '.join(entrant.name for entrant in found)}; "
+            f"seeds {', '.join(map(str, options.seeds))}), {options.jobs} at once, in {options.out}",
+            error=True,
+        )
+        try:
+            statuses = run_all(runs, options.jobs)
+        except Stopped as stopped:
+            say(f"Stopped. What is finished is kept; continue: {options.line}", error=True)
+            return 128 + stopped.signum
+        (_write_sweep if options.sweep else _write_race)(options, found, statuses)
+    failed = sum(status.state == "failed" for status in statuses)
+    if failed:
+        say(f"{failed} of {len(runs)} runs failed. The same command runs them again.", error=True)
+    return 1 if failed else 0
+
+
+def _write_race(options: Options, found: Sequence[Entrant], statuses: Sequence[Status]) -> None:
+    rows = rows_of(curves_of(statuses), options.targets)
+    text = write_report(options, rows)
+    count = len(options.seeds)
+    title = f"{options.command.recipe.stem}: " + ("one seed" if count == 1 else f"mean and range of {count} seeds")
+    draw(options.out / "compare.png", rows, options.targets, title)
+    say(f"{text}\n\nEverything is in {options.out}: compare.md, .json, .csv, .png, recipes, runs, logs.")
+
+
+def _write_sweep(options: Options, found: Sequence[Entrant], statuses: Sequence[Status]) -> None:
+    text = write_sweep(options, trials_of(found, curves_of(statuses)))
+    say(f"{text}\n\nEverything is in {options.out}: sweep.md, .json, .csv, recipes, runs, logs.")

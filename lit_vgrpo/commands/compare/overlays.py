@@ -1,0 +1,218 @@
+"""Overlays: what a method changes in a recipe, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lit_vgrpo.config.parts import merged
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.errors import UserError, nearest, suggestion, unknown_option
+from lit_vgrpo.system.paths import shipped_root
+
+PARTS = ("published", "tuned", "sweep")
+MAY_SET = (
+    "model.objective",
+    "model.optimizer",
+    "model.advantage_std",
+    "model.advantage_aggregate",
+    "data.updates_per_iteration",
+    "data.split_updates",
+    "trainer.gradient_clip_val",
+)
+"""What may differ between methods. The rest is the recipe's, so that all have the same task, images and evaluation."""
+LEFT_OUT_CALLBACKS = ("SampleGrid", "Export", "SurrogateDiagnostics")
+"""Callbacks that cost time or disk in every run and say nothing about a race."""
+
+
+@dataclass
+class Overlay:
+    """A method's file: its published settings, the tuned ones, and the grid they were found on.
+
+    Attributes:
+        name: the method's name in tables, the file's stem.
+        published: recipe part that is merged over the base recipe.
+        tuned: recipe part that is merged over ``published``; empty where nothing has been tuned.
+        sweep: dotted recipe key -> values to try.
+    """
+
+    name: str
+    published: dict[str, Any]
+    tuned: dict[str, Any] = field(default_factory=dict)
+    sweep: dict[str, list[Any]] = field(default_factory=dict)
+
+    def part(self, settings: str) -> dict[str, Any]:
+        """The recipe part of ``published`` or ``tuned`` settings."""
+        return copy.deepcopy(self.published) if settings == "published" else merged(self.published, self.tuned)
+
+
+def shipped_methods() -> dict[str, Path]:
+    """The overlays installed with the package, by name."""
+    return {path.stem: path for path in sorted((shipped_root() / "compare").glob("*.yaml"))}
+
+
+def find_overlay(text: str) -> Path:
+    """The file of a method: a shipped name, or the path of one's own overlay.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    shipped = shipped_methods()
+    if text in shipped:
+        return shipped[text]
+    path = Path(text).expanduser()
+    if path.is_file():
+        return path
+    guess = nearest(text, shipped)
+    hint = f"Did you mean {guess}? " if guess else ""
+    raise UserError(f"{text} is no method. {hint}There are {', '.join(shipped)}; or give the path of an overlay file.")
+
+
+def read_overlay(path: Path) -> Overlay:
+    """Read an overlay file.
+
+    Raises:
+        UserError: it is not YAML, has keys that no overlay has, or sets what must be the same for every method.
+    """
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark is not None else ""
+        raise UserError(f"{path}{where} is not YAML: {getattr(error, 'problem', error)}.") from error
+    except (OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read the overlay {path}: {str(error).splitlines()[0]}.") from error
+    if not isinstance(loaded, dict) or not isinstance(loaded.get("published"), dict):
+        raise UserError(f"{path} is no overlay: it needs published: with model.objective in it.")
+    content = {str(key): value or {} for key, value in loaded.items()}
+    faults = [unknown_option(key, f"the overlay {path}", PARTS) for key in content if key not in PARTS]
+    faults += [f"{path}: {part} must be a mapping." for part in PARTS if not isinstance(content.get(part, {}), Mapping)]
+    if faults:
+        raise UserError(*faults)
+    overlay = Overlay(path.stem, content["published"], content.get("tuned", {}), content.get("sweep", {}))
+    faults = list(_overlay_faults(path, overlay))
+    if faults:
+        raise UserError(*faults)
+    overlay.published["model"]["objective"] = as_component(overlay.published["model"]["objective"])
+    return overlay
+
+
+def _overlay_faults(path: Path, overlay: Overlay) -> Iterator[str]:
+    model = overlay.published.get("model")
+    objective = model.get("objective") if _is_map(model) else None
+    if not isinstance(objective, str) and not (_is_map(objective) and "class_path" in objective):
+        yield f"{path}: published.model.objective has no class_path. Add one, such as class_path: VGRPO."
+    keys = {f"{part}.{key}": key for part in ("published", "tuned") for key, _ in leaves(getattr(overlay, part))}
+    keys |= {f"sweep.{key}": key for key in overlay.sweep}
+    for shown, key in keys.items():
+        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_SET):
+            yield (
+                f"{path}: {shown} cannot be set by an overlay: it must be the same for every method. "
+                f"Set it in the recipe. {suggestion(key, MAY_SET)}"
+            )
+    for key, values in overlay.sweep.items():
+        if not isinstance(values, list) or not values:
+            yield f"{path}: sweep.{key}={values!r} must be a list of the values to try."
+
+
+def put(recipe: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in place; ``init_args`` may be left out.
+
+    >>> recipe = {"objective": {"class_path": "VGRPO"}}
+    >>> put(recipe, "objective.clip", 0.01)
+    >>> recipe
+    {'objective': {'class_path': 'VGRPO', 'init_args': {'clip': 0.01}}}
+    """
+    node = recipe
+    parts = key.split(".")
+    for position, part in enumerate(parts):
+        if "class_path" in node and part not in ("class_path", "init_args"):
+            node = node.setdefault("init_args", {})
+        if position == len(parts) - 1:
+            node[part] = value
+        elif not isinstance(node.get(part), dict):
+            node[part] = {"class_path": node[part]} if isinstance(node.get(part), str) else {}
+        node = node[part]
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a nested mapping with its dotted key; an empty mapping counts as a value.
+
+    >>> dict(leaves({"a": {"b": 1}, "c": 2}))
+    {'a.b': 1, 'c': 2}
+    """
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{dotted}.")
+        else:
+            yield dotted, value
+
+
+def as_component(value: Any) -> dict[str, Any]:
+    """A class given by its name alone, written out as ``class_path`` and ``init_args``."""
+    node: dict[str, Any] = {"class_path": value} if isinstance(value, str) else copy.deepcopy(dict(value))
+    return {**node, "init_args": dict(node.get("init_args") or {})}
+
+
+def common_rollout(base: Mapping[str, Any]) -> dict[str, Any]:
+    """Solver, steps and guidance that every method starts from: the base recipe's, without any noise of its own.
+
+    Raises:
+        ValueError, TypeError: the recipe's ``model.objective.rollout`` is not one.
+    """
+    given = as_component(base["model"]["objective"])["init_args"].get("rollout") or {}
+    spec = RolloutSpec(**given).as_ode()
+    return {"solver": spec.solver, "steps": spec.steps, "guidance": spec.guidance}
+
+
+def with_overlay(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """The base recipe with a method in it.
+
+    The overlay's objective replaces the base's; its ``rollout`` is laid over the base's solver, steps and guidance.
+    Everything else merges key by key. Held-out images are sampled with the base's evaluation, or else with its ODE.
+
+    Args:
+        base: a recipe as plain values, resolved.
+        part: recipe part of one method, see :meth:`Overlay.part`.
+    """
+    rollout = common_rollout(base)
+    result = merged(base, {key: value for key, value in part.items() if key != "model"})
+    result["model"] = merged(base["model"], {k: v for k, v in part.get("model", {}).items() if k != "objective"})
+    objective = as_component(part["model"]["objective"])
+    objective["init_args"]["rollout"] = {**rollout, **(objective["init_args"].get("rollout") or {})}
+    result["model"]["objective"] = objective
+    result["model"]["evaluation"] = base["model"].get("evaluation") or rollout
+    return result
+
+
+def for_race(recipe: Mapping[str, Any], iterations: int, evaluate_every: int) -> dict[str, Any]:
+    """The recipe without what a race has no use for: samples, exports, checkpoints, extra loggers."""
+    result = copy.deepcopy(dict(recipe))
+    for key in ("name", "run_dir", "seed_everything"):
+        result.pop(key, None)
+    result["model"]["evaluate_at_start"] = True
+    trainer = result.setdefault("trainer", {})
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    kept = [c for c in callbacks if as_component(c)["class_path"].rpartition(".")[2] not in LEFT_OUT_CALLBACKS]
+    trainer |= {
+        "callbacks": kept,
+        "max_epochs": iterations,
+        "max_steps": -1,
+        "check_val_every_n_epoch": evaluate_every,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
+    return result
+
+
+def _is_map(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping)

@@ -1,0 +1,233 @@
+"""Which runs a comparison consists of, each with the recipe it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_vgrpo.commands.compare.options import SETTINGS, Options
+from lit_vgrpo.commands.compare.overlays import Overlay, find_overlay, for_race, leaves, put, read_overlay, with_overlay
+from lit_vgrpo.commands.run import build
+from lit_vgrpo.config.parts import merged
+from lit_vgrpo.errors import UserError
+
+
+@dataclass
+class Entrant:
+    """A method with one set of settings; it is run once a seed.
+
+    Attributes:
+        settings: published or tuned; in a sweep ``sweep0``, ``sweep1``, ...
+        recipe: the merged recipe as plain values, without seed and folder.
+        changed: the swept keys and the values they have here.
+    """
+
+    method: str
+    settings: str
+    recipe: dict[str, Any]
+    changed: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.settings}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process: an entrant with a seed.
+
+    Attributes:
+        fingerprint: of everything that decides the run's numbers; a finished run with the same one is not run again.
+    """
+
+    method: str
+    settings: str
+    seed: int
+    iterations: int
+    recipe: Path
+    folder: Path
+    log: Path
+    fingerprint: str
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def fingerprint_file(self) -> Path:
+        return self.folder.with_name(f"{self.name}.fingerprint")
+
+
+def entrants(options: Options) -> list[Entrant]:
+    """Every method with every setting, as merged recipes that were built and found without fault.
+
+    Raises:
+        UserError: with every fault of the recipe, the methods, the overlays and the sizes.
+    """
+    _check_base(options)
+    overlays, faults = [], []
+    for text in options.methods:
+        try:
+            overlays.append(read_overlay(find_overlay(text)))
+        except UserError as error:
+            faults += error.faults
+    names = [overlay.name for overlay in overlays]
+    faults += [
+        f"Two methods are called {name}. Rename one of the files." for name in set(names) if names.count(name) > 1
+    ]
+    if not options.sweep and options.settings is not None and "tuned" in options.settings:
+        faults += [
+            f"{overlay.name} has no tuned settings: tuned: in its overlay is empty. Use --settings published, or find "
+            f"some: lightning compare {options.command.recipe.stem} --methods {overlay.name} --sweep"
+            for overlay in overlays
+            if not overlay.tuned
+        ]
+    if options.sweep:
+        faults += [f"{o.name} has nothing to try: sweep: in its overlay is empty." for o in overlays if not o.sweep]
+    if faults:
+        raise UserError(*faults)
+    found = [entrant for overlay in overlays for entrant in _of_overlay(options, overlay)]
+    faults = [*_lost_overrides(options, found), *_build_faults(found)]
+    if faults:
+        raise UserError(*dict.fromkeys(faults))
+    return found
+
+
+def _check_base(options: Options) -> None:
+    base = options.base
+    words = [str(options.command.recipe), *(f"{key}={text}" for key, text in options.command.overrides)]
+    cli = build(words, make_folder=False)
+    faults = cli.faults()
+    if not cli.datamodule.has_heldout:
+        faults.append("The recipe has no data.heldout, so there is nothing to compare. Set data.heldout=PROMPT_FILE.")
+    if base.get("ckpt_path") is not None:
+        faults.append(
+            f"ckpt_path={base['ckpt_path']} cannot be continued by other methods. Set model.policy.checkpoint to the "
+            "weights that all of them start from."
+        )
+    if faults:
+        raise UserError(*faults)
+
+
+def _of_overlay(options: Options, overlay: Overlay) -> list[Entrant]:
+    if options.sweep:
+        return swept(options, overlay)
+    settings = options.settings or [name for name in SETTINGS if name == "published" or overlay.tuned]
+    return [Entrant(overlay.name, name, _recipe(options, overlay.part(name))) for name in settings]
+
+
+def swept(options: Options, overlay: Overlay) -> list[Entrant]:
+    """The points of an overlay's grid, each with the published settings for everything else."""
+    found = []
+    for number, values in enumerate(itertools.product(*overlay.sweep.values())):
+        changed = dict(zip(overlay.sweep, values, strict=True))
+        part = overlay.part("published")
+        for key, value in changed.items():
+            put(part, key, value)
+        found.append(Entrant(overlay.name, f"sweep{number}", _recipe(options, part), changed))
+    return found
+
+
+def _recipe(options: Options, part: Mapping[str, Any]) -> dict[str, Any]:
+    return for_race(with_overlay(options.base, part), options.iterations, options.evaluate_every)
+
+
+def tuned_part(changed: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``tuned:`` block of an overlay that takes over the swept values."""
+    part: dict[str, Any] = {"model": {"objective": {"class_path": objective["class_path"]}}}
+    for key, value in changed.items():
+        put(part, key, value)
+    del part["model"]["objective"]["class_path"]  # stays that of published
+    if not part["model"]["objective"]:
+        del part["model"]["objective"]
+    return part
+
+
+def _lost_overrides(options: Options, found: Iterable[Entrant]) -> list[str]:
+    """Overrides that a method's overlay sets anew, so that they would have no effect."""
+    faults = {}
+    before = dict(leaves(options.base))
+    for entrant in found:
+        after = dict(leaves(entrant.recipe))
+        for key, _ in options.command.overrides:
+            full = _with_init_args(key.rstrip("+"))
+            # What a rollout starts from may be overridden, although a method may take a solver of its own.
+            if full == "trainer.callbacks" or full.startswith("model.objective.init_args.rollout"):
+                continue
+            mine = [leaf for leaf in before if leaf == full or leaf.startswith(f"{full}.")]
+            if any(before[leaf] != after.get(leaf) for leaf in mine):
+                faults[key] = (
+                    f"{key} has no effect: the overlay of {entrant.method} sets it. Leave it out, or give your own "
+                    "overlay file as a method."
+                )
+    return list(faults.values())
+
+
+def _with_init_args(key: str) -> str:
+    """The key as it stands in a recipe, where ``init_args`` may have been left out."""
+    rest = key.removeprefix("model.objective.")
+    return (
+        key if rest == key or rest.split(".")[0] in ("init_args", "class_path") else f"model.objective.init_args.{rest}"
+    )
+
+
+def _build_faults(found: Iterable[Entrant]) -> list[str]:
+    faults = []
+    with tempfile.TemporaryDirectory() as folder:
+        for entrant in found:
+            path = Path(folder) / f"{entrant.name}.yaml"
+            path.write_text(recipe_text(entrant, str(path)))
+            try:
+                own = build([str(path)], make_folder=False).faults()
+            except UserError as error:
+                own = error.faults
+            label = " ".join([entrant.method, entrant.settings, *(f"({k}={v})" for k, v in entrant.changed.items())])
+            faults += [f"{label}: {fault}" for fault in own]
+    return faults
+
+
+def recipe_text(entrant: Entrant, path: str) -> str:
+    """The merged recipe as a file that ``lightning run`` takes."""
+    what = ", ".join(f"{key}={value}" for key, value in entrant.changed.items()) or f"{entrant.settings} settings"
+    body = yaml.safe_dump(entrant.recipe, sort_keys=False, width=120)
+    return f"# {entrant.method}, {what}, merged for a comparison\n#   lightning run {path}\n{body}"
+
+
+def runs_of(options: Options, found: Iterable[Entrant]) -> list[Run]:
+    """Write the merged recipes; one run for each entrant and seed, all entrants of a seed before the next seed."""
+    recipes = {}
+    (options.out / "recipes").mkdir(parents=True, exist_ok=True)
+    (options.out / "runs").mkdir(exist_ok=True)
+    (options.out / "logs").mkdir(exist_ok=True)
+    for entrant in found:
+        path = options.out / "recipes" / f"{entrant.name}.yaml"
+        path.write_text(recipe_text(entrant, str(path)))
+        recipes[entrant.name] = (entrant, path)
+    return [
+        Run(
+            method=entrant.method,
+            settings=entrant.settings,
+            seed=seed,
+            iterations=options.iterations,
+            recipe=path,
+            folder=options.out / "runs" / f"{name}-seed{seed}",
+            log=options.out / "logs" / f"{name}-seed{seed}.log",
+            fingerprint=fingerprint(entrant.recipe, seed),
+        )
+        for seed in options.seeds
+        for name, (entrant, path) in recipes.items()
+    ]
+
+
+def fingerprint(recipe: Mapping[str, Any], seed: int) -> str:
+    """A number that changes with anything in the recipe, its iterations included, and with the seed."""
+    text = json.dumps(merged(recipe, {"seed_everything": seed}), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

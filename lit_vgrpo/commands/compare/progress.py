@@ -1,0 +1,160 @@
+"""How far each run is, read from what it writes, and the display of all of them."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from lit_vgrpo.commands.compare.plan import Run
+from lit_vgrpo.errors import without_controls
+
+BAR_WIDTH = 16
+LINE_EVERY_S = 60.0
+"""Where the output is no terminal, a line about everything comes this often."""
+
+
+@dataclass
+class Status:
+    """One run, as the display shows it.
+
+    Attributes:
+        state: waiting, running, finished, kept (was finished before) or failed.
+        iteration: iterations done.
+        reward: mean training reward of the last iteration.
+        heldout: last held-out reward.
+        fault: the last line of a run that failed.
+    """
+
+    run: Run
+    state: str = "waiting"
+    iteration: int = 0
+    reward: float | None = None
+    heldout: float | None = None
+    fault: str = ""
+    started: float = 0.0
+    seconds: float = 0.0
+
+    def read(self) -> None:
+        """Take the last values of the run's ``metrics.csv``; a line that is being written is left for the next time."""
+        try:
+            with open(self.run.folder / "metrics.csv", newline="") as file:
+                rows = list(csv.DictReader(file))
+        except (OSError, csv.Error, UnicodeDecodeError):
+            return
+        for row in rows:
+            if number(row.get("reward/mean")) is not None and (epoch := number(row.get("epoch"))) is not None:
+                self.iteration = int(epoch) + 1
+                self.reward = number(row.get("reward/mean"))
+            heldout = number(row.get("heldout/reward"))
+            self.heldout = self.heldout if heldout is None else heldout
+
+    def text(self) -> str:
+        """The run in a line."""
+        total = self.run.iterations
+        filled = BAR_WIDTH * min(self.iteration, total) // total
+        shown = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {self.iteration:>3}/{total}"
+        if self.reward is not None:
+            shown += f"  reward {self.reward:.3f}"
+        if self.heldout is not None:
+            shown += f"  held-out {self.heldout:.3f}"
+        return shown
+
+
+def number(text: str | None) -> float | None:
+    """The number in a table's cell, ``None`` for an empty or a torn one.
+
+    >>> number("0.5"), number(""), number(None), number("0.5e")
+    (0.5, None, None, None)
+    """
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> duration(75), duration(3661)
+    ('1:15', '1:01:01')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def totals(statuses: Sequence[Status], elapsed: float) -> str:
+    """All runs in a line, with the time that is left at the present pace."""
+    states = [status.state for status in statuses]
+    done = states.count("finished") + states.count("kept")
+    words = [f"{done}/{len(states)} runs done"]
+    if kept := states.count("kept"):
+        words[0] += f" ({kept} from before)"
+    words += [f"{states.count('running')} running"]
+    if failed := states.count("failed"):
+        words.append(f"{failed} failed")
+    words.append(duration(elapsed))
+    here = [status for status in statuses if status.state in ("waiting", "running", "finished")]
+    work = sum(status.run.iterations for status in here)
+    behind = sum(status.run.iterations if status.state == "finished" else status.iteration for status in here)
+    if 0 < behind < work:
+        words.append(f"about {duration(elapsed * (work - behind) / behind)} left")
+    return ", ".join(words)
+
+
+class Display:
+    """A line for each active run and one for all, redrawn on a terminal; elsewhere a line where something happens.
+
+    Args:
+        statuses: of every run, in the order they are started.
+        stream: where to write; stderr, so that the tables alone are on stdout.
+    """
+
+    def __init__(self, statuses: Sequence[Status], stream: TextIO | None = None) -> None:
+        self.statuses = statuses
+        self.stream = sys.stderr if stream is None else stream
+        self.live = self.stream.isatty()
+        self._drawn = 0
+        self._started = time.monotonic()
+        self._last_line = self._started
+        self._width = max((len(status.run.name) for status in statuses), default=0)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._erase()
+        print(without_controls(text), file=self.stream, flush=True)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Draw the present state."""
+        now = time.monotonic()
+        if not self.live:
+            if now - self._last_line >= LINE_EVERY_S:
+                self._last_line = now
+                print(totals(self.statuses, now - self._started), file=self.stream, flush=True)
+            return
+        self._erase()
+        active = [status for status in self.statuses if status.state == "running"]
+        lines = [f"  {status.run.name:<{self._width}}  {status.text()}" for status in active]
+        lines.append(totals(self.statuses, now - self._started))
+        columns = shutil.get_terminal_size().columns
+        # A line that wraps would make the count of lines to erase wrong.
+        self.stream.write("".join(f"{line[: columns - 1]}\n" for line in lines))
+        self.stream.flush()
+        self._drawn = len(lines)
+
+    def close(self) -> None:
+        """Leave the last totals behind."""
+        if not self.live:
+            self._last_line = -LINE_EVERY_S
+        self.refresh()
+
+    def _erase(self) -> None:
+        if self.live and self._drawn:
+            self.stream.write(f"\x1b[{self._drawn}F\x1b[J")
+            self._drawn = 0

@@ -1,0 +1,212 @@
+"""The files a comparison leaves: JSON, CSV, and the tables in markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_vgrpo.callbacks.summary import versions
+from lit_vgrpo.commands.compare.options import Options
+from lit_vgrpo.commands.compare.results import YARDSTICK, Curve, Row
+from lit_vgrpo.system.paths import write_whole
+
+CSV_COLUMNS = ("method", "settings", "seed", "iteration", "reward", "images", "passes", "cpu_seconds", "train_seconds")
+NOTE = (
+    "A cost is that of training alone, interpolated between two evaluations and averaged over the seeds; it is given "
+    "only where every seed reached the target. A pass is one image through the network once, forward; guidance counts "
+    "twice, a backward is not counted. CPU seconds are those of the process."
+)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """An aligned table; the first two columns are words, the others numbers.
+
+    >>> print(markdown_table(["a", "b", "n"], [["x", "y", "1"]]))
+    | a | b | n |
+    |---|---|--:|
+    | x | y | 1 |
+    """
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    rule = ["-" * (w + 2) if column < 2 else "-" * (w + 1) + ":" for column, w in enumerate(widths)]
+    body = [
+        [
+            cell.ljust(w) if column < 2 else cell.rjust(w)
+            for column, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    ]
+    shown = [f"| {' | '.join(line)} |" for line in body]
+    return "\n".join([shown[0], f"|{'|'.join(rule)}|", *shown[1:]])
+
+
+def reward_table(rows: Sequence[Row]) -> str:
+    """Held-out reward of each method: at the start, at the end with the spread of the seeds, and the best."""
+    header = ["method", "settings", "seeds", "start", "final", "lowest to highest", "best", "CPU s", "passes"]
+    lines = []
+    for row in rows:
+        done, planned = len(row.finished), len(row.curves)
+        ends = [curve.evaluations[-1] for curve in row.finished]
+        spread = "-" if row.final_range is None else " to ".join(f"{value:.3f}" for value in row.final_range)
+        lines.append(
+            [
+                row.method,
+                row.settings,
+                str(done) if done == planned else f"{done}/{planned}",
+                *(_reward(value) for value in (row.start, row.final)),
+                spread,
+                _reward(row.best),
+                *(_amount(_mean(end[name] for end in ends)) for name in ("cpu_seconds", "passes")),
+            ]
+        )
+    return markdown_table(header, lines)
+
+
+def target_table(rows: Sequence[Row], target: float) -> str:
+    """What it took each method to reach a held-out reward."""
+    header = ["method", "settings", "reached", "iterations", "CPU s", "wall s", "passes", "images", "CPU s / V-GRPO's"]
+    lines = []
+    for row in rows:
+        cost = row.targets[target]
+        mean = cost["mean"] or {}
+        ratio = cost["cpu_ratio"]
+        lines.append(
+            [
+                row.method,
+                row.settings,
+                f"{cost['reached']}/{cost['of']}",
+                *(_amount(mean.get(k)) for k in ("iteration", "cpu_seconds", "train_seconds", "passes", "images")),
+                "-" if ratio is None else f"{ratio:.2f}",
+            ]
+        )
+    return markdown_table(header, lines)
+
+
+def verdict(rows: Sequence[Row], target: float) -> str:
+    """Who was cheaper than V-GRPO with the same settings; empty where V-GRPO did not take part."""
+    yardsticks = {row.settings: row.targets[target] for row in rows if row.method == YARDSTICK}
+    others = [row for row in rows if row.method != YARDSTICK and row.settings in yardsticks]
+    if not others:
+        return ""
+    cheaper = []
+    for row in others:
+        ratio = row.targets[target]["cpu_ratio"]
+        if ratio is not None and ratio < 1:
+            cheaper.append(f"{row.name} ({ratio:.2f} of its CPU seconds)")
+        elif row.targets[target]["mean"] is not None and yardsticks[row.settings]["mean"] is None:
+            cheaper.append(f"{row.name} (V-GRPO did not reach it with every seed)")
+    if not cheaper:
+        return "No method reached it with every seed for less CPU time than V-GRPO with the same kind of settings."
+    return f"V-GRPO lost to: {', '.join(cheaper)}."
+
+
+def faults_text(curves: Sequence[Curve]) -> str:
+    """The runs that failed, a line each; empty where none did."""
+    lines = [f"{c.method} {c.settings}, seed {c.seed}, failed: {c.fault}" for c in curves if c.fault]
+    return "\n".join(lines)
+
+
+def tables(rows: Sequence[Row], targets: Sequence[float]) -> str:
+    """All tables with their headings, and what failed."""
+    parts = ["## Held-out reward", reward_table(rows)]
+    for target in targets:
+        parts += [f"## To reach {target:g}", target_table(rows, target), verdict(rows, target)]
+    failed = faults_text([curve for row in rows for curve in row.curves])
+    if failed:
+        parts += ["## Failed runs", failed]
+    return "\n\n".join(part for part in [*parts, NOTE] if part)
+
+
+def write_report(options: Options, rows: Sequence[Row]) -> str:
+    """Write ``compare.json``, ``compare.csv`` and ``compare.md``.
+
+    Returns:
+        The tables, to be printed.
+    """
+    text = tables(rows, options.targets)
+    curves = [curve for row in rows for curve in row.curves]
+    content = {**setting(options), "targets": options.targets, "methods": [as_plain(row) for row in rows]}
+    write_whole(options.out / "compare.json", json.dumps(content, indent=2) + "\n")
+    write_csv(options.out / "compare.csv", CSV_COLUMNS, csv_rows(curves))
+    seeds = ", ".join(map(str, options.seeds))
+    head = f"# {options.command.recipe.stem}: methods compared\n\n    {options.line}\n\n"
+    head += f"{options.iterations} iterations, seeds {seeds}; evaluated every {options.evaluate_every} iterations.\n\n"
+    write_whole(options.out / "compare.md", f"{head}![held-out reward](compare.png)\n\n{text}\n")
+    return text
+
+
+def setting(options: Options) -> dict[str, Any]:
+    """What was asked for, and on what it ran."""
+    return {
+        "command": options.line,
+        "recipe": options.command.recipe.stem,
+        "overrides": dict(options.command.overrides),
+        "seeds": options.seeds,
+        "iterations": options.iterations,
+        "evaluate_every": options.evaluate_every,
+        "jobs": options.jobs,
+        "threads": os.environ.get("OMP_NUM_THREADS", "1"),
+        "cpu_cores": os.cpu_count(),
+        "versions": {"python": platform.python_version(), **versions()},
+    }
+
+
+def as_plain(row: Row) -> dict[str, Any]:
+    """A row as plain values."""
+    return {
+        "method": row.method,
+        "settings": row.settings,
+        "recipe": f"recipes/{row.method}-{row.settings}.yaml",
+        "start": row.start,
+        "final": row.final,
+        "final_range": row.final_range,
+        "best": row.best,
+        "targets": {f"{target:g}": cost for target, cost in row.targets.items()},
+        "runs": [
+            {"seed": curve.seed, "fault": curve.fault or None, "evaluations": curve.evaluations} for curve in row.curves
+        ],
+    }
+
+
+def csv_rows(curves: Iterable[Curve]) -> list[dict[str, Any]]:
+    """One row an evaluation."""
+    return [
+        {"method": c.method, "settings": c.settings, "seed": c.seed, **{k: e[k] for k in CSV_COLUMNS[3:]}}
+        for c in curves
+        for e in c.evaluations
+    ]
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
+    """Write a table, whole or not at all."""
+    lines = io.StringIO(newline="")
+    writer = csv.DictWriter(lines, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, lines.getvalue())
+
+
+def _reward(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _amount(value: float | None) -> str:
+    """A cost: one decimal below a hundred, thousands marked.
+
+    >>> _amount(12.345), _amount(123456.7), _amount(None)
+    ('12.3', '123,457', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else None

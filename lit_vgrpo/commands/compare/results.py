@@ -1,0 +1,155 @@
+"""What a comparison found: rewards, and what each target cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from lit_vgrpo.commands.compare.progress import Status
+from lit_vgrpo.commands.compare.runner import summary_of
+
+COSTS = ("iteration", "cpu_seconds", "train_seconds", "passes", "images")
+"""What an evaluation says about how much had been spent until then; all cumulative, training only."""
+YARDSTICK = "vgrpo"
+
+Evaluation = Mapping[str, Any]
+
+
+@dataclass
+class Curve:
+    """The evaluations of one run.
+
+    Attributes:
+        evaluations: in order; each with ``reward`` and the :data:`COSTS`.
+        fault: why a run has none; empty for a finished one.
+    """
+
+    method: str
+    settings: str
+    seed: int
+    evaluations: list[Evaluation]
+    fault: str = ""
+
+    @property
+    def rewards(self) -> list[float]:
+        return [float(evaluation["reward"]) for evaluation in self.evaluations]
+
+
+def curves_of(statuses: Sequence[Status]) -> list[Curve]:
+    """What the runs wrote into their summaries; a failed run has no evaluations."""
+    curves = []
+    for status in statuses:
+        run = status.run
+        summary = (summary_of(run) or {}) if status.state != "failed" else {}
+        scored = [e for e in summary.get("evaluations", []) if _is_number(e.get("reward"))]
+        curves.append(Curve(run.method, run.settings, run.seed, scored, status.fault))
+    return curves
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def cost_of(evaluations: Sequence[Evaluation], target: float) -> dict[str, float] | None:
+    """What it took to reach a held-out reward for the first time.
+
+    Between the last evaluation below the target and the first one at or above it, every cost is taken to grow linearly
+    with the reward.
+
+    Args:
+        evaluations: in order, the first of them at the start.
+        target: held-out reward.
+
+    Returns:
+        The :data:`COSTS`, or ``None`` where the target was never reached.
+
+    >>> steps = [dict.fromkeys(COSTS, 0.0) | {"reward": 0.5}, dict.fromkeys(COSTS, 10.0) | {"reward": 0.9}]
+    >>> round(cost_of(steps, 0.6)["iteration"], 6)
+    2.5
+    """
+    for number, after in enumerate(evaluations):
+        if after["reward"] < target:
+            continue
+        if number == 0:
+            return {name: float(after[name]) for name in COSTS}
+        before = evaluations[number - 1]
+        share = (target - before["reward"]) / (after["reward"] - before["reward"])
+        return {name: before[name] + share * (after[name] - before[name]) for name in COSTS}
+    return None
+
+
+@dataclass
+class Row:
+    """One method with one set of settings, over all seeds.
+
+    Attributes:
+        curves: one a seed, failed ones included.
+        start, final, best: mean over the finished seeds of a run's first, last and highest held-out reward; ``None``
+            where no seed finished.
+        final_range: lowest and highest last reward of the seeds.
+        targets: target -> ``reached`` and ``of`` (numbers of seeds), ``seeds`` (each one's costs or ``None``), ``mean``
+            (costs; ``None`` unless every seed reached it) and ``cpu_ratio`` to V-GRPO with the same settings.
+    """
+
+    method: str
+    settings: str
+    curves: list[Curve]
+    start: float | None
+    final: float | None
+    best: float | None
+    final_range: tuple[float, float] | None
+    targets: dict[float, dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} {self.settings}"
+
+    @property
+    def finished(self) -> list[Curve]:
+        return [curve for curve in self.curves if curve.evaluations]
+
+
+def rows_of(curves: Sequence[Curve], targets: Sequence[float]) -> list[Row]:
+    """Put the seeds of each method and settings together, in the order they were given."""
+    groups: dict[tuple[str, str], list[Curve]] = {}
+    for curve in curves:
+        groups.setdefault((curve.method, curve.settings), []).append(curve)
+    rows = [_row(method, settings, group, targets) for (method, settings), group in groups.items()]
+    for row in rows:
+        yardstick = next((r for r in rows if r.method == YARDSTICK and r.settings == row.settings), None)
+        for target, cost in row.targets.items():
+            theirs = yardstick.targets[target]["mean"] if yardstick is not None else None
+            cost["cpu_ratio"] = None
+            if cost["mean"] is not None and theirs is not None and theirs["cpu_seconds"] > 0:
+                cost["cpu_ratio"] = cost["mean"]["cpu_seconds"] / theirs["cpu_seconds"]
+    return rows
+
+
+def _row(method: str, settings: str, curves: list[Curve], targets: Sequence[float]) -> Row:
+    rewards = [curve.rewards for curve in curves if curve.evaluations]
+    last = [values[-1] for values in rewards]
+    return Row(
+        method=method,
+        settings=settings,
+        curves=curves,
+        start=fmean(values[0] for values in rewards) if rewards else None,
+        final=fmean(last) if last else None,
+        best=fmean(max(values) for values in rewards) if rewards else None,
+        final_range=(min(last), max(last)) if last else None,
+        targets={target: _target(curves, target) for target in targets},
+    )
+
+
+def _target(curves: Sequence[Curve], target: float) -> dict[str, Any]:
+    seeds = {curve.seed: cost_of(curve.evaluations, target) for curve in curves}
+    costs = [cost for cost in seeds.values() if cost is not None]
+    all_did = len(costs) == len(curves)
+    return {
+        "reached": len(costs),
+        "of": len(curves),
+        "seeds": seeds,
+        "mean": {name: fmean(cost[name] for cost in costs) for name in COSTS} if all_did else None,
+    }

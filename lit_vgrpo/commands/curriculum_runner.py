@@ -1,0 +1,224 @@
+"""``lightning run CURRICULUM``: each stage in a process of its own, so that its memory is free before the next."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import takewhile
+from pathlib import Path
+from types import FrameType
+
+from lit_vgrpo.commands.curriculum import Curriculum, Settings, Stage
+from lit_vgrpo.config.recipe import RESUME, Command
+from lit_vgrpo.errors import UserError, say
+from lit_vgrpo.runs.folder import CONFIG_NAME, FolderLock, candidates, is_first_process, release, reserve
+from lit_vgrpo.system.signals import heard_by
+
+FINISHED, FAILED = 0, 1
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+class Child:
+    """One process at a time. A signal to stop goes on to it, and its end is waited for.
+
+    Attributes:
+        stopped_by: the first signal to stop that came.
+    """
+
+    def __init__(self) -> None:
+        self.stopped_by: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._waiting: list[int] = []
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Pass signals on inside the block."""
+        return heard_by(self._pass_on)
+
+    def run(self, words: Sequence[str], env: dict[str, str] | None = None, quiet: bool = False) -> int:
+        """Run ``lightning WORDS`` to its end.
+
+        Args:
+            env: of the process; ``None`` for our own.
+            quiet: drop what it writes to stdout.
+
+        Returns:
+            Its exit status, that of a shell where a signal ended it.
+        """
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lit_vgrpo", *words],
+            env=env,
+            stdout=subprocess.DEVNULL if quiet else None,
+            # A group of its own: Ctrl-C in the terminal reaches us alone, so that it gets each one once.
+            start_new_session=True,
+        )
+        while self._waiting:
+            self._process.send_signal(self._waiting.pop(0))
+        status = self._process.wait()
+        self._process = None
+        return status if status >= 0 else 128 - status
+
+    def _pass_on(self, signum: int, frame: FrameType | None) -> None:
+        self.stopped_by = self.stopped_by or signum
+        if self._process is None:
+            self._waiting.append(signum)  # it may be being started just now
+        else:
+            self._process.send_signal(signum)
+
+
+def run_curriculum(command: Command) -> int:
+    """Run the stages that are not finished yet.
+
+    Returns:
+        0, or the status of the stage that did not finish.
+
+    Raises:
+        UserError: a fault of the curriculum, or nothing is there to go on with.
+    """
+    if command.resume:
+        run = resumed_run(command)
+        command.recipe, command.overrides = run / CONFIG_NAME, [*command.overrides, ("run_dir", str(run))]
+    curriculum, child, lock = Curriculum.of(command), Child(), FolderLock()
+    with child.listening():
+        if curriculum.typed != Settings() or not command.resume:  # else it was checked when it was started
+            _say(f"Checking all {len(curriculum.stages)} stages.")
+            status = child.run(check_words(curriculum), quiet=True)
+            if status != FINISHED:
+                return status
+        if not command.resume:
+            run = new_run(curriculum)
+        try:
+            if is_first_process():
+                lock.take(run)
+                if not command.resume:
+                    curriculum.write(run)
+            return _run_stages(curriculum, run.absolute(), child)
+        finally:
+            lock.release()
+
+
+def _run_stages(curriculum: Curriculum, run: Path, child: Child) -> int:
+    count = len(curriculum.stages)
+    for stage in curriculum.stages:
+        what = f"Stage {stage.number} of {count} ({stage.name})"
+        if curriculum.is_done(stage, run):
+            kept = curriculum.typed.of(stage)
+            _say(f"{what} is finished" + (f", and {', '.join(kept)} has no effect." if kept else "."))
+            continue
+        if child.stopped_by is not None:
+            _say(f"Stopped before stage {stage.number} of {count}. {_how_to_go_on(run)}", error=True)
+            return 128 + child.stopped_by
+        _say(f"{what}: {run / stage.folder}")
+        status = child.run(["run", *curriculum.run_words(stage, run)], stage_environment(stage))
+        if status != FINISHED:
+            _say(f"{what} {how_it_ended(status)}. {_how_to_go_on(run)}", error=True)
+            return status
+        if not curriculum.is_done(stage, run):
+            _say(f"{what} {_ended_early(curriculum, stage, run)}", error=True)
+            return FAILED
+    _say(f"All {count} stages are finished. The result is {run / curriculum.stages[-1].folder}.")
+    return FINISHED
+
+
+def check_words(curriculum: Curriculum) -> list[str]:
+    """The arguments that check all stages as they were typed, so that the last one's faults are said before the first.
+
+    A process of its own does it: what it imports and finds out of the devices would stay in memory for all stages.
+    """
+    overrides = [f"{key}={text}" for key, text in curriculum.typed.overrides]
+    overlays = [str(path) for path in curriculum.typed.overlays]
+    return ["check", str(curriculum.file), *overlays, *overrides, f"run_dir={curriculum.run_dir}"]
+
+
+def new_run(curriculum: Curriculum) -> Path:
+    """The run folder of a curriculum that starts; made by the process that speaks for all ranks.
+
+    Raises:
+        UserError: it cannot be made, or is there already and several processes would have to agree on another.
+    """
+    if not is_first_process():
+        return curriculum.run_dir
+    run = reserve(curriculum.run_dir)
+    if run != curriculum.run_dir and _processes() > 1:
+        release(run)
+        raise UserError(
+            f"{curriculum.run_dir} exists, and the {_processes()} processes of this start cannot agree on another "
+            f"name. Set run_dir=/another/folder, or add {RESUME} to go on with it."
+        )
+    return run
+
+
+def resumed_run(command: Command) -> Path:
+    """The run folder that ``--resume`` is about: the one that was typed, or the only one of the curriculum's name.
+
+    Raises:
+        UserError: there is none, or more than one.
+    """
+    typed = dict(command.overrides).get("run_dir")
+    if typed is not None:
+        found = [Path(typed).expanduser()]
+    elif command.recipe.name == CONFIG_NAME:
+        found = [command.recipe.parent]
+    else:
+        found = list(takewhile(Path.is_dir, candidates(Curriculum.of(command).run_dir)))
+    if not found:
+        raise UserError(f"{RESUME}: {command.recipe.stem} was not started yet. Leave {RESUME} out to start it.")
+    if len(found) > 1:
+        names = ", ".join(map(str, found))
+        raise UserError(f"{RESUME} could mean {names}. Say which: lightning run {found[-1]} {RESUME}")
+    if not (found[0] / CONFIG_NAME).is_file():
+        raise UserError(f"{found[0]} holds no {CONFIG_NAME}: it is no run of a curriculum. Set run_dir=RUN_DIR.")
+    return found[0]
+
+
+def stage_environment(stage: Stage) -> dict[str, str]:
+    """The environment of a stage's process: ours, but for the store of torchrun.
+
+    That one outlives a stage, and the next one's processes would take what the last one's wrote to it for their own.
+    """
+    env = dict(os.environ)
+    if env.get(AGENT_STORE) == "True":
+        port = int(env["MASTER_PORT"]) + stage.number
+        env |= {AGENT_STORE: "False", "MASTER_PORT": str(port if port < 2**16 else port - 2**15)}
+    return env
+
+
+def how_it_ended(status: int) -> str:
+    """What a process's exit status says, for a line.
+
+    >>> how_it_ended(2)
+    'ended with status 2'
+    >>> how_it_ended(137)
+    'was ended by SIGKILL, which the system sends where memory runs out'
+    """
+    try:
+        name = signal.Signals(status - 128).name
+    except ValueError:
+        return f"ended with status {status}"
+    return f"was ended by {name}" + (", which the system sends where memory runs out" if name == "SIGKILL" else "")
+
+
+def _processes() -> int:
+    """Processes that were started to run this together."""
+    counts = [os.environ.get(key, "") for key in ("WORLD_SIZE", "SLURM_NTASKS")]
+    return max([1, *(int(count) for count in counts if count.isdecimal())])
+
+
+def _ended_early(curriculum: Curriculum, stage: Stage, run: Path) -> str:
+    folder, first = run / stage.folder, "stage1.model.policy.start_from"
+    return (
+        f"ended before its time ({curriculum.outcome(stage, run) or 'no summary.json'}), so the next was not started. "
+        f"{_how_to_go_on(run)} To take it as it is, run the rest as a curriculum of its own with {first}={folder}."
+    )
+
+
+def _how_to_go_on(run: Path) -> str:
+    return f"Go on: lightning run {run} {RESUME}"
+
+
+def _say(line: str, error: bool = False) -> None:
+    if is_first_process():
+        say(line, error=error)

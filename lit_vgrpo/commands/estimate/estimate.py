@@ -1,0 +1,166 @@
+"""How much memory a recipe needs on a rank, from its configuration alone: no weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from lit_vgrpo.callbacks import EMA
+from lit_vgrpo.core.batches import at_most
+from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.memory.live import LiveMemory
+from lit_vgrpo.memory.meta import AutocastOnMeta, policy_on_meta
+from lit_vgrpo.memory.passes import Pass, demand
+from lit_vgrpo.memory.scorers import scorers
+from lit_vgrpo.memory.shares import Shares, bytes_of, shares, shown, tensors_of
+from lit_vgrpo.policies.base import Policy
+
+if TYPE_CHECKING:
+    from lit_vgrpo.commands.recipe_cli import RecipeCLI
+
+TRAINING, ROLLOUT, STORED, DECODING, ENCODING, EVALUATION, STEP = (
+    "forward and backward of a micro-batch",
+    "rollout",
+    "passes of stored predictions",
+    "decoding images",
+    "encoding prompts",
+    "evaluation",
+    "optimizer's step",
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one rank's device.
+
+    Attributes:
+        parts: what is there all the time, by name.
+        phases: what each phase takes beside that at its peak.
+        unknown: rewards whose models are not in it.
+    """
+
+    parts: dict[str, int]
+    phases: dict[str, int]
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=self.phases.__getitem__)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once."""
+        return sum(self.parts.values()) + self.phases[self.peak_phase]
+
+    def table(self) -> str:
+        """As aligned text: what is there all the time, what the phases add, and their peak."""
+        rows = [(name, shown(size)) for name, size in self.parts.items() if size]
+        rows += [(f"+ {name}", shown(size)) for name, size in self.phases.items() if size]
+        rows.append((f"peak, in {self.peak_phase}", shown(self.peak)))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(["Estimated memory of a rank:", *(f"{name:<{width}}  {size:>10}" for name, size in rows)])
+
+
+def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
+    """What a recipe needs, without what a library takes for itself.
+
+    Args:
+        device: of a rank; ``None`` takes the one that the recipe would use here.
+
+    Raises:
+        NotHere: the pipeline's configurations are not on this machine.
+        LoadError: an option of the policy does not fit them.
+    """
+    module, trainer = cli.model, cli.trainer
+    device = device or trainer.strategy.root_device
+    on_gpu = device.type != "cpu"
+    plan = cli.datamodule.sizes.plan(trainer.world_size)
+    policy = policy_on_meta(module.policy, device.type)
+    asked = demand(module.objective, policy, plan)
+    own = shares(policy, module.optimizer_config, trainer.strategy, trainer.world_size, on_gpu)
+    averages = sum(isinstance(callback, EMA) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    copies = len(asked.copies) + averages
+    if not on_gpu and "reference" not in asked.copies:
+        copies += 1  # the module's own, which is kept in the CPU's memory
+    vae = policy.pipeline.vae
+    encoders = sum(bytes_of(tensors_of(encoder)) for encoder in policy.encoders())
+    leave = on_gpu and module.policy.offload_encoders
+    latent = 4 * torch.Size(policy.latent_shape).numel()
+    models, unknown = scorers(module.observed.rewards, device)
+    kept = 0 if on_gpu and module.objective.rollout_device is not None else round(latent * asked.kept)
+    parts = {
+        **own.parts,
+        "copies of the trained weights": copies * own.trained,
+        "text encoders": 0 if leave else encoders,
+        "VAE": bytes_of(tensors_of(vae)),
+        "rewards' models": models,
+        "latents and what is stored with them": kept,
+    }
+    rollout = at_most(plan.images_per_iteration, module.rollout_batch_size) or plan.images_per_rank
+    spec = module.objective.rollout_spec(0)
+    cond = policy.encode(["a"])
+    peak_of = cache(lambda asked: peak_of_pass(policy, asked, cond))  # phases may ask for the same
+    phases = {
+        ENCODING: _encoding(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0),
+        ROLLOUT: peak_of(Pass(rollout, spec.guidance, False)) + asked.samples_with_copy * own.trained,
+        DECODING: _decoding(policy, rollout),
+        TRAINING: peak_of(asked.trained) + round(latent * asked.loss),
+        STEP: own.step,
+    }
+    if asked.stored is not None:
+        phases[STORED] = peak_of(asked.stored) + bool(asked.copies) * own.trained
+    if cli.datamodule.has_heldout:
+        phases[EVALUATION] = _evaluation(cli, policy, peak_of, own, averages)
+    return Estimate(parts, phases, tuple(unknown))
+
+
+def _evaluation(cli: RecipeCLI, policy: Policy, peak_of: Callable[[Pass], int], own: Shares, averages: int) -> int:
+    """The peak of a batch of held-out images; the average is swapped in for it where there is one."""
+    module, data = cli.model, cli.datamodule
+    spec = module.evaluation or module.objective.rollout_spec(0).as_ode()
+    images = len(data.heldout_rows()) * data.heldout_images_per_prompt
+    batch = min(data.eval_batch_size, -(-images // cli.trainer.world_size))
+    at_once = at_most(images, module.rollout_batch_size) or batch
+    sampled = peak_of(Pass(at_once, spec.guidance, False))
+    return max(sampled, _decoding(policy, batch)) + bool(averages) * own.trained
+
+
+def _encoding(policy: Policy, prompts: int) -> int:
+    with torch.no_grad(), AutocastOnMeta(), LiveMemory() as live:
+        policy.encode(["a"] * prompts)
+    return live.peak
+
+
+def peak_of_pass(policy: Policy, asked: Pass, cond: Conditioning | None = None) -> int:
+    """Return the peak of one call of the policy, and of its backward; gradients of weights are counted elsewhere.
+
+    Args:
+        cond: of one prompt; ``None`` encodes one.
+    """
+    cond = cond or policy.encode(["a"])
+    policy.negative()
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    before = [torch.empty_like(p) for p in weights]
+    for weight, gradient in zip(weights, before, strict=True):
+        weight.grad = gradient
+    with torch.set_grad_enabled(asked.with_grad), LiveMemory() as live:
+        z = torch.empty(asked.rows, *policy.latent_shape, device="meta")
+        t = torch.empty(asked.rows, device="meta")
+        rows = torch.zeros(asked.rows, dtype=torch.int64, device="meta")
+        prediction = policy(z, t, cond.select(rows), asked.guidance)
+        if asked.with_grad:
+            prediction.sum().backward()
+    return live.peak
+
+
+def _decoding(policy: Policy, images: int) -> int:
+    """The peak of decoding one of the VAE's batches, and all of the images before and after they are put together."""
+    at_once = policy.decode_batch_size
+    with torch.no_grad(), AutocastOnMeta(), LiveMemory() as live:
+        decoded = policy.decode(torch.empty(at_once, *policy.latent_shape, device="meta"))
+    return live.peak + 2 * max(0, images - at_once) * bytes_of([decoded[:1]])

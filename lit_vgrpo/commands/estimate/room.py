@@ -1,0 +1,161 @@
+"""Whether an estimate fits the device that a recipe would use, and what to set where it does not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lit_vgrpo.commands.estimate import estimate as stages
+from lit_vgrpo.commands.estimate.estimate import Estimate, estimate
+from lit_vgrpo.core.batches import at_most
+from lit_vgrpo.errors import UserError, one_line
+from lit_vgrpo.memory.meta import NotHere
+from lit_vgrpo.memory.shares import shown
+from lit_vgrpo.system.hub import LoadError, local_folder
+from lit_vgrpo.system.memory import available_bytes
+
+if TYPE_CHECKING:
+    from lit_vgrpo.commands.recipe_cli import RecipeCLI
+
+CONFIGURATIONS = 'hf download {} --include "*.json" "*.txt" "*.model"'
+SMALLEST_RESERVE, RESERVED = 2**30, 20
+"""What a GPU is left for itself: at least this, and one part of so many. Our choice: it was never measured."""
+
+
+class NotEstimated(Exception):
+    """What a recipe needs cannot be found out here; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a rank's device has for a recipe.
+
+    Attributes:
+        name: for a reader.
+        size: bytes in all.
+        reserve: bytes of them that a GPU's context, its libraries and fragmentation are left.
+    """
+
+    name: str
+    device: torch.device
+    size: int
+    reserve: int = 0
+
+    @property
+    def free(self) -> int:
+        """Bytes for the recipe."""
+        return max(0, self.size - self.reserve)
+
+    def __str__(self) -> str:
+        left = f" less {shown(self.reserve)} for CUDA, its libraries and fragmentation" if self.reserve else ""
+        hint = " Compare with a GPU: --memory 80GiB." if self.device.type == "cpu" else ""
+        return f"{self.name}, {shown(self.size)}{left}.{hint}"
+
+
+def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, list[str]]:
+    """The estimate as text, and the fault where the recipe needs more than its device has.
+
+    The sizes must fit the world size.
+
+    Args:
+        gpu_memory: bytes of a GPU to compare with instead of this machine's devices.
+
+    Raises:
+        NotEstimated: with the reason.
+    """
+    place = room_of(cli, gpu_memory)
+    try:
+        found = estimate(cli, place.device)
+    except NotHere as error:
+        checkpoint = str(error)
+        is_hubs = local_folder(checkpoint) is None
+        how = f". Its small files are enough for it: {CONFIGURATIONS.format(checkpoint)}" if is_hubs else ""
+        raise NotEstimated(f"{checkpoint} is not here{how}") from error
+    except LoadError as error:
+        raise UserError(str(error)) from error
+    except NotImplementedError as error:  # of the meta device, when a shape depends on values, which it has none of
+        raise NotEstimated(f"shapes in {cli.model.policy.pipeline_class} depend on the prompts") from error
+    except Exception as error:  # of a family of the user's own: a check is no place to fail for want of an estimate
+        raise NotEstimated(f"{type(error).__name__}: {one_line(error)}") from error
+    lines = [found.table(), f"Room: {place}"]
+    if found.unknown:
+        lines.append(f"Not in it, since their size is not known here: the models of {', '.join(found.unknown)}.")
+    if found.peak <= place.free:
+        return "\n".join(lines), []
+    fault = (
+        f"The recipe needs about {shown(found.peak)} on a rank, in {found.peak_phase}; there is room for "
+        f"{shown(place.free)} ({place.name}). {remedy(cli, found, place.device)}"
+    )
+    return "\n".join(lines), [fault]
+
+
+def room_of(cli: RecipeCLI, gpu_memory: int | None = None) -> Room:
+    """The device of a rank: all of a GPU's memory less a reserve, or a rank's part of this machine's that is free.
+
+    A GPU may be in use by others just now; what it has is a property of the machine.
+    """
+    device = cli.trainer.strategy.root_device
+    if gpu_memory is not None:
+        return Room("a GPU as given", torch.device("cuda", 0), gpu_memory, reserve_of(gpu_memory))
+    if device.type == "cuda":
+        size = torch.cuda.get_device_properties(device).total_memory
+        return Room(torch.cuda.get_device_name(device), device, size, reserve_of(size))
+    return Room("this machine's free memory", device, available_bytes() // max(1, cli.trainer.num_devices))
+
+
+def reserve_of(size: int) -> int:
+    """Bytes of a GPU that are left for what is not counted."""
+    return max(SMALLEST_RESERVE, size // RESERVED)
+
+
+def gpu_memory_of(text: str) -> int:
+    """Bytes of a GPU as it is sold: a number of GiB, with or without a unit.
+
+    Raises:
+        UserError: it is no such size.
+
+    >>> gpu_memory_of("80GB") == gpu_memory_of("80") == 80 * 2**30
+    True
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", text.strip(), re.IGNORECASE)
+    size = round(float(found[1]) * 2**30) if found else 0
+    if size <= 0:
+        raise UserError(f"--memory {text} is no size of a GPU. Write it as --memory 80GiB.")
+    return size
+
+
+def remedy(cli: RecipeCLI, found: Estimate, device: torch.device) -> str:
+    """What to type next: the first thing that is not done yet and lowers the phase that needs most."""
+    policy, plan, phase = cli.model.policy, cli.datamodule.sizes.plan(cli.trainer.world_size), found.peak_phase
+    on_gpu = device.type == "cuda"
+    rollout = at_most(plan.images_per_iteration, cli.model.rollout_batch_size) or plan.images_per_rank
+    decoded = policy.decode_batch_size
+    encoders, weights = found.parts["text encoders"], found.parts["trained weights"]
+    smaller = [size for size in range(1, plan.micro_batch_size) if plan.micro_batch_size % size == 0]
+    evaluated = cli.datamodule.eval_batch_size
+    options = {
+        "model.policy.gradient_checkpointing=true": phase == stages.TRAINING and not policy.gradient_checkpointing,
+        f"data.micro_batch_size={smaller[-1] if smaller else 1}": phase in (stages.TRAINING, stages.STORED) and smaller,
+        f"model.rollout_batch_size={max(1, rollout // 2)}": phase in (stages.ROLLOUT, stages.EVALUATION)
+        and rollout > 1,
+        f"model.policy.decode_batch_size={max(1, decoded // 2)}": phase == stages.DECODING and decoded > 1,
+        f"data.eval_batch_size={evaluated // 2}": phase == stages.EVALUATION and evaluated > 1,
+        "model.policy.offload_encoders=true": on_gpu and encoders > 0 and not policy.offload_encoders,
+        "model.policy.dtype=bfloat16": policy.dtype == torch.float32 and not policy.trains_all,
+        "model.policy.lora_rank=32": policy.trains_all,
+        "model.optimizer.kind=adamw8bit": on_gpu
+        and cli.model.optimizer_config.kind == "adamw"
+        and found.parts["AdamW's moments"] > weights,
+        "trainer.strategy=fsdp2": cli.trainer.world_size > 1 and not _shards(cli),
+    }
+    for option, helps in options.items():
+        if helps:
+            return f"Set {option}."
+    return "Use more ranks under trainer.strategy=fsdp2, or a smaller height and width."
+
+
+def _shards(cli: RecipeCLI) -> bool:
+    return type(cli.trainer.strategy).__name__ in ("FSDP2", "ZeRO")

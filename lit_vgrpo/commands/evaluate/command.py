@@ -1,0 +1,178 @@
+"""``lightning eval``: the held-out scores of a run's weights, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_vgrpo.callbacks import FID
+from lit_vgrpo.callbacks.summary import versions
+from lit_vgrpo.commands.evaluate.options import Options, parse_options
+from lit_vgrpo.commands.evaluate.report import INTERVAL, results, table, write
+from lit_vgrpo.commands.evaluate.scores import HeldOutEvaluation
+from lit_vgrpo.commands.recipe_cli import RecipeCLI
+from lit_vgrpo.commands.run import build, guarded, say_on_first
+from lit_vgrpo.commands.training import leave_together
+from lit_vgrpo.data.datasets import Rows, held_out_fault
+from lit_vgrpo.errors import UserError, report, say
+from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, feature_network
+from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
+from lit_vgrpo.rewards import RewardError
+from lit_vgrpo.runs.folder import CONFIG_NAME, is_first_process
+from lit_vgrpo.runs.saved_run import last_good
+from lit_vgrpo.runs.saved_weights import REFERENCE, SavedWeights
+from lit_vgrpo.system.hub import LoadError
+
+OVERRIDES = ("trainer.logger=false", "ckpt_path=null", "trainer.inference_mode=false")
+"""Nothing is logged or continued, and weights and images stay ordinary tensors, as in training."""
+
+
+def evaluate(args: Sequence[str]) -> int:
+    """Score the held-out prompts with a run's weights: ``RUN [--ema] [--reference] [key=value ...]``.
+
+    Returns:
+        0; 1 when no image could be scored; 2 for a mistake in what was typed; 130 after Ctrl-C.
+    """
+    try:
+        return guarded(_evaluate, args)
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns the one into the other
+        if is_first_process():
+            say("Stopped: nothing was written.", error=True)
+        return 130
+
+
+def _evaluate(args: Sequence[str]) -> int:
+    options = parse_options(args)
+    saved = SavedWeights.read(options.checkpoint or last_good(options.run, say_on_first))
+    for variant in options.variants:
+        saved.require(variant)
+    cli = build([str(options.run / CONFIG_NAME), *options.recipe_words, *OVERRIDES], make_folder=False)
+    if REFERENCE not in options.variants:
+        cli.model.policy.start_from = None  # all that was trained comes from the checkpoint
+    rows = heldout_rows(cli)
+    fids, network, missing = image_metrics(cli, options)
+    data = cli.datamodule
+    module = HeldOutEvaluation(
+        cli.model, rows, data.heldout_images_per_prompt, data.eval_batch_size, saved, options.variants, fids, network
+    )
+    # The recipe's own train, save and log into the run folder: none of them has a part here.
+    cli.trainer.callbacks, cli.trainer.loggers = [], []  # type: ignore[attr-defined]
+    try:
+        cli.trainer.validate(module, verbose=False)
+    except RewardError as error:
+        if is_first_process():
+            report([str(error)])
+        return 1
+    except (LoadError, MisconfigurationException) as error:
+        raise UserError(str(error)) from error
+    leave_together()
+    if not cli.trainer.is_global_zero:
+        return 0
+    evaluation = {
+        **description(cli, options, saved, len(rows)),
+        **results(module.scores, module.images_per_prompt),
+        "missing": missing,
+    }
+    say(table(evaluation))
+    try:
+        files = write(evaluation, module.scores, options.out)
+    except OSError as error:
+        raise UserError(f"Cannot write {options.out}: {error.strerror}. Set --out /another/file.json.") from error
+    say(f"Written: {' and '.join(map(str, files))}")
+    return int(any(scores.total.isnan().all() for scores in module.scores.values()))
+
+
+def heldout_rows(cli: RecipeCLI) -> Rows:
+    """The held-out prompts; the training prompts need not be there, nor fit this number of ranks.
+
+    Raises:
+        UserError: there are none, or something else of the recipe cannot work.
+    """
+    data = cli.datamodule
+    if not data.has_heldout:
+        raise UserError("The run's recipe has no held-out prompts. Set data.heldout=prompts.txt.")
+    faults = cli.model.check(data.sizes)
+    rows: Rows = []
+    try:
+        rows = data.heldout_rows()
+    except (ValueError, ModuleNotFoundError) as error:
+        faults.append(str(error))
+    else:
+        images = len(rows) * data.heldout_images_per_prompt
+        fault = held_out_fault(images, data.eval_batch_size, cli.trainer.world_size)
+        faults += [fault] if fault else []
+    if faults:
+        raise UserError(*faults)
+    return rows
+
+
+def image_metrics(cli: RecipeCLI, options: Options) -> tuple[list[FID], FeatureNetwork | None, dict[str, str]]:
+    """What measures images without a reward, and what is not measured and why.
+
+    Returns:
+        The recipe's FID callbacks, or the one that was asked for; the network of the diversity; ``{metric: reason}``.
+
+    Raises:
+        UserError: one of them cannot work.
+    """
+    fids = [callback for callback in cli.trainer.callbacks if isinstance(callback, FID)]  # type: ignore[attr-defined]
+    if options.fid_reference is not None or (fids and options.features is not None):
+        fids = [_fid_asked_for(options, fids[0] if fids else None)]
+    missing = {} if fids else {"fid": "the recipe has no FID callback. Give --fid-reference FOLDER."}
+    network = feature_network(options.features) if options.features is not None else None
+    if fids:
+        network = fids[0].network
+    faults = [fault for fid in fids for fault in fid.check(cli.trainer.world_size)]
+    faults += network.check() if network is not None and not fids else []
+    if faults:
+        raise UserError(*faults)
+    if cli.datamodule.heldout_images_per_prompt < 2:
+        missing["diversity"] = "there is one image a prompt. Set data.heldout_images_per_prompt=4."
+        return fids, None, missing
+    if network is None:
+        missing["diversity"] = f"there is no feature network. Give --features {INCEPTION}, or another."
+    return fids, network, missing
+
+
+def _fid_asked_for(options: Options, own: FID | None) -> FID:
+    """The recipe's FID with what was typed in its place."""
+    reference = options.fid_reference or (own.reference if own is not None else "")
+    if own is None:
+        # A file of statistics need not hold what KID needs.
+        return FID(reference, options.features or INCEPTION, kid=not reference.endswith(STATISTICS_SUFFIX))
+    return FID(
+        reference,
+        features=options.features or own.network.source,
+        size=own.network.side if options.features is None else None,
+        kid=own.kid,
+        prompts=own.prompts,
+        images_per_prompt=own.images_per_prompt,
+        batch_size=own.batch_size,
+    )
+
+
+def description(cli: RecipeCLI, options: Options, saved: SavedWeights, prompts: int) -> dict[str, Any]:
+    """What was evaluated and how."""
+    data, weights = cli.datamodule, cli.model.observed.weight_of
+    return {
+        "run": str(options.run),
+        "checkpoint": {
+            "file": str(saved.path),
+            "iteration": saved.progress.iterations,
+            "optimizer_steps": saved.progress.optimizer_steps,
+        },
+        "prompts": {
+            **data.heldout_origin(),
+            "count": prompts,
+            "images_per_prompt": data.heldout_images_per_prompt,
+            "images": prompts * data.heldout_images_per_prompt,
+        },
+        "seed": cli.model.seed,
+        "overrides": options.recipe_words,
+        "interval": INTERVAL,
+        "rewards": {name: {"weight": weight, "held_out": weight == 0} for name, weight in weights.items()},
+        "world_size": cli.trainer.world_size,
+        "versions": versions(),
+    }

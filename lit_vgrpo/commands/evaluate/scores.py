@@ -1,0 +1,191 @@
+"""The held-out images of a run's weights, scored one by one."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from lit_vgrpo.callbacks import FID
+from lit_vgrpo.core.snapshots import Snapshot
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.data.datasets import HeldOutDataset, Rows
+from lit_vgrpo.data.sampler import LocalSampler
+from lit_vgrpo.distributed.gather import objects_of_all_ranks
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.metrics.features import FeatureNetwork
+from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.objectives import VGRPO
+from lit_vgrpo.rewards import RewardBatch
+from lit_vgrpo.runs.saved_weights import REFERENCE, SavedWeights
+
+
+@dataclass
+class ImageScores:
+    """The scores of one set of weights, image by image in the order of their numbers.
+
+    Args:
+        image_ids: the images' numbers over all ranks.
+        prompts: one for each image.
+        total: shape ``(N,)``, float32: the weighted sum; NaN where the image failed.
+        parts: each reward's own scores, shape ``(N,)``, NaN where it failed.
+        errors: the last failure of each reward that failed somewhere.
+        features: shape ``(N, D)``, NaN where the image is not finite; ``None`` without a feature network.
+        distances: metrics of all images together, such as ``fid@N``.
+    """
+
+    image_ids: list[int]
+    prompts: list[str]
+    total: Tensor
+    parts: dict[str, Tensor]
+    errors: dict[str, str]
+    features: Tensor | None = None
+    distances: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, shares: list[ImageScores]) -> ImageScores:
+        """The shares of several batches or ranks as one, in the order of the images' numbers."""
+        ids = [number for share in shares for number in share.image_ids]
+        prompts = [prompt for share in shares for prompt in share.prompts]
+        order = sorted(range(len(ids)), key=ids.__getitem__)
+        features = [share.features for share in shares if share.features is not None]
+        return cls(
+            image_ids=[ids[i] for i in order],
+            prompts=[prompts[i] for i in order],
+            total=torch.cat([share.total for share in shares])[order],
+            parts={name: torch.cat([share.parts[name] for share in shares])[order] for name in shares[0].parts},
+            errors={name: message for share in shares for name, message in share.errors.items()},
+            features=torch.cat(features)[order] if features else None,
+        )
+
+
+class HeldOutEvaluation(VGRPOModule):
+    """Scores the held-out images of each set of weights: one validation step of Lightning is one set.
+
+    Args:
+        module: the run's module, whose policy, rewards, sampling and seed are used.
+        rows: the held-out prompts.
+        images_per_prompt: images of each.
+        batch_size: most images in one batch of a rank.
+        saved: the checkpoint.
+        variants: the sets of weights by name.
+        fids: measure the distance to real images.
+        network: gives the features in which images of one prompt are compared; ``None`` compares none.
+    """
+
+    def __init__(
+        self,
+        module: VGRPOModule,
+        rows: Rows,
+        images_per_prompt: int,
+        batch_size: int,
+        saved: SavedWeights,
+        variants: list[str],
+        fids: list[FID],
+        network: FeatureNetwork | None,
+    ) -> None:
+        spec = module.evaluation or module.objective.rollout_spec(0).as_ode()
+        # The copies of the weights that a training method keeps play no part here: this one keeps none.
+        super().__init__(
+            module.policy,
+            VGRPO(spec),
+            module.reward,
+            heldout_reward=module.heldout_reward,
+            evaluation=spec,
+            rollout_batch_size=module.rollout_batch_size,
+            seed=module.seed,
+        )
+        self.rows = rows
+        self.images_per_prompt = images_per_prompt
+        self.batch_size = batch_size
+        self.saved = saved
+        self.variants = variants
+        self.fids = fids
+        self.feature_network = network
+        self.scores: dict[str, ImageScores] = {}
+
+    def setup(self, stage: str) -> None:
+        own = str(self.saved.path), self.saved.progress.order
+        if len(set(objects_of_all_ranks(own))) > 1:
+            raise UserError(f"{self.saved.path} was replaced while the ranks read it. Evaluate once more.")
+
+    def val_dataloader(self) -> DataLoader[str]:
+        variants = _Variants(self.variants)
+        return DataLoader(variants, batch_size=1, sampler=LocalSampler(variants), collate_fn=_only)
+
+    def on_validation_start(self) -> None:
+        for variant in self.variants:
+            for fault in self.saved.faults(variant, self.policy) if variant != REFERENCE else []:
+                raise UserError(fault)
+        if self.feature_network is not None:
+            self.feature_network.to(self.device)
+        for fid in self.fids:
+            try:
+                fid.on_validation_start(self.trainer, self)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+
+    def validation_step(self, batch: str, batch_idx: int) -> None:  # type: ignore[override]
+        with self._weights(batch):
+            own = ImageScores.joined([self._scored(images) for images in self._batches(batch)])
+            distances = {name: value for fid in self.fids for name, value in fid.compute(self).items()}
+        self.scores[batch] = ImageScores.joined(objects_of_all_ranks(own))
+        self.scores[batch].distances = {name.removeprefix("heldout/"): value for name, value in distances.items()}
+
+    def on_validation_epoch_end(self) -> None:
+        """Nothing to log: the scores are the result."""
+
+    def _batches(self, variant: str) -> Iterator[PromptBatch]:
+        dataset = HeldOutDataset(
+            self.rows, self.images_per_prompt, self.batch_size, self.trainer.world_size, self.global_rank
+        )
+        quiet = not (self.trainer.is_global_zero and sys.stderr.isatty())
+        yield from tqdm((dataset[i] for i in range(len(dataset))), variant, len(dataset), leave=False, disable=quiet)
+
+    def _scored(self, batch: PromptBatch) -> ImageScores:
+        images = self.generate(*batch.padded(), batch.images)[: len(batch.slots)]
+        for fid in self.fids:
+            fid.update(images, batch)
+        scores = RewardBatch.joined([self.observed.score(images, batch.prompts, batch.rows)])
+        features = None if self.feature_network is None else _features(self.feature_network, images)
+        return ImageScores(batch.slots, batch.prompts, scores.total, scores.parts, scores.errors, features)
+
+    @contextmanager
+    def _weights(self, variant: str) -> Iterator[None]:
+        if variant == REFERENCE:  # what the policy was loaded with
+            yield
+            return
+        copy = Snapshot(self.policy, device="cpu")
+        copy.load_state_dict(self.saved.tensors[variant])
+        with copy.swapped_into(self.policy):
+            yield
+
+
+def _features(network: FeatureNetwork, images: Tensor) -> Tensor:
+    sound = images.isfinite().flatten(1).all(1)
+    found = network(images[sound]).cpu()
+    features = torch.full((len(images), found.shape[1]), math.nan)
+    features[sound.cpu()] = found
+    return features
+
+
+class _Variants(Dataset[str]):
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> str:
+        return self.names[index]
+
+
+def _only(names: list[str]) -> str:
+    return names[0]

@@ -1,0 +1,99 @@
+"""``lightning export``: the weights of a run, written so that diffusers loads them without this package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lit_vgrpo.commands.export.options import KOHYA, Options, parse_options
+from lit_vgrpo.commands.run import guarded
+from lit_vgrpo.commands.saved_policy import build_policy, load_policy, recipe_of, saved_weights
+from lit_vgrpo.errors import UserError, say
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.export import save_kohya, save_merged
+from lit_vgrpo.policies.pipeline_folder import config_folder
+from lit_vgrpo.runs.saved_weights import SavedWeights
+from lit_vgrpo.system.atomic_folder import written_whole
+from lit_vgrpo.system.hub import source_of
+
+
+def export(args: Sequence[str]) -> int:
+    """Write a run's weights: ``RUN --to DIR [options] [key=value ...]``.
+
+    Returns:
+        0; 2 for a mistake in what was typed, or a folder that cannot be written; 130 after Ctrl-C.
+    """
+    return guarded(_export, args, stopped="Stopped: nothing was written.")
+
+
+def _export(args: Sequence[str]) -> int:
+    options = parse_options(args)
+    recipe = recipe_of(options.run, options.settings, ["model.policy"], "an export")
+    policy = build_policy(recipe)
+    refuse_misfit(policy, options)
+    saved = saved_weights(options.run, options.checkpoint, options.variant)
+    load_policy(policy, saved, options.variant)
+    with written_whole(options.to, "--to") as draft:
+        if options.merge:
+            save_merged(policy, draft, options.dtype)
+        elif options.format == KOHYA:
+            save_kohya(policy, draft / options.kohya_file.name, options.dtype)
+        else:
+            policy.save(draft, dtype=options.dtype)
+    say(said(policy, saved, options))
+    return 0
+
+
+def refuse_misfit(policy: Policy, options: Options) -> None:
+    """Raise UserError where what was asked for cannot be made of what the run trains."""
+    if policy.lora_rank is None and (options.merge or options.format == KOHYA):
+        asked = "--merge has nothing to merge" if options.merge else f"--format {KOHYA} is a format of a LoRA"
+        raise UserError(f"{asked}: {options.run} trains weights of its own, no LoRA. Leave it out.")
+    if options.format == KOHYA and policy.network_name != "unet":
+        raise UserError(
+            f"--format {KOHYA} is for the UNets of SD 1.x, 2.x and XL, and {type(policy).__name__} has a "
+            f"{policy.network_name}. Leave it out: ComfyUI reads the format of diffusers here."
+        )
+
+
+def said(policy: Policy, saved: SavedWeights, options: Options) -> str:
+    """What was written, and the lines of Python that load it."""
+    is_adapter = policy.lora_rank is not None and not options.merge
+    written = options.kohya_file if options.format == KOHYA else options.to
+    if is_adapter:
+        what = f"LoRA of rank {policy.lora_rank}, {_name(options.dtype)}"
+        source = source_of(policy.checkpoint)
+        lines = [from_pretrained(policy, source, policy.dtype), f"pipe.load_lora_weights({_text(written)})"]
+    else:
+        what = f"pipeline in {_name(options.dtype)}{', with the LoRA merged in' if options.merge else ''}"
+        lines = [from_pretrained(policy, str(written), options.dtype)]
+    origin = f"{options.variant} weights of {saved.path} after {saved.progress.iterations} iterations"
+    return "\n".join([f"Written: {written} ({what}): {origin}", "import diffusers, torch", *lines])
+
+
+def from_pretrained(policy: Policy, source: str, dtype: torch.dtype) -> str:
+    """The line of Python that loads a pipeline as the run had it.
+
+    Args:
+        source: a pipeline folder or a hub name.
+        dtype: to load it in.
+    """
+    optional = type(policy.pipeline)._optional_components
+    is_start = source == source_of(policy.checkpoint)
+    folder = config_folder(policy.checkpoint, policy.revision) if is_start else None
+    nulls = [f"{name}=None" for name in policy.null_components(folder or Path(source)) if name not in optional]
+    which = {"variant": policy.variant, "revision": policy.revision} if is_start else {}
+    given = [f"{name}={_text(value)}" for name, value in which.items() if value is not None]
+    arguments = ", ".join([_text(source), *given, *nulls, f"torch_dtype={dtype}"])
+    return f"pipe = diffusers.DiffusionPipeline.from_pretrained({arguments})"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _text(path: object) -> str:
+    return json.dumps(str(path), ensure_ascii=False)

@@ -1,0 +1,346 @@
+"""A recipe as the module, the data and the trainer that it names, with what a run folder needs."""
+
+from __future__ import annotations
+
+import random
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
+from typing_extensions import override
+
+from lit_vgrpo import callbacks as our_callbacks
+from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so that their classes go by short names
+from lit_vgrpo.commands.callback_checks import callback_faults, refuse_twins
+from lit_vgrpo.commands.prompt_checks import UnscorablePrompts
+from lit_vgrpo.config.recipe import Command, parser_config
+from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, options_of_class
+from lit_vgrpo.core.ranges import Seed
+from lit_vgrpo.data.module import PromptDataModule
+from lit_vgrpo.distributed.checkpoint_file import CheckpointDamage, read_sound
+from lit_vgrpo.distributed.registry import strategy_faults
+from lit_vgrpo.errors import UserError, one_line, report, with_full_keys
+from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.optimizers.optimizer import OptimizerConfig
+from lit_vgrpo.runs.checkpoint import RunCheckpoint
+from lit_vgrpo.runs.folder import (
+    CONFIG_NAME,
+    FolderLock,
+    RunFolder,
+    is_first_process,
+    release,
+    reopen,
+    reserve,
+)
+from lit_vgrpo.runs.inputs import inputs_of
+from lit_vgrpo.runs.limits import limit_fault
+from lit_vgrpo.runs.metrics_table import MetricsTable, rows_up_to
+from lit_vgrpo.runs.recipe_changes import RecipeInCheckpoint, refuse_changes
+from lit_vgrpo.runs.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
+from lit_vgrpo.runs.resume_guard import ResumeGuard
+from lit_vgrpo.runs.tensorboard import Events
+from lit_vgrpo.system.memory import device_name, idle_gpu
+from lit_vgrpo.system.paths import write_whole
+
+TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
+LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
+TOP_LEVEL: dict[str, Any] = {
+    "name": str | None,
+    "run_dir": str | None,
+    "ckpt_path": str | None,
+    "allow_changes": bool,
+    "seed_everything": bool | Seed,
+    "trainer": Trainer,
+    "model": VGRPOModule,
+    "data": PromptDataModule,
+}
+# A default of Lightning's Timer: config.yaml gets its text.
+yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
+
+
+@cache
+def _drawn_seed() -> int:
+    return random.SystemRandom().randrange(2**31)
+
+
+def fixed_seed(seed_everything: bool | int) -> int:
+    """The seed of rollouts and prompts: a number as it is, ``true`` a random one (see config.yaml), ``false`` 0."""
+    if seed_everything is True:
+        return _drawn_seed()
+    return int(seed_everything)
+
+
+class RecipeCLI(LightningCLI):
+    """Builds module, data and trainer from a recipe, with the loggers and callbacks every run folder needs.
+
+    Args:
+        command: what was typed.
+        make_folder: create the run folder; otherwise only say where it would be asked for.
+    """
+
+    def __init__(self, command: Command, make_folder: bool = True) -> None:
+        self.command = command
+        self.make_folder = make_folder
+        self.folder = Path()
+        self.lock = FolderLock()
+        self.checkpoints = RunCheckpoint()
+        self.resumption: Resumption | None = None
+        self.carried = RecipeInCheckpoint({})
+        self.guard = ResumeGuard(allow_changes=False)
+        self.allowed_changes: list[str] = []
+        self.unscorable: list[UnscorablePrompts] = []
+        with parser_config(command) as (config, self.note):
+            super().__init__(
+                VGRPOModule,
+                PromptDataModule,
+                save_config_callback=None,
+                trainer_defaults=TRAINER_DEFAULTS,
+                seed_everything_default=0,
+                parser_kwargs={"parser_mode": "omegaconf+", "exit_on_error": False, "allow_abbrev": False},
+                args=command.parser_args(config),
+                run=False,
+                auto_configure_optimizers=False,
+            )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--name", type=str | None, default=None, help="Name of the run; the recipe's by default.")
+        parser.add_argument(
+            "--run_dir", type=str | None, default=None, help="Folder to write to; runs/NAME by default."
+        )
+        parser.add_argument("--ckpt_path", type=str | None, default=None, help="Checkpoint to continue from.")
+        parser.add_argument(
+            "--allow_changes", type=bool, default=False, help="Continue although the checkpoint has another recipe."
+        )
+        for target, source in LINKED.items():
+            parser.link_arguments(source, target, compute_fn=fixed_seed)
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)
+        if self.config.seed_everything is True:
+            self.config.seed_everything = _drawn_seed()
+        if self.config.name is None:
+            method = self.command.other_objective if self.note is not None else None
+            # The run of another method is not to be taken for one of the recipe's own.
+            suffix = "" if method is None else f"_{method.rpartition('.')[2]}"
+            self.config.name = f"{self.command.recipe.stem}{suffix}"
+        if self.config.trainer.default_root_dir is not None:
+            raise UserError("trainer.default_root_dir is set by the command. Use run_dir=... instead.")
+        if self.command.resume:
+            self.resumption = last_good_checkpoint(self._resumed_folder(), say_on_first)
+
+    def _resumed_folder(self) -> Path:
+        typed = dict(self.command.overrides).get("run_dir")
+        # A config.yaml may have moved, with its folder, away from the run_dir that it names.
+        named = None if self.command.recipe.name == CONFIG_NAME else self.config.run_dir
+        return resumed_folder(self.command.recipe, typed or named)
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """What to continue from: the run folder's own checkpoint, or the one the user named."""
+        if self.resumption is not None and self.resumption.checkpoint is not None:
+            return str(self.resumption.checkpoint)
+        return self.config.ckpt_path
+
+    @override
+    def _dump_config(self) -> None:
+        # What save_hyperparameters would read, which neither class calls: a tenth of the time that building takes.
+        self.config_dump = {}
+
+    @override
+    def instantiate_classes(self) -> None:
+        trains = self.make_folder  # before it is narrowed to the first rank
+        super().instantiate_classes()
+        try:
+            if trains or self.ckpt_path is not None:
+                self.carried.recipe = self.plain_recipe()
+            self._check_checkpoint()
+        except UserError:
+            self.give_back()
+            raise
+
+    def plain_recipe(self) -> dict[str, Any]:
+        """The recipe as plain values, with what the classes make of their defaults."""
+        text = self.parser.dump(self.config, skip_none=False)
+        plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        assert isinstance(plain, dict)
+        recipe = {str(key): value for key, value in plain.items()}
+        if isinstance(self.model.optimizer_config, OptimizerConfig):
+            optimizer = vars(self.model.optimizer_config).items()
+            recipe["model"]["optimizer"] = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer}
+        recipe["model"] |= {
+            "advantage_std": self.model.advantage_std,
+            "advantage_aggregate": self.model.advantage_aggregate,
+        }
+        clipping = recipe["trainer"].get("gradient_clip_algorithm") or "norm"
+        recipe["trainer"] |= {"precision": self.trainer.precision, "gradient_clip_algorithm": clipping}
+        return recipe
+
+    def _check_checkpoint(self) -> None:
+        path = self.ckpt_path
+        if path is None:
+            return
+        what = f"ckpt_path={path}" if self.resumption is None else path
+        if not Path(path).exists():
+            raise UserError(f"{what} does not exist. Give a checkpoint of an earlier run.")
+        if Path(path).is_dir():
+            newest = newest_checkpoint(Path(path))
+            advice = (
+                "Give a checkpoint file." if newest is None else f"Set ckpt_path={newest}, or go on in it: --resume."
+            )
+            raise UserError(f"{what} is a folder. {advice}")
+        try:
+            checkpoint = read_sound(Path(path))
+        except CheckpointDamage as damage:
+            raise UserError(f"{what} {damage}. Give another checkpoint of its folder.") from damage
+        self.guard.inputs = inputs_of(self.model, self.datamodule)
+        allowed = self.guard.allow_changes = self.config.allow_changes
+        self.allowed_changes = refuse_changes(checkpoint, self.carried.recipe, self.guard.inputs, allowed, what)
+        self.guard.said = self.allowed_changes
+        progress = Progress.of(checkpoint)
+        if self.resumption is None and progress.is_finished(self.trainer.max_epochs, self.trainer.max_steps):
+            limit = "max_epochs" if progress.is_finished(self.trainer.max_epochs, max_steps=-1) else "max_steps"
+            raise UserError(
+                f"{what} is the state after {progress.iterations} iterations, {progress.optimizer_steps} optimizer "
+                f"steps. trainer.{limit}={getattr(self.trainer, limit)} leaves nothing to do: set it higher."
+            )
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        base = self._asked_folder
+        self.make_folder = self.make_folder and is_first_process()
+        self.folder = self.resumption.folder if self.resumption is not None else base
+        if self.make_folder:
+            self.folder = reserve(base) if self.resumption is None else reopen(self.folder)
+            self.lock.take(self.folder)
+        try:
+            return self._trainer_in(self.folder)
+        except (MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
+            self.give_back()
+            raise UserError(f"trainer: {one_line(error)}") from error
+
+    def _trainer_in(self, folder: Path) -> Trainer:
+        settings = self.config_init.trainer
+        progress = self.resumption.progress if self.resumption is not None else None
+        loggers = _as_list(settings.logger, Logger)
+        if not any(isinstance(logger, CSVLogger) for logger in loggers):
+            loggers.insert(0, MetricsTable(folder, rows_up_to(progress) if self.resumption is not None else None))
+        if settings.logger in (None, True):
+            purge: Any = {"purge_step": progress.optimizer_steps} if progress is not None else {}
+            loggers.append(Events(folder, name="", version="tensorboard", **purge))
+        return super().instantiate_trainer(
+            default_root_dir=str(folder),
+            logger=loggers,
+            callbacks=self._callbacks(_as_list(settings.callbacks, Callback)),
+        )
+
+    def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
+        refuse_twins(chosen)
+        wanted: list[type[Callback]] = [our_callbacks.RunSummary]
+        if self.config.trainer.enable_progress_bar is not False:
+            wanted.append(our_callbacks.ProgressBar)
+        added = [cls() for cls in wanted if not any(isinstance(callback, cls) for callback in chosen)]
+        callbacks: list[Callback] = [RunFolder(self.ckpt_path), self.carried, self.guard, *chosen, *added]
+        own = [callback for callback in chosen if isinstance(callback, RunCheckpoint)]
+        if own:
+            self.checkpoints = own[0]
+        elif self.config.trainer.enable_checkpointing is not False:
+            if any(isinstance(callback, ModelCheckpoint) for callback in chosen):
+                self.checkpoints.every_n_iterations = 0
+            callbacks.append(self.checkpoints)
+        return callbacks
+
+    def faults(self) -> list[str]:
+        """What is wrong with the parts, found without loading a weight."""
+        ranks = self.trainer.world_size
+        chosen = _as_list(self.config_init.trainer.callbacks, Callback)
+        of_callbacks = callback_faults(chosen, self.model, self.datamodule, ranks)
+        of_strategy = strategy_faults(
+            self.trainer.strategy, self.model.policy, self.model.optimizer_config, self.datamodule.sizes
+        )
+        options = options_of_class(PromptDataModule)
+        of_data = [with_full_keys("data", options, fault) for fault in self.datamodule.check(ranks)]
+        if not of_data:
+            self.unscorable = self.find_unscorable()
+        strict = self.model.failed_images == "stop"
+        of_prompts = [fault for found in self.unscorable for fault in found.refused(strict)]
+        if not self.datamodule.sizes.faults(ranks):
+            of_strategy += [fault for fault in [limit_fault(self.trainer, self.datamodule.sizes)] if fault]
+        return [*of_strategy, *self.model.check(self.datamodule.sizes), *of_data, *of_prompts, *of_callbacks]
+
+    def find_unscorable(self) -> list[UnscorablePrompts]:
+        """What the rewards cannot score of the training prompts, and of the held-out ones; these must be readable."""
+        trained_on = self.datamodule.training_rows() if self.model.objective.needs_reward else []
+        found = [UnscorablePrompts.of(self.model.reward, trained_on)]
+        if self.datamodule.has_heldout:
+            held_out = self.datamodule.heldout_rows()
+            found.append(UnscorablePrompts.of(self.model.observed, held_out, "held-out prompts"))
+        return found
+
+    def plan(self) -> str:
+        """What the sizes make of this world size, as a table."""
+        sizes = self.datamodule.sizes
+        passes = self.model.objective.passes_per_image(sizes, self.model.policy)
+        return sizes.plan(self.trainer.world_size).table(passes)
+
+    def about_prompts(self) -> list[str]:
+        """What was read, and what of it no reward will score."""
+        return [*self.datamodule.describe(), *(line for found in self.unscorable for line in found.lines())]
+
+    def opening(self) -> list[str]:
+        """What to say before training."""
+        lines = [self.note] if self.note is not None else []
+        lines += [f"Changed: {change}" for change in self.allowed_changes]
+        device = self.trainer.strategy.root_device
+        lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}", self._about_folder()]
+        if (gpu := idle_gpu(device)) is not None:
+            lines.append(f"WARNING: {gpu} is not used. To train on it: trainer.accelerator=gpu")
+        if self.resumption is not None:
+            lines.append(self.resumption.opening)
+        return lines
+
+    def _about_folder(self) -> str:
+        """Where the run goes, and which earlier run it leaves as it is."""
+        asked = self._asked_folder
+        taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} is an earlier run's)"
+        return f"Run folder: {self.folder}{taken}"
+
+    @property
+    def _asked_folder(self) -> Path:
+        return Path(self.config.run_dir or Path("runs") / self.config.name).expanduser()
+
+    def save_recipe(self) -> None:
+        """Write ``config.yaml``, itself a recipe; the one of a run that goes on stays."""
+        if not self.make_folder or (self.resumption is not None and (self.folder / CONFIG_NAME).exists()):
+            return
+        config = self.config.clone()
+        config.allow_changes = False  # was said for one checkpoint
+        header = f"# lightning run {self.folder / CONFIG_NAME}\n"
+        write_whole(self.folder / CONFIG_NAME, header + self.parser.dump(config, skip_none=False))
+
+    def give_back(self) -> None:
+        """Remove the run folder if nothing was written to it."""
+        self.lock.release()
+        if self.make_folder:
+            release(self.folder)
+
+
+def say_on_first(line: str) -> None:
+    """A line on stderr from the process that speaks for all ranks."""
+    if is_first_process():
+        report([line])
+
+
+def _as_list(value: Any, kind: type) -> list[Any]:
+    if isinstance(value, kind):
+        return [value]
+    return [] if value is None or isinstance(value, bool) else list(value)

@@ -1,0 +1,124 @@
+"""``lightning run``: a recipe and its overrides become a training run in a folder of its own."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import warnings
+from argparse import ArgumentError
+from collections.abc import Callable, Sequence
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_vgrpo.commands.curriculum import is_curriculum
+from lit_vgrpo.commands.curriculum_runner import run_curriculum
+from lit_vgrpo.commands.recipe_cli import LINKED, TOP_LEVEL, RecipeCLI, say_on_first
+from lit_vgrpo.commands.training import train
+from lit_vgrpo.config.recipe import parse_command, read_recipe
+from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, early_faults, recipe_faults
+from lit_vgrpo.config.trainer_options import trainer_faults
+from lit_vgrpo.errors import UserError, fault_in_own_code, from_parser, report, say
+from lit_vgrpo.runs.folder import is_first_process
+from lit_vgrpo.system.paths import import_from_here
+
+EXPECTED_WARNINGS = (
+    ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
+    ".*exists and is not empty.*",  # the run folder holds config.yaml before the loggers start
+    ".*module\\(s\\) in eval mode at the start.*",  # a policy is trained as it samples, without dropout
+    ".*across ranks is zero.*",  # no held-out prompts: nothing to evaluate
+    ".*sync_dist=True.*",  # what is logged is computed over all ranks already
+    ".*all_gather is deprecated.*",
+    ".*LeafSpec.*is deprecated.*",
+)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
+    """Parse and build everything that is cheap; no weight is loaded.
+
+    Args:
+        args: what was typed after the verb.
+        make_folder: create the run folder.
+
+    Raises:
+        UserError: with every fault that was found.
+    """
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    import_from_here()
+    command = parse_command(args)
+    recipe = read_recipe(command)
+    try:
+        early = early_faults(command.overrides, recipe, TOP_LEVEL, LINKED)
+        if of_trainer := trainer_faults(recipe.get("trainer") or {}):
+            early = [*dict.fromkeys((*recipe_faults(recipe, TOP_LEVEL, LINKED), *of_trainer))]
+        if early:
+            raise UserError(*early)
+        try:
+            return RecipeCLI(command, make_folder)
+        except (ArgumentError, MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
+            faults = recipe_faults(recipe, TOP_LEVEL, LINKED) or [from_parser(error)]
+            raise UserError(*faults) from error
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        fault = fault_in_own_code(error)
+        if fault is None:
+            raise
+        raise UserError(fault) from error
+
+
+def guarded(body: Callable[[Sequence[str]], int], args: Sequence[str], stopped: str | None = None) -> int:
+    """Run a verb; a user's mistake becomes lines on stderr and the status 2.
+
+    Args:
+        stopped: what to say after Ctrl-C, with the status 130; ``None`` lets it pass.
+    """
+    try:
+        return body(args)
+    except UserError as error:
+        if is_first_process():
+            report(error.faults)
+        return 2
+    except KeyboardInterrupt:
+        if stopped is None:
+            raise
+        report([stopped])
+        return 130
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        where = f" {error.filename}" if error.filename else ""
+        report([f"Cannot write{where}: {error.strerror}. Make room, or write to another disk (run_dir, TMPDIR)."])
+        return 1
+
+
+def run(args: Sequence[str]) -> int:
+    """Train a recipe: ``RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--resume]``.
+
+    Returns:
+        The exit status: 0, 1 when training failed, 2 for a mistake in the recipe, 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    return guarded(_run, args)
+
+
+def _run(args: Sequence[str]) -> int:
+    command = parse_command(args)
+    if is_curriculum(command.recipe):
+        return run_curriculum(command)
+    cli = build(args)
+    try:
+        faults = cli.faults()
+        if faults:
+            raise UserError(*faults)
+        if cli.resumption is not None and cli.resumption.is_over(cli.trainer):
+            say_on_first(f"{cli.folder} is finished: {cli.resumption.done}. To go on, add trainer.max_epochs=N.")
+            return 0
+        cli.save_recipe()
+        if is_first_process():
+            say("\n".join(cli.opening()))
+        return train(cli)
+    finally:
+        cli.give_back()

@@ -1,0 +1,127 @@
+"""``lightning sample``: PNGs of a run's weights, sampled as its evaluation samples."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from lit_vgrpo.commands.run import guarded
+from lit_vgrpo.commands.sample.options import Options, parse_options
+from lit_vgrpo.commands.saved_policy import build_policy, load_policy, recipe_of, saved_weights
+from lit_vgrpo.config.parts import built_part
+from lit_vgrpo.core.nonfinite import all_finite
+from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sampling import sample
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.runs.saved_weights import REFERENCE
+from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
+
+USED = ("model.policy", "model.objective", "model.evaluation")
+
+
+def sample_images(args: Sequence[str]) -> int:
+    """Draw prompts: ``RUN --prompt TEXT [--seed 0] [--count 1] [--reference] [--ema] ... [key=value ...]``.
+
+    Returns:
+        0; 2 for a mistake in what was typed, or a folder that cannot be written; 130 after Ctrl-C.
+    """
+    return guarded(_sample, args, stopped="Stopped. The images named so far are whole.")
+
+
+def _sample(args: Sequence[str]) -> int:
+    options = parse_options(args)
+    recipe = recipe_of(options.run, options.settings, USED, "sampling")
+    policy, spec = build_policy(recipe), spec_of(recipe, options)
+    if spec.solver not in policy.solvers:
+        raise UserError(
+            f"model.evaluation.solver={spec.solver} is not an ODE solver of {type(policy).__name__}. "
+            f"Use {' or '.join(policy.solvers)}."
+        )
+    saved = None
+    if options.variant != REFERENCE:
+        saved = saved_weights(options.run, options.checkpoint, options.variant)
+    load_policy(policy, saved, options.variant)
+    policy.to("cuda" if torch.cuda.is_available() else "cpu")
+    draw(policy, spec, options)
+    return 0
+
+
+def spec_of(recipe: dict[str, Any], options: Options) -> RolloutSpec:
+    """How the run's evaluation samples, with what was typed in place of its own.
+
+    Raises:
+        UserError: with every fault of the parts of the recipe that say so.
+    """
+    spec = built_part(recipe, "model.evaluation", RolloutSpec)
+    if spec is None:
+        objective = built_part(recipe, "model.objective", Objective)
+        if objective is None:
+            raise UserError("The run's recipe has no model.objective. Is it the config.yaml of a run?")
+        spec = objective.rollout_spec(0).as_ode()
+    asked = {"steps": options.steps, "guidance": options.guidance}
+    return replace(spec, **{name: value for name, value in asked.items() if value is not None})
+
+
+def draw(policy: Policy, spec: RolloutSpec, options: Options) -> None:
+    """Write an image for every prompt and seed and print its path.
+
+    Raises:
+        UserError: the disk is full, or does not let itself be written to.
+    """
+    hidden = not sys.stderr.isatty()
+    bar = tqdm(total=len(options.prompts) * len(options.seeds), leave=False, disable=hidden)
+    for number, prompt in enumerate(options.prompts, start=1):
+        for seed in options.seeds:
+            path = options.out / f"{number:03d}_seed{seed}.png"
+            try:
+                write_png(image_of(policy, spec, prompt, seed), path)
+            except OSError as error:
+                reason = error.strerror or error
+                raise UserError(f"Cannot write {path}: {reason}. Name another place: --out DIR.") from error
+            bar.update()
+            tqdm.write(str(path))
+    bar.close()
+
+
+def image_of(policy: Policy, spec: RolloutSpec, prompt: str, seed: int) -> Tensor:
+    """One image ``(3, H, W)`` in [0, 1], which depends on its prompt, its seed and the weights alone.
+
+    The noise is what the family's pipeline draws with a CPU generator of the seed. Sampled on its own, since arithmetic
+    on several images at once rounds differently.
+
+    Raises:
+        UserError: it holds NaN or infinite values, of which a file would show nothing but black.
+    """
+    noise = policy.prior([torch.Generator().manual_seed(seed)])
+    latents, _ = sample(policy, policy.encode([prompt]), torch.zeros(1, dtype=torch.long), spec, noise)
+    image = policy.decode(latents)[0]
+    if not all_finite([latents, image]):
+        raise UserError(
+            f'The image of prompt "{prompt}", seed {seed}, holds values that are not finite, and is not written. '
+            "Try model.policy.dtype=float32, a lower --guidance, or an earlier checkpoint with --checkpoint FILE."
+        )
+    return image
+
+
+def write_png(image: Tensor, path: Path) -> None:
+    """Write an image ``(3, H, W)`` in [0, 1], whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(DRAFT_PREFIX + path.name)
+    Image.fromarray(to_uint8(image).permute(1, 2, 0).cpu().numpy()).save(draft, format="PNG")
+    os.replace(draft, path)

@@ -1,0 +1,106 @@
+"""``lightning check-reward``: the rewards of a recipe on a few images, before a long run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.commands.recipe_cli import RecipeCLI
+from lit_vgrpo.commands.run import build
+from lit_vgrpo.commands.score.command import answered, loaded
+from lit_vgrpo.commands.score.options import count_of
+from lit_vgrpo.commands.score.pictures import find_pictures, picture_faults, read_picture
+from lit_vgrpo.commands.score.scoring import device
+from lit_vgrpo.commands.score.trial import PartTrial, findings, trial_table, trials
+from lit_vgrpo.config.arguments import split_words
+from lit_vgrpo.data.rows import Rows
+from lit_vgrpo.errors import UserError, report, say
+from lit_vgrpo.runs.start import load_policy
+from lit_vgrpo.system.hub import LoadError
+
+VALUES = ("images", "num-prompts", "images-per-prompt")
+OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
+
+
+def check_reward(args: Sequence[str]) -> int:
+    """Try a recipe's rewards: ``RECIPE [OVERLAY ...] [key=value ...] [--images FOLDER]``.
+
+    Returns:
+        0; 1 where a reward is constant or failed; 2 for a mistake in the recipe; 130 after Ctrl-C.
+    """
+    return answered(_check_reward, args)
+
+
+def _check_reward(args: Sequence[str]) -> int:
+    given, words = split_words(args, "check-reward", VALUES, ())
+    num_prompts, each = count_of(given, "num-prompts", 4), count_of(given, "images-per-prompt", 2)
+    cli = build([*words, *OVERRIDES], make_folder=False)
+    files = find_pictures([given["images"]])[: num_prompts * each] if "images" in given else []
+    reward = cli.model.observed
+    faults = [*reward.check(), *cli.datamodule.check(), *picture_faults(files)]
+    faults += [] if files else cli.model.policy.check()
+    if faults:
+        raise UserError(*faults)
+    unscorable, strict = cli.find_unscorable(), cli.model.failed_images == "stop"
+    refused = [fault for found in unscorable for fault in found.refused(any_failure=strict)]
+    if refused:
+        raise UserError(*refused)
+    rows = [row for row in training_rows(cli, num_prompts) for _ in range(each)]
+    if files:
+        rows, images = rows[: len(files)], [read_picture(file) for file in files]
+        say(f"{len(images)} images of {given['images']}, {each} for each of the first training prompts")
+    else:
+        start = time.perf_counter()
+        images = made_images(cli, rows)
+        say(f"{len(images)} images made by the recipe's policy in {time.perf_counter() - start:.1f} s")
+    groups = torch.arange(len(images)) // each
+    with loaded(reward):
+        parts = trials(reward, images, rows, groups[: len(images)], cli.model.policy.decode_batch_size)
+    say(trial_table(parts))
+    say(estimate(cli, parts))
+    found = [*(line for of in unscorable for line in of.lines()), *findings(parts)]
+    report(found)
+    return int(bool(found))
+
+
+def training_rows(cli: RecipeCLI, count: int) -> Rows:
+    """The rows that the run would draw first."""
+    dataset = cli.datamodule.train_dataloader().dataset
+    rows: Rows = []
+    while len(rows) < count:
+        iteration = len(rows) // cli.datamodule.sizes.prompts_per_iteration
+        rows += dataset[iteration * len(dataset)].rows
+    return rows[:count]
+
+
+def made_images(cli: RecipeCLI, rows: Rows) -> list[Tensor]:
+    """An image ``(1, 3, H, W)`` of each prompt, by the recipe's policy as the recipe evaluates it.
+
+    Raises:
+        UserError: the policy cannot be loaded.
+    """
+    module, size = cli.model, cli.model.policy.decode_batch_size
+    try:
+        load_policy(module.policy)
+    except LoadError as error:
+        raise UserError(str(error)) from error
+    module.to(device())
+    prompts, images = [row["prompt"] for row in rows], []
+    for start in range(0, len(prompts), size):
+        own = prompts[start : start + size]
+        images += module.generate(own, list(range(start, start + len(own)))).cpu().split(1)
+    return images
+
+
+def estimate(cli: RecipeCLI, parts: Sequence[PartTrial]) -> str:
+    """How long the rewards of an iteration take on a rank of this recipe."""
+    plan = cli.datamodule.sizes.plan(cli.trainer.world_size)
+    trained = {part.name: part.reward for part in cli.model.reward.parts}
+    seconds = {part.name: part.seconds_per_image * plan.images_per_rank for part in parts if part.name in trained}
+    beside = sum(seconds[name] for name, reward in trained.items() if reward.concurrent)
+    overlap = f", of which {beside:.2g} s run beside the rollout" if beside else ""
+    images = f"{plan.images_per_rank} images a rank"
+    return f"Rewards of an iteration, {images}: about {sum(seconds.values()):.2g} s{overlap}."

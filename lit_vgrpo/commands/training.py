@@ -1,0 +1,167 @@
+"""From a built recipe to an exit status: trains, and says in a line how it ended."""
+
+from __future__ import annotations
+
+import math
+import signal
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_vgrpo.callbacks import RunSummary
+from lit_vgrpo.data import PromptError
+from lit_vgrpo.errors import UserError, one_line, report, say
+from lit_vgrpo.rewards.base import RewardError
+from lit_vgrpo.runs.folder import is_first_process
+from lit_vgrpo.runs.resume import how_to_resume, last_words
+from lit_vgrpo.runs.watchdog import GRACE_S, watched
+from lit_vgrpo.system.hub import LoadError
+
+if TYPE_CHECKING:
+    from lit_vgrpo.commands.recipe_cli import RecipeCLI
+
+FINISHED, FAILED, MISTAKE = 0, 1, 2
+WRITTEN = ("summary.json", "metrics.csv", "samples", "checkpoints")
+
+
+def train(cli: RecipeCLI) -> int:
+    """Fit, and turn whatever ends it into lines and an exit status.
+
+    Returns:
+        0; 1 when training failed or its end could not be saved; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
+
+    Raises:
+        UserError: the checkpoint or the recipe was refused before training began.
+    """
+    checkpoints = cli.checkpoints
+    with watched(cli.trainer) as watch:
+        try:
+            with checkpoints.listening(watch):
+                if cli.resumption is not None and cli.resumption.is_at_end(cli.trainer):
+                    close(cli.trainer)
+                cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.ckpt_path)
+        except (SystemExit, KeyboardInterrupt):
+            if not checkpoints.interrupted and not checkpoints.terminated:
+                raise
+        except (RewardError, PromptError, FloatingPointError) as error:
+            report([str(error)])
+            _say_it_failed(cli)
+            return FAILED
+        except LoadError as error:
+            raise UserError(str(error)) from error
+        except Exception as error:
+            if not checkpoints.training:
+                fault = _refusal(cli, error)
+                if fault is None:
+                    raise
+                raise fault from error
+            if not watch.says_who_died():
+                traceback.print_exception(error)
+                _say_it_failed(cli)
+            watch.stop(GRACE_S)
+            return FAILED
+        else:
+            leave_together()
+    return _how_it_went(cli)
+
+
+def leave_together() -> None:
+    """Close the connection between ranks once all have finished; one that just ends may abort the others' threads."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _say_it_failed(cli: RecipeCLI) -> None:
+    if is_first_process():
+        say(f"Training failed. {last_words(cli.folder)}", error=True)
+
+
+def close(trainer: Trainer) -> None:
+    """Let a run whose last iteration is behind it still do what belongs to the end: evaluate, export, sum up.
+
+    Lightning's loop does nothing at all where no iteration is left.
+    """
+    loop = trainer.fit_loop
+    run = loop.run
+
+    def run_to_the_end() -> None:
+        run()
+        loop.on_run_start()
+        loop.on_run_end()
+
+    loop.run = run_to_the_end  # type: ignore[method-assign]
+
+
+def _refusal(cli: RecipeCLI, error: Exception) -> UserError | None:
+    """An error before training as the user's mistake; ``None`` where it is not one."""
+    if isinstance(error, MisconfigurationException):
+        return UserError(str(error))
+    if isinstance(error, AttributeError | TypeError):
+        # A callback of Lightning's that needs a module of another kind; ours have no such mistakes to make.
+        return UserError(f"trainer: {one_line(error)}") if _raised_in(error, {"lightning"}) else None
+    if not isinstance(error, RuntimeError | ValueError | KeyError):
+        return None
+    if cli.ckpt_path is not None:
+        return UserError(f"Cannot continue from ckpt_path={cli.ckpt_path}: {one_line(error)}")
+    # Lightning and we check settings, others break.
+    is_refusal = not isinstance(error, KeyError) and _raised_in(error, {"lightning", "lit_vgrpo", "callbacks"})
+    return UserError(str(error)) if is_refusal else None
+
+
+def _raised_in(error: Exception, packages: set[str]) -> bool:
+    """True where the last line outside of ``nn.Module`` belongs to one of the packages."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    files = [file for file in files if file.parts[-4:] != ("torch", "nn", "modules", "module.py")]
+    return bool(files) and bool(packages & set(files[-1].parts))
+
+
+def _how_it_went(cli: RecipeCLI) -> int:
+    checkpoints = cli.checkpoints
+    stopped = checkpoints.interrupted or checkpoints.terminated
+    summaries = [callback for callback in cli.trainer.callbacks if isinstance(callback, RunSummary)]  # type: ignore[attr-defined]
+    status = checkpoints.status or 128 + (signal.SIGTERM if checkpoints.terminated else signal.SIGINT)
+    unwritten = [summary.unwritten for summary in summaries if summary.unwritten is not None]
+    if is_first_process():
+        if not stopped:
+            _say_rewards(cli)
+        if unwritten:
+            say(f"What could be written is in {cli.folder}.")
+            report([f"{line} Make room and take up the run again with --resume." for line in unwritten])
+        elif checkpoints.unsaved is None:
+            made = [name for name in WRITTEN if (cli.folder / name).exists()]
+            say(f"Everything is in {cli.folder}: {', '.join(made)}.")
+        if stopped:
+            word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"
+            say(f"{word}: {_what_was_saved(cli)}", error=True)
+    if checkpoints.unsaved is not None or unwritten or (not stopped and _nothing_was_scored(cli)):
+        return FAILED
+    return status if stopped else FINISHED
+
+
+def _say_rewards(cli: RecipeCLI) -> None:
+    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, RunSummary):
+            continue
+        start, end = (scores.get("heldout/reward") for scores in (callback.heldout_start, cli.model.heldout))
+        if start is not None and end is not None:
+            say(f"Held-out reward {start:.3f} before, {end:.3f} after {cli.trainer.current_epoch} iterations.")
+
+
+def _nothing_was_scored(cli: RecipeCLI) -> bool:
+    """Say so where the held-out reward at the end is no number: what the training was worth is not known."""
+    if not math.isnan(cli.model.heldout.get("heldout/reward", 0.0)):
+        return False
+    if is_first_process():
+        report([f"No held-out image could be scored at the end. Mend the reward, then: lightning eval {cli.folder}"])
+    return True
+
+
+def _what_was_saved(cli: RecipeCLI) -> str:
+    path = cli.checkpoints.saved
+    what = f"{path} is saved." if path is not None else "nothing new was saved."
+    return f"{what} {how_to_resume(cli.folder)}"

@@ -1,0 +1,225 @@
+"""``lightning check RECIPE --untrusted``: what a recipe of somebody else's would run, read and ask."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.resolvers import oc
+
+from lit_vgrpo.commands.curriculum import Curriculum, is_curriculum
+from lit_vgrpo.config.recipe import SUFFIXES, Command, parse_command, read_recipe
+from lit_vgrpo.errors import say
+from lit_vgrpo.metrics.features import TORCHSCRIPT_SUFFIXES
+from lit_vgrpo.system.paths import SHIPPED_PREFIX
+
+PACKAGE = "lit_vgrpo"
+ENVIRONMENT = "oc.env"
+TEXT_KEYS = ("name", "run_dir")
+"""Keys of a recipe whose values are text, whatever they look like."""
+FILE_KEYS = ("ckpt_path", "start_from", "checkpoint")
+"""Keys of weights, which are read as numbers and never run."""
+FEATURE_KEYS = ("features", "diversity")
+_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+_FUNCTION = re.compile(r"([^\W\d][\w.]*):[^\W\d][\w.]*")
+_ADDRESS = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#\"'<>]+|(?<![\w.:/])(?=[\w.-]*[A-Za-z.])[\w.-]+:\d{2,5}(?![\w:])"
+)
+_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_DATA = (".txt", ".jsonl", ".csv", ".parquet")
+
+
+@dataclass
+class Findings:
+    """What was found: by the name of each thing, the keys that name it."""
+
+    imports: dict[str, list[str]] = field(default_factory=dict)
+    environment: dict[str, list[str]] = field(default_factory=dict)
+    hosts: dict[str, list[str]] = field(default_factory=dict)
+    hub: dict[str, list[str]] = field(default_factory=dict)
+    files: dict[str, list[str]] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[str]:
+        """A paragraph a kind, a line a thing."""
+        for title, found in (
+            ("Code outside lit_vgrpo, which it would run:", self.imports),
+            ("Environment variables, which it would read:", self.environment),
+            ("Hosts, which it would ask:", self.hosts),
+            ("Repositories, which it would take from the Hugging Face hub:", self.hub),
+            ("Files outside this folder, which it would read or write:", self.files),
+        ):
+            yield title
+            width = max(map(len, found), default=0)
+            yield from (f"  {name.ljust(width)}  {', '.join(keys)}" for name, keys in sorted(found.items()))
+            if not found:
+                yield "  none"
+
+
+def list_untrusted(args: Sequence[str]) -> int:
+    """Print what ``RECIPE.yaml [OVERLAY.yaml ...] [key=value ...]`` names; nothing of it is imported, read or asked.
+
+    Raises:
+        UserError: a file that cannot be read, or an interpolation that leads nowhere.
+    """
+    command, findings = parse_command(args), Findings()
+    if is_curriculum(command.recipe):
+        curriculum = Curriculum.of(command)
+        for stage in curriculum.stages:
+            _find(parse_command(curriculum.check_words(stage)), findings, f"stage{stage.number}.")
+    else:
+        _find(command, findings, "")
+    for line in findings.lines():
+        say(line)
+    say("Whatever such code imports, reads or asks itself is not known.")
+    return 0
+
+
+def _find(command: Command, findings: Findings, prefix: str) -> None:
+    for takes_defaults in (False, True):  # what stands for a variable, and what would where it is not set
+        with _no_environment(takes_defaults) as names:
+            recipe = read_recipe(command)
+        for key, value in _leaves(recipe, ""):
+            _Leaf(key, value).look(findings, prefix)
+        for name in names:
+            _add(findings.environment, name, f"{prefix}${{{ENVIRONMENT}:{name}}}")
+    for key, cls, given in _components(recipe, ""):
+        for default in _hub_defaults(cls, given):
+            _add(findings.hub, default, f"{prefix}{key}, unless it is set")
+
+
+@contextmanager
+def _no_environment(takes_defaults: bool) -> Iterator[list[str]]:
+    """Let ``${oc.env:NAME}`` become ``$NAME`` or the default beside it; gives the names, once the block is over."""
+    names: list[str] = []
+    nothing = object()
+
+    def stand_in(name: str, default: Any = nothing) -> Any:
+        names.append(name)
+        return f"${name}" if default is nothing or not takes_defaults else default
+
+    _register(stand_in)
+    try:
+        yield names
+    finally:
+        _register(oc.env)
+
+
+def _register(resolver: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the method's name differs between releases
+        OmegaConf.register_new_resolver(ENVIRONMENT, resolver, replace=True)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A text of a recipe and its key."""
+
+    key: str
+    text: str
+
+    def look(self, findings: Findings, prefix: str) -> None:
+        """Add what the text names; ``prefix`` goes before the key that is shown."""
+        shown = prefix + self.key
+        if self.name.endswith("_env"):
+            _add(findings.environment, self.text, shown)
+        for host in _ADDRESS.findall(self.text):
+            _add(findings.hosts, host, shown)
+        if self._is_outside():
+            _add(findings.files, self.text, shown)
+        if self.name in TEXT_KEYS or "://" in self.text:
+            return
+        if self._is_code():
+            _add(findings.imports, self.text, shown)
+        elif self._is_of_the_hub():
+            _add(findings.hub, self.text, shown)
+
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rpartition(".")[2]
+
+    def _is_code(self) -> bool:
+        path, last = Path(self.text), self.text.rpartition(".")[2]
+        if self.text.startswith(SHIPPED_PREFIX) or self.key.startswith("data."):
+            return False
+        if self.text.partition(".")[0] == PACKAGE or last == self.text:
+            is_own = last in _classes_of(PACKAGE)
+            return not is_own and (self.name == "class_path" or last in _classes_of("lightning"))
+        if self.name in FEATURE_KEYS and path.suffix.lower() in TORCHSCRIPT_SUFFIXES:
+            return True
+        # Options of a part may stand in a file of their own, whatever it is called; it is not looked into.
+        is_file = path.suffix in SUFFIXES or path.is_file()
+        return (is_file and self.name not in FILE_KEYS) or bool(
+            _FUNCTION.fullmatch(self.text) or _CLASS.fullmatch(self.text)
+        )
+
+    def _is_of_the_hub(self) -> bool:
+        path = Path(self.text)
+        return bool(_HUB.fullmatch(self.text)) and path.suffix not in _DATA and not os.path.exists(self.text)
+
+    def _is_outside(self) -> bool:
+        if self.text.startswith(SHIPPED_PREFIX) or "://" in self.text or any(blank in self.text for blank in "\n "):
+            return False
+        return self.text.startswith(("/", "~")) or ".." in Path(self.text).parts
+
+
+def _leaves(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            own = f"{key}.{name}" if key else str(name)
+            yield from _leaves(value, own.replace(".init_args", ""))
+            if isinstance(name, str) and _ADDRESS.search(name):
+                yield own, name
+    elif isinstance(node, list):
+        for number, value in enumerate(node):
+            yield from _leaves(value, f"{key}[{number}]")
+    elif isinstance(node, str):
+        yield key, node
+
+
+def _components(node: Any, key: str) -> Iterator[tuple[str, type, Mapping[str, Any]]]:
+    """Our own classes that a recipe names, by class path or alone, with the arguments that it gives them."""
+    if isinstance(node, str) and node.rpartition(".")[2] in _classes_of(PACKAGE):
+        yield key, _classes_of(PACKAGE)[node.rpartition(".")[2]], {}
+    elif isinstance(node, list):
+        for number, value in enumerate(node):
+            yield from _components(value, f"{key}[{number}]")
+    elif isinstance(node, Mapping):
+        name = str(node.get("class_path", "")).rpartition(".")[2]
+        if name in _classes_of(PACKAGE):
+            yield key, _classes_of(PACKAGE)[name], node.get("init_args") or {}
+        for name, value in node.items():
+            if name != "class_path":
+                yield from _components(value, f"{key}.{name}".strip(".").replace(".init_args", ""))
+
+
+def _hub_defaults(cls: type, given: Mapping[str, Any]) -> list[str]:
+    """Names of the hub that one of our classes takes where its arguments name nothing else."""
+    constants = vars(sys.modules[cls.__module__]).items()
+    names = [value for key, value in constants if key.startswith("HUB_") and isinstance(value, str)]
+    replaced = [p.default for name, p in inspect.signature(cls).parameters.items() if name in given]
+    return [name for name in names if name not in replaced]
+
+
+@cache
+def _classes_of(package: str) -> dict[str, type]:
+    """A package's classes by name: those that a recipe may name in short are imported by the command."""
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == package]
+    found = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
+    return {cls.__name__: cls for cls in found if cls.__module__.partition(".")[0] == package}
+
+
+def _add(found: dict[str, list[str]], name: str, key: str) -> None:
+    keys = found.setdefault(name, [])
+    if key not in keys:
+        keys.append(key)

@@ -1,0 +1,1 @@
+"""Recipes: read, merged with overrides, and checked against the constructors' signatures."""

@@ -1,0 +1,61 @@
+"""Parts of a recipe as plain values: one laid over another, and one built without the others."""
+
+from __future__ import annotations
+
+import copy
+from argparse import ArgumentError
+from collections.abc import Mapping
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, recipe_faults
+from lit_vgrpo.errors import UserError, from_parser
+
+
+def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
+    """Build what stands under a dotted key; ``None`` where nothing does.
+
+    Args:
+        tree: the recipe as plain values, overrides and interpolations applied.
+        hint: the class it must be of, or a type hint.
+
+    Raises:
+        UserError: with every fault of it.
+    """
+    node: Any = tree
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    if node is None:
+        return None
+    parser = ArgumentParser(exit_on_error=False, parser_mode="omegaconf+")
+    parser.add_argument(f"--{key}", type=hint)
+    try:
+        return parser.instantiate_classes(parser.parse_object({key: node}))[key]
+    except (ArgumentError, *CONSTRUCTOR_ERRORS) as error:
+        raise UserError(*(recipe_faults({key: node}, {key: hint | None}, {}) or [from_parser(error)])) from error
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` laid over ``base``, key by key; a list or a plain value replaces. Neither is changed.
+
+    Another ``class_path`` replaces its part whole: the options of one class mean nothing to another.
+
+    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
+    {'a': {'b': 3, 'c': 2}}
+    >>> merged({"a": {"class_path": "X", "init_args": {"b": 1}}}, {"a": {"class_path": "Y"}})
+    {'a': {'class_path': 'Y'}}
+    """
+    result = copy.deepcopy(dict(base))
+    for key, value in over.items():
+        old = result.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _is_another_class(old, value):
+            result[key] = merged(old, value)
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def _is_another_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    names = [str(node.get("class_path", "")).rpartition(".")[2] for node in (old, new)]
+    return bool(names[1]) and names[0] != names[1]

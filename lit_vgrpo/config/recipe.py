@@ -1,0 +1,351 @@
+"""What was typed, and the recipe files it names."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lit_vgrpo.config.arguments import is_override
+from lit_vgrpo.config.parts import merged
+from lit_vgrpo.config.shorthand import expanded_override, expanded_recipe
+from lit_vgrpo.errors import UserError, nearest
+from lit_vgrpo.system.paths import CONFIG_NAME, shipped_root
+
+RESUME = "--resume"
+STAGES = "stages"
+"""The key that makes a file a curriculum, see :mod:`lit_vgrpo.commands.curriculum`."""
+NO_OVERLAYS = ("compare", "assets", "prompts")
+"""Folders of the shipped files that hold no overlays; those of a comparison have a form of their own."""
+SECTIONS = ("model", "data", "trainer")
+SUFFIXES = (".yaml", ".yml")
+OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
+ENTRY = re.compile(r"\[(\d+)\]")
+KEPT_SETTINGS = ("rollout",)
+"""What one method's settings mean to another. A KL weight of one says nothing about that of the other."""
+
+
+@dataclass
+class Command:
+    """A parsed command line.
+
+    Attributes:
+        recipe: the recipe's file.
+        overrides: ``(key, text)``, in the order they were typed.
+        overlays: files that are laid over the recipe, one after the other, before the overrides.
+        resume: ``--resume``: continue in the run folder itself.
+    """
+
+    recipe: Path
+    overrides: list[tuple[str, str]]
+    overlays: list[Path] = field(default_factory=list)
+    resume: bool = False
+
+    def parser_args(self, config: Path) -> list[str]:
+        return [f"--config={config}", *(f"--{key}={text}" for key, text in self.plain_overrides)]
+
+    @property
+    def plain_overrides(self) -> list[tuple[str, str]]:
+        """The overrides that the parser knows."""
+        return [override for override in self.overrides if override not in self.list_overrides]
+
+    @property
+    def list_overrides(self) -> list[tuple[str, str]]:
+        """The overrides of single entries of a list, which the parser does not know, and those of the lists.
+
+        Also a whole optimizer, whose settings the parser would take for some of the recipe's own.
+        """
+        lists = [key.partition("[")[0] for key, _ in self.overrides if "[" in key]
+        return [
+            (key, text)
+            for key, text in self.overrides
+            if "[" in key
+            or (key == "model.optimizer" and text.lstrip().startswith("{"))
+            or any(f"{name}.".startswith(f"{key.removesuffix('+')}.") for name in lists)
+        ]
+
+    @property
+    def other_objective(self) -> str | None:
+        """The training method that an override asks for, whole and by its name."""
+        wanted = [text for key, text in self.overrides if key in OBJECTIVE_KEYS and not text.startswith("{")]
+        return wanted[-1] if wanted else None
+
+
+def parse_command(args: Sequence[str]) -> Command:
+    """Split ``RECIPE [OVERLAY ...] key=value --key=value --key value [--resume]`` into its parts.
+
+    Raises:
+        UserError: no recipe, an option without a value, or a recipe or an overlay that does not exist.
+    """
+    files: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    resume = False
+    pending = list(args)
+    while pending:
+        word = pending.pop(0)
+        key, _, text = word.removeprefix("--").partition("=")
+        if word == RESUME:
+            resume = True
+        elif key and is_override(word):
+            overrides.append(_override(key, text))
+        elif word.startswith("--"):
+            if get_close_matches(word, [RESUME], cutoff=0.8):
+                raise UserError(f"{word} is not an option. Did you mean {RESUME}?")
+            if not pending:
+                raise UserError(f"{word} has no value. Write {key}=VALUE.")
+            overrides.append(_override(key, pending.pop(0)))
+        else:
+            files.append(word)
+    if not files:
+        raise UserError("No recipe given. Try: lightning run tiny_shapes")
+    return Command(find_recipe(files[0]), overrides, [find_overlay(name) for name in files[1:]], resume)
+
+
+def look_at(word: str) -> None:
+    """See that a recipe is there and is a mapping in YAML, before anything heavy is imported to read it.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not word.startswith("-") and not is_override(word):
+        loaded(find_recipe(word))
+
+
+def _override(key: str, text: str) -> tuple[str, str]:
+    if text == "None":
+        raise UserError(f"{key}=None is Python's word for it. Write {key}=null.")
+    return key, expanded_override(key, text)
+
+
+def find_recipe(text: str) -> Path:
+    """The file of a recipe: a path, a shipped name with or without ``recipes/`` and ``.yaml``, or a run folder.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    shipped, of_run = shipped_recipes(), Path(text).expanduser() / CONFIG_NAME
+    if of_run.is_file() and text not in shipped:
+        return of_run
+    return _find(text, shipped, "recipe", "")
+
+
+def find_overlay(text: str) -> Path:
+    """The file of an overlay: a path, or the name of a shipped one such as ``strategy/zero2``.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if text.partition(".")[0] in SECTIONS and Path(text).suffix not in SUFFIXES:
+        raise UserError(f"{text} is no overlay. An override is one word: {text}=VALUE.")
+    return _find(text, {**shipped_overlays(), **shipped_recipes()}, "overlay", " An override is written key=value.")
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes installed with the package, by name."""
+    return {file.stem: file for file in sorted(shipped_root().glob("*.yaml"))}
+
+
+def shipped_overlays() -> dict[str, Path]:
+    """The overlays installed with the package, by name: ``folder/stem``."""
+    found = sorted(shipped_root().glob("*/*.yaml"))
+    return {f"{file.parent.name}/{file.stem}": file for file in found if file.parent.name not in NO_OVERLAYS}
+
+
+def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
+    path = Path(text).expanduser()
+    if path.is_file():
+        return path
+    name = text.removesuffix(".yaml").removeprefix("recipes/")
+    if name in shipped:
+        return shipped[name]
+    fault = f"is a folder, not a {what}" if path.is_dir() else f"is no {what}: no such file, and not a shipped name"
+    # Where only the last part was typed, that is what is compared.
+    parts = {known.rpartition("/")[2]: known for known in shipped}
+    beside = {file.name: str(file) for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}") if file.is_file()}
+    own = beside.get(nearest(path.name, beside) or "")
+    guess = nearest(name, shipped) or parts.get(nearest(path.stem, parts) or "") or own
+    guess = own or guess if path.suffix in SUFFIXES else guess
+    meant = f"Did you mean {guess}?" if guess else f"Shipped: {', '.join(shipped)}."
+    raise UserError(f"{text} {fault}. {meant}{hint}")
+
+
+def read_recipe(command: Command) -> dict[str, Any]:
+    """The recipe as plain values, overrides and interpolations applied.
+
+    Raises:
+        UserError: it is not YAML, not a mapping, or an interpolation leads nowhere.
+    """
+    plain, _ = _plain_recipe(command)
+    with _readable(command.recipe):
+        for key, text in command.plain_overrides:
+            apply_override(plain, key, text)
+        resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+@contextmanager
+def parser_config(command: Command) -> Iterator[tuple[Path, str | None]]:
+    """The file for the parser to read, and a line to say where it is not the recipe as it was typed.
+
+    Where an override names another training method, the settings of the recipe's own are left out: the parser would
+    keep those that both happen to have.
+
+    Raises:
+        UserError: as :func:`read_recipe`.
+    """
+    plain, swapped = _plain_recipe(command)
+    if not swapped and not command.overlays and plain == loaded(command.recipe):
+        yield command.recipe, None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / command.recipe.name
+        OmegaConf.save(OmegaConf.create(plain), path)
+        method = command.other_objective
+        kept = f"{method} starts from its own defaults: of the recipe's objective only rollout is kept."
+        yield path, kept if swapped else None
+
+
+def _plain_recipe(command: Command) -> tuple[dict[Any, Any], bool]:
+    """Recipe and overlays as plain values, not resolved, and whether the training method was swapped.
+
+    Where an override names another training method, the settings of the files' own are left out.
+    """
+    plain = _plain_file(command.recipe)
+    for overlay in command.overlays:
+        plain = merged(plain, _plain_file(overlay))
+    plain, swapped = _with_objective(plain, command.other_objective)
+    for key, text in command.list_overrides:
+        apply_override(plain, key, text)
+    return plain, swapped
+
+
+def _with_objective(plain: dict[Any, Any], wanted: str | None) -> tuple[dict[Any, Any], bool]:
+    """The recipe with the training method that was asked for, and whether that is another than its own."""
+    model = plain.get("model")
+    if wanted is None or not isinstance(model, dict) or not isinstance(model.get("objective"), dict):
+        return plain, False
+    own, settings = str(model["objective"].get("class_path")), model["objective"].get("init_args") or {}
+    if own.rpartition(".")[2] == wanted.rpartition(".")[2]:
+        return plain, False
+    kept = {name: value for name, value in settings.items() if name in KEPT_SETTINGS}
+    model["objective"] = {"class_path": wanted, "init_args": kept}
+    return plain, True
+
+
+def _plain_file(path: Path) -> dict[Any, Any]:
+    plain = loaded(path)
+    if STAGES in plain:
+        raise UserError(f"{path} is a curriculum of several recipes. Give one of its stages, or the run of one.")
+    return expanded_recipe(plain)
+
+
+def loaded(path: Path) -> dict[Any, Any]:
+    """A file's plain values, not resolved.
+
+    Raises:
+        UserError: it cannot be read, is not YAML, or not a mapping.
+    """
+    with _readable(path):
+        content = OmegaConf.load(path)
+        if not OmegaConf.is_dict(content):
+            raise UserError(f"{path} is no recipe: its top level must be a mapping such as model: and data:.")
+        plain = OmegaConf.to_container(content, resolve=False)
+    assert isinstance(plain, dict)
+    return plain
+
+
+@contextmanager
+def _readable(recipe: Path) -> Iterator[None]:
+    """Say in one line what is wrong with the file."""
+    try:
+        yield
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark is not None else ""
+        raise UserError(f"{recipe}{where} is not YAML: {getattr(error, 'problem', error)}.") from error
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "a value"
+        raise UserError(f"{recipe}: {key}: {str(error).splitlines()[0]}. Check the ${{...}} in it.") from error
+    except OSError as error:
+        raise UserError(f"Cannot read {recipe}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{recipe} is not a text file in UTF-8.") from error
+
+
+def apply_override(recipe: dict[Any, Any], key: str, text: str) -> None:
+    """Put an override in its place; ``init_args`` may be left out, as the parser allows.
+
+    Raises:
+        UserError: the key names an entry that a list does not have.
+    """
+    try:
+        value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index,call-overload]
+    except (yaml.YAMLError, OmegaConfBaseException):
+        value = text
+    value = text if text == "" else value
+    append = key.endswith("+")
+    steps = list(_steps(key.rstrip("+")))
+    node: Any = recipe
+    for number, step in enumerate(steps[:-1]):
+        node, step = _holder(node, step, steps[:number])
+        if isinstance(node[step], str) and isinstance(steps[number + 1], str):
+            node[step] = {"class_path": node[step]}
+        elif not isinstance(node[step], dict | list):
+            node[step] = {}
+        node = node[step]
+    node, last = _holder(node, steps[-1], steps[:-1])
+    old = node[last]
+    if append:
+        value = [*(old or []), *(value if isinstance(value, list) else [value])]
+    elif isinstance(old, dict) and "class_path" in old and isinstance(value, str):
+        value = {**old, "class_path": value}
+    node[last] = value
+
+
+def _steps(key: str) -> Iterator[str | int]:
+    """The parts of a dotted key; ``[n]`` is the entry of a list.
+
+    >>> list(_steps("model.reward.rewards[1].checkpoint"))
+    ['model', 'reward', 'rewards', 1, 'checkpoint']
+    """
+    for part in key.split("."):
+        name, *entries = ENTRY.split(part)
+        yield name
+        yield from (int(entry) for entry in entries if entry)
+
+
+def _holder(node: Any, step: str | int, before: Sequence[str | int]) -> tuple[Any, Any]:
+    """Where the value of a step stands: the options of a class, a mapping, or a list."""
+    if isinstance(step, int):
+        if not isinstance(node, list) or step >= len(node):
+            name = written(before)
+            count = len(node) if isinstance(node, list) else 0
+            held = f"has {count} entries, from {name}[0] on" if count else "is no list with entries"
+            raise UserError(f"{name}[{step}] does not exist: {name} {held}. Append one with {name}+=VALUE.")
+        return node, step
+    if not isinstance(node, dict):
+        name = written(before)
+        raise UserError(f"{name} is a list: {step} is no option of it. Write {name}[0].{step}=...")
+    if "class_path" in node and step not in ("class_path", "init_args", "dict_kwargs"):
+        node = node.setdefault("init_args", {})
+    node.setdefault(step, None)
+    return node, step
+
+
+def written(steps: Sequence[str | int]) -> str:
+    """A key as it is typed.
+
+    >>> written(["data", "train", 0, "weight"])
+    'data.train[0].weight'
+    """
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")

@@ -1,0 +1,143 @@
+"""What a run did and what it cost, for callbacks to read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class IterationRecord:
+    """One iteration, from its rollout to its last update.
+
+    Attributes:
+        iteration: number, from 0.
+        rewards: total reward of every image over all ranks, NaN = failed, ``(B_global,)``.
+        group_ids: ``(B_global,)``.
+        parts: by reward, over all ranks: ``mean`` and ``std`` of what it scored, ``no_spread``, ``failed``,
+            ``seconds_per_image``, and what it counts itself.
+        errors: reward name to its last failure message.
+        local_group_ids: groups of this rank's images, ``(B_local,)``.
+        images: number of images, over all ranks.
+        metrics: for each loss metric the per-image values of every step, this rank's.
+        losses: loss of every step, this rank's.
+        seconds: wall time by phase (rollout, decode, reward, prepare); ``reward_overlapped`` is what rewards did in
+            threads beside them.
+        has_advantage: some image is better or worse than its group; without one no step is taken.
+        updates: optimizer steps taken so far; those that were left out do not count.
+        skipped_updates: updates left out since the start, their loss or gradient not finite; None where that stops.
+        is_whole: False where the run went on in the middle of the iteration: metrics and losses are those of the rest.
+    """
+
+    iteration: int
+    rewards: Tensor
+    group_ids: Tensor
+    parts: dict[str, dict[str, float]]
+    errors: dict[str, str]
+    local_group_ids: Tensor
+    images: int
+    metrics: dict[str, list[Tensor]] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    has_advantage: bool = True
+    updates: int = 0
+    skipped_updates: int | None = None
+    is_whole: bool = True
+
+    def add(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:
+        """Book one step."""
+        self.losses.append(loss.detach())
+        for name, values in metrics.items():
+            self.metrics.setdefault(name, []).append(values)
+
+    def first_update(self, name: str) -> Tensor | None:
+        """A metric's values for all of this rank's images in the first update, in the order of ``local_group_ids``."""
+        if name not in self.metrics or not self.is_whole:
+            return None
+        return torch.cat(self.metrics[name])[: len(self.local_group_ids)]
+
+    def mean(self, name: str) -> float | None:
+        """A metric's mean over all steps."""
+        return float(torch.cat(self.metrics[name]).mean()) if name in self.metrics else None
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the wall time of the block to ``seconds[name]``, the GPU's work that it started included."""
+    start = _wall_s()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + _wall_s() - start
+
+
+def _wall_s() -> float:
+    """Seconds on a clock, once the GPU has done what it was given: its work is only queued when a call returns."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Stopwatch:
+    """Seconds spent on training steps, as wall time and as time of this process on the CPU; a checkpoint keeps them."""
+
+    def __init__(self) -> None:
+        self._total = (0.0, 0.0)
+        self._started: tuple[float, float] | None = None
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return _wall_s(), time.process_time()
+
+    def start(self) -> None:
+        self._started = self._now()
+
+    def stop(self) -> None:
+        self._total, self._started = self._read(), None
+
+    def _read(self) -> tuple[float, float]:
+        now = self._now()
+        began = self._started or now
+        return self._total[0] + now[0] - began[0], self._total[1] + now[1] - began[1]
+
+    @property
+    def wall_s(self) -> float:
+        return self._read()[0]
+
+    @property
+    def cpu_s(self) -> float:
+        return self._read()[1]
+
+    def state_dict(self) -> dict[str, float]:
+        return {"wall_s": self.wall_s, "cpu_s": self.cpu_s}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._total = (state["wall_s"], state["cpu_s"])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The held-out reward at one moment, and what training had cost until then, over all ranks.
+
+    Attributes:
+        iteration: iterations done; 0 is the start.
+        reward: mean held-out reward.
+        images: images rolled out for training.
+        passes: network passes of training, in images; a backward is not counted.
+        train_seconds: wall time of the training steps.
+        cpu_seconds: CPU time of this process in the training steps.
+    """
+
+    iteration: int
+    reward: float
+    images: int
+    passes: int
+    train_seconds: float
+    cpu_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,230 @@
+"""What a rollout is asked for, what it returns, and what the updates need of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeInt, Range, checked
+from lit_vgrpo.core.solvers import ODE_OF, tail_steps
+from lit_vgrpo.core.surrogate import Pairs
+
+
+@dataclass
+class Conditioning:
+    """A prompt's embeddings; every tensor has one row a prompt."""
+
+    tensors: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def select(self, rows: Tensor) -> Conditioning:
+        """One row for each entry of ``rows (B,)``."""
+        return Conditioning({name: value[rows] for name, value in self.tensors.items()})
+
+    def expand(self, size: int) -> Conditioning:
+        """A single row, repeated as a view."""
+        return Conditioning({name: value.expand(size, *value.shape[1:]) for name, value in self.tensors.items()})
+
+    def to(self, device: torch.device | str) -> Conditioning:
+        return Conditioning({name: value.to(device) for name, value in self.tensors.items()})
+
+    def joined_with(self, other: Conditioning) -> Conditioning:
+        return Conditioning({name: torch.cat([value, other.tensors[name]]) for name, value in self.tensors.items()})
+
+
+@checked
+@dataclass
+class RolloutSpec:
+    """How images are sampled.
+
+    Args:
+        solver: an ODE solver (a diffusers scheduler: euler, dpm++ or unipc on a rectified flow; ddim or dpm++ on a VP
+            path) or an SDE whose steps have a likelihood (flow_sde, cps or dance_sde; ddim_sde on a VP path).
+        steps: number of sampling steps, one network pass each (two with guidance).
+        guidance: classifier-free guidance scale; 1.0 switches it off.
+        noise_level: strength of the SDE's noise; null takes the solver's published one.
+        shared_noise: start all images of a group from the same noise; only an SDE makes them differ then.
+        window: steps ``[first, stop)`` that take SDE noise, the others follow the ODE; null is all but the last.
+        tail: re-grid what follows the window to this share of its steps, with DPM-Solver++; null for no re-gridding.
+    """
+
+    solver: str = "euler"
+    steps: Annotated[int, Range(1, 1000, example=10)] = 10
+    guidance: GuidanceScale = 1.0
+    noise_level: Annotated[float, Range(0, 100, example=0.7)] | None = None
+    shared_noise: bool = False
+    window: tuple[NonNegativeInt, NonNegativeInt] | None = None
+    tail: Annotated[float, Range(above=0, most=1, example=0.4)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and not 0 <= self.window[0] < self.window[1] <= self.steps:
+            raise ValueError(
+                f"window={list(self.window)} holds no step of {self.steps}. Use [first, stop) within 0 and "
+                f"{self.steps}, or null."
+            )
+
+    @property
+    def is_sde(self) -> bool:
+        """Whether steps are drawn from a distribution with a likelihood."""
+        return self.solver in ODE_OF
+
+    @property
+    def sde_steps(self) -> range:
+        """The steps that take SDE noise; empty for an ODE."""
+        if not self.is_sde:
+            return range(0)
+        return range(*(self.window or (0, max(1, self.steps - 1))))
+
+    @property
+    def network_calls(self) -> int:
+        """Sampling steps that are really taken, after the re-gridding of the tail."""
+        if not self.is_sde or self.tail is None:
+            return self.steps
+        stop = self.sde_steps.stop
+        return stop + tail_steps(self.steps - stop, self.tail)
+
+    def as_ode(self) -> RolloutSpec:
+        """The same number of steps without noise: how held-out images of an SDE method are sampled."""
+        if not self.is_sde:
+            return self
+        return RolloutSpec(ODE_OF[self.solver], self.steps, self.guidance)
+
+    def faults(self) -> list[str]:
+        """Settings that cannot work together, a line each."""
+        where = "model.objective.rollout"
+        if self.is_sde:
+            return []
+        faults = []
+        if self.shared_noise:
+            faults.append(
+                f"{where}.shared_noise=true with the ODE solver {self.solver} makes all images of a group identical. "
+                "Set shared_noise=false."
+            )
+        for name in ("noise_level", "window", "tail"):
+            value = getattr(self, name)
+            if value is not None:
+                faults.append(f"{where}.{name}={value} has no effect with the ODE solver {self.solver}. Leave it out.")
+        return faults
+
+
+@dataclass
+class Trajectory:
+    """The steps of a rollout that were drawn from an SDE, to be trained on.
+
+    Attributes:
+        states: ``(B, n + 1, C, h, w)``, float32: where step k started and, at k + 1, where it ended.
+        log_probs: ``(B, n)``, float32: the log-probability of each step under the weights that rolled out.
+        means: ``(B, n, C, h, w)``, the mean of each step's distribution, or ``None`` where it was not asked for.
+        times: ``(n + 1,)``, float32, the steps' times and the one after the last.
+        second_time: the second time of the whole schedule, which stands in where a formula diverges at ``t = 1``.
+    """
+
+    states: Tensor
+    log_probs: Tensor
+    means: Tensor | None
+    times: Tensor
+    second_time: float
+
+
+@dataclass
+class Rollout:
+    """The images of one iteration on this rank, as final latents.
+
+    Attributes:
+        latents: shape ``(B, C, h, w)``, float32, detached.
+        group_ids: shape ``(B,)``, int64: the prompt's global slot in the iteration.
+        image_ids: shape ``(B,)``, int64: the image's global index in the iteration.
+        conditioning: one row a group; ``rows`` says which row an image uses.
+        rows: shape ``(B,)``, int64.
+        schedule: the sampler's own times ``(S,)``, float32 in (0, 1], noisiest first.
+        iteration: number of the iteration, from 0.
+        seed: the run's seed.
+        group_size: images of a whole group; other ranks may hold some of them.
+        spec: how the images were sampled.
+        trajectory: the SDE steps, for a method that trains on them.
+    """
+
+    latents: Tensor
+    group_ids: Tensor
+    image_ids: Tensor
+    conditioning: Conditioning
+    rows: Tensor
+    schedule: Tensor
+    iteration: int
+    seed: int
+    group_size: int
+    spec: RolloutSpec = field(default_factory=RolloutSpec)
+    trajectory: Trajectory | None = None
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+
+@dataclass
+class Experience:
+    """What the loss needs again, one row an image; made by ``objective.prepare``.
+
+    Attributes:
+        latents: ``(B, C, h, w)``, the images' final latents ``o``.
+        advantages: ``(B,)``, float32.
+        conditioning: one row a group.
+        rows: ``(B,)``, the conditioning row of each image.
+        pairs: Monte-Carlo pairs, or ``None`` for an objective without.
+        extras: named tensors with one row an image (old surrogates, stored predictions).
+    """
+
+    latents: Tensor
+    advantages: Tensor
+    conditioning: Conditioning
+    rows: Tensor
+    pairs: Pairs | None = None
+    extras: dict[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+    @classmethod
+    def of(
+        cls, rollout: Rollout, advantages: Tensor, pairs: Pairs | None = None, extras: dict[str, Tensor] | None = None
+    ) -> Experience:
+        """A rollout's images with their advantages, beside which everything else is the method's own."""
+        return cls(
+            latents=rollout.latents,
+            advantages=advantages.to(rollout.latents.device),
+            conditioning=rollout.conditioning,
+            rows=rollout.rows,
+            pairs=pairs,
+            extras=extras or {},
+        )
+
+    def to(self, device: torch.device) -> Experience:
+        """The same on another device, with only the shared rows that it uses; itself where it is there already."""
+        if self.latents.device == device:
+            return self
+        used, rows = torch.unique(self.rows, return_inverse=True)
+        return Experience(
+            latents=self.latents.to(device),
+            advantages=self.advantages.to(device),
+            conditioning=self.conditioning.select(used).to(device),
+            rows=rows.to(device),
+            pairs=None if self.pairs is None else self.pairs.compact().to(device),
+            extras={name: value.to(device) for name, value in self.extras.items()},
+        )
+
+    def select(self, index: slice | Tensor) -> Experience:
+        """The rows of some images, e.g. a micro-batch."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("latents", "advantages", "rows"):
+            values[name] = values[name][index]
+        values["pairs"] = None if self.pairs is None else self.pairs.select(index)
+        values["extras"] = {name: value[index] for name, value in self.extras.items()}
+        return Experience(**values)
+
+    def micro_batches(self, size: int) -> list[Experience]:
+        """The rows cut into micro-batches of ``size`` images, in order."""
+        return [self.select(slice(start, start + size)) for start in range(0, len(self), size)]

@@ -1,0 +1,186 @@
+"""The loops that sample images from noise: by an ODE, and by an SDE whose steps have a likelihood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.core.batches import filled
+from lit_vgrpo.core.probability_paths import ProbabilityPath
+from lit_vgrpo.core.rollout import Conditioning, RolloutSpec, Trajectory
+from lit_vgrpo.core.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
+from lit_vgrpo.core.surrogate import seeded_generator
+
+BatchHook = Callable[[slice, Tensor], None]
+"""Takes the place of a batch among the images, and its final latents ``(b, C, h, w)``."""
+
+# Streams of the seeded generators; a new use gets a new number, so that runs stay reproducible.
+STREAM_ROLLOUT, STREAM_PAIRS, STREAM_HELDOUT, STREAM_DATA = 1, 2, 3, 4
+STREAM_GROUP_NOISE, STREAM_SDE, STREAM_TIMES, STREAM_STEPS = 5, 6, 7, 8
+
+
+class Denoiser(Protocol):
+    """What the loops need of a policy; see :class:`~lit_vgrpo.policies.base.Policy`."""
+
+    path: ProbabilityPath
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+
+    def __call__(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
+        """Return the network's prediction for noisy latents ``(B, C, h, w)`` at times ``(B,)``, float32."""
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """Prepare the weights for passes without gradient."""
+
+    def scheduler(self, solver: str, steps: int) -> Any:
+        """Return a fresh diffusers scheduler whose timesteps are set."""
+
+    def scheduler_times(self, scheduler: Any) -> Tensor:
+        """Return the scheduler's timesteps as times ``(S,)`` in (0, 1], float32."""
+
+
+def image_generators(stream: int, seed: int, iteration: int, image_ids: Sequence[int]) -> list[torch.Generator]:
+    """One generator an image, seeded from (seed, stream, iteration, global image index)."""
+    return [seeded_generator(seed, stream, iteration, index) for index in image_ids]
+
+
+@torch.no_grad()
+def sample(
+    policy: Denoiser,
+    conditioning: Conditioning,
+    rows: Tensor,
+    spec: RolloutSpec,
+    noise: Tensor,
+    batch_size: int | None = None,
+    on_batch: BatchHook | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Integrate the policy from noise to clean latents with a diffusers scheduler.
+
+    Args:
+        conditioning: one row a prompt.
+        rows: ``(B,)``: the conditioning row of each image.
+        noise: ``z_1``, shape ``(B, C, h, w)``, on any device; what is returned is there too.
+        batch_size: images of every network pass, the last of which is filled up; ``None`` takes all at once.
+        on_batch: called with every batch as soon as it is done.
+
+    Returns:
+        Latents ``(B, C, h, w)`` float32, and the times ``(S,)`` at which the network was called, float32.
+    """
+    size = batch_size or len(noise)
+    schedule = torch.empty(0)
+    latents = []
+    with policy.sampling():
+        for start in range(0, len(noise), size):
+            part = slice(start, start + size)
+            cond = conditioning.select(filled(rows[part], size)).to(policy.device)
+            scheduler = policy.scheduler(spec.solver, spec.steps)
+            z = filled(noise[part], size).to(policy.device).float()
+            schedule = policy.scheduler_times(scheduler).to(z.device)
+            for timestep, t in zip(scheduler.timesteps, schedule, strict=True):
+                prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
+                z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
+            z = z[: len(noise[part])]
+            latents.append(z.to(noise.device))
+            if on_batch is not None:
+                on_batch(part, z)
+    return torch.cat(latents), schedule.to(noise.device)
+
+
+@torch.no_grad()
+def sample_chain(
+    policy: Denoiser,
+    conditioning: Conditioning,
+    rows: Tensor,
+    spec: RolloutSpec,
+    noise: Tensor,
+    generators: Sequence[torch.Generator],
+    batch_size: int | None = None,
+    record_means: bool = False,
+    on_batch: BatchHook | None = None,
+) -> tuple[Tensor, Tensor, Trajectory]:
+    """Sample with an SDE whose steps have a likelihood, and keep the steps that took noise.
+
+    Steps outside ``spec.sde_steps`` follow the ODE; what comes after them is re-gridded where ``spec.tail`` is set.
+
+    Args:
+        conditioning: one row a prompt.
+        rows: ``(B,)``: the conditioning row of each image.
+        noise: ``z_1``, shape ``(B, C, h, w)``, on any device; what is returned is there too.
+        generators: one an image; all its SDE noise comes from it, so that an image depends on no other.
+        batch_size: images of every network pass, the last of which is filled up; ``None`` takes all at once.
+        record_means: keep the mean of every step too.
+        on_batch: called with every batch as soon as it is done.
+
+    Returns:
+        Latents ``(B, C, h, w)`` float32, the times ``(S,)`` at which the network was called, and the SDE steps.
+    """
+    scheduler = policy.scheduler(ODE_OF[spec.solver], spec.steps)
+    schedule = policy.scheduler_times(scheduler).to(policy.device)
+    times = torch.cat([schedule, schedule.new_zeros(1)])
+    second_time = float(times[1])
+    window, steps, tail = spec.sde_steps, spec.steps, times[:0]
+    if spec.tail is not None and window.stop < steps:
+        steps, tail = window.stop, regrid(times[window.stop :], tail_steps(steps - window.stop, spec.tail))
+        tail[:-1] = policy.path.snap(tail[:-1])
+    size = batch_size or len(noise)
+    latents, states, log_probs, means = [], [], [], []
+    for start in range(0, len(noise), size):
+        part = slice(start, start + size)
+        cond = conditioning.select(filled(rows[part], size)).to(policy.device)
+        own = slice(len(noise[part]))
+        z = filled(noise[part], size).to(policy.device).float()
+        ends, densities, centres = [], [], []
+        for index in range(steps):
+            if index == window.start:
+                first = z
+            t, t_next = times[index].expand(len(z)), times[index + 1].expand(len(z))
+            prediction = policy(z, t, cond, spec.guidance)
+            level = spec.noise_level if index in window else 0.0
+            step = transition(spec.solver, policy.path, prediction, z, t, t_next, level, second_time)
+            if index not in window:
+                z = step.mean
+                continue
+            drawn = torch.stack([torch.randn(z.shape[1:], generator=g) for g in generators[part]])
+            z = step.mean + step.std * filled(drawn, size).to(z.device)
+            ends.append(z)
+            densities.append(log_prob(spec.solver, z, step))
+            centres += [step.mean] if record_means else []
+        if len(tail):
+            z = _integrate_tail(policy, cond, spec, z, tail)
+        latents.append(z[own].to(noise.device))
+        states.append(torch.stack([first, *ends], dim=1)[own].to(noise.device))
+        log_probs.append(torch.stack(densities, dim=1)[own].to(noise.device))
+        if record_means:
+            means.append(torch.stack(centres, dim=1)[own].to(noise.device))
+        if on_batch is not None:
+            on_batch(part, z[own])
+    trajectory = Trajectory(
+        states=torch.cat(states),
+        log_probs=torch.cat(log_probs),
+        means=torch.cat(means) if record_means else None,
+        times=times[window.start : window.stop + 1].to(noise.device),
+        second_time=second_time,
+    )
+    return torch.cat(latents), torch.cat([times[:steps], tail[:-1]]).to(noise.device), trajectory
+
+
+def _integrate_tail(policy: Denoiser, cond: Conditioning, spec: RolloutSpec, z: Tensor, times: Tensor) -> Tensor:
+    """From ``z`` at ``times[0]`` to 0 at their end with DPM-Solver++ 2M."""
+    steps = len(times) - 1
+    scheduler = policy.scheduler("dpm++", steps)
+    # The scheduler cannot make a schedule that starts in the middle. It reads these by position, never by timestep.
+    a, b = (values.cpu() for values in policy.path.coefficients(times))
+    scheduler.sigmas = b if scheduler.config.use_flow_sigmas else b / a
+    scheduler.timesteps = torch.arange(steps)
+    scheduler.num_inference_steps = steps
+    scheduler.set_begin_index(0)
+    for timestep, t in zip(scheduler.timesteps, times[:-1], strict=True):
+        prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
+        z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
+    return z

@@ -1,0 +1,243 @@
+"""The four numbers of an iteration, and what they make of a world size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from math import isqrt
+from typing import Literal
+
+from lit_vgrpo.core.ranges import Count, GroupSize, declared, range_errors
+
+DEVICE_COUNTS_NAMED = 8  # how far the list of world sizes that would work goes, at least
+
+MOST_DEVICES_NAMED = 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one iteration is on a given number of ranks. "Local" numbers are per rank."""
+
+    prompts_per_iteration: int
+    group_size: int
+    updates_per_iteration: int
+    micro_batch_size: int  # no more than one update's images on a rank
+    world_size: int
+    images_per_iteration: int
+    groups_per_rank: int
+    ranks_per_group: int  # more than 1 where groups are cut over ranks
+    images_per_rank: int
+    images_per_update: int
+    micro_batches_per_update: int
+    steps_per_iteration: int  # = length of the training loader on every rank
+    is_settled: bool = True  # False while a micro-batch size of "auto" has still to be chosen
+
+    def table(self, passes_per_image: Mapping[str, int] | None = None) -> str:
+        """The plan as aligned text.
+
+        Args:
+            passes_per_image: network passes an image by phase, such as ``{"rollout": 10, "train": 4}``; each phase adds
+                a row with the passes of one iteration over all ranks.
+        """
+        rows = [
+            ("prompts", str(self.prompts_per_iteration)),
+            ("images", f"{self.images_per_iteration} ({self.group_size} a prompt)"),
+            ("ranks", str(self.world_size)),
+            ("groups a rank", str(self.groups_per_rank) if self.ranks_per_group == 1 else f"1/{self.ranks_per_group}"),
+            ("images a rank", str(self.images_per_rank)),
+            ("micro-batches an update", self._micro_batches),
+            ("updates", f"{self.updates_per_iteration} on {self.images_per_update} images each"),
+        ]
+        if self.is_settled:
+            rows.append(("steps an iteration", str(self.steps_per_iteration)))
+        for phase, passes in (passes_per_image or {}).items():
+            total = passes * self.images_per_iteration
+            rows.append((f"network passes, {phase}", f"{total:g} ({passes:g} an image)"))
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+    @property
+    def _micro_batches(self) -> str:
+        if not self.is_settled:
+            return "auto: as few as memory allows"
+        return f"{self.micro_batches_per_update} of {self.micro_batch_size} images"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much one iteration takes: global over all ranks, but for the micro-batch.
+
+    Args:
+        prompts_per_iteration: prompts, hence groups, of one iteration over all ranks.
+        group_size: images per prompt, at least 2.
+        updates_per_iteration: optimizer steps of one iteration.
+        micro_batch_size: most images one rank takes through one forward and backward pass; ``"auto"`` until a size has
+            been chosen.
+        split_updates: every update takes its own share of the images, instead of all of them.
+    """
+
+    prompts_per_iteration: Count
+    group_size: GroupSize
+    updates_per_iteration: Count = 1
+    micro_batch_size: Count | Literal["auto"] = 8
+    split_updates: bool = False
+
+    @property
+    def uses_per_image(self) -> int:
+        """How many updates of an iteration train on one image."""
+        return self.updates_per_iteration // self._shares
+
+    @property
+    def _shares(self) -> int:
+        """Into how many shares the images of an iteration are cut."""
+        return self.updates_per_iteration if self.split_updates else 1
+
+    @property
+    def holds_whole_groups(self) -> bool:
+        """Whether it is known that every micro-batch is made of whole groups."""
+        return self.micro_batch_size != "auto" and self.micro_batch_size % self.group_size == 0
+
+    def images_per_share(self, world_size: int) -> int:
+        """The images of one update on a rank, of which a micro-batch is a part."""
+        return self.prompts_per_iteration * self.group_size // world_size // self._shares
+
+    def smallest(self, world_size: int) -> Sizes:
+        """The same with as few prompts as can be shared out; a micro-batch takes as much memory as before."""
+        prompts, updates = self.prompts_per_iteration, self.updates_per_iteration
+        for fewer in range(1, prompts):
+            smaller = replace(self, prompts_per_iteration=fewer)
+            # whole groups are shared out to updates, or the images of each group: that stays as it is
+            is_alike = not self.split_updates or bool(fewer % updates) == bool(prompts % updates)
+            if is_alike and not smaller.faults(world_size):
+                return smaller
+        return self
+
+    def value_faults(self) -> list[str]:
+        """The faults that do not depend on the number of ranks, one line each."""
+        hints = declared(type(self).__init__)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return [str(error) for name, value in values.items() for error in range_errors(name, value, hints[name])]
+
+    def update_of(self, slot: int, member: int) -> int:
+        """The update that trains on image ``member`` of group ``slot``, where every update takes its own share.
+
+        Whole groups are dealt out in turn where there are enough of them, else the images of each group, so that an
+        update trains on the same images on any number of ranks.
+        """
+        updates = self.updates_per_iteration
+        if self.prompts_per_iteration % updates == 0:
+            return slot % updates
+        if self.group_size % updates == 0:
+            return member % updates
+        return (slot * self.group_size + member) * updates // (self.prompts_per_iteration * self.group_size)
+
+    def rank_share(self, world_size: int, rank: int) -> tuple[range, range]:
+        """The group slots of a rank, and which images of each it makes: all of them, unless groups are cut."""
+        plan = self.plan(world_size)
+        if plan.ranks_per_group == 1:
+            first = rank * plan.groups_per_rank
+            return range(first, first + plan.groups_per_rank), range(self.group_size)
+        slot, part = divmod(rank, plan.ranks_per_group)
+        return range(slot, slot + 1), range(part * plan.images_per_rank, (part + 1) * plan.images_per_rank)
+
+    def _divides_over(self, world_size: int) -> bool:
+        """Whether every rank gets as many whole groups, or as large a part of one."""
+        prompts = self.prompts_per_iteration
+        if world_size <= prompts:
+            return prompts % world_size == 0
+        return world_size % prompts == 0 and self.group_size % (world_size // prompts) == 0
+
+    def _shares_out_over(self, world_size: int) -> bool:
+        """Whether a rank has as many images for each update as for every other."""
+        prompts, updates = self.prompts_per_iteration, self.updates_per_iteration
+        if not self.split_updates:
+            return True
+        if prompts % updates == 0:
+            return prompts % (world_size * updates) == 0
+        if self.group_size % updates == 0:
+            return self.group_size // max(1, world_size // prompts) % updates == 0
+        return world_size == 1 and prompts * self.group_size % updates == 0
+
+    def faults(self, world_size: int) -> list[str]:
+        """All faults of these sizes on ``world_size`` ranks, one line each; empty when they fit."""
+        faults = self.value_faults()
+        if world_size < 1:
+            faults.append(f"world_size={world_size} is too small. Use 1 or more ranks.")
+        if faults:
+            return faults
+        prompts, updates = self.prompts_per_iteration, self.updates_per_iteration
+        images = prompts * self.group_size
+        if self.split_updates and images % updates:
+            working = _nearest_divisors(images, updates)
+            return [
+                f"updates_per_iteration={updates} cannot share out {images} images. "
+                f"Use {_either(working)}, or split_updates=false."
+            ]
+        counts = range(1, min(max(DEVICE_COUNTS_NAMED, world_size), MOST_DEVICES_NAMED) + 1)
+        if not self._divides_over(world_size):
+            return [
+                f"prompts_per_iteration={prompts} cannot be split over {world_size} ranks. "
+                f"Use a multiple of {world_size}, or trainer.devices {_either([*filter(self._divides_over, counts)])}."
+            ]
+        if not self._shares_out_over(world_size):
+            working = [n for n in counts if self._divides_over(n) and self._shares_out_over(n)]
+            return [
+                f"updates_per_iteration={updates} cannot share out the images alike on {world_size} ranks. "
+                f"Use split_updates=false, or trainer.devices {_either(working)}."
+            ]
+        share = self.images_per_share(world_size)
+        if self.micro_batch_size != "auto" and share % min(self.micro_batch_size, share):
+            working = _nearest_divisors(share, self.micro_batch_size)
+            whose = "one update on a rank" if self.split_updates else "a rank"
+            return [
+                f"micro_batch_size={self.micro_batch_size} cannot split the {share} images of {whose}. "
+                f"Use {_either(working)}."
+            ]
+        return []
+
+    def plan(self, world_size: int) -> Plan:
+        """What one iteration is on ``world_size`` ranks.
+
+        Raises:
+            ValueError: the sizes do not fit this world size (the first of :meth:`faults`).
+        """
+        faults = self.faults(world_size)
+        if faults:
+            raise ValueError(faults[0])
+        images = self.prompts_per_iteration * self.group_size
+        share = self.images_per_share(world_size)
+        size = 1 if self.micro_batch_size == "auto" else min(self.micro_batch_size, share)
+        micro_batches = share // size
+        return Plan(
+            prompts_per_iteration=self.prompts_per_iteration,
+            group_size=self.group_size,
+            updates_per_iteration=self.updates_per_iteration,
+            micro_batch_size=size,
+            world_size=world_size,
+            images_per_iteration=images,
+            groups_per_rank=max(1, self.prompts_per_iteration // world_size),
+            ranks_per_group=max(1, world_size // self.prompts_per_iteration),
+            images_per_rank=images // world_size,
+            images_per_update=images // self._shares,
+            micro_batches_per_update=micro_batches,
+            steps_per_iteration=micro_batches * self.updates_per_iteration,
+            is_settled=self.micro_batch_size != "auto",
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, smallest first."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    below = [d for d in divisors(number) if d < wanted]
+    above = [d for d in divisors(number) if d > wanted]
+    return below[-1:] + above[:1]
+
+
+def _either(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    return ", ".join(str(n) for n in numbers[:-1]) + f" or {numbers[-1]}"

@@ -1,0 +1,182 @@
+"""Sampling steps with a likelihood: one Gaussian transition for each SDE.
+
+The ODE solvers are diffusers' schedulers. Here is what those do not give: the distribution of a step. All functions are
+pure and in float32; times are those of the path, 1 = pure noise, ``h = t - t_next > 0``. Shapes: ``z (B, ...)``, times
+``(B,)``. Without noise every mean is the step of the path's own first-order ODE solver: Euler, or DDIM.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lit_vgrpo.core.probability_paths import ProbabilityPath
+
+FLOW_SDES = ("flow_sde", "cps", "dance_sde")
+VP_SDES = ("ddim_sde",)
+ODE_OF = {"flow_sde": "euler", "cps": "euler", "dance_sde": "euler", "ddim_sde": "ddim"}
+"""The ODE solver that each SDE becomes without noise."""
+
+# Published, but for cps: there the number is ours, the same as flow_sde's.
+DEFAULT_NOISE = {"flow_sde": 0.7, "cps": 0.7, "dance_sde": 0.3, "ddim_sde": 1.0}
+"""The noise level of each SDE where a rollout names none."""
+
+
+@dataclass
+class Transition:
+    """The Gaussian that a sampling step draws from.
+
+    Attributes:
+        mean: ``(B, ...)``; carries the network's gradient.
+        std: ``(B, 1...)``, the standard deviation of the whole step.
+        diffusion: ``(B, 1...)``, sigma without the step's ``sqrt(h)``: what the KL of the method divides by. The same
+            as ``std`` where the step is not the discretisation of a rate (cps, ddim_sde).
+    """
+
+    mean: Tensor
+    std: Tensor
+    diffusion: Tensor
+
+
+def flow_sde_step(
+    velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_level: float, second_time: float | Tensor
+) -> Transition:
+    """``sigma = noise_level sqrt(t / (1 - t))``, the SDE with the marginals of the flow.
+
+    Args:
+        second_time: the schedule's second time, which stands in the denominator at ``t = 1``.
+
+    Source:
+        arXiv 2505.05470.
+    """
+    bounded = torch.where(t >= 1, second_time, t)
+    t, h, bounded = (_like(value, z) for value in (t, t - t_next, bounded))
+    sigma = noise_level * (t / (1 - bounded)).sqrt()
+    drift = sigma.square() * h / (2 * t)
+    mean = z * (1 - drift) - velocity * (h + drift * (1 - t))
+    return Transition(mean, sigma * h.sqrt(), sigma)
+
+
+def cps_step(velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_level: float) -> Transition:
+    """``s = t' sin(noise_level pi / 2)``: fresh noise replaces a part of the predicted one, the total stays ``t'``.
+
+    Source:
+        arXiv 2509.05952, as it is used with arXiv 2505.05470.
+    """
+    t, t_next = _like(t, z), _like(t_next, z)
+    x, eps = z - t * velocity, z + (1 - t) * velocity
+    std = t_next * math.sin(noise_level * math.pi / 2)
+    kept = t_next * abs(math.cos(noise_level * math.pi / 2))  # sqrt(t'^2 - s^2)
+    return Transition((1 - t_next) * x + kept * eps, std, std)
+
+
+def dance_step(velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_level: float) -> Transition:
+    """An Euler step plus a drift along the score, with a constant ``eta = noise_level``.
+
+    Source:
+        arXiv 2505.07818.
+    """
+    t, h = _like(t, z), _like(t - t_next, z)
+    x = z - t * velocity
+    score = -(z - (1 - t) * x) / t.square()
+    mean = z - h * velocity + noise_level**2 * h * score / 2
+    sigma = torch.full_like(h, noise_level)
+    return Transition(mean, sigma * h.sqrt(), sigma)
+
+
+def ddim_step(
+    path: ProbabilityPath, prediction: Tensor, z: Tensor, t: Tensor, t_next: Tensor, eta: float
+) -> Transition:
+    """DDIM's step with noise ``eta``: 1 is the ancestral chain of a variance-preserving network, 0 the ODE.
+
+    Source:
+        arXiv 2010.02502; as a policy's chain arXiv 2305.13301.
+    """
+    x, eps = path.to_x(prediction, z, t), path.to_eps(prediction, z, t)
+    a, b = (_like(value, z) for value in path.coefficients(t))
+    a_next, b_next = (_like(value, z) for value in path.coefficients(t_next))
+    variance = eta**2 * (b_next / b).square() * (1 - (a / a_next).square()).clamp(min=0)
+    kept = (b_next.square() - variance).clamp(min=0).sqrt()
+    std = variance.sqrt()
+    return Transition(a_next * x + kept * eps, std, std)
+
+
+def transition(
+    solver: str,
+    path: ProbabilityPath,
+    prediction: Tensor,
+    z: Tensor,
+    t: Tensor,
+    t_next: Tensor,
+    noise_level: float | None = None,
+    second_time: float | Tensor = 0.0,
+) -> Transition:
+    """One step of ``solver`` from the network's own prediction at ``z``.
+
+    Args:
+        noise_level: ``None`` takes the solver's published one; 0 gives the ODE step as the mean, with std 0.
+        second_time: the schedule's second time, a number or ``(B,)``; flow_sde needs it at ``t = 1``.
+
+    Raises:
+        ValueError: ``solver`` is no SDE.
+    """
+    if solver not in DEFAULT_NOISE:
+        raise ValueError(f"rollout.solver={solver} is no SDE. Use {' or '.join((*FLOW_SDES, *VP_SDES))}.")
+    level = DEFAULT_NOISE[solver] if noise_level is None else noise_level
+    if solver == "ddim_sde":
+        return ddim_step(path, prediction, z, t, t_next, level)
+    velocity = path.to_v(prediction, z, t)
+    if solver == "flow_sde":
+        return flow_sde_step(velocity, z, t, t_next, level, second_time)
+    return (cps_step if solver == "cps" else dance_step)(velocity, z, t, t_next, level)
+
+
+def log_prob(solver: str, sample: Tensor, step: Transition) -> Tensor:
+    """Log-probability of having drawn ``sample``, as a mean over dimensions, not a sum.
+
+    Args:
+        sample: ``(B, ...)``, where the step ended.
+
+    Returns:
+        ``(B,)``. For cps ``-m((z' - mean)^2)``, as published. A step without noise has no density: it gets 0.
+    """
+    squared = (sample - step.mean).square().flatten(1).mean(dim=1)
+    if solver == "cps":
+        return -squared
+    std = step.std.flatten()
+    safe = torch.where(std > 0, std, 1.0)
+    density = -squared / (2 * safe.square()) - safe.log() - math.log(2 * math.pi) / 2
+    return torch.where(std > 0, density, 0.0)
+
+
+def tail_steps(remaining: int, share: float) -> int:
+    """Steps of the re-gridded tail: ``share`` of those that remain, at least one where any remains."""
+    return min(remaining, max(1, math.ceil(share * remaining))) if remaining else 0
+
+
+def regrid(times: Tensor, steps: int) -> Tensor:
+    """Fewer steps over the same way, spaced as the given ones are.
+
+    Args:
+        times: ``(R + 1,)``, decreasing, the last is 0.
+        steps: at most R.
+
+    Returns:
+        ``(steps + 1,)``: the first is ``times[0]``, the last exactly 0.
+    """
+    at = torch.linspace(0, len(times) - 1, steps + 1, dtype=torch.float64)
+    below = at.floor().long().clamp(max=len(times) - 2)
+    values = times.double().cpu()
+    grid = values[below] + (at - below) * (values[below + 1] - values[below])
+    grid[0], grid[-1] = values[0], 0.0
+    return grid.float().to(times.device)
+
+
+def _like(values: Tensor, z: Tensor) -> Tensor:
+    """``(B,)`` with trailing dimensions of 1, to broadcast against ``z``."""
+    return values.reshape(-1, *([1] * (z.ndim - 1)))

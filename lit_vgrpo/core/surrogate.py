@@ -1,0 +1,178 @@
+"""The ELBO surrogate of V-GRPO: a denoising loss that stands in for ``-log pi(o | c)``.
+
+Source: arXiv 2604.23380. Pure functions in float32; shapes: ``B`` images, ``N`` Monte-Carlo pairs (N_MC), ``K`` rows
+of pairs (one a group when shared, else one an image), ``...`` the latent's dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ERROR_FLOOR = 1e-6
+
+
+def seeded_generator(*key: int) -> torch.Generator:
+    """A CPU generator whose stream depends on nothing but ``key``: neither on rank nor on history."""
+    seed = np.random.SeedSequence([k & 0xFFFFFFFF for k in key]).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(seed) & 0x7FFFFFFFFFFFFFFF)
+
+
+@dataclass
+class Pairs:
+    """Monte-Carlo pairs ``(t_j, eps_j)`` and which of their rows each image uses.
+
+    Attributes:
+        times: shape ``(K, N)``, float32 in (0, 1].
+        noise: shape ``(K, N, ...)``, float32.
+        rows: shape ``(B,)``, int64 in ``0 .. K-1``.
+    """
+
+    times: Tensor
+    noise: Tensor
+    rows: Tensor
+
+    def select(self, index: slice | Tensor) -> Pairs:
+        """The pairs of some of the images; the rows themselves are shared, not copied."""
+        return Pairs(self.times, self.noise, self.rows[index])
+
+    def compact(self) -> Pairs:
+        """Only the rows that an image uses."""
+        used, rows = torch.unique(self.rows, return_inverse=True)
+        return Pairs(self.times[used], self.noise[used], rows)
+
+    def of_images(self) -> tuple[Tensor, Tensor]:
+        """``times (B, N)`` and ``noise (B, N, ...)``, one row an image."""
+        return self.times[self.rows], self.noise[self.rows]
+
+    def to(self, device: torch.device | str) -> Pairs:
+        return Pairs(self.times.to(device), self.noise.to(device), self.rows.to(device))
+
+
+def draw_levels(num_pairs: int, stratified: bool, generator: torch.Generator) -> Tensor:
+    """``(N,)`` positions on the schedule in [0, 1): one in each of N equal parts, or N independent ones."""
+    uniform = torch.rand(num_pairs, generator=generator)
+    if not stratified:
+        return uniform
+    return ((torch.arange(num_pairs) + uniform) / num_pairs).clamp(max=1 - 1e-6)
+
+
+def schedule_times(levels: Tensor, schedule: Tensor | None, shift: float = 1.0) -> Tensor:
+    """Map positions in [0, 1) to times.
+
+    Args:
+        levels: any shape, in [0, 1).
+        schedule: the sampler's own times ``(S,)``: position ``u`` takes its entry ``floor(u S)``. ``None`` draws from
+            the continuous schedule ``(0, 1]``, position 0 being the noisiest.
+        shift: resolution shift ``s t / (1 + (s - 1) t)`` of the continuous schedule (arXiv 2403.03206).
+
+    Returns:
+        Shape of ``levels``, float32.
+    """
+    if schedule is not None:
+        return schedule.to(levels.device)[(levels * len(schedule)).long().clamp(max=len(schedule) - 1)]
+    t = 1 - levels
+    return shift * t / (1 + (shift - 1) * t)
+
+
+def draw_pairs(
+    generators: Sequence[torch.Generator],
+    rows: Tensor,
+    num_pairs: int,
+    latent_shape: Sequence[int],
+    *,
+    stratified: bool = True,
+    schedule: Tensor | None = None,
+    shift: float = 1.0,
+) -> Pairs:
+    """Draw one row of pairs for each generator.
+
+    Args:
+        generators: K generators; the row of pairs depends on its own generator alone.
+        rows: shape ``(B,)``: the row of each image, e.g. its group's position.
+        num_pairs: N_MC.
+        latent_shape: ``(C, h, w)``.
+    """
+    times, noise = [], []
+    for generator in generators:
+        times.append(schedule_times(draw_levels(num_pairs, stratified, generator), schedule, shift))
+        noise.append(torch.randn(num_pairs, *latent_shape, generator=generator))
+    return Pairs(torch.stack(times).float(), torch.stack(noise), rows)
+
+
+def mean_over_pixels(values: Tensor, keep: int) -> Tensor:
+    """``m(.)``: the mean over all but the first ``keep`` dimensions."""
+    return values.flatten(keep).mean(dim=keep)
+
+
+def denoising_error(error: Tensor, self_normalised: bool) -> Tensor:
+    """``l_ij``: the squared error of one pair, divided by its own detached absolute error when asked.
+
+    Args:
+        error: ``x_hat - o`` (or its like in another space), shape ``(B, N, ...)``.
+        self_normalised: the adaptive weighting ``m(e^2) / sg(m(|e|))``; the denominator is floored, since an exact
+            prediction would give 0/0.
+
+    Returns:
+        Shape ``(B, N)``.
+    """
+    squared = mean_over_pixels(error.square(), 2)
+    if not self_normalised:
+        return squared
+    return squared / absolute_error(error)
+
+
+def absolute_error(error: Tensor) -> Tensor:
+    """``sg(m(|e|))``, floored; ``(B, N, ...) -> (B, N)``."""
+    return mean_over_pixels(error.detach().abs(), 2).clamp(min=ERROR_FLOOR)
+
+
+def surrogate(errors: Tensor) -> Tensor:
+    """``L_i``, the mean of ``l_ij`` over the pairs; ``(B, N) -> (B,)``. ``-L_i`` stands for ``log pi(o_i | c)``."""
+    return errors.mean(dim=1)
+
+
+def coefficient_of_variation(values: Tensor, group_ids: Tensor | None = None) -> float:
+    """Population std over mean of ``values (B,)``; with ``group_ids (B,)`` the mean of that over the groups.
+
+    Source:
+        The paper's diagnostic: overall, and within the groups whose images are compared with one another.
+    """
+    if group_ids is None:
+        return float(values.std(correction=0) / values.mean().abs().clamp(min=1e-12))
+    shares = [coefficient_of_variation(values[group_ids == g]) for g in torch.unique(group_ids)]
+    return float(np.mean(shares))
+
+
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float | None) -> Tensor:
+    """PPO's surrogate, to be maximised.
+
+    Args:
+        log_ratio: log of new over old likelihood, shape ``(B, ...)``, float32; carries grad.
+        advantages: broadcastable to ``log_ratio``, unitless, zero-mean in each group.
+        clip: half-width of the trust region around ratio 1; ``None`` switches it off.
+
+    Returns:
+        Shape of ``log_ratio``.
+
+    Source:
+        arXiv 1707.06347.
+    """
+    ratio = log_ratio.exp()
+    if clip is None:
+        return ratio * advantages
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+
+
+def ratio_metrics(log_ratio: Tensor, clip: float | None) -> dict[str, Tensor]:
+    """``ratio_deviation`` and ``clip_fraction``, detached, one value an image: its mean over steps or times."""
+    deviation = (log_ratio.detach().exp() - 1).abs()
+    outside = torch.zeros_like(deviation) if clip is None else (deviation > clip).float()
+    return {
+        "ratio_deviation": deviation.flatten(1).mean(dim=1) if deviation.ndim > 1 else deviation,
+        "clip_fraction": outside.flatten(1).mean(dim=1) if outside.ndim > 1 else outside,
+    }

@@ -1,0 +1,167 @@
+"""The strategies that recipes name, and those that are refused."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.distributed.fsdp2 import FSDP2
+from lit_vgrpo.distributed.portable_checkpoints import PortableCheckpoints
+from lit_vgrpo.distributed.zero import ZeRO
+from lit_vgrpo.optimizers.optimizer import CustomOptimizer, OptimizerConfig
+
+__all__ = ["FSDP2", "ZeRO", "register", "strategy_fault", "strategy_faults"]
+
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta")
+"""torch's optimizers whose state has for every weight a tensor of its shape, or one number."""
+
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+USABLE = ", ".join(PRECISIONS)
+
+
+class PolicyOptions(Protocol):
+    """The options of a policy that some strategies rule out."""
+
+    dtype: torch.dtype
+    compile_network: bool
+    fold_lora: bool | None
+
+
+def strategy_faults(
+    strategy: Strategy, policy: PolicyOptions, optimizer: OptimizerConfig | CustomOptimizer, sizes: Sizes
+) -> list[str]:
+    """List what in a run does not work under a strategy, a line each."""
+    found = (
+        strategy_fault(strategy),
+        precision_fault(strategy),
+        plugin_fault(strategy),
+        optimizer_fault(strategy, optimizer),
+        whole_weights_fault(strategy, policy),
+        scaling_fault(strategy, policy),
+        micro_batch_fault(strategy, sizes),
+    )
+    return [fault for fault in found if fault is not None]
+
+
+def strategy_fault(strategy: Strategy) -> str | None:
+    """Why a run cannot go on under a strategy, in a line; ``None`` when it can."""
+    name = type(strategy).__name__
+    advice = {DeepSpeedStrategy: "zero2", FSDPStrategy: "fsdp2", ModelParallelStrategy: "fsdp2"}
+    if not isinstance(strategy, PortableCheckpoints):
+        for kind, ours in advice.items():
+            if isinstance(strategy, kind):
+                return f"trainer.strategy={name} writes checkpoints that only it can read. Use trainer.strategy={ours}."
+        return None
+    precision = strategy.precision_plugin.precision
+    if precision != "32-true":
+        return (
+            f"trainer.precision={precision} would cast the trained weights under {name}. "
+            "Leave it out and set model.policy.dtype=bfloat16."
+        )
+    return None
+
+
+def precision_fault(strategy: Strategy) -> str | None:
+    """Why a precision of the trainer's cannot be trained in, in a line; ``None`` where it can.
+
+    All but autocast cast the trained weights, and leave the policy's other parts, which compute in types of their own.
+    """
+    precision = strategy.precision_plugin.precision
+    if isinstance(strategy, PortableCheckpoints) or precision in PRECISIONS:
+        return None
+    instead = "Leave it out" if precision == "64-true" else "Leave it out and set model.policy.dtype=bfloat16"
+    return f"trainer.precision={precision} would cast the trained weights alone. {instead}, or use one of: {USABLE}."
+
+
+def plugin_fault(strategy: Strategy) -> str | None:
+    """Why a plugin cannot write this run's checkpoints, in a line; ``None`` where none is in the way."""
+    if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+        return (
+            "trainer.plugins=AsyncCheckpointIO writes a checkpoint some time later, and RunCheckpoint has to know "
+            "that it is whole. Leave it out."
+        )
+    return None
+
+
+def optimizer_fault(strategy: Strategy, optimizer: OptimizerConfig | CustomOptimizer) -> str | None:
+    """Return why an optimizer cannot work under a strategy, or ``None`` where it can."""
+    name = type(strategy).__name__
+    if optimizer.kind == "adamw" or not isinstance(strategy, PortableCheckpoints):
+        return None
+    if isinstance(optimizer, OptimizerConfig):
+        return (
+            f"model.optimizer.kind={optimizer.kind} works on whole weights, and {name} shards them or "
+            "their moments. Leave it out, or use trainer.strategy=ddp."
+        )
+    if optimizer.check():
+        return None
+    cls = type(optimizer.trial())
+    fits = ELEMENTWISE if isinstance(strategy, FSDP2) else ("AdamW",)
+    if cls.__name__ in fits and cls.__module__.startswith("torch.optim"):
+        return None
+    return (
+        f"model.optimizer={cls.__name__} has a state that {name} cannot put into a checkpoint. "
+        f"Use torch's {', '.join(fits)}, or trainer.strategy=ddp."
+    )
+
+
+def whole_weights_fault(strategy: Strategy, policy: PolicyOptions) -> str | None:
+    """Return which of a policy's options for speed needs weights that a strategy shards, or ``None``.
+
+    Compiled blocks were not tried between the hooks by which FSDP2 and ZeRO-3 gather the weights.
+    """
+    asked = [name for name, is_on in (("compile", policy.compile_network), ("fold_lora", policy.fold_lora)) if is_on]
+    if not asked or not (isinstance(strategy, FSDP2) or (isinstance(strategy, ZeRO) and strategy.stage == 3)):
+        return None
+    return (
+        f"model.policy.{asked[0]}=true needs whole weights on every rank, and {type(strategy).__name__} shards them. "
+        "Leave it out, or use trainer.strategy=zero2."
+    )
+
+
+def scaling_fault(strategy: Strategy, policy: PolicyOptions) -> str | None:
+    """Return why a policy cannot be trained in float16, or ``None``.
+
+    A loss is a mean over some 10^5 latents, so that most gradients lie below float16's smallest number (6e-8) unless
+    the loss is scaled up before its backward pass.
+    """
+    if policy.dtype != torch.float16 or getattr(strategy.precision_plugin, "scaler", None) is not None:
+        return None
+    return (
+        "model.policy.dtype=float16 has gradients too small for its range, and nothing here scales them. Use "
+        "model.policy.dtype=bfloat16, or on a GPU without it trainer.precision=16-mixed, which does."
+    )
+
+
+def micro_batch_fault(strategy: Strategy, sizes: Sizes) -> str | None:
+    """Return why the micro-batch size cannot be found under a strategy, or ``None`` when it can, or was given."""
+    if sizes.micro_batch_size != "auto" or not isinstance(strategy, ZeRO):
+        return None
+    return (
+        "data.micro_batch_size=auto cannot be tried out under ZeRO, whose engine counts micro-batches from its set-up "
+        "on. Give a number, or use trainer.strategy=ddp or fsdp2."
+    )
+
+
+def register() -> None:
+    """Make the strategies known to Lightning by name: ``trainer.strategy=zero2``."""
+    for stage in (1, 2, 3):
+        StrategyRegistry.register(f"zero{stage}", ZeRO, f"DeepSpeed ZeRO-{stage}", override=True, stage=stage)
+    for stage in (2, 3):
+        text = f"DeepSpeed ZeRO-{stage} with CPU offload"
+        StrategyRegistry.register(f"zero{stage}_offload", ZeRO, text, override=True, stage=stage, offload=True)
+    StrategyRegistry.register("fsdp2", FSDP2, "Fully sharded data parallel, torch's second version", override=True)
+
+
+register()

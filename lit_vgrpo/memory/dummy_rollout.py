@@ -1,0 +1,57 @@
+"""A rollout that was never sampled: real shapes, random latents, to see what a method does with one."""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+
+from lit_vgrpo.core.probability_paths import ProbabilityPath
+from lit_vgrpo.core.rollout import Conditioning, Rollout, Trajectory
+from lit_vgrpo.objectives.base import Objective, group_layout
+
+
+def made_up_rollout(
+    objective: Objective,
+    path: ProbabilityPath,
+    conditioning: Conditioning,
+    latent_shape: tuple[int, ...],
+    images: int,
+    group_size: int,
+    seed: int = 0,
+) -> Rollout:
+    """A rollout of so many images in whole groups, on the conditioning's device; it draws from no global generator.
+
+    Args:
+        conditioning: any number of rows; the groups take them in turn.
+        group_size: images of a group; smaller groups where these do not divide the images.
+    """
+    spec, size = objective.rollout_spec(0), gcd(images, group_size)
+    rows, image_ids = group_layout(range(images // size), size)
+    device = next(iter(conditioning.tensors.values())).device
+    generator = torch.Generator().manual_seed(seed)
+    times = torch.cat([path.snap(1 - torch.arange(spec.steps) / spec.steps), torch.zeros(1)]).to(device)
+    trajectory = None
+    if spec.is_sde:
+        steps = spec.sde_steps
+        states = torch.randn(images, len(steps) + 1, *latent_shape, generator=generator).to(device)
+        trajectory = Trajectory(
+            states=states,
+            log_probs=torch.zeros(images, len(steps), device=device),
+            means=states[:, 1:].clone() if objective.records_means else None,
+            times=times[steps.start : steps.stop + 1],
+            second_time=float(times[1]),
+        )
+    return Rollout(
+        latents=torch.randn(images, *latent_shape, generator=generator).to(device),
+        group_ids=rows,
+        image_ids=image_ids,
+        conditioning=conditioning,
+        rows=rows.to(device) % len(conditioning),
+        schedule=times[:-1],
+        iteration=0,
+        seed=seed,
+        group_size=size,
+        spec=spec,
+        trajectory=trajectory,
+    )

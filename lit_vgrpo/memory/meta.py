@@ -1,0 +1,149 @@
+"""A policy of a pipeline's configurations alone, on torch's meta device: shapes and types, no weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.pipeline_folder import INDEX, config_folder
+from lit_vgrpo.system.hub import quiet_libraries
+
+LIBRARIES = ("diffusers", "transformers")
+LOWERED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "baddbmm", "addmm"})
+RAISED = frozenset({"layer_norm", "group_norm", "softmax", "pow", "__pow__", "exp", "norm"})
+"""What autocast computes in its own type, and what a GPU's in float32, by the names of torch's functions."""
+
+
+class NotHere(Exception):
+    """The configurations of a checkpoint are not on this machine."""
+
+
+class AutocastOnMeta(TorchFunctionMode):
+    """What ``torch.autocast`` does, for meta tensors, which it does not take; attention is always fused.
+
+    Args:
+        dtype: autocast's type; float32 casts nothing.
+        device_type: the device it is done as on: a GPU's norms are float32, a CPU's are not.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, device_type: str = "cuda") -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.raised = RAISED if device_type == "cuda" else frozenset()
+        self._weights: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            args, kwargs = self._cast((args, kwargs), self.dtype)
+            return _fused_attention(*args, **kwargs)
+        if self.dtype != torch.float32 and name in LOWERED:
+            args, kwargs = self._cast((args, kwargs), self.dtype)
+        elif self.dtype != torch.float32 and name in self.raised:
+            args, kwargs = self._cast((args, kwargs), torch.float32)
+        return func(*args, **kwargs)
+
+    def _cast(self, values: Any, dtype: torch.dtype) -> Any:
+        return tree_map(lambda value: self._cast_one(value, dtype) if isinstance(value, Tensor) else value, values)
+
+    def _cast_one(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        if not value.is_floating_point() or value.dtype == dtype:
+            return value
+        if not (value.is_leaf and value.requires_grad):
+            return value.to(dtype)
+        # Autocast keeps the weights that it has cast until the forward pass is over.
+        if id(value) not in self._weights:
+            self._weights[id(value)] = value.to(dtype)
+        return self._weights[id(value)]
+
+    def __exit__(self, *error: Any) -> None:
+        self._weights.clear()
+        super().__exit__(*error)
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention that keeps no matrix of all pairs of tokens; on meta, torch would take the one that does."""
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask.to(query.dtype)
+    return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
+    """A loaded copy of a policy whose every weight is on the meta device; the policy itself stays unloaded.
+
+    Args:
+        device_type: the kind of device whose autocast it follows.
+
+    Raises:
+        NotHere: the pipeline's configurations are not on this machine.
+        LoadError: an option of the policy does not fit them.
+    """
+    import diffusers
+
+    folder = config_folder(policy.checkpoint, policy.revision)
+    if folder is None:
+        raise NotHere(policy.checkpoint)
+    twin = copy.deepcopy(policy)
+    # What changes no size, or cannot be done without weights.
+    twin.embedding_cache, twin.start_from, twin.attention_backend = None, None, None
+    twin.compile_network = twin.offload_encoders = False
+    nulls = twin.null_components(folder)
+    with quiet_libraries():
+        try:
+            parts = _components(folder, nulls)
+            parts[twin.network_name].to(torch.float32 if twin.trains_all else twin.dtype)
+            family = getattr(diffusers, twin.pipeline_class)
+            pipeline = family.from_pretrained(folder, local_files_only=True, **nulls, **parts)
+        except (OSError, ValueError, KeyError) as error:
+            raise NotHere(policy.checkpoint) from error
+        twin.adopt(pipeline)
+    twin.autocast = partial(AutocastOnMeta, twin.dtype, device_type)  # type: ignore[method-assign]
+    if twin.gradient_checkpointing:
+        # What is computed again in the backward pass must be in the same types.
+        again = partial(checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), twin.autocast()))
+        twin.network.enable_gradient_checkpointing(again)
+    return twin
+
+
+def _components(folder: Path, nulls: dict[str, None]) -> dict[str, nn.Module]:
+    """The pipeline's networks by name, each of its own configuration."""
+    networks: dict[str, nn.Module] = {}
+    for name, entry in json.loads((folder / INDEX).read_text()).items():
+        if not isinstance(entry, list) or name in nulls or entry[0] is None:
+            continue
+        if entry[0] not in LIBRARIES:  # whatever a stranger's folder names would be imported
+            raise NotHere(str(folder))
+        kind: Any = getattr(import_module(entry[0]), entry[1])
+        if not issubclass(kind, nn.Module):
+            continue
+        with torch.device("meta"):
+            if hasattr(kind, "load_config"):
+                networks[name] = kind.from_config(kind.load_config(folder / name, local_files_only=True))
+            else:
+                networks[name] = kind(kind.config_class.from_pretrained(folder / name, local_files_only=True))
+    return networks

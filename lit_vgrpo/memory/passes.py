@@ -1,0 +1,124 @@
+"""What a training method asks of the network and keeps, found by running it on a network that costs nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_vgrpo.core.rollout import Conditioning, Experience, Rollout
+from lit_vgrpo.core.sizes import Plan
+from lit_vgrpo.memory.dummy_rollout import made_up_rollout
+from lit_vgrpo.memory.live import LiveMemory
+from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.policies.base import Policy
+
+LATENT = (5, 7, 11)
+"""A latent's shape that no other tensor of a method has by chance."""
+LATENT_BYTES = 4 * 5 * 7 * 11
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A call of the policy: rows before guidance doubles them."""
+
+    rows: int
+    guidance: float
+    with_grad: bool
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What an iteration asks for, on a rank.
+
+    Attributes:
+        stored: the largest pass without gradient beside the rollout's; ``None`` where there is none.
+        trained: the pass of a micro-batch.
+        kept: what is kept for the updates, in latents.
+        loss: what the loss takes beside the network at its peak, in latents.
+        copies: names of the copies of the trained weights that are kept on the device.
+        samples_with_copy: one of them is swapped in for the rollout.
+    """
+
+    stored: Pass | None
+    trained: Pass
+    kept: float
+    loss: float
+    copies: tuple[str, ...]
+    samples_with_copy: bool
+
+
+class _StandIn(nn.Module):
+    """Answers with its input, and remembers what it was asked."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.path = policy.path
+        self.embeds_guidance = policy.embeds_guidance
+        self.device = torch.device("cpu")
+        self.weight = nn.Parameter(torch.ones(1))
+        self.passes: list[Pass] = []
+
+    def forward(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
+        self.passes.append(Pass(len(z), guidance, torch.is_grad_enabled()))
+        return z * self.weight
+
+
+def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
+    """Let a copy of the method prepare an iteration, and take a micro-batch of its own.
+
+    Args:
+        policy: loaded, on any device; only its path is used.
+    """
+    method, network = copy.copy(objective), _StandIn(policy)
+    method.rollout_device, method.copies = None, {}
+    method.all_ranks = lambda values: values
+    stand_in: Any = network
+    method.setup(stand_in)
+    whole = _prepared(method, stand_in, plan.images_per_rank, plan)
+    _, micro = _prepared(method, stand_in, plan.micro_batch_size, plan)
+    method.before_update(stand_in, [micro])
+    with LiveMemory() as live:
+        loss, _ = method.loss(stand_in, micro)
+        loss.backward()
+    stored = [one for one in network.passes if not one.with_grad]
+    (trained,) = (one for one in network.passes if one.with_grad)
+    return Demand(
+        stored=max(stored, key=lambda one: one.rows * policy.guidance_factor(one.guidance), default=None),
+        trained=trained,
+        kept=_bytes_of_latents(whole) / LATENT_BYTES,
+        loss=live.peak / LATENT_BYTES,
+        copies=tuple(sorted(method.copies)),
+        samples_with_copy=not isinstance(method.acting(stand_in), nullcontext),
+    )
+
+
+def _prepared(method: Objective, policy: Any, images: int, plan: Plan) -> tuple[Rollout, Experience]:
+    cond = Conditioning({"rows": torch.zeros(1, 1)})
+    rollout = made_up_rollout(method, policy.path, cond, LATENT, images, plan.group_size)
+    advantages = torch.linspace(-1, 1, images)
+    size, updates = plan.micro_batch_size, plan.updates_per_iteration
+    return rollout, method.prepare(policy, rollout, advantages, micro_batch_size=size, updates=updates)
+
+
+def _bytes_of_latents(value: Any) -> int:
+    """Of all tensors in a tree of dataclasses that are made of latents, each storage once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _tensors(value)}
+    return sum(storages.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if tuple(value.shape[-3:]) == LATENT:
+            yield value
+    elif isinstance(value, dict | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))

@@ -1,0 +1,111 @@
+"""What one rank holds all the time of the weights and of what belongs to them, under each strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.distributed.fsdp2 import FSDP2, blocks_of
+from lit_vgrpo.distributed.zero import ZeRO
+from lit_vgrpo.optimizers.optimizer import CustomOptimizer, OptimizerConfig
+from lit_vgrpo.policies.base import Policy
+
+SMALLEST_8BIT = 4096
+"""Elements from which on 8-bit Adam stores a tensor's moments in 8 bits."""
+LIVE_PARAMETERS = 10**9
+"""Elements that ZeRO-3 keeps gathered at once: DeepSpeed's ``stage3_max_live_parameters``."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Bytes on one rank.
+
+    Attributes:
+        parts: what is there from the first update on, by name.
+        trained: one copy of the trained weights.
+        step: what AdamW's step takes beside them.
+    """
+
+    parts: dict[str, int]
+    trained: int
+    step: int
+
+
+def shares(
+    policy: Policy, optimizer: OptimizerConfig | CustomOptimizer, strategy: Strategy, world_size: int, on_gpu: bool
+) -> Shares:
+    """The network's share of a rank.
+
+    Args:
+        policy: loaded, on any device.
+        on_gpu: where AdamW steps all weights at once, and what is offloaded leaves the device.
+    """
+    trained = list(trainable_parameters(policy).values())
+    frozen = [p for p in policy.network.parameters() if not p.requires_grad]
+    size, rest, state = bytes_of(trained), bytes_of(frozen), moments(trained, optimizer)
+    buffers = bytes_of(policy.network.buffers())  # which no strategy shards
+    is_zero, is_fsdp = isinstance(strategy, ZeRO), isinstance(strategy, FSDP2)
+    stage = strategy.stage if isinstance(strategy, ZeRO) else 0
+    sharded = is_fsdp or stage == 3
+    of_weights = world_size if sharded else 1
+    of_gradients = world_size if sharded or stage == 2 else 1
+    of_state = world_size if sharded or is_zero else 1
+    parts = {
+        "trained weights": size // of_weights,
+        "frozen weights": rest // of_weights + buffers,
+        "gradients": size // of_gradients,
+        "AdamW's moments": state // of_state,
+    }
+    if isinstance(strategy, ZeRO):
+        parts["ZeRO's own copy of the trained weights"] = size // world_size
+        # One that gradients are reduced in, whole however few they are; gathering is done in place.
+        parts["ZeRO's bucket"] = 4 * strategy.config["zero_optimization"]["reduce_bucket_size"]  # type: ignore[index]
+        if strategy.offload and on_gpu:
+            parts |= dict.fromkeys(("AdamW's moments", "ZeRO's own copy of the trained weights", "gradients"), 0)
+            if stage == 3:
+                parts |= {"trained weights": 0, "frozen weights": buffers}
+    elif world_size > 1 and not is_fsdp:
+        parts["DDP's buckets"] = size
+    if sharded and world_size > 1:
+        parts["weights gathered for a pass"] = _gathered(policy.network, stage)
+    steps_here = on_gpu and not (isinstance(strategy, ZeRO) and strategy.offload)
+    step = size // of_state if steps_here and not _is_8bit(optimizer) else 0
+    return Shares(parts, size // of_weights, step)
+
+
+def _gathered(network: nn.Module, stage: int) -> int:
+    whole = bytes_of(network.parameters())
+    if stage == 3:
+        return min(whole, whole * LIVE_PARAMETERS // max(1, sum(p.numel() for p in network.parameters())))
+    blocks = [bytes_of(block.parameters()) for block in blocks_of(network)]
+    # One block at work, the next on its way, and what belongs to no block.
+    return whole - sum(blocks) + 2 * max(blocks, default=0)
+
+
+def moments(trained: Iterable[Tensor], optimizer: OptimizerConfig | CustomOptimizer) -> int:
+    """Bytes of AdamW's two moments; of most other optimizers the most that they take."""
+    narrow = _is_8bit(optimizer)
+    return sum(p.numel() * (2 if narrow and p.numel() >= SMALLEST_8BIT else 8) for p in trained)
+
+
+def _is_8bit(optimizer: OptimizerConfig | CustomOptimizer) -> bool:
+    return optimizer.kind == "adamw8bit"
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """A module's parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of all of them, whole."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def shown(size: int) -> str:
+    """Bytes for a reader."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,18 @@
+"""bitsandbytes' AdamW with moments of 8 bits (arXiv 2110.02861)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bitsandbytes.optim import AdamW8bit
+from typing_extensions import override
+
+from lit_vgrpo.optimizers.resumed_state import with_own_settings
+
+
+class ResumableAdamW8bit(AdamW8bit):
+    """Goes on with the settings of its own recipe; the library's own runs no hooks when it loads."""
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+        super().load_state_dict(with_own_settings(self, state_dict), move_to_device)

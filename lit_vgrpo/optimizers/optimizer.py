@@ -1,0 +1,151 @@
+"""The optimizer: AdamW by its settings, or any other by its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import nn
+
+from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, NonNegativeInt, Range, checked
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.optimizers.resumed_state import KINDS, with_own_settings
+from lit_vgrpo.optimizers.schedule import direct
+
+OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+MISSING = 'model.optimizer.kind=adamw8bit needs bitsandbytes. Run: pip install "lit-vgrpo[memory]"'
+
+
+@checked
+@dataclass
+class OptimizerConfig:
+    """AdamW over the trainable weights.
+
+    Args:
+        lr: learning rate after warm-up; constant from there on.
+        betas: decay of the first and second moment.
+        weight_decay: decoupled weight decay.
+        eps: term added to the denominator.
+        warmup_steps: optimizer steps over which the rate rises linearly.
+        kind: torch's AdamW, or bitsandbytes' with both moments in 8 bits: 2 bytes a trained weight instead of 8.
+    """
+
+    lr: Annotated[float, Range(above=0, most=1, example=3e-4)] = 3e-4
+    betas: tuple[HalfOpenUnitInterval, HalfOpenUnitInterval] = (0.9, 0.999)
+    weight_decay: NonNegativeFloat = 1e-4
+    eps: Annotated[float, Range(above=0, example=1e-8)] = 1e-8
+    warmup_steps: NonNegativeInt = 0
+    kind: Literal["adamw", "adamw8bit"] = "adamw"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"model.optimizer.kind={self.kind!r} is not known. Use {' or '.join(KINDS)}.")
+
+    def check(self) -> list[str]:
+        """What keeps the optimizer from being built, a line each."""
+        return [MISSING] if self.kind == "adamw8bit" and find_spec("bitsandbytes") is None else []
+
+    def trial(self) -> torch.optim.Optimizer:
+        """A small one of its kind, to try a schedule on."""
+        return torch.optim.AdamW([nn.Parameter(torch.zeros(2, 2))], lr=self.lr, betas=self.betas)
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """What ``configure_optimizers`` returns: the optimizer, and the schedule where there is one.
+
+        A checkpoint brings back the moments and how far the warm-up is, not these settings: they are those of the
+        recipe that goes on.
+        """
+        optimizer = self._optimizer(list(parameters))
+        if not self.warmup_steps:
+            return optimizer
+        warmup = _Warmup(optimizer, _Ramp(self.warmup_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
+
+    def _optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        settings: dict[str, Any] = {
+            "lr": self.lr,
+            "betas": self.betas,
+            "weight_decay": self.weight_decay,
+            "eps": self.eps,
+        }
+        if self.kind == "adamw8bit":
+            try:
+                from lit_vgrpo.optimizers.adamw8bit import ResumableAdamW8bit
+            except ModuleNotFoundError as error:
+                raise ModuleNotFoundError(MISSING) from error
+            return ResumableAdamW8bit(parameters, **settings)
+        optimizer = torch.optim.AdamW(parameters, **settings)
+        optimizer.register_load_state_dict_pre_hook(with_own_settings)
+        return optimizer
+
+
+class CustomOptimizer:
+    """Any optimizer: what a ``class_path``, or a function of the trainable weights, in a recipe's place becomes.
+
+    Args:
+        make: builds it: a class with its options filled in.
+    """
+
+    kind = "custom"
+    warmup_steps = 0
+
+    def __init__(self, make: OptimizerCallable) -> None:
+        self.make = direct(make)
+
+    def check(self) -> list[str]:
+        """What keeps the optimizer from being built or used: at most one line."""
+        try:
+            optimizer = self.trial()
+        except Exception as error:  # whatever its constructor raises
+            return [f"model.optimizer cannot be built: {one_line(error)}"]
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return ["model.optimizer=LBFGS asks for the loss several times in a step. Use AdamW or another."]
+        return []
+
+    def trial(self) -> torch.optim.Optimizer:
+        """A small one of its kind."""
+        return self.make([nn.Parameter(torch.zeros(2, 2))])
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of these weights; a checkpoint brings back its state, not its settings."""
+        optimizer = self.make(list(parameters))
+        optimizer.register_load_state_dict_pre_hook(with_own_settings)
+        return optimizer
+
+
+def as_optimizer(optimizer: OptimizerConfig | OptimizerCallable | None) -> OptimizerConfig | CustomOptimizer:
+    """What builds the optimizer.
+
+    Raises:
+        ValueError: settings of AdamW are wrong.
+        TypeError: the same.
+    """
+    if optimizer is None or isinstance(optimizer, OptimizerConfig):
+        return optimizer or OptimizerConfig()
+    make = direct(optimizer)
+    if isinstance(make, partial) and make.func is torch.optim.Optimizer:
+        # The parser takes settings that are wrong for AdamW for those of no particular optimizer.
+        return OptimizerConfig(**make.keywords)
+    return CustomOptimizer(make)
+
+
+class _Ramp:
+    """Rises linearly to 1 over so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, step: int) -> float:
+        return min(1.0, (step + 1) / self.steps)
+
+
+class _Warmup(torch.optim.lr_scheduler.LambdaLR):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = self.base_lrs
+        super().load_state_dict(state_dict)
+        self.base_lrs = own

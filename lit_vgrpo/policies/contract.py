@@ -1,0 +1,233 @@
+"""The options of a policy, and what a model family must provide."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_vgrpo.core.batches import BATCH_SIZE
+from lit_vgrpo.core.probability_paths import ProbabilityPath
+from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, PositiveFloat, Range, Seed, checked
+from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.system.paths import resolve_path
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Parts = Mapping[str, Mapping[str, Any] | None]
+"""The parts of a pipeline by name, with the entries of their configurations, or ``None`` for a part without."""
+PutStart = Callable[[Any], None]
+"""Puts the weights of an earlier run into a loaded policy."""
+
+
+@checked
+class PolicyContract(nn.Module):
+    """What loading, encoding and export read of a policy; :class:`~lit_vgrpo.policies.base.Policy` is built on it.
+
+    Args:
+        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
+        variant: which of the weights that a pipeline holds, such as ``fp16``; ``None`` takes those without a name.
+        revision: branch, tag or commit of a hub repository; ``None`` takes its main branch.
+        lora_rank: rank of the LoRA adapter; ``None`` trains the full weights.
+        lora_alpha: LoRA scale numerator; ``None`` takes the rank.
+        lora_targets: module name endings the adapter goes to; ``None`` takes the family's attention projections.
+        lora_dropout: refused but for 0: the ratio would not be 1 before an update.
+        train_only: shell-style patterns of the parameters to train, such as ``*.attn.*``; ``None`` trains all, or the
+            adapter.
+        start_from: run folder or checkpoint of an earlier run, whose trained weights this one starts from and takes
+            for its reference; ``None`` starts from the pipeline as it is.
+        start_weights: of that run, the trained weights or their EMA.
+        height: image height in pixels; ``None`` takes the model's own.
+        width: image width in pixels; ``None`` takes the model's own.
+        dtype: autocast type of the network, and storage type of whatever is frozen; trained weights and all
+            arithmetic outside the network stay float32, and so does the VAE.
+        negative_prompt: what guidance moves away from.
+        gradient_checkpointing: trade a second forward pass for activation memory.
+        decode_batch_size: images the VAE takes at once; fewer are filled up, so that an image has the same bits
+            whatever else is decoded.
+        vae_slicing: let the VAE take one image at a time.
+        vae_tiling: let the VAE take large images in overlapping tiles, which changes them a little.
+        embedding_cache: folder that keeps the prompts' embeddings, so that each is computed once; ``None`` for none.
+        embedding_cache_gb: most the folder may hold; the oldest embeddings go first.
+        offload_encoders: keep the text encoders in the CPU's memory while they are not at work.
+        compile: compile the network with ``torch.compile``, for rollouts and training.
+        attention_backend: one of diffusers' attention backends by name; ``None`` leaves the choice to diffusers.
+        fold_lora: add the adapter to the weights while images are sampled by an ODE; ``None`` does so where it is
+            exact up to float error.
+        init_seed: seed of the adapter's initial weights.
+    """
+
+    pipeline_class: ClassVar[str]
+    network_name: ClassVar[str]
+    solvers: ClassVar[tuple[str, ...]]
+    sde_solvers: ClassVar[tuple[str, ...]]
+    path_kind: ClassVar[Literal["flow", "vp"]]
+    default_lora_targets: ClassVar[tuple[str, ...]]
+    uses_latent_shift: ClassVar[bool] = True
+    pipeline_options: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of the pipeline's call without which it draws something else than the policy does."""
+    network: Any  # a diffusers model, the only submodule
+    path: ProbabilityPath
+    latent_shape: tuple[int, int, int]
+
+    def __init__(
+        self,
+        checkpoint: str,
+        lora_rank: Annotated[int, Range(1, 16_384, example=32)] | None = None,
+        lora_alpha: Annotated[int, Range(1, 65_536, example=32)] | None = None,
+        lora_targets: list[str] | None = None,
+        lora_dropout: ClosedUnitInterval | None = None,
+        train_only: list[str] | None = None,
+        start_from: str | None = None,
+        start_weights: Literal["trained", "ema"] = "trained",
+        height: Annotated[int, Range(1, 16_384)] | None = None,
+        width: Annotated[int, Range(1, 16_384)] | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        negative_prompt: str = "",
+        gradient_checkpointing: bool = False,
+        decode_batch_size: BatchSize = BATCH_SIZE,
+        vae_slicing: bool = False,
+        vae_tiling: bool = False,
+        embedding_cache: str | None = None,
+        embedding_cache_gb: PositiveFloat = 20.0,
+        offload_encoders: bool = False,
+        compile: bool = False,
+        attention_backend: str | None = None,
+        fold_lora: bool | None = None,
+        init_seed: Seed = 0,
+        variant: str | None = None,
+        revision: str | None = None,
+    ) -> None:
+        super().__init__()
+        adapter = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_targets": lora_targets}
+        for fault in option_faults({**adapter, "lora_dropout": lora_dropout, "train_only": train_only}):
+            raise ValueError(fault)
+        if start_weights != "trained" and start_from is None:
+            raise ValueError(f"start_weights={start_weights} has no effect without start_from. Set start_from=RUN too.")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not known. Use {', '.join(DTYPES)}.")
+        resolve_path(checkpoint)  # refuses a shipped: path that leads out of the installed folder
+        self.checkpoint = checkpoint
+        self.variant, self.revision = variant, revision
+        self.lora_rank = lora_rank
+        self.lora_alpha = lora_alpha if lora_alpha is not None else lora_rank
+        self.lora_targets = list(lora_targets or self.default_lora_targets)
+        self.train_only = None if train_only is None else list(train_only)
+        self.start_from, self.start_weights = start_from, start_weights
+        self._put_start: PutStart | None = None
+        self.height, self.width = height, width
+        self.dtype = DTYPES[dtype]
+        self.negative_prompt = negative_prompt
+        self.gradient_checkpointing = gradient_checkpointing
+        self.decode_batch_size = decode_batch_size
+        self.vae_slicing, self.vae_tiling = vae_slicing, vae_tiling
+        self.embedding_cache, self.embedding_cache_gb = embedding_cache, embedding_cache_gb
+        self.offload_encoders = offload_encoders
+        self.compile_network = compile
+        self.attention_backend = attention_backend
+        self.fold_lora = fold_lora
+        self.init_seed = init_seed
+        self.pipeline: Any = None
+        self.folded: Any = None  # made when first used
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all of the network's weights are trained, and none is frozen."""
+        return self.lora_rank is None and self.train_only is None
+
+    @property
+    def loaded(self) -> bool:
+        return self.pipeline is not None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether the network takes the guidance scale as an input, so that guidance costs no second pass.
+
+        Its ``cond.tensors["guidance"]`` is then the scale of each row, ``(B,)``.
+        """
+        return False
+
+    def helpers(self) -> list[nn.Module]:
+        """The frozen parts: text encoders and VAE."""
+        return [c for c in self.pipeline.components.values() if isinstance(c, nn.Module) and c is not self.network]
+
+    def encoders(self) -> list[nn.Module]:
+        """The frozen parts that read prompts."""
+        return [helper for helper in self.helpers() if helper is not self.pipeline.vae]
+
+    # --- what a family says ----------------------------------------------------------------------------------------
+
+    def misfit(self, parts: Parts) -> str | None:
+        """What of a pipeline's parts speaks against it, as a phrase that follows the pipeline's name, or ``None``.
+
+        Args:
+            parts: by name, with the entries of their configurations, of which those left at a default may be absent.
+        """
+        return None
+
+    @abstractmethod
+    def null_components(self, folder: Path) -> dict[str, None]:
+        """Components that are null in the folder's index: diffusers refuses the folder unless told of each."""
+
+    def lora_names(self, layers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The adapter's tensors under the names that the family's pipeline reads."""
+        return layers
+
+    def prompt_limit(self) -> tuple[Any, int, str]:
+        """The tokenizer that cuts long prompts, to how many tokens, and the name of its encoder."""
+        tokenizer = self.pipeline.tokenizer
+        return tokenizer, tokenizer.model_max_length, type(self.pipeline.text_encoder).__name__
+
+    @abstractmethod
+    def build_path(self) -> ProbabilityPath:
+        """The probability path of the loaded pipeline."""
+
+    @abstractmethod
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """The family's embeddings by name, one row a prompt, all prompts of one length."""
+
+    def encode_negative(self) -> dict[str, Tensor]:
+        """The embeddings of the negative prompt, one row; a family whose pipeline leaves an empty one out says how."""
+        return self.encode_prompts([self.negative_prompt])
+
+    @abstractmethod
+    def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
+        """One network pass, in the network's own units of time."""
+
+    @abstractmethod
+    def scheduler(self, solver: str, steps: int) -> Any:
+        """A fresh diffusers scheduler whose timesteps are set; ValueError for a solver the path does not have."""
+
+    @abstractmethod
+    def scheduler_times(self, scheduler: Any) -> Tensor:
+        """The scheduler's timesteps as times in (0, 1], float32, ``(S,)``."""
+
+
+def option_faults(options: dict[str, Any]) -> list[str]:
+    """What cannot be among the options that say what is trained, a line each."""
+    rank, dropout, only = options["lora_rank"], options["lora_dropout"], options["train_only"]
+    alpha, targets = options["lora_alpha"], options["lora_targets"]
+    faults = []
+    if dropout:
+        faults.append(
+            f"lora_dropout={dropout} would make the policy differ from the one that rolled out, so that the ratio is "
+            "not 1 before any update. Leave it out."
+        )
+    if alpha is not None and rank is None:
+        faults.append(f"lora_alpha={alpha} has no effect without lora_rank. Set lora_rank=32 too, or lora_alpha=null.")
+    if targets is not None and not targets:
+        faults.append("lora_targets=[] adapts nothing. Give endings such as attn.to_q, or null for the usual ones.")
+    if targets and rank is None:
+        faults.append(f"lora_targets={list(targets)} has no effect without lora_rank. Set lora_rank=32 too.")
+    if only is not None and rank is not None:
+        faults.append("train_only and lora_rank are given: only an adapter is trained then. Leave one of them out.")
+    if only is not None and not only:
+        faults.append("train_only=[] trains nothing. Give patterns such as '*.attn.*', or null for all weights.")
+    return faults

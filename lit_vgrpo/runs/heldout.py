@@ -1,0 +1,267 @@
+"""Images of held-out prompts: their scores, and the module's hooks that make them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from typing_extensions import Self
+
+from lit_vgrpo.core.batches import at_most
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import Evaluation, IterationRecord, Stopwatch
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sampling import STREAM_HELDOUT, image_generators, sample
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.distributed.checkpoint_file import CheckpointDamage, read_sound
+from lit_vgrpo.distributed.gather import objects_of_all_ranks, rows_of_all_ranks
+from lit_vgrpo.distributed.portable_checkpoints import PortableCheckpoints
+from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.placement import in_own_precision
+from lit_vgrpo.rewards import Reward, ScoreQueue, Weighted, as_weighted
+
+
+class HeldOutObserver(Protocol):
+    """What looks at held-out images beside the reward, such as FID; on every rank, at every evaluation."""
+
+    def update(self, images: Tensor, batch: PromptBatch) -> None:
+        """Take a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
+
+    def compute(self, module: HeldOutModule) -> dict[str, float]:
+        """Metrics over all ranks' images since the last call, the same on every rank; starts over."""
+
+
+class HeldOutScores:
+    """Collects the scores of one evaluation, batch by batch.
+
+    Args:
+        observed: what is trained on, and beside it what is not.
+        untrained: the latter alone.
+        beside: the queue of the training images, whose threads are used.
+    """
+
+    def __init__(self, observed: Weighted, untrained: Weighted | None, beside: ScoreQueue) -> None:
+        self.untrained = untrained
+        self.queue = ScoreQueue(observed, beside=beside)
+        self._of_images: dict[str, Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return len(self.queue) > 0
+
+    def add(self, images: Tensor, batch: PromptBatch) -> None:
+        """Score this rank's images ``(B, 3, H, W)`` of a batch."""
+        self.queue.put(images, batch.prompts, batch.rows)
+
+    def get(self, name: str) -> Tensor | None:
+        """A metric of the last evaluation image by image, ``(N,)`` in the order of their numbers, over all ranks.
+
+        NaN where an image has none; ``None`` where the metric is not of single images.
+        """
+        return self._of_images.get(name)
+
+    def means(self) -> dict[str, float]:
+        """Means over the images of all ranks that did not fail, the same on every rank; starts over.
+
+        ``heldout/reward`` is what is trained on, ``heldout/untrained_reward`` what is not, ``heldout/<part>`` each
+        reward alone, and ``heldout/failed`` the number of images that one of them could not score, with a warning that
+        says why.
+        """
+        scores = self.queue.take()
+        values = {"heldout/reward": scores.total}
+        if self.untrained is not None:
+            values["heldout/untrained_reward"] = self.untrained.total(scores.parts, scores.applies)
+        values |= {f"heldout/{name}": part for name, part in scores.parts.items()}
+        failed = [part.isnan() & scores.applies_to(name) for name, part in scores.parts.items()]
+        values["heldout/failed"] = torch.stack(failed).any(dim=0)
+        # a rank's share of the images is a stretch of them, in the order of the ranks
+        table = rows_of_all_ranks(torch.stack(list(values.values()), dim=1).double())
+        self._of_images = dict(zip(values, table.unbind(dim=1), strict=True))
+        means = {name: float(own.nanmean()) for name, own in self._of_images.items()}
+        num_failed = int(self._of_images.pop("heldout/failed").sum())
+        if num_failed:
+            reasons = {
+                name: reason for errors in objects_of_all_ranks(scores.errors) for name, reason in errors.items()
+            }
+            for name, reason in reasons.items():
+                rank_zero_warn(f'Reward "{name}" failed for some of the {len(table)} held-out images: {reason}')
+        return {**means, "heldout/failed": float(num_failed)}
+
+
+class HeldOutModule(L.LightningModule):
+    """The part of :class:`~lit_vgrpo.module.VGRPOModule` that makes images of given prompts and trains on none.
+
+    ``validate`` and ``test`` score the held-out prompts, as ``heldout/*`` and ``test/*``; ``predict`` returns images.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        reward: Reward,
+        heldout_reward: Reward | None,
+        evaluation: RolloutSpec | None,
+        rollout_batch_size: int | None,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.policy = policy
+        self.objective = objective
+        self.reward = as_weighted(reward.found_at("model.reward"))
+        other = None if heldout_reward is None else heldout_reward.found_at("model.heldout_reward")
+        self.heldout_reward = None if other is None else as_weighted(other)
+        self.evaluation = evaluation
+        self.rollout_batch_size = rollout_batch_size
+        self.seed = seed
+        self.ledger, self.images_seen = PassLedger(), 0
+        self.record: IterationRecord | None = None
+        self.stopwatch = Stopwatch()
+        self.heldout: dict[str, float] = {}
+        self.heldout_step = -1
+        self.heldout_observers: list[HeldOutObserver] = []
+        self.evaluations: list[Evaluation] = []
+        self.observed = self.reward.observing(self.heldout_reward)
+        self._scores = ScoreQueue(self.reward)
+        self.heldout_scores = HeldOutScores(self.observed, self.heldout_reward, self._scores)
+        self._num_predicted = 0
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """The module with the weights of a checkpoint; its parts are arguments, as in the constructor.
+
+        Raises:
+            TypeError: a part is missing.
+            RuntimeError: the file is damaged, or a weight is not finite.
+        """
+        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_file():
+            try:
+                read_sound(Path(checkpoint_path))
+            except CheckpointDamage as damage:
+                raise RuntimeError(f"{checkpoint_path} {damage}. Give another checkpoint of its run.") from damage
+        try:
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        except TypeError as error:
+            missing = re.findall(r"'(\w+)'", str(error)) if "missing" in str(error) else []
+            if not missing:
+                raise
+            parts = ", ".join(f"{name}=..." for name in missing)
+            raise TypeError(
+                f"A checkpoint holds what was trained, not the parts it was built from. "
+                f"Call {cls.__name__}.load_from_checkpoint(path, {parts})."
+            ) from None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # Weights that were trained in processes of their own come back to one that has loaded none.
+        self.configure_model()
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    # The trainer evaluates in inference mode, whose tensors no later training could use: embeddings are kept.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    @in_own_precision
+    def generate(self, prompts: Sequence[str], image_ids: list[int], images: int = 0) -> Tensor:
+        """Held-out images ``(B, 3, H, W)`` in [0, 1], by the seed and ``image_ids``; ``images``: of all ranks."""
+        spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self._trainer else 0).as_ode()
+        conditioning, rows = self.policy.encode_each(prompts)
+        noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
+        latents, _ = sample(self.policy, conditioning, rows, spec, noise, at_most(images, self.rollout_batch_size))
+        return self.policy.decode(latents)
+
+    def all_ranks(self, values: Tensor) -> Tensor:
+        """Concatenate every rank's ``(B, ...)`` in rank order, on the CPU."""
+        if self._trainer is None or self.trainer.world_size == 1:
+            return values.cpu()
+        gathered: Any = self.all_gather(values.to(self.device))
+        return gathered.flatten(0, 1).cpu()
+
+    def evaluate(self) -> dict[str, float]:
+        """Score the held-out prompts with the weights as they are, on every rank; empty without held-out prompts."""
+        loader, limit = self.trainer.datamodule.val_dataloader(), self.trainer.limit_val_batches  # type: ignore[attr-defined]
+        batches = limit if isinstance(limit, int) else int(limit * len(loader))
+        for index, batch in enumerate(islice(loader, batches)):
+            self.validation_step(batch, index)
+        if self.heldout_scores:
+            self._finish_heldout()
+        return self.heldout
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    @in_own_precision
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        with self._scores.closed_on_error():
+            with self.ledger.phase("evaluation"):
+                images = self.generate(*batch.padded(), batch.images)[: len(batch.slots)]
+            for observer in self.heldout_observers:
+                observer.update(images, batch)
+            self.heldout_scores.add(images, batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self._finish_heldout()
+        self.log_dict(self.heldout)
+
+    def _finish_heldout(self) -> None:
+        """Mean held-out reward and parts over all ranks, into ``self.heldout``."""
+        self.heldout = self._measured()
+        self.heldout_step = self.trainer.global_step
+        evaluation = Evaluation(
+            # The trainer's own count is behind by one while an epoch is being validated.
+            iteration=self.record.iteration + 1 if self.record is not None else self.trainer.current_epoch,
+            reward=self.heldout["heldout/reward"],
+            images=self.images_seen,
+            passes=self.ledger.training_passes(),
+            train_seconds=self.stopwatch.wall_s,
+            cpu_seconds=self.stopwatch.cpu_s,
+        )
+        self.evaluations.append(evaluation)
+
+    def _measured(self) -> dict[str, float]:
+        measured = self.heldout_scores.means()
+        for observer in self.heldout_observers:
+            measured |= observer.compute(self)
+        return measured
+
+    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self.log_dict({f"test/{name.removeprefix('heldout/')}": value for name, value in self._measured().items()})
+
+    def on_predict_start(self) -> None:
+        self._num_predicted = 0
+
+    def predict_step(self, batch: PromptBatch | Sequence[str], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Images ``(B, 3, H, W)`` in [0, 1] of a batch of prompts, on the CPU.
+
+        The held-out prompts give the images of the evaluation. Of any other loader, the prompt number n starts from the
+        noise of number n, on any number of ranks.
+
+        Raises:
+            TypeError: the batch does not hold prompts.
+            ValueError: the weights are sharded, and the batch does not come from the data module.
+        """
+        if isinstance(batch, PromptBatch):
+            with self.ledger.phase("evaluation"):
+                return self.generate(*batch.padded(), batch.images)[: len(batch.slots)].cpu()
+        if not isinstance(batch, list | tuple) or not all(isinstance(prompt, str) for prompt in batch):
+            raise TypeError(
+                f"predict was given a batch of type {type(batch).__name__}. Give prompts: "
+                "trainer.predict(module, DataLoader(list_of_texts, batch_size=8))."
+            )
+        ranks = self.trainer.world_size
+        if ranks > 1 and isinstance(self.trainer.strategy, PortableCheckpoints):
+            raise ValueError(
+                f"{type(self.trainer.strategy).__name__} needs equally many batches on every rank, which only "
+                "PromptDataModule gives. Use trainer.predict(module, datamodule=...), or one device."
+            )
+        first, self._num_predicted = self._num_predicted, self._num_predicted + len(batch)
+        # the trainer deals a loader's prompts out in turn
+        numbers = [self.global_rank + ranks * number for number in range(first, self._num_predicted)]
+        with self.ledger.phase("evaluation"):
+            return self.generate(batch, numbers).cpu()

@@ -1,0 +1,146 @@
+"""The iteration under way: what its updates still need, and how it goes on after a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+import torch
+from torch import Tensor
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.objectives.base import group_layout
+from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.core.records import IterationRecord
+from lit_vgrpo.core.rollout import Experience
+from lit_vgrpo.core.surrogate import Pairs
+import warnings
+from lit_vgrpo.data.module import PromptDataModule
+
+
+Gather = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Iteration:
+    """One iteration on this rank, from its rollout to its last update.
+
+    Attributes:
+        experience: this rank's images, in the order in which the updates take them.
+        image_ids: each image's global index, ``(B,)``, in that order.
+        record: what callbacks read of it.
+        micros: the experience cut into micro-batches.
+        updates_done: optimizer steps taken, or left out.
+    """
+
+    experience: Experience
+    image_ids: Tensor
+    record: IterationRecord
+    micro_batch_size: int
+    updates_done: int = 0
+    micros: list[Experience] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.micros = self.experience.micro_batches(self.micro_batch_size)
+
+    def state_dict(self, all_ranks: Gather) -> dict[str, Any]:
+        """All ranks' images as plain tensors on the CPU: what is left can go on, on any number of ranks.
+
+        Args:
+            all_ranks: concatenates every rank's ``(B, ...)`` in rank order; called equally often on each of them.
+        """
+        own, record = self.experience, self.record
+        state: dict[str, Any] = {
+            "updates_done": self.updates_done,
+            "image_ids": all_ranks(self.image_ids),
+            "latents": all_ranks(own.latents),
+            "advantages": all_ranks(own.advantages),
+            "extras": {name: all_ranks(value) for name, value in sorted(own.extras.items())},
+            **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors, all_ranks), strict=True)),
+            "pairs": None,
+            "record": {
+                "iteration": record.iteration,
+                "rewards": record.rewards,
+                "group_ids": record.group_ids,
+                "parts": record.parts,
+                "errors": record.errors,
+                "images": record.images,
+                "seconds": record.seconds,
+                "has_advantage": record.has_advantage,
+                "updates": record.updates,
+            },
+        }
+        if own.pairs is not None:
+            values = {"times": own.pairs.times, "noise": own.pairs.noise}
+            state["pairs"] = dict(zip(("rows", "values"), _table(own.pairs.rows, values, all_ranks), strict=True))
+        return state
+
+    @classmethod
+    def restored(cls, state: dict[str, Any], batch: PromptBatch, device: torch.device) -> Iteration:
+        """This rank's share of a saved iteration; its metrics are those of the updates that are left.
+
+        Raises:
+            RuntimeError: the state is that of another iteration, or of other sizes.
+        """
+        _, wanted = group_layout(batch.slots, batch.group_size, batch.members)
+        if batch.order is not None:
+            wanted = wanted[torch.tensor(batch.order)]
+        saved = state["image_ids"].argsort()
+        position = torch.searchsorted(state["image_ids"][saved], wanted).clamp(max=len(saved) - 1)
+        position = saved[position]
+        if state["record"]["iteration"] != batch.iteration or not torch.equal(state["image_ids"][position], wanted):
+            raise RuntimeError(
+                f"The checkpoint was saved within iteration {state['record']['iteration']}, with other prompts or "
+                f"sizes than those of iteration {batch.iteration} now. Resume with its own recipe (RUN/config.yaml)."
+            )
+        rows, conditioning = _compact(state["rows"][position], state["conditioning"], device)
+        pairs = None
+        if state["pairs"] is not None:
+            pair_rows, values = _compact(state["pairs"]["rows"][position], state["pairs"]["values"], device)
+            pairs = Pairs(values["times"], values["noise"], pair_rows)
+        experience = Experience(
+            latents=state["latents"][position].to(device),
+            advantages=state["advantages"][position].to(device),
+            conditioning=Conditioning(conditioning),
+            rows=rows,
+            pairs=pairs,
+            extras={name: value[position].to(device) for name, value in state["extras"].items()},
+        )
+        record = IterationRecord(**state["record"], local_group_ids=wanted // batch.group_size, is_whole=False)
+        return cls(experience, wanted, record, batch.micro_batch_size, state["updates_done"])
+
+
+def _table(rows: Tensor, values: dict[str, Tensor], all_ranks: Gather) -> tuple[Tensor, dict[str, Tensor]]:
+    """Every rank's rows and the values they point into, as one table."""
+    length = torch.tensor([len(next(iter(values.values())))])
+    longest = int(all_ranks(length).max())
+    padded = {
+        name: torch.cat([value, value.new_zeros(longest - len(value), *value.shape[1:])])
+        for name, value in sorted(values.items())
+    }
+    joined = all_ranks(rows)
+    first = torch.arange(len(joined) // len(rows)).repeat_interleave(len(rows)) * longest
+    return joined + first, {name: all_ranks(value) for name, value in padded.items()}
+
+
+def _compact(rows: Tensor, values: dict[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    """Only the values that the rows point to."""
+    used, rows = torch.unique(rows, return_inverse=True)
+    return rows.to(device), {name: value[used].to(device) for name, value in values.items()}
+
+
+def rewind(progress: dict[str, Any], datamodule: PromptDataModule, world_size: int, updates_done: int) -> None:
+    """Let an iteration that was cut short go on after its last whole update, on this number of ranks.
+
+    Args:
+        progress: the trainer's ``epoch_loop.batch_progress`` in the checkpoint, before the trainer takes it over.
+        datamodule: whose sampler is to start there; its micro-batch size must be settled.
+        updates_done: whole updates of that iteration.
+    """
+    if progress["is_last_batch"]:
+        return
+    steps = updates_done * datamodule.sizes.plan(world_size).micro_batches_per_update
+    # Lightning cannot know that the sampler starts at the right step.
+    warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
+    progress["current"] = dict.fromkeys(progress["current"], steps)
+    progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
+    datamodule.first_step = steps

@@ -1,0 +1,79 @@
+"""Settings of the trainer that would cut an iteration short, whose images are all paid for, or train nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.core.sharding import shape_of
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import trainable_parameters
+
+
+def keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
+    """Refuse limits that end an iteration before its last step; let ``fast_dev_run`` count iterations, not batches.
+
+    Args:
+        sizes: of one iteration, already the small ones of ``fast_dev_run``.
+
+    Raises:
+        ValueError: such a limit is set.
+    """
+    fault = limit_fault(trainer, sizes)
+    if fault is not None:
+        raise ValueError(fault)
+    if trainer.fast_dev_run:
+        iterations = int(trainer.fast_dev_run)
+        trainer.limit_train_batches = 1.0
+        trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = iterations, -1
+        images = sizes.plan(trainer.world_size).images_per_iteration
+        rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
+
+
+def limit_fault(trainer: Any, sizes: Sizes) -> str | None:
+    """Why a limit of the trainer cannot be kept, in a line; ``None`` where all can."""
+    fewer = "Leave it out; use data.prompts_per_iteration for less work, or trainer.fast_dev_run=true for a try."
+    if trainer.overfit_batches:
+        return f"trainer.overfit_batches={trainer.overfit_batches} would drop images already made. {fewer}"
+    limit = trainer.limit_train_batches
+    is_whole = limit >= sizes.plan(trainer.world_size).steps_per_iteration if isinstance(limit, int) else limit == 1.0
+    if not is_whole and not trainer.fast_dev_run:
+        return f"trainer.limit_train_batches={limit} would drop images already made. {fewer}"
+    updates, steps = sizes.updates_per_iteration, trainer.max_steps
+    if steps > 0 and steps % updates and not trainer.fast_dev_run:
+        whole = [number for number in (steps // updates * updates, -(-steps // updates) * updates) if number]
+        return (
+            f"trainer.max_steps={steps} ends within an iteration of {updates} updates and would drop images already "
+            f"made. Use {' or '.join(map(str, whole))}."
+        )
+    return None
+
+
+def settings_without_effect(trainer: Trainer, policy: Policy) -> list[str]:
+    """What does not do what it seems to, a line each; the optimizers must be there."""
+    found = []
+    precision, name = trainer.precision, str(policy.dtype).removeprefix("torch.")
+    if precision == "bf16-mixed" or (precision == "16-mixed" and policy.dtype != torch.float16):
+        found.append(
+            f"trainer.precision={precision} does not change how the policy computes: in {name}, as model.policy.dtype "
+            "says. Leave it out, and set model.policy.dtype=bfloat16 to compute in half precision."
+        )
+    clip = trainer.gradient_clip_val
+    group = trainer.optimizers[0].param_groups[0]
+    if not clip or not isinstance(group.get("eps"), float):
+        return found
+    # An optimizer divides a gradient by its own size plus eps: far below eps nothing is left of a step.
+    weights = sum(shape_of(p).numel() for p in trainable_parameters(policy).values())  # ZeRO-3 empties the group's
+    by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+    size = clip / math.sqrt(weights) if by_norm else clip
+    if size < group["eps"]:
+        found.append(
+            f"trainer.gradient_clip_val={clip:g} leaves gradients of {size:.0e} a weight, less than the optimizer's "
+            f"eps={group['eps']:g}: almost nothing is trained. Use 1.0."
+        )
+    return found

@@ -1,0 +1,216 @@
+"""``data.micro_batch_size: auto``: finds out how many images fit into memory in one forward and backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lit_vgrpo.core.sharding import local
+from lit_vgrpo.core.sizes import Plan, Sizes, divisors
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.distributed.fsdp2 import FSDP2
+from lit_vgrpo.errors import say
+from lit_vgrpo.memory.dummy_rollout import made_up_rollout
+from lit_vgrpo.memory.live import LiveMemory
+from lit_vgrpo.memory.passes import demand
+from lit_vgrpo.memory.shares import moments, shown
+from lit_vgrpo.policies.placement import place
+from lit_vgrpo.rewards.model import ModelReward
+from lit_vgrpo.system.memory import available_bytes, measured_memory
+from lit_vgrpo.optimizers.optimizer import CustomOptimizer, OptimizerConfig
+from lit_vgrpo.runs.heldout import HeldOutModule
+
+SAFE_SHARE = 0.9
+"""Of the memory that is free; the rest is for what comes and goes between kernels."""
+LARGEST_JUMP = 4
+"""How much larger than the last size that fitted the next trial may be."""
+TOO_MUCH = 2**62
+
+
+def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
+    """Let the trainer take as many micro-batches for one update as the sizes say.
+
+    Raises:
+        ValueError: the recipe itself asks for another number.
+    """
+    needed, asked = sizes.plan(trainer.world_size).micro_batches_per_update, trainer.accumulate_grad_batches
+    if asked not in (1, needed):
+        raise ValueError(
+            f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use data.micro_batch_size."
+        )
+    trainer.accumulate_grad_batches = needed
+
+
+def settle(module: HeldOutModule, optimizer: OptimizerConfig | CustomOptimizer) -> None:
+    """Choose the size where it is still open, on all ranks the same, and say which it is.
+
+    Raises:
+        RuntimeError: not even one image fits.
+    """
+    trainer: Any = module.trainer
+    sizes: Sizes = trainer.datamodule.sizes
+    if sizes.micro_batch_size != "auto":
+        return
+    share = sizes.images_per_share(trainer.world_size)
+    trial = Trial(module, optimizer, sizes.plan(trainer.world_size), next(iter(trainer.datamodule.training_rows()))["prompt"])
+    room = -trial.most_of_ranks(-trial.room())
+    with trial.without_trace():
+        trial.run(1)  # what libraries take the first time and keep
+        size, taken = largest_that_fits(divisors(share), room, lambda images: trial.most_of_ranks(trial.taken(images)))
+    trainer.datamodule.sizes = replace(sizes, micro_batch_size=size)
+    trainer.accumulate_grad_batches = 1
+    accumulate(trainer, trainer.datamodule.sizes)
+    if trainer.is_global_zero:
+        fit = f"{size} of {share} images an update fit"
+        say(f"micro_batch_size: {fit}: {shown(taken)} of {shown(room)} free")
+    for logger in module.loggers:
+        logger.log_metrics({"train/micro_batch_size": float(size)}, step=trainer.global_step)
+
+
+def largest_that_fits(sizes: list[int], room: int, taken: Callable[[int], int]) -> tuple[int, int]:
+    """The largest of the sizes that was tried and needs no more than ``room``, and what it took.
+
+    What a pass takes is the largest of several straight lines, so that a line through two sizes can only fall short:
+    the next trial is where the line leads, but not too far away.
+
+    Args:
+        sizes: ascending, the first of them 1.
+        taken: bytes of a trial; ``TOO_MUCH`` where it failed.
+
+    Raises:
+        RuntimeError: not even the first fits.
+
+    >>> largest_that_fits([1, 2, 3, 4, 6, 12], 70, lambda size: 10 * size + 5)
+    (6, 65)
+    """
+    found = {sizes[0]: taken(sizes[0])}
+    if found[sizes[0]] > room:
+        raise RuntimeError(
+            f"data.micro_batch_size=auto: not even one image fits into {shown(room)} of free memory. "
+            "Set model.policy.gradient_checkpointing=true, or a smaller height and width."
+        )
+    candidates = sizes[1:]
+    while candidates:
+        last = max(found)
+        reach = candidates[:1]  # two sizes make a line
+        if len(found) > 1:
+            before = max(size for size in found if size < last)
+            slope = (found[last] - found[before]) / (last - before)
+            reach = [size for size in candidates if size <= max(LARGEST_JUMP * last, candidates[0])]
+            reach = [size for size in reach if found[last] + slope * (size - last) <= room]
+        if not reach:
+            break
+        size, needed = reach[-1], taken(reach[-1])
+        if needed <= room:
+            found[size] = needed
+        candidates = [other for other in candidates if (other > size) == (needed <= room) and other != size]
+    return max(found), found[max(found)]
+
+
+@dataclass
+class Trial:
+    """Steps of the method on images that were made up; the weights, the method and the counts stay as they are.
+
+    Args:
+        plan: of one image a micro-batch.
+        prompt: whose embedding stands for all.
+    """
+
+    module: HeldOutModule
+    optimizer: OptimizerConfig | CustomOptimizer
+    plan: Plan
+    prompt: str
+
+    def __post_init__(self) -> None:
+        policy, objective = self.module.policy, self.module.objective
+        self.device = policy.device
+        self.home = objective.rollout_device or self.device
+        self.conditioning = policy.encode([self.prompt]).to(self.home)
+        self._place_helpers()
+        self.weights = list(trainable_parameters(policy).values())
+
+    def _place_helpers(self) -> None:
+        """Load the VAE and the rewards' models onto the device first: training will find that much less room."""
+        place([self.module.policy.pipeline.vae], self.device)
+        for reward in self.module.observed.rewards:
+            reward.load()
+            if isinstance(reward, ModelReward):
+                reward(torch.zeros(0, 3, 1, 1, device=self.device), [], [])  # no image: it moves its model and no more
+
+    def room(self) -> int:
+        """Bytes that a step may take: most of what is free, less what training will keep and does not hold yet."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info(self.device)[0]
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        else:
+            free = available_bytes() // max(1, self.module.trainer.num_devices)
+        latent = 4 * torch.Size(self.module.policy.latent_shape).numel()
+        kept = demand(self.module.objective, self.module.policy, self.plan).kept * latent
+        later = moments([local(weight) for weight in self.weights], self.optimizer)
+        return int(SAFE_SHARE * free) - later - (round(kept) if self.home.type == self.device.type else 0)
+
+    def most_of_ranks(self, value: int) -> int:
+        """The largest value of any rank; all ranks must ask."""
+        return int(self.module.all_ranks(torch.tensor([value])).max())
+
+    @contextmanager
+    def without_trace(self) -> Iterator[None]:
+        """Whatever runs inside is not counted, and draws from no generator that training draws from."""
+        counts = self.module.ledger.state_dict()
+        devices = [self.device] if self.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices):
+                yield
+        finally:
+            self.module.ledger.load_state_dict(counts)
+
+    def taken(self, images: int) -> int:
+        """The most that a step of so many images takes beside what is there, in bytes; ``TOO_MUCH`` where it fails."""
+        try:
+            if self.device.type == "cuda":
+                with measured_memory() as use:
+                    self.run(images)
+                return use.gpu or 0
+            # Resident memory tells too little: what a first trial has freed serves the next.
+            with LiveMemory() as live:
+                self.run(images)
+            return live.peak
+        except torch.OutOfMemoryError:
+            if isinstance(self.module.trainer.strategy, FSDP2):
+                raise  # the other ranks wait within a collective
+        torch.cuda.empty_cache()
+        return TOO_MUCH
+
+    def run(self, images: int) -> None:
+        """What one micro-batch goes through, from its stored predictions to its gradients."""
+        policy, objective = self.module.policy, self.module.objective
+        rollout = made_up_rollout(
+            objective, policy.path, self.conditioning, policy.latent_shape, images, self.plan.group_size
+        )
+        advantages = torch.linspace(-1, 1, images, device=self.home)
+        updates = self.plan.updates_per_iteration
+        with torch.enable_grad(), self._precision():
+            experience = objective.prepare(policy, rollout, advantages, micro_batch_size=images, updates=updates)
+            (micro,) = experience.micro_batches(images)
+            objective.before_update(policy, [micro])
+            loss, _ = objective.loss(policy, micro.to(self.device))
+        self._differentiate(loss)
+
+    def _precision(self) -> Any:
+        plugin = self.module.trainer.precision_plugin
+        return plugin.train_step_context() if plugin is not None else nullcontext()
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        if not isinstance(self.module.trainer.strategy, FSDP2):
+            # Not backward(): a strategy's hooks wait for gradients that reach the weights.
+            torch.autograd.grad(loss, self.weights, allow_unused=True)
+            return
+        loss.backward()  # the whole weights that a pass computes with are not the ones that an optimizer has
+        for weight in self.weights:
+            weight.grad = None

@@ -1,0 +1,178 @@
+"""The recipe that a checkpoint carries, and what may differ from it when a run goes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lit_vgrpo.distributed.checkpoint_file import RECIPE_KEY
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.distributed.checkpoint_file import INPUTS_KEY
+from lit_vgrpo.runs.inputs import changed_inputs, moved_settings, same_inputs
+
+FREE_KEYS = ("name", "run_dir", "ckpt_path", "allow_changes", "model.non_finite", "model.failed_images")
+FREE_PARTS = ("trainer.", "data.heldout", "model.heldout", "model.evaluat")
+"""Where the run is computed and what is looked at meanwhile; no weight depends on it."""
+MEMORY_ONLY = (
+    "micro_batch_size",
+    "eval_batch_size",
+    "rollout_batch_size",
+    "decode_batch_size",
+    "batch_size",
+    "gradient_checkpointing",
+    "rollout_device",
+    "vae_slicing",
+    "embedding_cache",
+    "embedding_cache_gb",
+    "offload_encoders",
+    "compile",
+    "attention_backend",
+    "channels_last",
+    "fold_lora",
+    "device",
+    "overlap",
+    "url",
+)
+"""Names of settings that change how much is computed at once, and where."""
+MEMORY_ONLY_PARTS = (".connection.",)
+"""Names of parts all of whose settings are of that kind."""
+BOUND_KEYS = (
+    *(f"trainer.{key}" for key in ("gradient_clip_val", "gradient_clip_algorithm", "precision", "EMA")),
+    "data.heldout_fraction",  # what is held out is not trained on
+)
+ABSENT = "not set"
+UNUSED = (None, False)
+"""What an option that the checkpoint does not know must be, since it was written before there was one."""
+UNUSED_WORDS = {"start_weights": "trained", "kind": "adamw"}
+"""The same for options that name what was done before there was a choice."""
+
+
+class RecipeInCheckpoint(Callback):
+    """Puts the recipe into every checkpoint, whoever saves it.
+
+    Args:
+        recipe: plain values, defaults filled in.
+    """
+
+    def __init__(self, recipe: dict[str, Any]) -> None:
+        self.recipe = recipe
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[RECIPE_KEY] = self.recipe
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any], moved: Sequence[str] = ()) -> list[str]:
+    """The settings that must be the same and are not, a line each.
+
+    Args:
+        saved: the checkpoint's recipe, plain values with the defaults filled in.
+        now: the present one.
+        moved: patterns of the settings of which any other value means the same.
+
+    >>> changes({"model": {"lr": 0.001}, "name": "a"}, {"model": {"lr": 0.0003}, "name": "b"})
+    ['model.lr: 0.001 in the checkpoint, 0.0003 now']
+    """
+    before, after = (dict(_settings(recipe)) for recipe in (saved, now))
+    # Where a class was swapped, its options say nothing.
+    swapped = [
+        key.removesuffix("class_path")
+        for key in before
+        if key.endswith("class_path") and before[key] != after.get(key, ABSENT)
+    ]
+    # Training prompts that are held out too are then left out.
+    bound = (*BOUND_KEYS, "data.heldout") if before.get("data.deduplicate") else BOUND_KEYS
+    lines = []
+    for key in [*before, *(key for key in after if key not in before)]:
+        old, new = before.get(key, ABSENT), after.get(key, ABSENT)
+        if key not in before and (new in UNUSED or new == UNUSED_WORDS.get(key.rpartition(".")[2])):
+            continue
+        inner = any(key.startswith(owner) and key != f"{owner}class_path" for owner in swapped)
+        if any(re.fullmatch(pattern, key) for pattern in moved):
+            continue
+        if old != new and not inner and not _is_free(key, bound):
+            shown = key.replace(".init_args", "").removesuffix(".class_path")
+            lines.append(f"{shown}: {_shown(old)} in the checkpoint, {_shown(new)} now")
+    return lines
+
+
+def refuse_changes(
+    checkpoint: Mapping[str, Any],
+    now: Mapping[str, Any],
+    inputs: Mapping[str, Mapping[str, str]],
+    allowed: bool,
+    what: str,
+) -> list[str]:
+    """Compare a checkpoint's recipe, and the files it was trained with, with the present ones.
+
+    A checkpoint goes with all of what it does not say.
+
+    Args:
+        checkpoint: its content.
+        now: the present recipe, as in :func:`changes`.
+        inputs: the present fingerprints, see :func:`~lit_vgrpo.runs.inputs.inputs_of`.
+        allowed: the user has said ``allow_changes=true``.
+        what: how the user named the checkpoint.
+
+    Returns:
+        The changes that were allowed.
+
+    Raises:
+        UserError: with every difference, unless they are allowed.
+    """
+    saved = checkpoint.get(INPUTS_KEY) or {}
+    moved = moved_settings(same_inputs(saved, inputs), saved)
+    of_recipe = changes(checkpoint[RECIPE_KEY], now, moved) if RECIPE_KEY in checkpoint else []
+    found = [*of_recipe, *changed_inputs(saved, inputs)]
+    if found and not allowed:
+        why = "it is a checkpoint of another recipe" if of_recipe else "it was trained with other files"
+        raise UserError(
+            f"Cannot continue from {what}: {why}.",
+            *found,
+            "Leave these as they were, or add allow_changes=true to go on with the new ones.",
+        )
+    return found
+
+
+def _is_free(key: str, bound: Sequence[str]) -> bool:
+    if any(key == name or key.startswith(f"{name}.") for name in bound):
+        return False
+    if any(part in key for part in MEMORY_ONLY_PARTS):
+        return True
+    return key in FREE_KEYS or key.startswith(FREE_PARTS) or key.rpartition(".")[2] in MEMORY_ONLY
+
+
+def _settings(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every setting with its dotted key; of the callbacks only the average is one of training."""
+    for key, value in _leaves(recipe, ""):
+        if key == "trainer.callbacks":
+            yield from _averages(value)
+        else:
+            yield key, value
+
+
+def _averages(callbacks: Any) -> Iterator[tuple[str, Any]]:
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        if isinstance(callback, Mapping) and str(callback.get("class_path")).rpartition(".")[2] == "EMA":
+            yield "trainer.EMA.class_path", "EMA"
+            yield from _leaves(callback.get("init_args") or {}, "trainer.EMA.")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value) and key != "callbacks":
+            for number, item in enumerate(value):
+                yield from _leaves(item if isinstance(item, Mapping) else {"": item}, f"{prefix}{key}[{number}].")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text.rpartition(".")[2] if text.startswith("lit_vgrpo.") else text

@@ -1,0 +1,71 @@
+"""What stands between a Trainer and a checkpoint that it must not go on from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lit_vgrpo.distributed.checkpoint_file import FileCheckpointIO
+from lit_vgrpo.data import PromptDataModule
+from lit_vgrpo.distributed.checkpoint_file import INPUTS_KEY
+from lit_vgrpo.runs.inputs import Inputs, changed_inputs, inputs_of
+
+
+class ResumeGuard(Callback):
+    """Keeps fingerprints of the files that a run is trained with in its checkpoints, and refuses damaged checkpoints.
+
+    Args:
+        allow_changes: go on with files that have changed since; ``None`` does so with a warning.
+
+    Attributes:
+        inputs: the fingerprints that are known already.
+        said: changes that need not be said again.
+
+    Raises:
+        RuntimeError: before training, where files have changed and must not have.
+    """
+
+    def __init__(self, allow_changes: bool | None = None) -> None:
+        self.allow_changes = allow_changes
+        self.inputs: Inputs = {}
+        self.said: list[str] = []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Some strategies write in a way of their own and refuse another one.
+        try:
+            if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+                trainer.strategy.checkpoint_io = FileCheckpointIO()
+        except (MisconfigurationException, NotImplementedError):
+            return
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != TrainerFn.FITTING or not checkpoint.get(INPUTS_KEY):
+            return
+        self._look(trainer, pl_module)
+        for line in changed_inputs(checkpoint[INPUTS_KEY], self.inputs):
+            if line in self.said:
+                continue
+            if self.allow_changes is False:
+                raise RuntimeError(f"{line}. Put back what was there, or add allow_changes=true.")
+            rank_zero_warn(f"{line}. Training goes on with what is there now.")
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._look(trainer, pl_module)
+
+    def _look(self, trainer: Trainer, module: Any) -> None:
+        """Take the fingerprints when all is read, so that a file that changes later is no concern."""
+        data = getattr(trainer, "datamodule", None)
+        self.inputs = inputs_of(module, data if isinstance(data, PromptDataModule) else None, self.inputs)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[INPUTS_KEY] = self.inputs

@@ -1,0 +1,117 @@
+"""Logs what a run is about: the reward, its parts, and whether the updates stay honest."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lit_vgrpo.core.advantages import no_spread_share
+from lit_vgrpo.core.records import IterationRecord
+from lit_vgrpo.distributed.registry import ZeRO
+from lit_vgrpo.runs.heldout import HeldOutModule
+
+
+class RewardLogger(L.Callback):
+    """One row of metrics an iteration: ``reward/*``, ``policy/*``, ``cost/*``, ``time/*``.
+
+    Args:
+        warn_without_spread: warn when every group's rewards are equal, so that no step is taken.
+    """
+
+    def __init__(self, warn_without_spread: bool = True) -> None:
+        self.warn_without_spread = warn_without_spread
+        self._norms: list[torch.Tensor] = []
+        self._started = 0.0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch.is_first or not self._started:  # a run may go on in the middle of an iteration
+            self._started = time.perf_counter()
+            self._norms = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        if gradients:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            self._norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, HeldOutModule)
+        is_update = (batch.step + 1) % batch.micro_batches_per_update == 0 and _record(pl_module).has_advantage
+        if isinstance(trainer.strategy, ZeRO) and is_update:
+            norm = trainer.strategy.last_gradient_norm()  # known only after the step
+            self._norms += [] if norm is None else [torch.tensor(norm)]
+        if not batch.is_last:
+            return
+        metrics = self._local(pl_module, time.perf_counter() - self._started)
+        pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1, sync_dist=trainer.world_size > 1)
+        pl_module.log_dict(self._global(pl_module), on_step=False, on_epoch=True, batch_size=1)
+
+    def _local(self, module: HeldOutModule, seconds: float) -> dict[str, float]:
+        """What each rank sees of its own images, to be averaged."""
+        record = _record(module)
+        metrics = {"policy/loss": float(torch.stack(record.losses).mean())} if record.losses else {}
+        for name in record.metrics:
+            value = record.mean(name)
+            if value is not None:
+                metrics[f"policy/{name}"] = value
+        before = record.first_update("ratio_deviation")
+        if before is not None:
+            metrics["policy/ratio_deviation_before_update"] = float(before.max())
+        if self._norms:
+            metrics["policy/grad_norm"] = float(torch.stack(self._norms).mean())
+        metrics["cost/images_per_second"] = record.images / seconds
+        metrics |= {f"time/{name}_s": value for name, value in record.seconds.items()}
+        metrics["time/iteration_s"] = seconds
+        return metrics
+
+    def _global(self, module: HeldOutModule) -> dict[str, float]:
+        """What is already the same on every rank."""
+        record = _record(module)
+        passes = module.ledger.training_passes()
+        metrics = {
+            "policy/updates": float(record.updates),
+            "cost/passes_per_image": passes / module.images_seen,
+            "cost/images": float(module.images_seen),
+            "cost/train_s": module.stopwatch.wall_s,
+            "cost/cpu_s": module.stopwatch.cpu_s,
+        }
+        for phase, count in module.ledger.training_counts().items():
+            metrics |= {f"passes/{phase}_{kind}": float(n) for kind, n in count.items() if n}
+        if record.skipped_updates is not None:
+            metrics["policy/skipped_updates"] = float(record.skipped_updates)
+        if not module.objective.needs_reward:
+            return metrics
+        scored = record.rewards[~record.rewards.isnan()]
+        flat = no_spread_share(record.rewards, record.group_ids)
+        for name, values in record.parts.items():
+            metrics |= {f"reward/{name}" + ("" if key == "mean" else f"/{key}"): v for key, v in values.items()}
+        metrics |= {
+            "reward/mean": float(scored.mean()),
+            "reward/std": float(scored.std(correction=0)),
+            "reward/no_spread": flat,
+            "reward/failed": float(record.rewards.isnan().sum()),
+        }
+        if not record.has_advantage and self.warn_without_spread:
+            groups = len(record.group_ids.unique())
+            rank_zero_warn(
+                f"All {groups} groups have no reward spread at iteration {record.iteration}, so no step is taken. "
+                f"The reward is constant ({float(scored.mean()):.4g}) within each group."
+            )
+        for name, message in record.errors.items():
+            rank_zero_warn(f'Reward "{name}" failed for some images of iteration {record.iteration}: {message}')
+        return metrics
+
+
+def _record(module: HeldOutModule) -> IterationRecord:
+    assert module.record is not None
+    return module.record

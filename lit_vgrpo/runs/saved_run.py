@@ -1,0 +1,90 @@
+"""A run that was saved, as it is named on the command line or in a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lit_vgrpo.errors import UserError, nearest, suggestion
+from lit_vgrpo.runs.resume import last_good_checkpoint
+from lit_vgrpo.runs.folder import CHECKPOINTS, CONFIG_NAME
+from lit_vgrpo.config.arguments import is_override
+
+
+def take_run(words: list[str], verb: str, checkpoint: str | None = None) -> tuple[Path, Path | None]:
+    """The run that the first word without a ``=`` names, which is taken out of the words; see :func:`find_run`.
+
+    Args:
+        checkpoint: what was typed after ``--checkpoint``, which counts instead of the one that the word names.
+
+    Raises:
+        UserError: there is no such word, or it names no run, or there is no such checkpoint.
+    """
+    named = next((word for word in words if not is_override(word)), None)
+    if named is None:
+        raise UserError(f"No run given. Try: lightning {verb} runs/tiny_shapes")
+    words.remove(named)
+    run, own = find_run(named)
+    return run, own if checkpoint is None else find_checkpoint(checkpoint, run)
+
+
+def find_run(text: str) -> tuple[Path, Path | None]:
+    """The run that a folder, its config.yaml or one of its checkpoints names, and the checkpoint if it was one.
+
+    Raises:
+        UserError: it names no run.
+    """
+    path = Path(text).expanduser()
+    if (path / CONFIG_NAME).is_file():
+        return path, None
+    if path.is_file() and path.name == CONFIG_NAME:
+        return path.parent, None
+    if path.is_file() and path.suffix == ".ckpt":
+        for folder in path.parents:
+            if (folder / CONFIG_NAME).is_file():
+                return folder, path
+    if path.is_dir():
+        fault = f"is no run folder: it has no {CONFIG_NAME}"
+    else:
+        fault = f"belongs to no run: it is not a run's {CONFIG_NAME} or checkpoint" if path.is_file() else "is no run"
+    raise UserError(f"{text} {fault}. {_runs_near(path)}")
+
+
+def find_checkpoint(text: str, run: Path) -> Path:
+    """A checkpoint by its path, or by its name in the run's folder of checkpoints.
+
+    Raises:
+        UserError: there is none.
+    """
+    named = Path(text).expanduser()
+    for path in (named, run / named, run / CHECKPOINTS / named):
+        if path.is_file():
+            return path
+    known = sorted(path.name for path in (run / CHECKPOINTS).glob("*.ckpt"))
+    raise UserError(f"--checkpoint {text} does not exist. {suggestion(text, known) if known else no_checkpoint(run)}")
+
+
+def last_good(run: Path, say: Callable[[str], None]) -> Path:
+    """The checkpoint that :func:`~lit_vgrpo.runs.resume.last_good_checkpoint` finds.
+
+    Raises:
+        UserError: there is none, or none is sound.
+    """
+    found = last_good_checkpoint(run, say)
+    if found.checkpoint is None:
+        raise UserError(no_checkpoint(run))
+    return found.checkpoint
+
+
+def no_checkpoint(run: Path) -> str:
+    """What to say of a run that has not saved anything."""
+    return f"{run} holds no checkpoint yet. Train it: lightning run {run / CONFIG_NAME} --resume"
+
+
+def _runs_near(path: Path) -> str:
+    places = (path, path.parent, Path("runs"))
+    runs = {file.parent.name: file.parent for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))}
+    if not runs:
+        return "Train one first: lightning run tiny_shapes"
+    guess = nearest(path.name, runs)
+    return f"Did you mean {runs[guess]}?" if guess else suggestion("", map(str, runs.values()))

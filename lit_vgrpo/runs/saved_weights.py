@@ -1,0 +1,98 @@
+"""The trained weights that a checkpoint of a run holds, and their way into a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lit_vgrpo.distributed.checkpoint_file import CheckpointDamage, averages, read_sound
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.distributed.checkpoint_file import RECIPE_KEY
+from lit_vgrpo.runs.resume import Progress
+from lit_vgrpo.core.sharding import shape_of, write
+from lit_vgrpo.core.snapshots import trainable_parameters
+
+TRAINED, AVERAGE, REFERENCE = "trained", "EMA", "reference"
+_OF_MODULE = "policy."  # in front of the names in a checkpoint, which are those of the Lightning module
+
+
+@dataclass
+class SavedWeights:
+    """What a checkpoint of a run holds of its policy.
+
+    Args:
+        path: the checkpoint.
+        progress: how far training was.
+        tensors: of the trained weights and, where the run had an EMA callback, of their average, by variant and by
+            their names in the policy.
+        policy_options: of the recipe that wrote it.
+    """
+
+    path: Path
+    progress: Progress
+    tensors: dict[str, dict[str, Tensor]]
+    policy_options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> SavedWeights:
+        """Read a checkpoint of which every byte is looked at; tensors stay on the disk until they are used.
+
+        Raises:
+            UserError: it is damaged, holds weights that are not finite, or is no checkpoint of a run.
+        """
+        try:
+            saved = read_sound(path)
+        except CheckpointDamage as damage:
+            raise UserError(f"{path} {damage}. Give another: --checkpoint FILE.") from damage
+        tensors = {TRAINED: _of_policy(saved["state_dict"])}
+        for average in averages(saved):
+            tensors[AVERAGE] = _of_policy(average)
+        recipe = saved.get(RECIPE_KEY) or {}
+        options = recipe.get("model", {}).get("policy", {}).get("init_args", {})
+        return cls(path, Progress.of(saved), tensors, options)
+
+    def require(self, variant: str) -> None:
+        """Raise UserError where the run did not keep a variant."""
+        if variant == AVERAGE and AVERAGE not in self.tensors:
+            raise UserError(f"{self.path} holds no average: the run had no EMA callback. Leave out --ema.")
+
+    def faults(self, variant: str, policy: Policy) -> list[str]:
+        """Why the tensors of a variant cannot be put into a policy."""
+        difference = self.difference(variant, policy)
+        if difference is None:
+            return []
+        return [f"{self.path} is a checkpoint of another policy: {difference} Use the recipe that wrote it."]
+
+    def difference(self, variant: str, policy: Policy) -> str | None:
+        """What differs between the tensors of a variant and those that a policy trains, as a sentence."""
+        saved, own = self.tensors[variant], trainable_parameters(policy)
+        shapes = {name: (saved[name].shape, shape_of(own[name])) for name in own.keys() & saved.keys()}
+        odd = sorted(own.keys() ^ saved.keys()) or sorted(n for n, (there, here) in shapes.items() if there != here)
+        if not odd:
+            return None
+        first = odd[0]
+        if first in shapes:
+            there, here = (tuple(shape) for shape in shapes[first])
+            what = f"has shape {there} there and {here} here"
+        else:
+            what = f"is trained {'here' if first in own else 'there'} only"
+        return f"{len(odd)} trained tensors differ, the first, {first}, {what}."
+
+    def put_into(self, policy: Policy, variant: str) -> None:
+        """Put the tensors of a variant in place of the policy's trained ones, which must be whole.
+
+        Raises:
+            UserError: the policy trains others.
+        """
+        for fault in self.faults(variant, policy):
+            raise UserError(fault)
+        write(trainable_parameters(policy), self.tensors[variant])
+
+
+def _of_policy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(_OF_MODULE): tensor for name, tensor in tensors.items()}

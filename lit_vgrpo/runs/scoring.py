@@ -1,0 +1,133 @@
+"""From latents to scores, and what an iteration's scores say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.core.advantages import no_spread_share
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.distributed.gather import objects_of_all_ranks
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.core.records import timed
+from lit_vgrpo.rewards import RewardBatch, RewardError
+from lit_vgrpo.rewards.queue import ScoreQueue
+
+
+class RolloutScoring:
+    """Decodes and scores the images of a rollout batch by batch, so that pixels never exist for all of them.
+
+    Called with every batch of latents as soon as it is sampled: a reward that runs in a thread then works while the
+    next one is made.
+
+    Args:
+        policy: decodes.
+        queue: scores.
+        batch: the prompts of this rank's groups.
+        seconds: wall time by phase; what decoding and scoring take of the caller's is added, and is no part of
+            ``rollout``, within which they happen. What threads do meanwhile takes none.
+    """
+
+    def __init__(self, policy: Policy, queue: ScoreQueue, batch: PromptBatch, seconds: dict[str, float]) -> None:
+        self.policy = policy
+        self.queue = queue
+        self.prompts = [prompt for prompt in batch.prompts for _ in batch.members]
+        self.rows = [row for row in batch.rows for _ in batch.members]
+        self.seconds = seconds
+
+    def __call__(self, part: slice, latents: Tensor) -> None:
+        """Take the latents ``(b, C, h, w)`` of the images ``part`` of the rollout."""
+        size = self.policy.decode_batch_size
+        for start in range(0, len(latents), size):
+            with timed(self.seconds, "decode"):
+                images = self.policy.decode(latents[start : start + size])
+            own = slice(part.start + start, part.start + start + len(images))
+            with timed(self.seconds, "reward"):
+                self.queue.put(images, self.prompts[own], self.rows[own])
+
+    def result(self) -> RewardBatch:
+        """Every image's scores, in the order of the rollout, which is over."""
+        self.seconds["rollout"] -= self.seconds["decode"] + self.seconds["reward"]
+        with timed(self.seconds, "reward"):
+            scores = self.queue.take()
+        # negative where handing over cost more than it saved
+        self.seconds["reward_overlapped"] = sum(scores.seconds.values()) - self.seconds["reward"]
+        return scores
+
+
+@dataclass
+class IterationScores:
+    """The scores of an iteration's images over all ranks, the same on every rank.
+
+    Attributes:
+        total: ``(B,)``, NaN where an image failed.
+        parts: by name, ``(B,)``.
+        metrics: by name: ``mean``, ``std``, ``no_spread``, ``failed``, ``seconds_per_image`` and the reward's counts.
+        errors: by name, the last failure.
+    """
+
+    total: Tensor
+    parts: dict[str, Tensor]
+    metrics: dict[str, dict[str, float]]
+    errors: dict[str, str]
+
+    @classmethod
+    def gathered(cls, own: RewardBatch, group_ids: Tensor, all_ranks: Callable[[Tensor], Tensor]) -> IterationScores:
+        """Collect every rank's scores.
+
+        Args:
+            own: this rank's.
+            group_ids: those of all ranks' images.
+            all_ranks: concatenates every rank's ``(B, ...)`` in rank order.
+        """
+        names = list(own.parts)
+        columns = [own.total, *own.parts.values(), *(own.applies_to(name).float() for name in names)]
+        table = all_ranks(torch.stack([column.cpu() for column in columns], dim=1)).unbind(dim=1)
+        parts = dict(zip(names, table[1 : 1 + len(names)], strict=True))
+        applies = {name: flag.bool() for name, flag in zip(names, table[1 + len(names) :], strict=True)}
+        reports = objects_of_all_ranks((own.errors, own.seconds, own.counts))
+        metrics = {name: _statistics(parts[name], applies[name], group_ids) for name in names}
+        for name in names:
+            seconds = sum(of_rank.get(name, 0.0) for _, of_rank, _ in reports)
+            metrics[name]["seconds_per_image"] = seconds / max(int(applies[name].sum()), 1)
+            counts = Counter[str]()
+            for _, _, of_rank in reports:
+                counts.update(of_rank.get(name, {}))
+            metrics[name] |= {key: float(count) for key, count in counts.items()}
+        errors = {name: message for of_rank, _, _ in reports for name, message in of_rank.items()}
+        return cls(table[0], parts, metrics, errors)
+
+    def refuse_failures(self, iteration: int, any_failure: bool) -> None:
+        """End a run that has nothing to learn from.
+
+        Args:
+            iteration: its number, for the message.
+            any_failure: a single failed image is enough.
+
+        Raises:
+            RewardError: every image failed, or one did and that is to end the run; on every rank.
+        """
+        failed, images = int(self.total.isnan().sum()), len(self.total)
+        if not failed or not (any_failure or failed == images):
+            return
+        what = f"{failed} of {images} images of iteration {iteration} failed, and model.failed_images=stop"
+        if failed == images:
+            what = f"Every image of iteration {iteration} failed, so there is nothing to learn"
+        name, message = next(iter(self.errors.items()), ("", "no message"))
+        raise RewardError(f'{what}. Reward "{name}": {message}')
+
+
+def _statistics(scores: Tensor, applies: Tensor, group_ids: Tensor) -> dict[str, float]:
+    """What the images say that the reward applies to."""
+    asked = scores[applies]
+    valid = asked[~asked.isnan()]
+    return {
+        "mean": float(valid.mean()),
+        "std": float(valid.std(correction=0)),
+        "no_spread": no_spread_share(asked, group_ids[applies]),
+        "failed": float(asked.isnan().sum()),
+    }

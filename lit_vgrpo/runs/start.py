@@ -1,0 +1,126 @@
+"""Weights of an earlier run, from which a new one starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from hashlib import sha256
+from lit_vgrpo.errors import UserError, report
+from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.paths import resolve_path
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.fingerprint import sampled
+from lit_vgrpo.runs.folder import is_first_process
+from lit_vgrpo.runs.saved_run import find_run, last_good
+from lit_vgrpo.runs.saved_weights import AVERAGE, TRAINED, SavedWeights
+
+
+
+def policy_faults(policy: Policy) -> list[str]:
+    """List what keeps a policy, or the run that it starts from, from being loaded, a line each."""
+    faults = policy.check()
+    if policy.start_from is not None and not policy.loaded:
+        fault = start_fault(policy.start_from, policy.start_weights)
+        faults += [fault] if fault else []
+    return faults
+
+
+def load_policy(policy: Policy) -> Policy:
+    """Load a policy, with the weights of the run that it starts from where it names one.
+
+    Raises:
+        LoadError: the checkpoint or that run cannot be used.
+    """
+    if not policy.loaded:
+        for fault in policy_faults(policy):
+            raise LoadError(fault)
+    return policy.load(load_start)
+
+
+def start_fault(start_from: str, start_weights: str) -> str | None:
+    """Why a run cannot start from an earlier one's weights, every byte of which is looked at; ``None`` where it can.
+
+    Args:
+        start_from: a run folder or a checkpoint.
+        start_weights: ``"trained"`` or ``"ema"``.
+    """
+    try:
+        _saved(start_from, start_weights, _say_nothing)
+    except (LoadError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def load_start(policy: Policy) -> None:
+    """Put the trained weights of the run that a policy starts from in place of its own; none without such a run.
+
+    Raises:
+        LoadError: there is no such run, or it trained other weights.
+    """
+    if policy.start_from is None:
+        return
+    saved, variant = _saved(policy.start_from, policy.start_weights, _say_on_first)
+    difference = saved.difference(variant, policy)
+    if difference is not None:
+        raise LoadError(
+            f"model.policy.start_from={policy.start_from} trained other weights: {difference} Give lora_rank, "
+            "lora_targets and train_only as there; or start from its weights as a pipeline: "
+            "lightning export RUN --to DIR [--merge], then model.policy.checkpoint=DIR."
+        )
+    alpha = saved.policy_options.get("lora_alpha") or saved.policy_options.get("lora_rank")
+    if policy.lora_rank is not None and alpha not in (None, policy.lora_alpha):
+        raise LoadError(
+            f"model.policy.start_from={policy.start_from} trained with lora_alpha={alpha}, this run has "
+            f"{policy.lora_alpha}: the same adapter would count {policy.lora_alpha / alpha:g} times as much. "
+            f"Set model.policy.lora_alpha={alpha}."
+        )
+    saved.put_into(policy, variant)
+
+
+def start_fingerprint(policy: Policy) -> dict[str, str]:
+    """A fingerprint of the weights that a policy starts from, and that are its reference when its run goes on.
+
+    Raises:
+        LoadError: there are none, or not any more.
+    """
+    assert policy.start_from is not None
+    saved, variant = _saved(policy.start_from, policy.start_weights, _say_nothing)
+    tensors = saved.tensors[variant]
+    digest = sha256(json.dumps({name: list(tensor.shape) for name, tensor in tensors.items()}).encode())
+    digest.update(sampled(tensors.values()))
+    return {"weights": digest.hexdigest()}
+
+
+def _saved(start_from: str, start_weights: str, say: Callable[[str], None]) -> tuple[SavedWeights, str]:
+    """The checkpoint that a run starts from, and which of its weights are meant.
+
+    Args:
+        say: takes a line for every checkpoint that is skipped.
+
+    Raises:
+        LoadError: it cannot be used.
+    """
+    path = resolve_path(start_from)
+    variant = {"trained": TRAINED, "ema": AVERAGE}[start_weights]
+    try:
+        if not (path.is_file() and path.suffix == ".ckpt"):
+            run, _ = find_run(str(path))
+            path = last_good(run, say)
+        saved = SavedWeights.read(path)
+    except UserError as error:
+        raise LoadError(f"model.policy.start_from: {error}") from error
+    if variant not in saved.tensors:
+        raise LoadError(
+            f"model.policy.start_weights=ema, but {path} holds no average: that run had no EMA callback. "
+            "Set start_weights=trained."
+        )
+    return saved, variant
+
+
+def _say_on_first(line: str) -> None:
+    if is_first_process():
+        report([line])
+
+
+def _say_nothing(line: str) -> None:
+    pass

@@ -1,0 +1,1 @@
+"""Files, the hub, signals and memory of the machine."""
