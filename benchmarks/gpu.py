@@ -48,7 +48,7 @@ OPTIONS = (
     (LORA, "model.policy.offload_encoders=true"),
     (LORA, "model.policy.gradient_checkpointing=true", "model.rollout_device=cpu"),
     (BF16, "model.policy.gradient_checkpointing=true"),
-    (LORA, BF16, "model.policy.fold_lora=true"),
+    (LORA, "model.policy.fold_lora=true"),
     ("data.micro_batch_size=auto",),
 )
 COMPILED = ((LORA, BF16, "model.policy.compile=true"),)

@@ -19,13 +19,14 @@ from lit_vgrpo.callbacks import EMA, FID, Export, SampleGrid
 
 CUDA = torch.device("cuda", 0)
 FULL = {"offload_encoders": True, "gradient_checkpointing": True}
-LORA = {"lora_rank": 2, "dtype": "bfloat16", "fold_lora": True, "negative_prompt": "a blue square"}
+LORA = {"lora_rank": 2, "dtype": "bfloat16", "negative_prompt": "a blue square"}
+FOLDED = {"lora_rank": 2, "fold_lora": True, "negative_prompt": "a blue square"}
 METHODS = {
     "anchor": lambda ode, sde: VGRPO(RolloutSpec(ode, 2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3),
     "nft": lambda ode, sde: DiffusionNFT(RolloutSpec(ode, 2, 2.0)),
     "sde": lambda ode, sde: (FlowGRPO if sde == "flow_sde" else DDPO)(RolloutSpec(sde, 2, 2.0)),
 }
-CASES = [("sd3", LORA, "sde"), ("unet_eps", FULL, "anchor"), ("sdxl", LORA, "nft"), ("flux", FULL, "sde")]
+CASES = [("sd3", LORA, "sde"), ("unet_eps", FULL, "anchor"), ("sdxl", FOLDED, "nft"), ("flux", FULL, "sde")]
 OTHERS = [
     ("sd3", FULL, "nft"),
     ("unet_eps", LORA, "sde"),

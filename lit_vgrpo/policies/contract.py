@@ -55,8 +55,8 @@ class PolicyContract(nn.Module):
         offload_encoders: keep the text encoders in the CPU's memory while they are not at work.
         compile: compile the network with ``torch.compile``, for rollouts and training.
         attention_backend: one of diffusers' attention backends by name; ``None`` leaves the choice to diffusers.
-        fold_lora: add the adapter to the weights while images are sampled by an ODE; ``None`` does so where it is
-            exact up to float error.
+        fold_lora: add the adapter to the weights while images are sampled by an ODE; ``None`` does so where it can.
+            float32 only.
         init_seed: seed of the adapter's initial weights.
     """
 
@@ -109,6 +109,8 @@ class PolicyContract(nn.Module):
             raise ValueError(f"start_weights={start_weights} has no effect without start_from. Set start_from=RUN too.")
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is not known. Use {', '.join(DTYPES)}.")
+        if fold_lora and dtype != "float32":
+            raise ValueError(sixteen_bit_fold_fault(DTYPES[dtype]))
         resolve_path(checkpoint)  # refuses a shipped: path that leads out of the installed folder
         self.checkpoint = checkpoint
         self.variant, self.revision = variant, revision
@@ -231,3 +233,12 @@ def option_faults(options: dict[str, Any]) -> list[str]:
     if only is not None and not only:
         faults.append("train_only=[] trains nothing. Give patterns such as '*.attn.*', or null for all weights.")
     return faults
+
+
+def sixteen_bit_fold_fault(dtype: torch.dtype) -> str:
+    """Return why an adapter is not merged into 16-bit weights, in a line."""
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"fold_lora=true needs dtype=float32: {name} weights would round away up to 92 % of a small update. "
+        "Leave fold_lora out."
+    )

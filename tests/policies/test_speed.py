@@ -290,10 +290,10 @@ def test_the_ratio_is_1_before_an_update_in_either_precision(sd3, dtype, outer):
 
 def test_the_benchmark_runs_the_tiny_model_on_a_cpu(tmp_path):
     script = runpy.run_path(str(BENCHMARK))
-    words = "--model tiny --device cpu --steps 2 --pairs 1 --batch 2 --repeats 1 --side 32 --rank 2 --no-compile"
+    words = "--model tiny --device cpu --dtype float32 --steps 2 --pairs 1 --batch 2 --repeats 1 --side 32 --rank 2"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        script["main"]([*words.split(), "--out", str(tmp_path / "speed.json")])
+        script["main"]([*words.split(), "--no-compile", "--out", str(tmp_path / "speed.json")])
     rows = json.loads((tmp_path / "speed.json").read_text())
     assert [(row["phase"], row["variant"]) for row in rows] == [
         ("rollout", "folded"),
