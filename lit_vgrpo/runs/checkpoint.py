@@ -17,15 +17,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_vgrpo.runs.best_evaluation import AUTO, BestEvaluation, NewestEvaluation
-from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
+from lit_vgrpo.core.ranges import NonNegativeInt, checked
 from lit_vgrpo.distributed.checkpoint_file import put_in_place
 from lit_vgrpo.errors import one_line, say, suggestion
-from lit_vgrpo.runs.heldout import HeldOutModule
-from lit_vgrpo.core.ranges import NonNegativeInt, checked
+from lit_vgrpo.runs.best_evaluation import AUTO, BestEvaluation, NewestEvaluation
 from lit_vgrpo.runs.folder import BEST, CHECKPOINTS
-from lit_vgrpo.system.signals import StopRequests
+from lit_vgrpo.runs.heldout import HeldOutModule
 from lit_vgrpo.runs.watchdog import Watch
+from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
+from lit_vgrpo.system.signals import StopRequests
 
 LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
 FIRST_CTRL_C = "\nFinishing this {}, then saving. Ctrl-C again stops at once.\n"

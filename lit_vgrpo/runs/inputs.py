@@ -11,13 +11,13 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lit_vgrpo.policies.fingerprint import pipeline_fingerprint
+from lit_vgrpo.rewards import Reward
+from lit_vgrpo.rewards.function import PythonReward
+from lit_vgrpo.runs.start import start_fingerprint
 from lit_vgrpo.system.file_fingerprint import file_fingerprint, folder_fingerprint
 from lit_vgrpo.system.hub import file_at_hand
 from lit_vgrpo.system.paths import import_from_here, resolve_path
-from lit_vgrpo.policies.fingerprint import pipeline_fingerprint
-from lit_vgrpo.runs.start import start_fingerprint
-from lit_vgrpo.rewards import Reward
-from lit_vgrpo.rewards.function import PythonReward
 
 if TYPE_CHECKING:
     from lit_vgrpo.data import PromptDataModule

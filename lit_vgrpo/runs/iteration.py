@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
 import torch
 from torch import Tensor
-from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.objectives.base import group_layout
-from lit_vgrpo.core.rollout import Conditioning
-from lit_vgrpo.core.records import IterationRecord
-from lit_vgrpo.core.rollout import Experience
-from lit_vgrpo.core.surrogate import Pairs
-import warnings
-from lit_vgrpo.data.module import PromptDataModule
 
+from lit_vgrpo.core.records import IterationRecord
+from lit_vgrpo.core.rollout import Conditioning, Experience
+from lit_vgrpo.core.surrogate import Pairs
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.data.module import PromptDataModule
+from lit_vgrpo.objectives.base import group_layout
 
 Gather = Callable[[Tensor], Tensor]
 

@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.core.sharding import shape_of
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.policies.base import Policy
 
 
 def keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:

@@ -15,8 +15,8 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lit_vgrpo.runs.resume import Progress
 from lit_vgrpo.runs.folder import candidates
+from lit_vgrpo.runs.resume import Progress
 
 Keep = Callable[[dict[str, str]], bool]
 

@@ -19,11 +19,11 @@ from lit_vgrpo.memory.dummy_rollout import made_up_rollout
 from lit_vgrpo.memory.live import LiveMemory
 from lit_vgrpo.memory.passes import demand
 from lit_vgrpo.memory.shares import moments, shown
+from lit_vgrpo.optimizers.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.policies.placement import place
 from lit_vgrpo.rewards.model import ModelReward
-from lit_vgrpo.system.memory import available_bytes, measured_memory
-from lit_vgrpo.optimizers.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.runs.heldout import HeldOutModule
+from lit_vgrpo.system.memory import available_bytes, measured_memory
 
 SAFE_SHARE = 0.9
 """Of the memory that is free; the rest is for what comes and goes between kernels."""
@@ -57,7 +57,9 @@ def settle(module: HeldOutModule, optimizer: OptimizerConfig | CustomOptimizer) 
     if sizes.micro_batch_size != "auto":
         return
     share = sizes.images_per_share(trainer.world_size)
-    trial = Trial(module, optimizer, sizes.plan(trainer.world_size), next(iter(trainer.datamodule.training_rows()))["prompt"])
+    trial = Trial(
+        module, optimizer, sizes.plan(trainer.world_size), next(iter(trainer.datamodule.training_rows()))["prompt"]
+    )
     room = -trial.most_of_ranks(-trial.room())
     with trial.without_trace():
         trial.run(1)  # what libraries take the first time and keep

@@ -9,9 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lit_vgrpo.distributed.checkpoint_file import RECIPE_KEY
+from lit_vgrpo.distributed.checkpoint_file import INPUTS_KEY, RECIPE_KEY
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.distributed.checkpoint_file import INPUTS_KEY
 from lit_vgrpo.runs.inputs import changed_inputs, moved_settings, same_inputs
 
 FREE_KEYS = ("name", "run_dir", "ckpt_path", "allow_changes", "model.non_finite", "model.failed_images")

@@ -11,10 +11,10 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
 from lit_vgrpo.distributed.checkpoint_file import CheckpointDamage, read, read_sound
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.runs.folder import CHECKPOINTS, CONFIG_NAME
+from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
 
 SUMMARY_NAME = "summary.json"
 

@@ -11,9 +11,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lit_vgrpo.distributed.checkpoint_file import FileCheckpointIO
 from lit_vgrpo.data import PromptDataModule
-from lit_vgrpo.distributed.checkpoint_file import INPUTS_KEY
+from lit_vgrpo.distributed.checkpoint_file import INPUTS_KEY, FileCheckpointIO
 from lit_vgrpo.runs.inputs import Inputs, changed_inputs, inputs_of
 
 

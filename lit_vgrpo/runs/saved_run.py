@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from lit_vgrpo.errors import UserError, nearest, suggestion
-from lit_vgrpo.runs.resume import last_good_checkpoint
-from lit_vgrpo.runs.folder import CHECKPOINTS, CONFIG_NAME
 from lit_vgrpo.config.arguments import is_override
+from lit_vgrpo.errors import UserError, nearest, suggestion
+from lit_vgrpo.runs.folder import CHECKPOINTS, CONFIG_NAME
+from lit_vgrpo.runs.resume import last_good_checkpoint
 
 
 def take_run(words: list[str], verb: str, checkpoint: str | None = None) -> tuple[Path, Path | None]:

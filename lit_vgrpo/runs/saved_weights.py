@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_vgrpo.distributed.checkpoint_file import CheckpointDamage, averages, read_sound
-from lit_vgrpo.errors import UserError
-from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.distributed.checkpoint_file import RECIPE_KEY
-from lit_vgrpo.runs.resume import Progress
 from lit_vgrpo.core.sharding import shape_of, write
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.distributed.checkpoint_file import RECIPE_KEY, CheckpointDamage, averages, read_sound
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.runs.resume import Progress
 
 TRAINED, AVERAGE, REFERENCE = "trained", "EMA", "reference"
 _OF_MODULE = "policy."  # in front of the names in a checkpoint, which are those of the Lightning module

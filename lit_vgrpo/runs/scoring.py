@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import no_spread_share
+from lit_vgrpo.core.records import timed
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.distributed.gather import objects_of_all_ranks
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.core.records import timed
 from lit_vgrpo.rewards import RewardBatch, RewardError
 from lit_vgrpo.rewards.queue import ScoreQueue
 

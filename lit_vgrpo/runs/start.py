@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from hashlib import sha256
+
 from lit_vgrpo.errors import UserError, report
-from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.system.paths import resolve_path
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.fingerprint import sampled
 from lit_vgrpo.runs.folder import is_first_process
 from lit_vgrpo.runs.saved_run import find_run, last_good
 from lit_vgrpo.runs.saved_weights import AVERAGE, TRAINED, SavedWeights
-
+from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.paths import resolve_path
 
 
 def policy_faults(policy: Policy) -> list[str]:
