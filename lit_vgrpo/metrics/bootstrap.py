@@ -1,38 +1,43 @@
-"""How sure a mean is."""
+"""Confidence intervals of a mean."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
+from scipy.stats import bootstrap
 from torch import Tensor
+
+RESAMPLES_AT_ONCE = 100
+"""Limits memory: scipy holds the indices of all resamples that it draws at once."""
 
 
 def bootstrap_interval(
     values: Sequence[float] | Tensor,
-    clusters: Sequence[Hashable] | Tensor | None = None,
+    clusters: Sequence[int] | Sequence[str] | Tensor | None = None,
     level: float = 0.95,
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The percentile bootstrap interval of the mean; NaN values are left out.
+    """Return the percentile bootstrap interval of the mean, ignoring NaN values.
 
-    Images of one prompt are alike, so that resampling images would make the interval too narrow: with ``clusters``
-    whole prompts are resampled.
+    Images of one prompt are correlated, so resampling images would make the interval too narrow. With ``clusters``,
+    whole prompts are resampled instead.
 
     Args:
-        values: the images' scores.
-        clusters: what each value belongs to, such as its prompt; ``None`` takes every value for itself.
-        level: how often such an interval holds the true mean.
-        resamples: how many means are drawn.
-        seed: of the draws.
+        values: one score per image.
+        clusters: the cluster of each value, such as its prompt; ``None`` resamples single values.
+        level: confidence level, in (0, 1).
+        resamples: number of bootstrap samples.
+        seed: seed of the resampling.
 
     Returns:
-        The lower and the upper end; NaN where there is no value.
+        The lower and the upper end; NaN if there are no values.
 
     Raises:
-        ValueError: a level outside (0, 1), no resamples, or another number of clusters than values.
+        ValueError: ``level`` or ``resamples`` is out of range, or there is not one cluster per value.
 
     >>> bootstrap_interval([2.0, 2.0, math.nan])
     (2.0, 2.0)
@@ -42,24 +47,29 @@ def bootstrap_interval(
     if resamples < 1:
         raise ValueError(f"resamples={resamples} draws nothing. Use 1000 or more.")
     scores = np.asarray(values, dtype=np.float64)
-    if clusters is not None and len(clusters) != len(scores):
-        raise ValueError(f"{len(clusters)} clusters do not fit {len(scores)} values. Give one cluster a value.")
-    if clusters is None:
-        clusters = range(len(scores))
-    labels = clusters.tolist() if isinstance(clusters, Tensor) else clusters  # tensors hash by identity
-    sums: dict[Hashable, float] = {}
-    counts: dict[Hashable, int] = {}
-    for label, score in zip(labels, scores.tolist(), strict=True):
-        if not math.isnan(score):
-            sums[label] = sums.get(label, 0.0) + score
-            counts[label] = counts.get(label, 0) + 1
-    if not sums:
-        return math.nan, math.nan
-    total, number = np.array(list(sums.values())), np.array(list(counts.values()))
-    random = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    for draw in range(resamples):
-        chosen = random.integers(0, len(total), len(total))
-        means[draw] = total[chosen].sum() / number[chosen].sum()
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2]).tolist()
-    return low, high
+    labels = np.arange(len(scores)) if clusters is None else np.asarray(clusters)
+    if len(labels) != len(scores):
+        raise ValueError(f"{len(labels)} clusters do not fit {len(scores)} values. Give one cluster a value.")
+    found = ~np.isnan(scores)
+    _, cluster_of = np.unique(labels[found], return_inverse=True)
+    sums, counts = np.bincount(cluster_of, scores[found]), np.bincount(cluster_of)
+    if len(sums) < 2:  # scipy refuses to resample one cluster, which gives its own mean every time
+        mean = float(sums[0] / counts[0]) if len(sums) else math.nan
+        return mean, mean
+    interval = bootstrap(
+        (sums, counts),
+        _mean,
+        n_resamples=resamples,
+        batch=RESAMPLES_AT_ONCE,
+        vectorized=True,
+        paired=True,
+        confidence_level=level,
+        method="percentile",
+        rng=seed,
+    ).confidence_interval
+    return float(interval.low), float(interval.high)
+
+
+def _mean(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], axis: int) -> npt.NDArray[np.float64]:
+    mean: npt.NDArray[np.float64] = sums.sum(axis) / counts.sum(axis)
+    return mean
