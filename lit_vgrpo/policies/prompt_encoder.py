@@ -1,4 +1,4 @@
-"""Prompts to embeddings, each encoded once."""
+"""Prompt embeddings, each computed once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.rollout import Conditioning
 from lit_vgrpo.policies.contract import PolicyContract
-from lit_vgrpo.policies.embeddings import EmbeddingCache
+from lit_vgrpo.policies.embeddings import EmbeddingCache, Row
 from lit_vgrpo.policies.fingerprint import encoder_fingerprint
 from lit_vgrpo.policies.placement import place, placed
 from lit_vgrpo.system.hub import quiet_libraries
@@ -22,11 +22,11 @@ Encode = Callable[[list[str]], Mapping[str, Tensor]]
 
 
 class PromptEncoder:
-    """A policy's text encoders at work: looked up before they are asked, and on the network's device only when asked.
+    """A policy's text encoders behind its embedding cache.
 
-    Prompts are encoded one at a time: a matrix product of one row may take another kernel than one of several, which
-    rounds otherwise. So a prompt has the same embedding bit for bit alone and beside others, on every rank, and with a
-    cold cache, a warm one or none. A text encoder's pass is short beside the images', of which each prompt has many.
+    Prompts are encoded one at a time: a matrix product of one row may use another kernel than one of several rows and
+    round differently. So a prompt has the same embedding bit for bit alone and beside others, on every rank, and with a
+    cold cache, a warm one or none. A text encoder's pass is short compared with those of the prompt's images.
     """
 
     def __init__(self, policy: PolicyContract) -> None:
@@ -43,7 +43,7 @@ class PromptEncoder:
         return EmbeddingCache(resolve_path(policy.embedding_cache), size, encoder_fingerprint(policy))
 
     def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """One row a prompt, float32, on the network's device; equal prompts are encoded once."""
+        """Return one row per prompt, float32, on the network's device; equal prompts are encoded once."""
         self._warn_of_long_prompts(prompts)
         distinct = list(dict.fromkeys(prompts))
         embeddings = Conditioning(self._looked_up("prompt", distinct, self.policy.encode_prompts))
@@ -53,7 +53,7 @@ class PromptEncoder:
         return embeddings.select(torch.tensor([row_of[prompt] for prompt in prompts], device=self.policy.device))
 
     def negative(self) -> Conditioning:
-        """The embedding of the negative prompt, one row."""
+        """Return the embedding of the negative prompt, one row."""
         policy = self.policy
         if self._negative is None or next(iter(self._negative.tensors.values())).device != policy.device:
             # apart from prompts: a family may have something else for an empty one
@@ -62,36 +62,34 @@ class PromptEncoder:
         return self._negative
 
     def _looked_up(self, kind: str, prompts: list[str], encode: Encode) -> dict[str, Tensor]:
-        """Embeddings of different prompts, from the cache as far as it has them; the rest goes into it."""
-        device, texts = self.policy.device, [f"{kind}\n{prompt}" for prompt in prompts]
-        found, kept = self.cache.read(texts) if self.cache is not None else ([], {})
-        missing = sorted(set(range(len(prompts))) - set(found))
-        fresh = self._encoded([prompts[position] for position in missing], encode) if missing else {}
-        if self.cache is not None and missing:
-            self.cache.write([texts[position] for position in missing], fresh)
-        if not found:
-            return fresh
-        order = torch.tensor([*found, *missing], device=device).argsort()
-        there = {name: value.to(device) for name, value in kept.items()}
+        """Return embeddings of different prompts, from the cache as far as it has them; the rest goes into it."""
+        texts = [f"{kind}\n{prompt}" for prompt in prompts]
+        kept = self.cache.read(texts) if self.cache is not None else [None] * len(texts)
+        missing = [position for position, row in enumerate(kept) if row is None]
+        fresh: dict[int, Row] = {}
         if missing:
-            there = {name: torch.cat([value.float(), fresh[name]]) for name, value in there.items()}
-        # put in order before they become twice as large
-        return {name: value.index_select(0, order).float() for name, value in there.items()}
-
-    @torch.no_grad()
-    def _encoded(self, prompts: list[str], encode: Encode) -> dict[str, Tensor]:
-        with self._at_work(), quiet_libraries():
-            rows = [encode([prompt]) for prompt in prompts]
+            fresh = dict(zip(missing, self._encoded([prompts[position] for position in missing], encode), strict=True))
+            if self.cache is not None:
+                self.cache.write([texts[position] for position in missing], list(fresh.values()))
+        rows = [fresh[position] if row is None else row for position, row in enumerate(kept)]
         return {name: self._stacked(name, [row[name] for row in rows]) for name in rows[0]}
 
-    def _stacked(self, name: str, rows: list[Tensor]) -> Tensor:
-        shapes = {tuple(row.shape[1:]): None for row in rows}
+    @torch.no_grad()
+    def _encoded(self, prompts: list[str], encode: Encode) -> list[Row]:
+        """Return each prompt's row, on the network's device."""
+        with self._at_work(), quiet_libraries():
+            encoded = [encode([prompt]) for prompt in prompts]
+        return [{name: value[0].detach().float() for name, value in row.items()} for row in encoded]
+
+    def _stacked(self, name: str, values: list[Tensor]) -> Tensor:
+        shapes = {tuple(value.shape): None for value in values}
         if len(shapes) > 1:
             raise RuntimeError(
                 f"{type(self.policy).__name__}.encode_prompts gives {name!r} the shape "
                 f"{' or '.join(map(str, shapes))}, depending on the prompt. Pad every prompt to one length."
             )
-        return torch.cat([row.detach().float() for row in rows])
+        # made float32 last: a cached row may be half as large
+        return torch.stack([value.to(self.policy.device) for value in values]).float()
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -104,7 +102,7 @@ class PromptEncoder:
             yield
 
     def _warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
-        """Say once that the text encoder sees only the start of some prompts."""
+        """Warn once that the text encoder sees only the start of some prompts."""
         if self._warned_of_long_prompts:
             return
         tokenizer, limit, encoder = self.policy.prompt_limit()
