@@ -25,10 +25,10 @@ from lit_vgrpo.commands.serve.app import make_app
 from lit_vgrpo.commands.serve.command import listening_socket, opening
 from lit_vgrpo.commands.serve.options import parse_options
 from lit_vgrpo.commands.serve.worker import Worker
-from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Weighted, wire
+from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Weighted, protocol
 from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.http import HTTPReward
-from lit_vgrpo.rewards.wire import Limits, ScoreRequest, encode_png, json_request
+from lit_vgrpo.rewards.protocol import Limits, ScoreRequest, encode_png, json_request
 
 TOKEN = "t0ken"
 COMMAND = (
@@ -331,7 +331,7 @@ def test_pixels_that_wait_are_bounded_before_they_are_decoded(monkeypatch):
         reward.go_on.clear()
         threads, answers = post_in_threads(serving.url, [body_of(make_images(1, side=16)[0])])
         assert reward.started.wait(20)
-        monkeypatch.setattr(wire, "decode_png", lambda *_: pytest.fail("the picture was decoded"))
+        monkeypatch.setattr(protocol, "decode_png", lambda *_: pytest.fail("the picture was decoded"))
         refused = httpx.post(serving.url, content=body_of(make_images(2, side=8)[0]), timeout=30)
         monkeypatch.undo()
         reward.go_on.set()

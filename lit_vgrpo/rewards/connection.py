@@ -1,4 +1,4 @@
-"""How a reward talks to its server."""
+"""Settings of the connection between a reward and its server."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ OnOutage = Literal["stop", "nan"]
 @checked
 @dataclass
 class Connection:
-    """Patience with a server, and how much of it is used at once.
+    """Timeouts, retries and limits for requests to a server.
 
     Args:
         timeout_s: seconds for one try, from the first byte sent to the last byte read.
         connect_timeout_s: seconds of it for reaching the server.
-        retries: tries after the first; what cannot pass, such as status 404, is not tried again.
-        backoff_s: the pause before try k is drawn from 0 to ``backoff_s * 2**k`` seconds, 30 at most; where the server
-            says ``Retry-After``, it is at least that, within the same 30.
-        max_connections: requests that are under way at once, those that wait for a retry among them.
-        token_env: environment variable that holds the bearer token; the token itself stands in no file.
-        max_response_bytes: reading an answer stops there.
-        give_up_after: requests that fail in a row, each after its retries, until the server counts as down.
-        on_outage: what happens then: ``stop`` the run, or go on with ``nan`` scores; the server is then asked once a
-            batch, and as before as soon as it answers.
+        retries: tries after the first; a permanent error such as status 404 is not retried.
+        backoff_s: the pause before retry k = 0, 1, ... is drawn from 0 to ``backoff_s * 2**k`` seconds, 30 at most. A
+            ``Retry-After`` of the server is its minimum, within the same 30.
+        max_connections: simultaneous requests, including those waiting for a retry.
+        token_env: environment variable that holds the bearer token; no file contains the token itself.
+        max_response_bytes: longest answer that is read.
+        give_up_after: consecutive failed requests, each after its retries, after which the server counts as down.
+        on_outage: ``stop`` ends the run when the server is down; ``nan`` continues with NaN scores and asks the server
+            once per batch until it answers.
 
     Raises:
-        ValueError: a number that cannot work.
+        ValueError: a number is outside its range.
     """
 
     timeout_s: Annotated[float, Range(above=0, most=86_400, example=60)] = 60.0
@@ -50,11 +50,11 @@ class Connection:
 
     @property
     def token(self) -> str | None:
-        """The bearer token, as the environment holds it now."""
+        """The bearer token, read from the environment on each access."""
         return None if self.token_env is None else os.environ.get(self.token_env, "").strip()
 
     def token_fault(self) -> str | None:
-        """Why the token cannot be sent, or None; it is not shown."""
+        """Return why the token cannot be sent, or None; never shows the token."""
         if self.token_env is None or self.token is None:
             return None
         if not self.token:
@@ -65,7 +65,7 @@ class Connection:
 
 
 def address_fault(url: str) -> str | None:
-    """Why an address cannot be asked, or None."""
+    """Return why an address cannot be used, or None."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -79,5 +79,5 @@ def address_fault(url: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine itself."""
+    """Return whether a host is this machine itself."""
     return host in ("localhost", "::1") or host.startswith("127.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, get_args
 from urllib.parse import urljoin
@@ -15,29 +14,27 @@ from torch import Tensor
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.rewards.base import Reward, RewardError
+from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.rewards.connection import Connection
-from lit_vgrpo.rewards.transport import Call, Failed, Transport
-from lit_vgrpo.rewards.wire import VERSION, ScoreAnswer, json_request, multipart_request, read_answer, row_fault
+from lit_vgrpo.rewards.protocol import VERSION, json_request, multipart_request, read_answer, row_fault
+from lit_vgrpo.rewards.remote import Call, Failed, RemoteReward
 
 Encoding = Literal["json", "multipart"]
 
 
 @checked
-class HTTPReward(Reward):
-    """What a server answers; its protocol stands in :mod:`lit_vgrpo.rewards.wire`.
+class HTTPReward(RemoteReward):
+    """Scores from a server that speaks the protocol of :mod:`lit_vgrpo.rewards.protocol`.
 
     An image that the server cannot score, or whose request failed after all retries, gets NaN.
 
     Args:
-        url: where requests are posted, such as ``http://127.0.0.1:8000/score``.
-        name: the key of its score.
-        batch_size: images in one request.
-        encoding: ``json`` carries the pictures as base64, ``multipart`` as files, a quarter smaller.
-        connection: timeouts, retries, how many requests at once, the token, what to do when the server is down.
+        url: address to post to, such as ``http://127.0.0.1:8000/score``.
+        name: key of the score.
+        batch_size: images per request.
+        encoding: ``json`` carries images as base64, ``multipart`` as files, a quarter smaller.
+        connection: timeouts, retries, simultaneous requests, the token, and what to do when the server is down.
     """
-
-    concurrent = True
 
     def __init__(
         self,
@@ -49,35 +46,18 @@ class HTTPReward(Reward):
     ) -> None:
         if encoding not in get_args(Encoding):
             raise ValueError(f"encoding={encoding!r} is unknown. Use one of: {', '.join(get_args(Encoding))}.")
+        super().__init__(url, connection)
         self.url = url
         self.name = name
         self.batch_size = batch_size
         self.encoding = encoding
-        self._transport = Transport(url, connection or Connection())
-        self._is_loaded = False
-
-    def check(self) -> list[str]:
-        """A wrong address, httpx missing, or no token where one is named; asks no server."""
-        return self._transport.check(self.option)
 
     def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
-        """A row that JSON cannot hold."""
+        """Return why JSON cannot represent the row, or None."""
         return row_fault(row)
 
-    def load(self) -> None:
-        """Ask the server once, at ``version`` beside ``url``; a server that has no such page is there all the same.
-
-        Raises:
-            RewardError: it cannot be reached, refuses the token or speaks another protocol.
-        """
-        if self._is_loaded:
-            return
-        answer = self._transport.ask(urljoin(self.url, "version"))
-        if answer.status in (401, 403):
-            raise RewardError(
-                f"{self.url} answered with status {answer.status}. "
-                f"Set {self.option('connection.token_env')} to a variable that holds its token."
-            )
+    def _check_server(self) -> None:
+        answer = self._transport.ask(urljoin(self.url, "version"), self.option)
         try:
             spoken = json.loads(answer.body).get("protocol", VERSION) if answer.status == 200 else VERSION
         except (ValueError, AttributeError, RecursionError):
@@ -86,17 +66,19 @@ class HTTPReward(Reward):
             raise RewardError(
                 f"{self.url} speaks version {one_line(spoken)[:60]} of the protocol. Install the same lit-vgrpo there."
             )
-        self._is_loaded = True
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         self.failure = None
         self.load()
+        pixels = to_uint8(images).cpu()
+        slices = [slice(start, start + self.batch_size) for start in range(0, len(prompts), self.batch_size)]
+        parts = [(pixels[part], prompts[part], rows[part]) for part in slices]
+        calls = (Call(partial(self._content, *part), partial(read_answer, count=len(part[1]))) for part in parts)
+        answers = self._transport.send(calls, self.option)
         scores: list[float] = []
-        sizes = [len(prompts[start : start + self.batch_size]) for start in range(0, len(prompts), self.batch_size)]
-        answers = self._transport.send(self._calls(to_uint8(images).cpu(), prompts, rows), self.option)
-        for count, answer in zip(sizes, answers, strict=True):
+        for part, answer in zip(parts, answers, strict=True):
             if isinstance(answer, Failed):
-                scores += [math.nan] * count
+                scores += [math.nan] * len(part[1])
                 self.failure = answer.reason
                 continue
             scores += answer.scores
@@ -105,22 +87,10 @@ class HTTPReward(Reward):
             self.failure = reasons[-1] if reasons else self.failure
         return torch.tensor(scores, dtype=torch.float32)
 
-    def take_counts(self) -> dict[str, int]:
-        return self._transport.take_counts()
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def _calls(self, pixels: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Iterator[Call[ScoreAnswer]]:
-        """The requests, each made while those before it are under way."""
-        for start in range(0, len(prompts), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            content: dict[str, Any]
-            if self.encoding == "json":
-                body = json_request(pixels[part], prompts[part], rows[part])
-                content = {"content": body, "headers": {"Content-Type": "application/json"}}
-            else:
-                request, pictures = multipart_request(pixels[part], prompts[part], rows[part])
-                files = [("images", (f"{number}.png", data, "image/png")) for number, data in enumerate(pictures)]
-                content = {"data": {"request": request.decode()}, "files": files}
-            yield Call(content, partial(read_answer, count=len(prompts[part])))
+    def _content(self, pixels: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.encoding == "json":
+            headers = {"Content-Type": "application/json"}
+            return {"content": json_request(pixels, prompts, rows), "headers": headers}
+        request, pictures = multipart_request(pixels, prompts, rows)
+        files = [("images", (f"{number}.png", data, "image/png")) for number, data in enumerate(pictures)]
+        return {"data": {"request": request.decode()}, "files": files}

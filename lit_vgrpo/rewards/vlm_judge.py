@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import Finite, PositiveInt, Range, Seed, checked
 from lit_vgrpo.errors import one_line, suggestion
-from lit_vgrpo.rewards.base import Reward, RewardError
+from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.rewards.connection import Connection
-from lit_vgrpo.rewards.transport import Call, Failed, Transport
-from lit_vgrpo.rewards.wire import WireError, encode_png
+from lit_vgrpo.rewards.png import ProtocolError, encode_png
+from lit_vgrpo.rewards.remote import Call, Failed, RemoteReward
 
 SCORE_PATTERN = r"(?i)final score\W*?(-?\d+(?:\.\d+)?)"
 SCORE_RANGE = (1.0, 5.0)
@@ -31,15 +32,15 @@ give one score from 1 to 5 for the image as a whole, in a last line 'Final Score
 Text Caption: [{prompt}]"""
 """Asks for what UnifiedReward's pointwise prompt asks for, and for an answer of the same form, in other words."""
 LONGEST_NAME = 100
-"""Letters of a model's name that are shown."""
+"""Characters of a model's name that are shown."""
 LONGEST_VERDICT = 10_000
-"""Letters at an answer's end in which its JSON object is looked for."""
+"""Characters at an answer's end that are searched for its JSON object."""
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge said of an image: a score, or why there is none and what that is counted as."""
+    """A judge's score of an image, or why there is none and the cause it is counted under."""
 
     score: float
     cause: str | None = None
@@ -47,34 +48,32 @@ class Verdict:
 
 
 @checked
-class VLMJudge(Reward):
-    """The score that a model writes when it is shown the image and a question. One request an image.
+class VLMJudge(RemoteReward):
+    """Score that a vision-language model writes for an image and a question, one request per image.
 
-    An answer without a score fails its image and is counted: as ``unparsable``, ``out_of_range``, or ``cut`` where it
-    ended at ``max_tokens`` before the score came.
+    An answer without a score fails its image and is counted as ``unparsable``, ``out_of_range``, or ``cut`` where
+    ``max_tokens`` ended it before the score.
 
     Args:
-        url: of the API, such as ``http://127.0.0.1:8000/v1``.
-        model: as the server names it.
-        name: the key of its score.
+        url: address of the API, such as ``http://127.0.0.1:8000/v1``.
+        model: the server's name of the model.
+        name: key of the score.
         prompt_template: the question; ``{prompt}`` and ``{field}`` stand for fields of the prompt's row. The model card
             of a trained judge has the wording it was trained on: scores of other wordings are not comparable.
         score_pattern: regular expression whose one group is the score; its last match counts.
-        score_key: the answer is a JSON object that holds the score under this key; goes before ``score_pattern``.
-        score_range: lowest and highest score that the question allows; null for any.
+        score_key: key of the score in an answer that is a JSON object; replaces ``score_pattern``.
+        score_range: lowest and highest valid score; null for any.
         normalise: map ``score_range`` to [0, 1].
-        max_tokens: longest answer.
-        temperature: 0 for the likeliest answer.
+        max_tokens: length limit of an answer.
+        temperature: 0 takes the likeliest answer.
         seed: of the server's sampler; null sends none.
-        system_prompt: goes before the question; null for none.
-        extra_body: further fields of the request, such as ``{chat_template_kwargs: {enable_thinking: false}}``.
-        connection: timeouts, retries, how many requests at once, the token, what to do when the server is down.
+        system_prompt: precedes the question; null for none.
+        extra_body: additional fields of the request, such as ``{chat_template_kwargs: {enable_thinking: false}}``.
+        connection: timeouts, retries, simultaneous requests, the token, and what to do when the server is down.
 
     Source:
         Pointwise judging, the range 1 to 5 and the line with the final score: UnifiedReward, arXiv 2503.05236.
     """
-
-    concurrent = True
 
     def __init__(
         self,
@@ -108,6 +107,7 @@ class VLMJudge(Reward):
         if normalise and score_range is None:
             raise ValueError("normalise=true needs the range of the scores. Set score_range=[1,5].")
         self.url = url.rstrip("/")
+        super().__init__(f"{self.url}/chat/completions", connection)
         self.model = model
         self.name = name
         self.prompt_template = prompt_template
@@ -119,35 +119,18 @@ class VLMJudge(Reward):
         self.seed = seed
         self.system_prompt = system_prompt
         self.extra_body = dict(extra_body or {})
-        self._transport = Transport(f"{self.url}/chat/completions", connection or Connection())
-        self._is_loaded = False
-
-    def check(self) -> list[str]:
-        """A wrong address, httpx missing, or no token where one is named; asks no server."""
-        return self._transport.check(self.option)
 
     def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
-        """A field of the template that the row lacks."""
+        """Return which field of the template the row lacks, or None."""
         known = {"prompt", *row}
         missing = [field for field in _FIELD.findall(self.prompt_template) if field not in known]
         if not missing:
             return None
         return f"prompt_template asks for {{{missing[0]}}}, which the row lacks. {suggestion(missing[0], known)}"
 
-    def load(self) -> None:
-        """Ask the server which models it has; a server without such a list is taken at its word.
-
-        Raises:
-            RewardError: it cannot be reached, refuses the token or does not have the model.
-        """
-        if self._is_loaded:
-            return
-        answer = self._transport.ask(f"{self.url}/models")
-        if answer.status in (401, 403):
-            raise RewardError(
-                f"{self.url} answered with status {answer.status}. "
-                f"Set {self.option('connection.token_env')} to a variable that holds its token."
-            )
+    def _check_server(self) -> None:
+        """Compare the model with the server's list; a server without one is taken at its word."""
+        answer = self._transport.ask(f"{self.url}/models", self.option)
         try:
             models = [str(entry["id"]) for entry in json.loads(answer.body)["data"]] if answer.status == 200 else []
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -155,16 +138,14 @@ class VLMJudge(Reward):
         if models and self.model not in models:
             meant = suggestion(self.model, [name[:LONGEST_NAME] for name in models])
             raise RewardError(f"{self.option('model')}={self.model} is not served at {self.url}. {meant}")
-        self._is_loaded = True
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         self.failure = None
         self.load()
         pixels = to_uint8(images).cpu()
-        answers = self._transport.send(
-            (Call({"json": self._request(*entry)}, _text_of) for entry in zip(pixels, prompts, rows, strict=True)),
-            self.option,
-        )
+        entries = zip(pixels, prompts, rows, strict=True)
+        calls = (Call(partial(self._content, *entry), _text_of) for entry in entries)
+        answers = self._transport.send(calls, self.option)
         scores = []
         for answer in answers:
             verdict = Verdict(math.nan, None, answer.reason) if isinstance(answer, Failed) else self.verdict(*answer)
@@ -175,10 +156,10 @@ class VLMJudge(Reward):
         return torch.tensor(scores, dtype=torch.float32)
 
     def verdict(self, text: str, is_cut: bool = False) -> Verdict:
-        """The score in an answer of the model.
+        """Return the score in an answer of the model.
 
         Args:
-            is_cut: the answer ended at ``max_tokens``.
+            is_cut: the answer was cut at ``max_tokens``.
         """
         score = self._score_in(text)
         if score is None:
@@ -194,12 +175,6 @@ class VLMJudge(Reward):
             return Verdict(math.nan, "out_of_range", f"the score {score:g} is outside {low:g} to {high:g}")
         return Verdict((score - low) / (high - low) if self.normalise else score)
 
-    def take_counts(self) -> dict[str, int]:
-        return self._transport.take_counts()
-
-    def close(self) -> None:
-        self._transport.close()
-
     def _score_in(self, text: str) -> float | None:
         if self.score_key is not None:
             found = _object_in(text).get(self.score_key)
@@ -214,7 +189,7 @@ class VLMJudge(Reward):
             return None
         return score if math.isfinite(score) else None
 
-    def _request(self, image: Tensor, prompt: str, row: dict[str, Any]) -> dict[str, Any]:
+    def _content(self, image: Tensor, prompt: str, row: dict[str, Any]) -> dict[str, Any]:
         fields = {**row, "prompt": prompt}
         # one pass: braces inside a prompt are the prompt's own
         question = _FIELD.sub(lambda match: str(fields[match.group(1)]), self.prompt_template)
@@ -228,23 +203,23 @@ class VLMJudge(Reward):
             "max_tokens": self.max_tokens,
             **self.extra_body,
         }
-        return request if self.seed is None else {"seed": self.seed, **request}
+        return {"json": request if self.seed is None else {"seed": self.seed, **request}}
 
 
 def _text_of(body: bytes) -> tuple[str, bool]:
-    """What the model wrote, and whether it was cut."""
+    """Return what the model wrote and whether it was cut."""
     try:
         choice = json.loads(body)["choices"][0]
         text, finish = choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise WireError("it is no chat completion") from error
+        raise ProtocolError("it is no chat completion") from error
     if not isinstance(text, str):
         text = ""  # a model that only thought, or called a tool
     return text, finish == "length"
 
 
 def _object_in(text: str) -> dict[str, Any]:
-    """The last JSON object in a text, which may stand in a code fence or after other words."""
+    """Return the last JSON object in a text, which may be in a code fence or follow other words."""
     text = text[-LONGEST_VERDICT:]  # each brace that opens nothing costs a pass over the text
     decoder, found, place = json.JSONDecoder(), {}, text.find("{")
     while place >= 0:

@@ -13,10 +13,10 @@ import torch
 from fault_server import FaultServer, answering
 
 from lit_vgrpo.rewards import RewardError, Weighted
-from lit_vgrpo.rewards.attempt import seconds_of
 from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.http import HTTPReward
-from lit_vgrpo.rewards.transport import LONGEST_PAUSE_S, Transport
+from lit_vgrpo.rewards.link import seconds_of
+from lit_vgrpo.rewards.remote import LONGEST_PAUSE_S, Transport
 
 
 def patient(**options):

@@ -4,7 +4,6 @@ import asyncio
 import threading
 
 import fault_server as faults
-import httpx
 import pytest
 import torch
 from fault_server import FaultServer, answering
@@ -179,12 +178,12 @@ def test_closing_ends_what_is_under_way(behave):
 
 
 def test_nothing_starts_on_a_link_that_is_closed():
-    link = Link(httpx.AsyncClient(), 1)
-    assert link.start(asyncio.sleep(0, "done")).result(20) == "done"
+    link = Link("http://127.0.0.1:1/score", Connection())
+    assert link.run(asyncio.sleep(0, "done")) == "done"
     link.close()
     link.close()
     with pytest.raises(LinkClosed):
-        link.start(asyncio.sleep(0))
+        link.run(asyncio.sleep(0))
 
 
 def test_a_reward_that_nobody_closes_leaves_no_thread():

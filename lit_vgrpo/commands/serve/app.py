@@ -17,11 +17,11 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from lit_vgrpo import __version__
 from lit_vgrpo.commands.serve.worker import Busy, Stopping, Worker
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.rewards.wire import (
+from lit_vgrpo.rewards.protocol import (
     VERSION,
     EncodedRequest,
     Limits,
-    WireError,
+    ProtocolError,
     read_json_request,
     read_multipart_request,
     score_answer,
@@ -77,7 +77,7 @@ def make_app(worker: Worker, name: str, token: str | None, max_request_bytes: in
                 scores = await asyncio.wrap_future(worker.submit(wanted))
         except StarletteHTTPException:  # FastAPI's own are of that kind, and so is one of a form with too many files
             raise
-        except WireError as error:
+        except ProtocolError as error:
             raise HTTPException(413 if error.cause == "too_large" else 422, one_line(error)) from error
         except (Busy, Stopping) as error:
             raise HTTPException(503, one_line(error), {"Retry-After": str(RETRY_AFTER_S)}) from error
@@ -98,7 +98,7 @@ async def _read(request: Request, body: _Body, limits: Limits) -> Callable[[], E
     async with form as fields:
         text = fields.get("request")
         if not isinstance(text, str):
-            raise WireError("there is no field request")
+            raise ProtocolError("there is no field request")
         uploads = [upload for upload in fields.getlist("images") if isinstance(upload, UploadFile)]
         files = [await upload.read() for upload in uploads]
     return partial(read_multipart_request, text.encode(), files, limits)

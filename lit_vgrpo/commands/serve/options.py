@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lit_vgrpo.config.arguments import split_words, whole_number
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.rewards.connection import is_loopback
-from lit_vgrpo.rewards.wire import MEGAPIXEL, Limits
+from lit_vgrpo.rewards.protocol import MEGAPIXEL, Limits
 
 LOOPBACK = "127.0.0.1"
 MEGABYTE = 1_000_000

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards import Weighted
-from lit_vgrpo.rewards.wire import MEGAPIXEL, EncodedRequest, ScoreRequest
+from lit_vgrpo.rewards.protocol import MEGAPIXEL, EncodedRequest, ScoreRequest
 
 MOST_WAITING_IMAGES = 1024
 MOST_WAITING_PIXELS = 256 * MEGAPIXEL

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lit_vgrpo.rewards.wire import (
+from lit_vgrpo.rewards.protocol import (
     Limits,
-    WireError,
+    ProtocolError,
     decode_png,
     encode_png,
     json_request,
@@ -119,7 +119,7 @@ BROKEN_FILES = {
 
 @pytest.mark.parametrize("kind", BROKEN_FILES)
 def test_a_file_that_is_no_image_is_refused_in_a_line(kind):
-    with pytest.raises(WireError) as raised:
+    with pytest.raises(ProtocolError) as raised:
         decode_png(BROKEN_FILES[kind])
     assert "\n" not in str(raised.value)
     assert raised.value.cause == "garbage"
@@ -134,7 +134,9 @@ def test_grey_transparent_and_palette_files_are_taken_as_rgb():
 def test_a_file_that_would_unpack_to_gigabytes_is_refused_by_its_header(monkeypatch, size):
     bomb = SIGNATURE + header(*size) + body(bytes(10_000))
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("the file was opened"))
-    with pytest.raises(WireError, match=f"{size[0]} x {size[1]} pixels .* 4 megapixels .* --max-megapixels") as raised:
+    with pytest.raises(
+        ProtocolError, match=f"{size[0]} x {size[1]} pixels .* 4 megapixels .* --max-megapixels"
+    ) as raised:
         decode_png(bomb)
     assert raised.value.cause == "too_large"
 
@@ -142,7 +144,7 @@ def test_a_file_that_would_unpack_to_gigabytes_is_refused_by_its_header(monkeypa
 def test_a_second_header_does_not_enlarge_the_first(monkeypatch):
     bomb = SIGNATURE + header(2, 2) + header(4000, 4000) + body(bytes(4000 * 12_001))
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("the file was opened"))
-    with pytest.raises(WireError, match="two headers"):
+    with pytest.raises(ProtocolError, match="two headers"):
         decode_png(bomb)
 
 
@@ -161,7 +163,7 @@ def test_an_interlaced_file_is_taken_and_measured_like_others():
     whole = SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 1)) + body(bytes([0, 1, 2, 3]))
     assert decode_png(whole).flatten().tolist() == [1, 2, 3]
     large = SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", 5000, 5000, 8, 2, 0, 0, 1)) + body(bytes(4))
-    with pytest.raises(WireError, match="5000 x 5000"):
+    with pytest.raises(ProtocolError, match="5000 x 5000"):
         decode_png(large)
 
 
@@ -174,7 +176,7 @@ def test_values_are_counted_before_they_are_decoded(monkeypatch, row):
         lambda limits: read_json_request(bomb, limits),
         lambda limits: read_multipart_request(bomb, [base64.b64decode(picture)], limits),
     ):
-        with pytest.raises(WireError, match="more than 3000 values") as raised:
+        with pytest.raises(ProtocolError, match="more than 3000 values") as raised:
             read(Limits(max_images=3))
         assert raised.value.cause == "too_large"
 
@@ -212,7 +214,7 @@ BROKEN_REQUESTS = {
 def test_a_broken_request_is_refused_in_a_line(kind):
     request, said, cause = BROKEN_REQUESTS[kind]
     body = request if isinstance(request, bytes) else json.dumps(request).encode()
-    with pytest.raises(WireError) as raised:
+    with pytest.raises(ProtocolError) as raised:
         read_json_request(body, Limits(max_images=3, max_pixels=64, max_request_pixels=64))
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -224,18 +226,18 @@ def test_a_broken_request_is_refused_in_a_line(kind):
     [{"scores": 0.5}, {"scores": [[0.5]]}, {"scores": [{}]}, {"scores": [0.5], "errors": []}, {"errors": [None]}],
 )
 def test_an_answer_of_another_shape_is_refused(answer):
-    with pytest.raises(WireError) as raised:
+    with pytest.raises(ProtocolError) as raised:
         read_answer(json.dumps(answer).encode(), 1)
     assert raised.value.cause == "garbage"
 
 
 def test_an_answer_that_is_nested_without_end_is_refused():
-    with pytest.raises(WireError, match="not JSON"):
+    with pytest.raises(ProtocolError, match="not JSON"):
         read_answer(b'{"scores":' + b"[" * 900_000, 1)
 
 
 def test_what_a_message_shows_of_garbage_is_safe_to_print():
-    with pytest.raises(WireError) as raised:
+    with pytest.raises(ProtocolError) as raised:
         read_answer(b"\x1b[2J\x00\xff\n" * 1000, 1)
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 200
