@@ -11,7 +11,7 @@ from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import RunSummary
 from lit_vgrpo.commands.check import CHECKPOINTS_AT_ONCE
-from lit_vgrpo.commands.evaluate.options import parse_options
+from lit_vgrpo.commands.evaluate.options import EvaluateOptions
 from lit_vgrpo.commands.run import build, run
 from lit_vgrpo.runs.best_evaluation import BestEvaluation
 from lit_vgrpo.runs.checkpoint import RunCheckpoint
@@ -144,7 +144,7 @@ def test_resuming_takes_it_where_it_is_furthest(tiny_recipe):
     folder = Path("run/checkpoints")
     (folder / "last.ckpt").replace(folder / "best.ckpt")  # further than what is left, and written later
     assert last_good_checkpoint(Path("run"), print).checkpoint == folder / "best.ckpt"
-    assert parse_options(["run", "--checkpoint", "best.ckpt"]).checkpoint == folder / "best.ckpt"
+    assert EvaluateOptions.parse(["run", "--checkpoint", "best.ckpt"]).checkpoint == folder / "best.ckpt"
     (folder / "previous.ckpt").replace(folder / "best.ckpt")
     assert last_good_checkpoint(Path("run"), print).checkpoint == folder / "best.ckpt"
 

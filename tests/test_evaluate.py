@@ -17,7 +17,7 @@ from PIL import Image
 from processes import PYTHON
 
 from lit_vgrpo.commands.evaluate.command import evaluate
-from lit_vgrpo.commands.evaluate.options import parse_options
+from lit_vgrpo.commands.evaluate.options import EvaluateOptions
 from lit_vgrpo.commands.evaluate.report import results, table, write
 from lit_vgrpo.commands.evaluate.scores import ImageScores
 from lit_vgrpo.commands.run import run
@@ -377,8 +377,8 @@ def test_weights_of_another_shape_are_refused(inside, tiny_sd3):
 
 def test_a_checkpoint_names_its_run(inside):
     path = Path("runs/tiny/checkpoints/last.ckpt")
-    options = parse_options([str(path), "strategy/zero2", "--data.eval_batch_size", "4", "--reference"])
+    options = EvaluateOptions.parse([str(path), "strategy/zero2", "--data.eval_batch_size", "4", "--reference"])
     assert (options.run, options.checkpoint) == (Path("runs/tiny"), path)
     assert options.variants == ["trained", "reference"]
-    assert options.recipe_words == ["strategy/zero2", "data.eval_batch_size=4"]
-    assert parse_options(["runs/tiny", "--checkpoint", "last.ckpt"]).checkpoint == path
+    assert options.words == ["strategy/zero2", "data.eval_batch_size=4"]
+    assert EvaluateOptions.parse(["runs/tiny", "--checkpoint", "last.ckpt"]).checkpoint == path

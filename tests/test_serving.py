@@ -23,7 +23,7 @@ from lit_vgrpo.commands.serve import connections
 from lit_vgrpo.commands.serve import worker as worker_module
 from lit_vgrpo.commands.serve.app import make_app
 from lit_vgrpo.commands.serve.command import listening_socket, opening
-from lit_vgrpo.commands.serve.options import parse_options
+from lit_vgrpo.commands.serve.options import ServeOptions
 from lit_vgrpo.commands.serve.worker import Worker
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Weighted, protocol
 from lit_vgrpo.rewards.connection import Connection
@@ -511,9 +511,9 @@ def test_it_listens_on_this_machine_unless_told_otherwise_and_warns_then(monkeyp
         ("X", "--host", "0.0.0.0"): True,
         ("X", "--host", "0.0.0.0", "--token-env", "SERVE_TOKEN"): False,
     }.items():
-        options = parse_options([*words, "--port", "0"])
+        options = ServeOptions.parse([*words, "--port", "0"])
         with listening_socket(options.host, options.port) as listener:
             lines = opening("x", listener, options, "cpu")
         assert ("Warning" in "".join(lines)) is warned
         assert TOKEN not in "".join(lines)
-    assert parse_options(["X"]).host == "127.0.0.1"
+    assert ServeOptions.parse(["X"]).host == "127.0.0.1"

@@ -14,6 +14,8 @@ from lit_vgrpo.errors import UserError
 from lit_vgrpo.rewards import Reward, Weighted, as_weighted
 from lit_vgrpo.system.paths import import_from_here
 
+NO_REWARD = "No reward given. Name a class such as PickScore, python:my_module:my_function, or a recipe."
+
 
 def build_reward(words: Sequence[str]) -> Weighted:
     """Build a reward without loading it.
@@ -26,7 +28,7 @@ def build_reward(words: Sequence[str]) -> Weighted:
         UserError: with every fault of what was typed.
     """
     if not words:
-        raise UserError("No reward given. Name a class such as PickScore, python:my_module:my_function, or a recipe.")
+        raise UserError(NO_REWARD)
     import_from_here()
     if _is_recipe(words[0]):
         return of_recipe(read_recipe(parse_command(words)))

@@ -18,6 +18,7 @@ from lit_vgrpo.config.recipe import parse_command, read_recipe
 from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, early_faults, recipe_faults
 from lit_vgrpo.config.trainer_options import trainer_faults
 from lit_vgrpo.errors import UserError, fault_in_own_code, from_parser, report, say
+from lit_vgrpo.rewards import RewardError
 from lit_vgrpo.runs.folder import is_first_process
 from lit_vgrpo.system.paths import import_from_here
 
@@ -82,6 +83,9 @@ def guarded(body: Callable[[Sequence[str]], int], args: Sequence[str], stopped: 
         if is_first_process():
             report(error.faults)
         return 2
+    except RewardError as error:
+        report([str(error)])
+        return 1
     except KeyboardInterrupt:
         if stopped is None:
             raise

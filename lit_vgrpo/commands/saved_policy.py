@@ -3,20 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lit_vgrpo import objectives, policies  # noqa: F401  imported so that their classes go by short names
+from lit_vgrpo.config.arguments import Options, flag, is_override, option
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.config.recipe import parse_command, read_recipe
 from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.runs.folder import CONFIG_NAME
-from lit_vgrpo.runs.saved_run import last_good
-from lit_vgrpo.runs.saved_weights import REFERENCE, SavedWeights
+from lit_vgrpo.runs.saved_run import find_checkpoint, find_run, last_good
+from lit_vgrpo.runs.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedWeights
 from lit_vgrpo.runs.start import load_policy as load_with_start
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import import_from_here
+
+
+@dataclass(kw_only=True)
+class RunOptions(Options):
+    """Options of a subcommand that reads a run, which the first word without a ``=`` names.
+
+    Attributes:
+        run: The run folder.
+        checkpoint: Checkpoint to read; ``None`` takes the last good one.
+        ema: Read the averaged weights.
+    """
+
+    ema: bool = flag()
+    named: str | None = option(name="checkpoint")
+    run: Path = field(init=False)
+    checkpoint: Path | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = next((word for word in self.words if not is_override(word)), None)
+        if named is None:
+            raise UserError(f"No run given. Try: lightning {self.subcommand} runs/tiny_shapes")
+        self.words.remove(named)
+        self.run, self.checkpoint = find_run(named)
+        if self.named is not None:
+            self.checkpoint = find_checkpoint(self.named, self.run)
+
+    @property
+    def variant(self) -> str:
+        """Set of weights to read."""
+        return AVERAGE if self.ema else TRAINED
 
 
 def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], verb: str) -> dict[str, Any]:

@@ -1,108 +1,143 @@
-"""The words after a verb: its own options, and those that go to the recipe."""
+"""Command-line options, declared as the fields of a dataclass."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import Self
 
 from lit_vgrpo.errors import UserError, suggestion
 
+SEVERAL = object()
+"""Stands for the default of an option that may be given more than once."""
 
-def split_words(
-    args: Sequence[str],
-    verb: str,
-    values: Collection[str],
-    flags: Collection[str],
-    taken: Mapping[str, str] | None = None,
-) -> tuple[dict[str, str], list[str]]:
-    """A verb's options by name, and the words that are left, overrides as ``key=value``.
+
+def option(default: Any = None, read: Callable[[str], Any] = str, name: str | None = None) -> Any:
+    """Declare a field that is set by ``--name VALUE`` or ``--name=VALUE``.
 
     Args:
-        values: options that take a value, as ``--name VALUE`` or ``--name=VALUE``.
-        flags: options that take none.
-        taken: what to say of a setting that the verb makes itself.
-
-    Raises:
-        UserError: an unknown option, one without its value, or one that is given twice.
-
-    >>> split_words(["tiny", "--out", "x", "--a.b=1"], "eval", ["out"], [])
-    ({'out': 'x'}, ['tiny', 'a.b=1'])
+        default: Value without the option; ``SEVERAL`` collects the values of all its uses in a list.
+        read: Turns the text into the value. Raises UserError with each error, without the option's name in front.
+        name: Name on the command line; the field's by default.
     """
-    given: dict[str, str] = {}
-    rest = []
-    pending = list(args)
-    while pending:
-        word = pending.pop(0)
-        key, equals, text = word.removeprefix("--").partition("=")
-        name = key.replace("_", "-")
-        if not word.startswith("--"):
-            rest.append(word)
-            continue
-        if name in flags and not equals:
-            given[name] = ""
-            continue
-        if name not in values and "." not in name:
-            if taken is not None and key in taken:
-                raise UserError(f"{word} {taken[key]}")
-            raise UserError(f"--{name} is not an option of {verb}. {suggestion(name, (*values, *flags))}")
-        if name in given:
-            raise UserError(f"--{name} is given twice. Give it once, several values with commas where it takes them.")
-        if not equals and not pending:
-            raise UserError(f"--{name} has no value. Write --{name} VALUE.")
-        text = text if equals else pending.pop(0)
-        if name in values:
-            given[name] = text
-        else:
-            rest.append(f"{key}={text}")
-    return given, rest
+    stated: Any = {"default_factory": list} if default is SEVERAL else {"default": default}
+    return field(**stated, metadata={"read": read, "name": name})
+
+
+def flag() -> Any:
+    """Declare a boolean field that ``--name`` sets to True."""
+    return field(default=False, metadata={"read": None, "name": None})
+
+
+def whole(default: int | None = None, least: int = 1, most: int | None = None, name: str | None = None) -> Any:
+    """Declare an option that takes an integer from ``least`` to ``most``."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            example = 3 if default is None else default
+            raise UserError(f"{text} is not a whole number. Use an integer such as {example}.") from None
+        if number < least:
+            raise UserError(f"{text} is too small. Use {least} or more.")
+        if most is not None and number > most:
+            raise UserError(f"{text} is too large. Use {most} or less.")
+        return number
+
+    return option(default, read, name)
+
+
+def read_path(text: str) -> Path:
+    """Return the path, with ``~`` replaced by the home directory."""
+    return Path(text).expanduser()
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Arguments of a subcommand: a subclass declares its options, and all else are the words.
+
+    ``__post_init__`` of a subclass computes the fields that follow from others. It raises UserError with every error.
+
+    Attributes:
+        subcommand: Name of the subcommand.
+        refused: Settings of a recipe that the subcommand makes itself, and what to say of each.
+        words: Everything that is no option, in the given order: a recipe, a run, overrides as ``key=value``.
+        typed: The arguments as they were typed.
+    """
+
+    subcommand: ClassVar[str]
+    refused: ClassVar[Mapping[str, str]] = {}
+
+    words: list[str]
+    typed: Sequence[str] = ()
+
+    @classmethod
+    def parse(cls, args: Sequence[str]) -> Self:
+        """Parse the arguments after the subcommand; an override is also taken as ``--key VALUE``.
+
+        Raises:
+            UserError: with every error, or with the first one that leaves the meaning of the other arguments open.
+        """
+        options = {(one.metadata["name"] or one.name).replace("_", "-"): one for one in fields(cls) if one.metadata}
+        flags = [name for name, one in options.items() if one.metadata["read"] is None]
+        given: dict[str, list[str]] = {}
+        words, pending = [], list(args)
+        while pending:
+            word = pending.pop(0)
+            key, equals, text = word.removeprefix("--").partition("=")
+            name = key.replace("_", "-")
+            if not word.startswith("--"):
+                words.append(word)
+            elif name in flags and not equals:
+                given[name] = [""]
+            elif name in flags or (name not in options and "." not in name):
+                if key in cls.refused:
+                    raise UserError(f"{word} {cls.refused[key]}")
+                raise UserError(f"--{name} is not an option of {cls.subcommand}. {suggestion(name, options)}")
+            elif not equals and not pending:
+                raise UserError(f"--{name} has no value. Write --{name} VALUE.")
+            else:
+                text = text if equals else pending.pop(0)
+                if name in options:
+                    given.setdefault(name, []).append(text)
+                else:
+                    words.append(f"{key}={text}")
+        keys = [word.partition("=")[0] for word in words if is_override(word)]
+        faults = [f"{key} {cls.refused[key]}" for key in keys if key in cls.refused]
+        values: dict[str, Any] = {}
+        for name, texts in given.items():
+            try:
+                values[options[name].name] = _value(options[name], texts)
+            except UserError as error:
+                faults += [f"--{name} {fault}" for fault in error.faults]
+        try:
+            parsed = cls(words=words, typed=args, **values)
+        except UserError as error:
+            faults += error.faults
+        if faults:
+            raise UserError(*faults)
+        return parsed
+
+
+def _value(one: Field[Any], texts: list[str]) -> Any:
+    if one.metadata["read"] is None:
+        return True
+    values = [one.metadata["read"](text) for text in texts]
+    if one.default is MISSING:
+        return values
+    if len(values) > 1:
+        raise UserError("is given twice. Give it once, several values with commas where it takes them.")
+    return values[0]
 
 
 def is_override(word: str) -> bool:
-    """True for ``key=value``; a path may hold a ``=`` too, but no key a slash.
+    """Return True for ``key=value``; a path may hold a ``=`` too, but no key a slash.
 
     >>> is_override("data.train=a/b.txt"), is_override("runs/lr=1e-4/config.yaml")
     (True, False)
     """
     key, equals, _ = word.partition("=")
     return bool(equals) and "/" not in key
-
-
-def take_every(args: Sequence[str], name: str) -> tuple[list[str], list[str]]:
-    """The values of an option that may be given several times, and the other words.
-
-    Raises:
-        UserError: it has no value.
-
-    >>> take_every(["run", "--prompt", "a", "--prompt=b"], "prompt")
-    (['a', 'b'], ['run'])
-    """
-    values: list[str] = []
-    rest: list[str] = []
-    pending = list(args)
-    while pending:
-        word = pending.pop(0)
-        if word == f"--{name}":
-            if not pending:
-                raise UserError(f"--{name} has no value. Write --{name} VALUE.")
-            values.append(pending.pop(0))
-        elif word.startswith(f"--{name}="):
-            values.append(word.partition("=")[2])
-        else:
-            rest.append(word)
-    return values, rest
-
-
-def whole_number(name: str, text: str, least: int, example: int, faults: list[str]) -> int:
-    """The number that an option was given; a fault is added where it is none, or below ``least``, which is returned.
-
-    >>> faults = []
-    >>> whole_number("jobs", "two", 1, 3, faults), faults
-    (1, ['--jobs two is not a whole number. Use an integer such as 3.'])
-    """
-    try:
-        number = int(text)
-    except ValueError:
-        faults.append(f"--{name} {text} is not a whole number. Use an integer such as {example}.")
-        return least
-    if number < least:
-        faults.append(f"--{name} {text} is too small. Use {least} or more.")
-    return max(number, least)

@@ -5,27 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from lit_vgrpo.config.arguments import is_override
 from lit_vgrpo.errors import UserError, nearest, suggestion
 from lit_vgrpo.runs.folder import CHECKPOINTS, CONFIG_NAME
 from lit_vgrpo.runs.resume import last_good_checkpoint
-
-
-def take_run(words: list[str], verb: str, checkpoint: str | None = None) -> tuple[Path, Path | None]:
-    """The run that the first word without a ``=`` names, which is taken out of the words; see :func:`find_run`.
-
-    Args:
-        checkpoint: what was typed after ``--checkpoint``, which counts instead of the one that the word names.
-
-    Raises:
-        UserError: there is no such word, or it names no run, or there is no such checkpoint.
-    """
-    named = next((word for word in words if not is_override(word)), None)
-    if named is None:
-        raise UserError(f"No run given. Try: lightning {verb} runs/tiny_shapes")
-    words.remove(named)
-    run, own = find_run(named)
-    return run, own if checkpoint is None else find_checkpoint(checkpoint, run)
 
 
 def find_run(text: str) -> tuple[Path, Path | None]:

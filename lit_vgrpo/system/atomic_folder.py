@@ -18,11 +18,11 @@ WRITE_ERRORS = (OSError, SafetensorError)
 """What a full disk, or one that may not be written to, raises."""
 
 
-def vacant_folder(text: str, option: str) -> Path:
-    """The folder that an option names.
+def vacant_folder(text: str) -> Path:
+    """Return the path of a folder that is empty or does not exist yet.
 
     Raises:
-        UserError: something lies there already.
+        UserError: Something lies there already.
     """
     folder = Path(text).expanduser()
     if folder.is_dir():
@@ -30,7 +30,7 @@ def vacant_folder(text: str, option: str) -> Path:
     else:
         fault = "is a file" if folder.exists() or folder.is_symlink() else None
     if fault is not None:
-        raise UserError(f"{option} {text} {fault}, and nothing is overwritten. Name a new folder.")
+        raise UserError(f"{text} {fault}, and nothing is overwritten. Name a new folder.")
     return folder
 
 

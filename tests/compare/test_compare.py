@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lit_vgrpo.commands.compare.command import compare
-from lit_vgrpo.commands.compare.options import parse_options
+from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.commands.compare.plan import entrants, runs_of
 from lit_vgrpo.commands.compare.progress import Display, Status, totals
 from lit_vgrpo.commands.compare.runner import clear_the_way, is_finished, last_error
@@ -36,7 +36,7 @@ def overlay(folder, name, init_args, data=None, sweep=None):
 
 
 def planned(recipe, *words):
-    options = parse_options([str(recipe), *words])
+    options = CompareOptions.parse([str(recipe), *words])
     return runs_of(options, entrants(options))
 
 

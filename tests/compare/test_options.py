@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.commands.compare.options import parse_options
+from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.errors import UserError
 
 
 def parsed(*words):
-    return parse_options(["tiny_shapes", *words])
+    return CompareOptions.parse(["tiny_shapes", *words])
 
 
 def test_all_options():

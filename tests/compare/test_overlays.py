@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from lit_vgrpo.commands.compare.options import parse_options
+from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.commands.compare.overlays import find_overlay, for_race, read_overlay, shipped_methods, with_overlay
 from lit_vgrpo.commands.compare.plan import entrants, fingerprint, runs_of, swept
 from lit_vgrpo.commands.run import LINKED, TOP_LEVEL, build
@@ -115,9 +115,9 @@ OF_A_UNET = ["ddpo"]
 )
 def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    race = entrants(parse_options([recipe, "--methods", ",".join(methods)]))
+    race = entrants(CompareOptions.parse([recipe, "--methods", ",".join(methods)]))
     assert [entrant.method for entrant in race if entrant.settings == "published"] == methods
-    options = parse_options([recipe, "--methods", ",".join(methods), "--sweep"])
+    options = CompareOptions.parse([recipe, "--methods", ",".join(methods), "--sweep"])
     for method in methods:
         points = swept(options, read_overlay(find_overlay(method)))
         assert len(points) == len({fingerprint(point.recipe, 0) for point in points}) == 6
@@ -152,7 +152,7 @@ def test_the_methods_of_the_race_are_there():
 
 
 def test_a_merged_recipe_runs_by_itself(tmp_path, monkeypatch, tiny_recipe):
-    options = parse_options(
+    options = CompareOptions.parse(
         [str(tiny_recipe), "--methods", "vgrpo", "--settings", "published", "--seeds", "1", "--out", "out"]
     )
     runs = runs_of(options, entrants(options))
@@ -210,7 +210,7 @@ def test_all_faults_come_before_the_first_run(tmp_path, tiny_recipe):
     sizes = overlay_file(
         tmp_path, "odd", published={"model": {"objective": "VGRPO"}, "data": {"updates_per_iteration": 0}}
     )
-    options = parse_options([str(tiny_recipe), "--methods", f"{wrong},{sizes}"])
+    options = CompareOptions.parse([str(tiny_recipe), "--methods", f"{wrong},{sizes}"])
     faults = faults_of(entrants, options)
     assert faults[0] == "wrong published: model.objective.clipp is not an option of VGRPO. Did you mean clip?"
     assert faults[1].startswith("odd published: data.updates_per_iteration=0 is too small.")
@@ -222,22 +222,22 @@ def test_an_override_that_a_method_undoes_is_refused(tiny_recipe):
     lost = ["model.objective.num_mc_samples=3", "model.optimizer.lr=0.5", "model.objective=VGRPO"]
     for word in lost:
         key = word.split("=")[0]
-        (fault,) = faults_of(entrants, parse_options([*words, word]))
+        (fault,) = faults_of(entrants, CompareOptions.parse([*words, word]))
         assert fault.startswith(f"{key} has no effect: the overlay of vgrpo sets it.")
     kept = ["model.objective.rollout.steps=3", "data.group_size=4", "model.optimizer.weight_decay=0.5"]
-    (entrant,) = entrants(parse_options([*words, *kept]))
+    (entrant,) = entrants(CompareOptions.parse([*words, *kept]))
     assert entrant.recipe["model"]["objective"]["init_args"]["rollout"]["steps"] == 3
     assert entrant.recipe["model"]["evaluation"]["steps"] == 3
 
 
 def test_tuned_is_refused_where_nothing_is_tuned(tmp_path, tiny_recipe):
     path = overlay_file(tmp_path)
-    options = parse_options([str(tiny_recipe), "--methods", str(path), "--settings", "tuned"])
+    options = CompareOptions.parse([str(tiny_recipe), "--methods", str(path), "--settings", "tuned"])
     assert faults_of(entrants, options)[0].startswith("mine has no tuned settings: ")
-    default = entrants(parse_options([str(tiny_recipe), "--methods", str(path)]))
+    default = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path)]))
     assert [entrant.settings for entrant in default] == ["published"]
 
 
 def test_without_held_out_prompts_there_is_no_race(tiny_recipe):
-    options = parse_options([str(tiny_recipe), "data.heldout=null", "--methods", "vgrpo"])
+    options = CompareOptions.parse([str(tiny_recipe), "data.heldout=null", "--methods", "vgrpo"])
     assert "data.heldout" in faults_of(entrants, options)[0]

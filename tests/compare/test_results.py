@@ -6,7 +6,7 @@ import json
 import pytest
 from PIL import Image
 
-from lit_vgrpo.commands.compare.options import parse_options
+from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.commands.compare.picture import averaged, draw
 from lit_vgrpo.commands.compare.plan import Entrant
 from lit_vgrpo.commands.compare.report import reward_table, tables, target_table, verdict, write_report
@@ -163,7 +163,9 @@ def test_a_picture_of_nothing_but_failures_does_not_fail(tmp_path):
 
 def test_the_files_hold_everything(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = parse_options(["tiny_shapes", "--methods", "vgrpo", "--target", "0.5", "--seeds", "2", "--out", "."])
+    options = CompareOptions.parse(
+        ["tiny_shapes", "--methods", "vgrpo", "--target", "0.5", "--seeds", "2", "--out", "."]
+    )
     rows = rows_of([curve("vgrpo", s, [0.2, 0.9]) for s in range(2)], options.targets)
     text = write_report(options, rows)
     saved = json.loads((tmp_path / "compare.json").read_text())
@@ -216,7 +218,7 @@ def test_a_sweep_picks_the_best_mean_of_the_last_two_evaluations():
 
 def test_the_sweeps_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = parse_options(["tiny_shapes", "--methods", "vgrpo", "--sweep", "--out", "."])
+    options = CompareOptions.parse(["tiny_shapes", "--methods", "vgrpo", "--sweep", "--out", "."])
     text = write_sweep(options, trials_of(*trial_inputs()))
     assert cells(text, "vgrpo", "lr=0.001, clip=0.1") == ["0.200", "0.800", "0.800", "20", "best"]
     assert cells(text, "vgrpo", "lr=0.003, clip=0.1") == ["-", "-", "-", "-", ""]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lit_vgrpo.commands.compare.options import Options, parse_options
+from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.commands.compare.picture import draw
 from lit_vgrpo.commands.compare.plan import Entrant, entrants, runs_of
 from lit_vgrpo.commands.compare.progress import Status
@@ -26,7 +26,7 @@ def compare(args: Sequence[str]) -> int:
 
 
 def _compare(args: Sequence[str]) -> int:
-    options = parse_options(args)
+    options = CompareOptions.parse(args)
     found = entrants(options)
     with locked(options.out):
         runs = runs_of(options, found)
@@ -47,7 +47,7 @@ def _compare(args: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _write_race(options: Options, found: Sequence[Entrant], statuses: Sequence[Status]) -> None:
+def _write_race(options: CompareOptions, found: Sequence[Entrant], statuses: Sequence[Status]) -> None:
     rows = rows_of(curves_of(statuses), options.targets)
     text = write_report(options, rows)
     count = len(options.seeds)
@@ -56,6 +56,6 @@ def _write_race(options: Options, found: Sequence[Entrant], statuses: Sequence[S
     say(f"{text}\n\nEverything is in {options.out}: compare.md, .json, .csv, .png, recipes, runs, logs.")
 
 
-def _write_sweep(options: Options, found: Sequence[Entrant], statuses: Sequence[Status]) -> None:
+def _write_sweep(options: CompareOptions, found: Sequence[Entrant], statuses: Sequence[Status]) -> None:
     text = write_sweep(options, trials_of(found, curves_of(statuses)))
     say(f"{text}\n\nEverything is in {options.out}: sweep.md, .json, .csv, recipes, runs, logs.")

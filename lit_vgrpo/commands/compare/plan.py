@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from lit_vgrpo.commands.compare.options import SETTINGS, Options
+from lit_vgrpo.commands.compare.options import SETTINGS, CompareOptions
 from lit_vgrpo.commands.compare.overlays import Overlay, find_overlay, for_race, leaves, put, read_overlay, with_overlay
 from lit_vgrpo.commands.run import build
 from lit_vgrpo.config.parts import merged
@@ -66,7 +66,7 @@ class Run:
         return self.folder.with_name(f"{self.name}.fingerprint")
 
 
-def entrants(options: Options) -> list[Entrant]:
+def entrants(options: CompareOptions) -> list[Entrant]:
     """Every method with every setting, as merged recipes that were built and found without fault.
 
     Raises:
@@ -101,7 +101,7 @@ def entrants(options: Options) -> list[Entrant]:
     return found
 
 
-def _check_base(options: Options) -> None:
+def _check_base(options: CompareOptions) -> None:
     base = options.base
     words = [str(options.command.recipe), *(f"{key}={text}" for key, text in options.command.overrides)]
     cli = build(words, make_folder=False)
@@ -117,14 +117,14 @@ def _check_base(options: Options) -> None:
         raise UserError(*faults)
 
 
-def _of_overlay(options: Options, overlay: Overlay) -> list[Entrant]:
+def _of_overlay(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
     if options.sweep:
         return swept(options, overlay)
     settings = options.settings or [name for name in SETTINGS if name == "published" or overlay.tuned]
     return [Entrant(overlay.name, name, _recipe(options, overlay.part(name))) for name in settings]
 
 
-def swept(options: Options, overlay: Overlay) -> list[Entrant]:
+def swept(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
     """The points of an overlay's grid, each with the published settings for everything else."""
     found = []
     for number, values in enumerate(itertools.product(*overlay.sweep.values())):
@@ -136,7 +136,7 @@ def swept(options: Options, overlay: Overlay) -> list[Entrant]:
     return found
 
 
-def _recipe(options: Options, part: Mapping[str, Any]) -> dict[str, Any]:
+def _recipe(options: CompareOptions, part: Mapping[str, Any]) -> dict[str, Any]:
     return for_race(with_overlay(options.base, part), options.iterations, options.evaluate_every)
 
 
@@ -151,7 +151,7 @@ def tuned_part(changed: Mapping[str, Any], objective: Mapping[str, Any]) -> dict
     return part
 
 
-def _lost_overrides(options: Options, found: Iterable[Entrant]) -> list[str]:
+def _lost_overrides(options: CompareOptions, found: Iterable[Entrant]) -> list[str]:
     """Overrides that a method's overlay sets anew, so that they would have no effect."""
     faults = {}
     before = dict(leaves(options.base))
@@ -201,7 +201,7 @@ def recipe_text(entrant: Entrant, path: str) -> str:
     return f"# {entrant.method}, {what}, merged for a comparison\n#   lightning run {path}\n{body}"
 
 
-def runs_of(options: Options, found: Iterable[Entrant]) -> list[Run]:
+def runs_of(options: CompareOptions, found: Iterable[Entrant]) -> list[Run]:
     """Write the merged recipes; one run for each entrant and seed, all entrants of a seed before the next seed."""
     recipes = {}
     (options.out / "recipes").mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_vgrpo.callbacks.summary import versions
-from lit_vgrpo.commands.compare.options import Options
+from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.commands.compare.results import YARDSTICK, Curve, Row
 from lit_vgrpo.system.paths import write_whole
 
@@ -123,7 +123,7 @@ def tables(rows: Sequence[Row], targets: Sequence[float]) -> str:
     return "\n\n".join(part for part in [*parts, NOTE] if part)
 
 
-def write_report(options: Options, rows: Sequence[Row]) -> str:
+def write_report(options: CompareOptions, rows: Sequence[Row]) -> str:
     """Write ``compare.json``, ``compare.csv`` and ``compare.md``.
 
     Returns:
@@ -141,7 +141,7 @@ def write_report(options: Options, rows: Sequence[Row]) -> str:
     return text
 
 
-def setting(options: Options) -> dict[str, Any]:
+def setting(options: CompareOptions) -> dict[str, Any]:
     """What was asked for, and on what it ran."""
     return {
         "command": options.line,

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lit_vgrpo.commands.compare.options import Options
+from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.commands.compare.plan import Entrant, tuned_part
 from lit_vgrpo.commands.compare.report import faults_text, markdown_table, setting, write_csv
 from lit_vgrpo.commands.compare.results import Curve
@@ -71,7 +71,7 @@ def tuned_block(trial: Trial) -> str:
     return yaml.safe_dump(part, sort_keys=False, width=120)
 
 
-def write_sweep(options: Options, trials: Sequence[Trial]) -> str:
+def write_sweep(options: CompareOptions, trials: Sequence[Trial]) -> str:
     """Write ``sweep.json``, ``sweep.csv`` and ``sweep.md``.
 
     Returns:

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.callbacks import FID
 from lit_vgrpo.callbacks.summary import versions
-from lit_vgrpo.commands.evaluate.options import Options, parse_options
+from lit_vgrpo.commands.evaluate.options import EvaluateOptions
 from lit_vgrpo.commands.evaluate.report import INTERVAL, results, table, write
 from lit_vgrpo.commands.evaluate.scores import HeldOutEvaluation
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
@@ -44,11 +44,11 @@ def evaluate(args: Sequence[str]) -> int:
 
 
 def _evaluate(args: Sequence[str]) -> int:
-    options = parse_options(args)
+    options = EvaluateOptions.parse(args)
     saved = SavedWeights.read(options.checkpoint or last_good(options.run, say_on_first))
     for variant in options.variants:
         saved.require(variant)
-    cli = build([str(options.run / CONFIG_NAME), *options.recipe_words, *OVERRIDES], make_folder=False)
+    cli = build([str(options.run / CONFIG_NAME), *options.words, *OVERRIDES], make_folder=False)
     if REFERENCE not in options.variants:
         cli.model.policy.start_from = None  # all that was trained comes from the checkpoint
     rows = heldout_rows(cli)
@@ -108,7 +108,7 @@ def heldout_rows(cli: RecipeCLI) -> Rows:
     return rows
 
 
-def image_metrics(cli: RecipeCLI, options: Options) -> tuple[list[FID], FeatureNetwork | None, dict[str, str]]:
+def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], FeatureNetwork | None, dict[str, str]]:
     """What measures images without a reward, and what is not measured and why.
 
     Returns:
@@ -136,7 +136,7 @@ def image_metrics(cli: RecipeCLI, options: Options) -> tuple[list[FID], FeatureN
     return fids, network, missing
 
 
-def _fid_asked_for(options: Options, own: FID | None) -> FID:
+def _fid_asked_for(options: EvaluateOptions, own: FID | None) -> FID:
     """The recipe's FID with what was typed in its place."""
     reference = options.fid_reference or (own.reference if own is not None else "")
     if own is None:
@@ -153,7 +153,7 @@ def _fid_asked_for(options: Options, own: FID | None) -> FID:
     )
 
 
-def description(cli: RecipeCLI, options: Options, saved: SavedWeights, prompts: int) -> dict[str, Any]:
+def description(cli: RecipeCLI, options: EvaluateOptions, saved: SavedWeights, prompts: int) -> dict[str, Any]:
     """What was evaluated and how."""
     data, weights = cli.datamodule, cli.model.observed.weight_of
     return {
@@ -170,7 +170,7 @@ def description(cli: RecipeCLI, options: Options, saved: SavedWeights, prompts: 
             "images": prompts * data.heldout_images_per_prompt,
         },
         "seed": cli.model.seed,
-        "overrides": options.recipe_words,
+        "overrides": options.words,
         "interval": INTERVAL,
         "rewards": {name: {"weight": weight, "held_out": weight == 0} for name, weight in weights.items()},
         "world_size": cli.trainer.world_size,

@@ -1,64 +1,50 @@
-"""What was typed after ``lightning eval``, and the run it names."""
+"""Options of ``lightning eval``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from lit_vgrpo.config.arguments import split_words
+from lit_vgrpo.commands.saved_policy import RunOptions
+from lit_vgrpo.config.arguments import flag, option, read_path
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.runs.saved_run import take_run
 from lit_vgrpo.runs.saved_weights import AVERAGE, REFERENCE, TRAINED
 
-FLAGS = {"ema": AVERAGE, "reference": REFERENCE}
-VALUES = ("checkpoint", "fid-reference", "features", "out")
 INSTEAD = {"ckpt_path": "--checkpoint FILE", "run_dir": "--out FILE.json", "name": "--out FILE.json"}
 
 
-@dataclass
-class Options:
-    """The parsed command line.
+@dataclass(kw_only=True)
+class EvaluateOptions(RunOptions):
+    """Options of ``lightning eval``; the words are overlays and overrides of the run's recipe.
 
     Attributes:
-        run: the run folder.
-        checkpoint: the file that was asked for; ``None`` takes the last good one.
-        variants: the sets of weights to evaluate.
-        features: feature network of FID and diversity; ``None`` takes that of the recipe's FID.
-        fid_reference: real images, or a file of their statistics; ``None`` takes that of the recipe's FID.
-        out: the JSON to write; the first free name like it is taken.
-        recipe_words: overlays and ``key=value`` words for the run's recipe.
+        reference: Evaluate the reference too.
+        features: Feature network of FID and diversity; ``None`` takes that of the recipe's FID.
+        fid_reference: Real images, or a file of their statistics; ``None`` takes those of the recipe's FID.
+        out: JSON file to write; where it exists, the first free name like it is taken.
     """
 
-    run: Path
-    checkpoint: Path | None
-    variants: list[str]
-    features: str | None
-    fid_reference: str | None
-    out: Path
-    recipe_words: list[str]
+    subcommand: ClassVar[str] = "eval"
+    refused: ClassVar[Mapping[str, str]] = {
+        key: f"has no effect on an evaluation. Use {name}." for key, name in INSTEAD.items()
+    }
 
+    reference: bool = flag()
+    features: str | None = option()
+    fid_reference: str | None = option()
+    out: Path = option(read=read_path)
 
-def parse_options(args: Sequence[str]) -> Options:
-    """Take our options out of the words; the rest are the run, overlays and overrides of its recipe.
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.out = self.out or self.run / "eval.json"
+        if self.out.suffix != ".json" or self.out.is_dir():
+            raise UserError(
+                f"--out {self.out} is not the name of a JSON file. Write --out {self.out.with_suffix('.json')}."
+            )
 
-    Raises:
-        UserError: an unknown option, or what was named is not there.
-    """
-    given, rest = split_words(args, "eval", VALUES, FLAGS)
-    run, checkpoint = take_run(rest, "eval", given.get("checkpoint"))
-    for key in (word.partition("=")[0] for word in rest):
-        if key in INSTEAD:
-            raise UserError(f"{key} has no effect on an evaluation. Use {INSTEAD[key]}.")
-    out = Path(given.get("out", run / "eval.json")).expanduser()
-    if out.suffix != ".json" or out.is_dir():
-        raise UserError(f"--out {out} is not the name of a JSON file. Write --out {out.with_suffix('.json')}.")
-    return Options(
-        run=run,
-        checkpoint=checkpoint,
-        variants=[TRAINED, *(variant for flag, variant in FLAGS.items() if flag in given)],
-        features=given.get("features"),
-        fid_reference=given.get("fid-reference"),
-        out=out,
-        recipe_words=rest,
-    )
+    @property
+    def variants(self) -> list[str]:
+        """Sets of weights to evaluate."""
+        return [TRAINED, *([AVERAGE] if self.ema else []), *([REFERENCE] if self.reference else [])]

@@ -4,20 +4,71 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
-from lit_vgrpo.commands.export.options import KOHYA, Options, parse_options
 from lit_vgrpo.commands.run import guarded
-from lit_vgrpo.commands.saved_policy import build_policy, load_policy, recipe_of, saved_weights
-from lit_vgrpo.errors import UserError, say
+from lit_vgrpo.commands.saved_policy import RunOptions, build_policy, load_policy, recipe_of, saved_weights
+from lit_vgrpo.config.arguments import flag, option
+from lit_vgrpo.errors import UserError, say, suggestion
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.contract import DTYPES
 from lit_vgrpo.policies.export import save_kohya, save_merged
 from lit_vgrpo.policies.pipeline_folder import config_folder
 from lit_vgrpo.runs.saved_weights import SavedWeights
-from lit_vgrpo.system.atomic_folder import written_whole
+from lit_vgrpo.system.atomic_folder import vacant_folder, written_whole
 from lit_vgrpo.system.hub import source_of
+
+DIFFUSERS, KOHYA = "diffusers", "kohya"
+
+
+def read_format(text: str) -> str:
+    """Return the name of a file format of LoRA adapters."""
+    if text not in (DIFFUSERS, KOHYA):
+        raise UserError(f"{text} is no format of a LoRA. {suggestion(text, (DIFFUSERS, KOHYA))}")
+    return text
+
+
+def read_dtype(text: str) -> torch.dtype:
+    """Return the dtype of that name."""
+    if text not in DTYPES:
+        raise UserError(f"{text} is not known. Use {', '.join(DTYPES)}.")
+    return DTYPES[text]
+
+
+@dataclass(kw_only=True)
+class ExportOptions(RunOptions):
+    """Options of ``lightning export``; the words are settings of the run's recipe.
+
+    Attributes:
+        to: Folder to write, new or empty.
+        merge: Add a LoRA adapter to the weights under it.
+        format: File format of an adapter, ``DIFFUSERS`` or ``KOHYA``.
+        dtype: Dtype of everything that is written.
+    """
+
+    subcommand: ClassVar[str] = "export"
+
+    to: Path = option(read=vacant_folder)
+    format: str = option(DIFFUSERS, read_format)
+    dtype: torch.dtype = option(torch.float32, read_dtype)
+    merge: bool = flag()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.to is None:
+            example = f"exports/{self.run.resolve().name}"
+            raise UserError(f"No folder given to write to. Add --to DIR, for example --to {example}")
+        if self.format == KOHYA and self.merge:
+            raise UserError("--format kohya is a format of a LoRA, and --merge leaves none. Leave one of them out.")
+
+    @property
+    def kohya_file(self) -> Path:
+        """File of an adapter in kohya's format, named like the folder: programs list adapters by that name."""
+        return self.to / f"{self.to.resolve().name}.safetensors"
 
 
 def export(args: Sequence[str]) -> int:
@@ -30,8 +81,8 @@ def export(args: Sequence[str]) -> int:
 
 
 def _export(args: Sequence[str]) -> int:
-    options = parse_options(args)
-    recipe = recipe_of(options.run, options.settings, ["model.policy"], "an export")
+    options = ExportOptions.parse(args)
+    recipe = recipe_of(options.run, options.words, ["model.policy"], "an export")
     policy = build_policy(recipe)
     refuse_misfit(policy, options)
     saved = saved_weights(options.run, options.checkpoint, options.variant)
@@ -47,7 +98,7 @@ def _export(args: Sequence[str]) -> int:
     return 0
 
 
-def refuse_misfit(policy: Policy, options: Options) -> None:
+def refuse_misfit(policy: Policy, options: ExportOptions) -> None:
     """Raise UserError where what was asked for cannot be made of what the run trains."""
     if policy.lora_rank is None and (options.merge or options.format == KOHYA):
         asked = "--merge has nothing to merge" if options.merge else f"--format {KOHYA} is a format of a LoRA"
@@ -59,7 +110,7 @@ def refuse_misfit(policy: Policy, options: Options) -> None:
         )
 
 
-def said(policy: Policy, saved: SavedWeights, options: Options) -> str:
+def said(policy: Policy, saved: SavedWeights, options: ExportOptions) -> str:
     """What was written, and the lines of Python that load it."""
     is_adapter = policy.lora_rank is not None and not options.merge
     written = options.kohya_file if options.format == KOHYA else options.to

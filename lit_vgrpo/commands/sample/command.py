@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -15,20 +15,95 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lit_vgrpo.commands.run import guarded
-from lit_vgrpo.commands.sample.options import Options, parse_options
-from lit_vgrpo.commands.saved_policy import build_policy, load_policy, recipe_of, saved_weights
+from lit_vgrpo.commands.saved_policy import RunOptions, build_policy, load_policy, recipe_of, saved_weights
+from lit_vgrpo.config.arguments import SEVERAL, flag, option, whole
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.core.nonfinite import all_finite
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sampling import sample
+from lit_vgrpo.data import read_prompts
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.runs.folder import candidates
 from lit_vgrpo.runs.saved_weights import REFERENCE
-from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
+from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX, vacant_folder
 
 USED = ("model.policy", "model.objective", "model.evaluation")
+LARGEST_SEED = 2**63 - 1
+
+
+def read_guidance(text: str) -> float:
+    """Return a guidance scale.
+
+    Raises:
+        UserError: It is not a finite number of at least 1.
+    """
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = 0.0
+    if not 1.0 <= scale < float("inf"):
+        raise UserError(f"{text} is no guidance scale. Use 1.0 (no guidance) or more.")
+    return scale
+
+
+@dataclass(kw_only=True)
+class SampleOptions(RunOptions):
+    """Options of ``lightning sample``; the words are settings of the run's recipe.
+
+    Attributes:
+        reference: Sample from the reference.
+        prompts: Prompts to draw.
+        count: Images per prompt, each with the next seed.
+        steps: Sampling steps; ``None`` takes the recipe's.
+        guidance: Guidance scale; ``None`` takes the recipe's.
+        out: Folder to write to, new or empty.
+    """
+
+    subcommand: ClassVar[str] = "sample"
+
+    reference: bool = flag()
+    typed_prompts: list[str] = option(SEVERAL, name="prompt")
+    prompt_file: str | None = option(name="prompts")
+    seed: int = whole(0, least=0)
+    count: int = whole(1)
+    steps: int | None = whole()
+    guidance: float | None = option(read=read_guidance)
+    out: Path = option(read=vacant_folder)
+    prompts: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ema and self.reference:
+            raise UserError("--ema and --reference are both given. Sample once with each, with the same --seed.")
+        if self.seed + self.count - 1 > LARGEST_SEED:
+            raise UserError(f"--seed {self.seed} is too large. Use {LARGEST_SEED - self.count + 1} or less.")
+        self.prompts = self._read_prompts()
+        if self.out is None:
+            self.out = next(folder for folder in candidates(self.run / "sample") if not folder.exists())
+
+    def _read_prompts(self) -> list[str]:
+        if self.typed_prompts and self.prompt_file is not None:
+            raise UserError("--prompt and --prompts are both given. Use one of them.")
+        if self.prompt_file is None:
+            if not self.typed_prompts:
+                raise UserError('No prompt given. Add --prompt "a red circle", or --prompts FILE.')
+            return self.typed_prompts
+        try:
+            return [row["prompt"] for row in read_prompts(self.prompt_file)]
+        except (ValueError, ModuleNotFoundError) as error:
+            raise UserError(str(error)) from error
+
+    @property
+    def variant(self) -> str:
+        return REFERENCE if self.reference else super().variant
+
+    @property
+    def seeds(self) -> range:
+        """Seeds of the images of each prompt."""
+        return range(self.seed, self.seed + self.count)
 
 
 def sample_images(args: Sequence[str]) -> int:
@@ -41,8 +116,8 @@ def sample_images(args: Sequence[str]) -> int:
 
 
 def _sample(args: Sequence[str]) -> int:
-    options = parse_options(args)
-    recipe = recipe_of(options.run, options.settings, USED, "sampling")
+    options = SampleOptions.parse(args)
+    recipe = recipe_of(options.run, options.words, USED, "sampling")
     policy, spec = build_policy(recipe), spec_of(recipe, options)
     if spec.solver not in policy.solvers:
         raise UserError(
@@ -58,7 +133,7 @@ def _sample(args: Sequence[str]) -> int:
     return 0
 
 
-def spec_of(recipe: dict[str, Any], options: Options) -> RolloutSpec:
+def spec_of(recipe: dict[str, Any], options: SampleOptions) -> RolloutSpec:
     """How the run's evaluation samples, with what was typed in place of its own.
 
     Raises:
@@ -74,7 +149,7 @@ def spec_of(recipe: dict[str, Any], options: Options) -> RolloutSpec:
     return replace(spec, **{name: value for name, value in asked.items() if value is not None})
 
 
-def draw(policy: Policy, spec: RolloutSpec, options: Options) -> None:
+def draw(policy: Policy, spec: RolloutSpec, options: SampleOptions) -> None:
     """Write an image for every prompt and seed and print its path.
 
     Raises:

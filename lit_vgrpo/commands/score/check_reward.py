@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
-from lit_vgrpo.commands.run import build
-from lit_vgrpo.commands.score.command import answered, loaded
-from lit_vgrpo.commands.score.options import count_of
+from lit_vgrpo.commands.run import build, guarded
+from lit_vgrpo.commands.score.command import loaded
 from lit_vgrpo.commands.score.pictures import find_pictures, picture_faults, read_picture
 from lit_vgrpo.commands.score.scoring import device
 from lit_vgrpo.commands.score.trial import PartTrial, findings, trial_table, trials
-from lit_vgrpo.config.arguments import split_words
+from lit_vgrpo.config.arguments import Options, option, whole
 from lit_vgrpo.data.rows import Rows
 from lit_vgrpo.errors import UserError, report, say
 from lit_vgrpo.runs.start import load_policy
 from lit_vgrpo.system.hub import LoadError
 
-VALUES = ("images", "num-prompts", "images-per-prompt")
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
+
+
+@dataclass(kw_only=True)
+class CheckRewardOptions(Options):
+    """Options of ``lightning check-reward``; the words are a recipe, overlays and overrides.
+
+    Attributes:
+        images: File or folder of images to score; ``None`` lets the recipe's policy make them.
+        num_prompts: Training prompts to score images of.
+        images_per_prompt: Images of each.
+    """
+
+    subcommand: ClassVar[str] = "check-reward"
+
+    images: str | None = option()
+    num_prompts: int = whole(4)
+    images_per_prompt: int = whole(2)
 
 
 def check_reward(args: Sequence[str]) -> int:
@@ -31,14 +48,14 @@ def check_reward(args: Sequence[str]) -> int:
     Returns:
         0; 1 where a reward is constant or failed; 2 for a mistake in the recipe; 130 after Ctrl-C.
     """
-    return answered(_check_reward, args)
+    return guarded(_check_reward, args, stopped="Stopped: nothing was written.")
 
 
 def _check_reward(args: Sequence[str]) -> int:
-    given, words = split_words(args, "check-reward", VALUES, ())
-    num_prompts, each = count_of(given, "num-prompts", 4), count_of(given, "images-per-prompt", 2)
-    cli = build([*words, *OVERRIDES], make_folder=False)
-    files = find_pictures([given["images"]])[: num_prompts * each] if "images" in given else []
+    options = CheckRewardOptions.parse(args)
+    num_prompts, each = options.num_prompts, options.images_per_prompt
+    cli = build([*options.words, *OVERRIDES], make_folder=False)
+    files = find_pictures([options.images])[: num_prompts * each] if options.images is not None else []
     reward = cli.model.observed
     faults = [*reward.check(), *cli.datamodule.check(), *picture_faults(files)]
     faults += [] if files else cli.model.policy.check()
@@ -51,7 +68,7 @@ def _check_reward(args: Sequence[str]) -> int:
     rows = [row for row in training_rows(cli, num_prompts) for _ in range(each)]
     if files:
         rows, images = rows[: len(files)], [read_picture(file) for file in files]
-        say(f"{len(images)} images of {given['images']}, {each} for each of the first training prompts")
+        say(f"{len(images)} images of {options.images}, {each} for each of the first training prompts")
     else:
         start = time.perf_counter()
         images = made_images(cli, rows)

@@ -4,22 +4,89 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
 from torch import Tensor
 from tqdm import tqdm
 
 from lit_vgrpo.commands.prompt_checks import UnscorablePrompts
-from lit_vgrpo.commands.reward_spec import build_reward
-from lit_vgrpo.commands.score.options import parse_score, rows_for
+from lit_vgrpo.commands.reward_spec import NO_REWARD, build_reward
+from lit_vgrpo.commands.run import guarded
 from lit_vgrpo.commands.score.pictures import find_pictures, picture_faults, read_picture
 from lit_vgrpo.commands.score.report import PictureScores, score_table, write_scores
 from lit_vgrpo.commands.score.scoring import batches_of
-from lit_vgrpo.errors import UserError, report, say
-from lit_vgrpo.rewards import RewardBatch, RewardError, Weighted
+from lit_vgrpo.config.arguments import Options, option, read_path, whole
+from lit_vgrpo.config.recipe import shipped_overlays
+from lit_vgrpo.data import read_prompts
+from lit_vgrpo.errors import UserError, say
+from lit_vgrpo.rewards import RewardBatch, Weighted
 from lit_vgrpo.system.hub import LoadError
+
+OUT_KINDS = (".json", ".csv")
+
+
+@dataclass(kw_only=True)
+class ScoreOptions(Options):
+    """Options of ``lightning score``; the words are a reward, its options and images.
+
+    Attributes:
+        prompt: One prompt for all images.
+        prompts: File with a prompt for each image.
+        out: Table to write.
+        batch_size: Images per call of the reward, at most.
+        reward: The words that name the reward, with its options.
+        pictures: Files and folders of images.
+    """
+
+    subcommand: ClassVar[str] = "score"
+
+    prompt: str | None = option()
+    prompts: str | None = option()
+    out: Path | None = option(read=read_path)
+    batch_size: int = whole(1)
+    reward: list[str] = field(init=False)
+    pictures: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.words or "=" in self.words[0].partition(":")[0]:
+            raise UserError(NO_REWARD)
+        overlays = shipped_overlays()
+        self.reward, self.pictures = [self.words[0]], []
+        for word in self.words[1:]:
+            is_path = Path(word).expanduser().exists()
+            is_overlay = word.endswith((".yaml", ".yml")) or (word in overlays and not is_path)
+            (self.reward if is_overlay or ("=" in word and not is_path) else self.pictures).append(word)
+        faults = []
+        if self.prompt is not None and self.prompts is not None:
+            faults.append("--prompt and --prompts are both given. Use --prompt TEXT for all images, or --prompts FILE.")
+        if self.out is not None and (self.out.suffix not in OUT_KINDS or self.out.is_dir()):
+            written = self.out.with_suffix(".json")
+            faults.append(f"--out {self.out} is not the name of a table. Write --out {written} or .csv.")
+        if faults:
+            raise UserError(*faults)
+
+    def rows_for(self, pictures: Sequence[Path]) -> list[dict[str, Any]]:
+        """Return the prompt's row of each image; an empty prompt where none was given.
+
+        Raises:
+            UserError: The file of prompts cannot be read, or does not hold one for each image.
+        """
+        if self.prompts is None:
+            return [{"prompt": self.prompt or ""} for _ in pictures]
+        try:
+            rows = read_prompts(self.prompts)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if len(rows) != len(pictures):
+            raise UserError(
+                f"{self.prompts} holds {len(rows)} prompts for {len(pictures)} images. Give one for each, the first "
+                f"for {pictures[0]}, the last for {pictures[-1]}."
+            )
+        return rows
 
 
 def score(args: Sequence[str]) -> int:
@@ -29,29 +96,14 @@ def score(args: Sequence[str]) -> int:
         0; 1 when an image has no score; 2 for a mistake in what was typed, found before any weight is loaded; 130
         after Ctrl-C.
     """
-    return answered(_score, args)
-
-
-def answered(body: Callable[[Sequence[str]], int], args: Sequence[str]) -> int:
-    """Run a verb that only looks; what goes wrong becomes lines on stderr and an exit status."""
-    try:
-        return body(args)
-    except UserError as error:
-        report(error.faults)
-        return 2
-    except RewardError as error:
-        report([str(error)])
-        return 1
-    except KeyboardInterrupt:
-        say("Stopped: nothing was written.", error=True)
-        return 130
+    return guarded(_score, args, stopped="Stopped: nothing was written.")
 
 
 def _score(args: Sequence[str]) -> int:
-    options = parse_score(args)
+    options = ScoreOptions.parse(args)
     reward = build_reward(options.reward)
     files = find_pictures(options.pictures)
-    rows = rows_for(options, files)
+    rows = options.rows_for(files)
     has_no_prompt = options.prompt is None and options.prompts is None
     of_prompts = UnscorablePrompts.of(reward, rows).refused(any_failure=True)
     faults = [*reward.check(), *picture_faults(files), *of_prompts]

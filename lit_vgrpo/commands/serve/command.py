@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from lit_vgrpo.commands.serve.options import ServeOptions, parse_options
+from lit_vgrpo.commands.serve.options import ServeOptions
 from lit_vgrpo.errors import UserError, one_line, report, say
 
 PACKAGES = ("fastapi", "uvicorn", "python_multipart")
@@ -36,7 +36,7 @@ def serve(args: Sequence[str]) -> int:
 
 
 def _serve(args: Sequence[str]) -> int:
-    options = parse_options(args)
+    options = ServeOptions.parse(args)
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise UserError(f'{missing[0]} is not installed. Run: pip install "lit-vgrpo[serve]"')
@@ -55,7 +55,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     from lit_vgrpo.rewards import RewardError
     from lit_vgrpo.system.hub import LoadError
 
-    reward = build_reward(options.reward_words)
+    reward = build_reward(options.words)
     faults = reward.check()
     if faults:
         raise UserError(*faults)
