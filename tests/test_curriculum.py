@@ -11,7 +11,7 @@ from lit_vgrpo.commands.check import check
 from lit_vgrpo.commands.curriculum import Curriculum, is_curriculum
 from lit_vgrpo.commands.curriculum_runner import Child, _run_stages, new_run, resumed_run, stage_environment
 from lit_vgrpo.commands.run import run
-from lit_vgrpo.config.recipe import parse_command, read_recipe
+from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.runs.folder import CONFIG_NAME
 from lit_vgrpo.system.paths import write_whole
@@ -28,7 +28,7 @@ def here(tmp_path, monkeypatch):
 
 
 def curriculum(*words):
-    return Curriculum.of(parse_command(words))
+    return Curriculum.of(Command.parse(words))
 
 
 def faults(*words):
@@ -133,7 +133,7 @@ def test_the_first_stage_may_start_from_an_earlier_run(here):
 
 def test_other_verbs_say_that_it_is_several_recipes(here):
     with pytest.raises(UserError, match="both.yaml is a curriculum of several recipes. Give one of its stages"):
-        read_recipe(parse_command(["both.yaml"]))
+        read_recipe(Command.parse(["both.yaml"]))
 
 
 def test_check_names_the_stages_of_each_fault(here, tiny_sd3, tiny_recipe, capsys):
@@ -202,7 +202,7 @@ def test_settings_of_a_finished_stage_are_said_to_be_without_effect(here, capsys
 
 def test_resume_finds_the_run_or_asks_which(here):
     def found(*words):
-        return resumed_run(parse_command([*words, "--resume"]))
+        return resumed_run(Command.parse([*words, "--resume"]))
 
     with pytest.raises(UserError, match="both was not started yet. Leave --resume out to start it."):
         found("both.yaml")

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.config.recipe import find_recipe, parse_command, read_recipe, shipped_recipes
+from lit_vgrpo.config.recipe import Command, find_recipe, read_recipe, shipped_recipes
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.paths import shipped_root
 
 
 def test_overrides_come_in_three_forms(tiny_recipe):
-    command = parse_command([str(tiny_recipe), "a.b=1=2", "--c=3", "--d", "-4", "e+=x"])
+    command = Command.parse([str(tiny_recipe), "a.b=1=2", "--c=3", "--d", "-4", "e+=x"])
     assert command.overrides == [("a.b", "1=2"), ("c", "3"), ("d", "-4"), ("e+", "x")]
 
 
@@ -31,7 +31,7 @@ def test_overrides_come_in_three_forms(tiny_recipe):
 )
 def test_a_wrong_command_line(args, line):
     with pytest.raises(UserError, match=line):
-        parse_command(args)
+        Command.parse(args)
 
 
 @pytest.mark.parametrize("name", ["tiny_shapes", "tiny_shapes.yaml", "recipes/tiny_shapes.yaml"])
@@ -63,7 +63,7 @@ def test_a_path_may_hold_an_equals_sign(tmp_path):
     recipe = tmp_path / "lr=1e-4" / "my.yaml"
     recipe.parent.mkdir()
     recipe.write_text("a: 1")
-    command = parse_command([str(recipe), f"data.train={recipe}"])
+    command = Command.parse([str(recipe), f"data.train={recipe}"])
     assert command.recipe == recipe
     assert command.overrides == [("data.train", str(recipe))]
 
@@ -80,14 +80,14 @@ def test_an_unreadable_recipe(text, line, tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=line):
-        read_recipe(parse_command([str(path)]))
+        read_recipe(Command.parse([str(path)]))
 
 
 def test_a_binary_recipe(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"r\.yaml"):
-        read_recipe(parse_command([str(path)]))
+        read_recipe(Command.parse([str(path)]))
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def shipped(tmp_path, monkeypatch):
 def test_overlays_are_laid_over_the_recipe_in_order(name, shipped, tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text("trainer: {max_epochs: 5, callbacks: [Export]}\ndata: {group_size: 8}\n")
-    command = parse_command(["base", name, str(own), "trainer.max_epochs=7"])
+    command = Command.parse(["base", name, str(own), "trainer.max_epochs=7"])
     assert read_recipe(command) == {
         "trainer": {
             "max_epochs": 7,
@@ -123,7 +123,7 @@ def test_overlays_are_laid_over_the_recipe_in_order(name, shipped, tmp_path):
 @pytest.mark.parametrize("name", ["strategy/zero", "zero2", "strategy/zreo2.yaml"])
 def test_an_overlay_that_does_not_exist_names_the_near_one(name, shipped):
     with pytest.raises(UserError, match=f"{name} is no overlay: .* Did you mean strategy/zero2?"):
-        parse_command(["base", name])
+        Command.parse(["base", name])
 
 
 def test_a_run_folder_stands_for_the_recipe_in_it(tmp_path, monkeypatch):
@@ -131,19 +131,19 @@ def test_a_run_folder_stands_for_the_recipe_in_it(tmp_path, monkeypatch):
     for name in ("two", "tiny_shapes"):
         Path(name).mkdir()
         Path(name, "config.yaml").write_text("data: {}")
-    assert parse_command(["two", "--resume"]).recipe == Path("two/config.yaml")
-    assert parse_command(["tiny_shapes"]).recipe == shipped_recipes()["tiny_shapes"]
+    assert Command.parse(["two", "--resume"]).recipe == Path("two/config.yaml")
+    assert Command.parse(["tiny_shapes"]).recipe == shipped_recipes()["tiny_shapes"]
 
 
 def test_resume_takes_no_value():
-    command = parse_command(["--resume", "tiny_shapes", "x=1"])
+    command = Command.parse(["--resume", "tiny_shapes", "x=1"])
     assert command.resume
     assert command.overrides == [("x", "1")]
 
 
 def test_another_method_keeps_the_rollout_and_nothing_else_of_the_recipes_own(tiny_recipe):
-    command = parse_command([str(tiny_recipe), "model.objective=DiffusionNFT", "model.objective.beta=0.1"])
+    command = Command.parse([str(tiny_recipe), "model.objective=DiffusionNFT", "model.objective.beta=0.1"])
     objective = read_recipe(command)["model"]["objective"]
     assert objective == {"class_path": "DiffusionNFT", "init_args": {"rollout": {"steps": 2}, "beta": 0.1}}
-    same = parse_command([str(tiny_recipe), "model.objective=VGRPO"])
+    same = Command.parse([str(tiny_recipe), "model.objective=VGRPO"])
     assert read_recipe(same)["model"]["objective"]["init_args"]["num_mc_samples"] == 2

@@ -12,7 +12,7 @@ from lit_vgrpo import SD3Policy
 from lit_vgrpo.commands.check import check
 from lit_vgrpo.commands.curriculum import Curriculum, is_curriculum
 from lit_vgrpo.commands.run import run
-from lit_vgrpo.config.recipe import parse_command
+from lit_vgrpo.config.recipe import Command
 
 ROOT = Path(__file__).parents[1] / "recipes"
 FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not in ("compare", "strategy")]
@@ -191,7 +191,7 @@ def test_the_curriculum_says_a_missing_file_of_several_stages_once(tmp_path, mon
 
 def test_the_curriculum_has_the_published_steps():
     steps = []
-    for stage in Curriculum.of(parse_command(["sd35m_curriculum"])).stages:
+    for stage in Curriculum.of(Command.parse(["sd35m_curriculum"])).stages:
         recipe = yaml.safe_load(stage.recipe.read_text())
         steps.append(recipe["trainer"]["max_epochs"] * recipe["data"].get("updates_per_iteration", 1))
     assert steps == [150, 200, 150, 50, 30]

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from lit_vgrpo.commands.reward_spec import build_reward
-from lit_vgrpo.config.recipe import parse_command, parser_config, read_recipe
+from lit_vgrpo.config.recipe import Command, parser_config, read_recipe
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.rewards import JPEGCompressibility, PythonReward, ShapesReward
 
@@ -67,7 +67,7 @@ def test_overrides_of_a_recipe(recipe):
 
 
 def test_the_short_form_reaches_the_parser_expanded(recipe):
-    command = parse_command([str(recipe), "model.reward=python:own_rewards:third"])
+    command = Command.parse([str(recipe), "model.reward=python:own_rewards:third"])
     assert json.loads(command.overrides[0][1])["class_path"] == "PythonReward"
     with parser_config(command) as (path, _):
         assert "python:" not in path.read_text()

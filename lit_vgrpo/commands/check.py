@@ -12,7 +12,7 @@ from lit_vgrpo.commands.estimate.room import NotEstimated, gpu_memory_of, memory
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
 from lit_vgrpo.commands.run import LINKED, TOP_LEVEL, build, guarded
 from lit_vgrpo.commands.untrusted import list_untrusted
-from lit_vgrpo.config.recipe import parse_command, read_recipe
+from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.config.schema import sound_parts
 from lit_vgrpo.data.prompts import prompt_faults
 from lit_vgrpo.errors import UserError, say
@@ -44,7 +44,7 @@ def _check(args: Sequence[str]) -> int:
     if UNTRUSTED in args:
         return list_untrusted([word for word in args if word != UNTRUSTED])
     args, gpu_memory = without_memory(args)
-    command = parse_command(args)
+    command = Command.parse(args)
     if is_curriculum(command.recipe):
         return _check_stages(Curriculum.of(command), gpu_memory)
     return _check_recipe(args, gpu_memory)
@@ -105,7 +105,7 @@ def _check_recipe(args: Sequence[str], gpu_memory: int | None) -> int:
 def further_faults(args: Sequence[str]) -> list[str]:
     """What is wrong besides the faults that keep the recipe from being built: files, checkpoints, rewards."""
     try:
-        recipe = read_recipe(parse_command(args))
+        recipe = read_recipe(Command.parse(args))
     except UserError:
         return []
     parts = sound_parts(recipe, TOP_LEVEL, LINKED)

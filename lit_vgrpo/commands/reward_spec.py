@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_vgrpo import rewards  # noqa: F401  imported so that its classes go by short names
 from lit_vgrpo.config.parts import built_part
-from lit_vgrpo.config.recipe import apply_override, parse_command, read_recipe, shipped_recipes
+from lit_vgrpo.config.recipe import Command, apply_override, read_recipe, shipped_recipes
 from lit_vgrpo.config.shorthand import REWARD_KEYS, expanded
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.rewards import Reward, Weighted, as_weighted
@@ -31,7 +31,7 @@ def build_reward(words: Sequence[str]) -> Weighted:
         raise UserError(NO_REWARD)
     import_from_here()
     if _is_recipe(words[0]):
-        return of_recipe(read_recipe(parse_command(words)))
+        return of_recipe(read_recipe(Command.parse(words)))
     tree: dict[str, Any] = {"reward": expanded(words[0])}
     if isinstance(tree["reward"], str):
         tree["reward"] = {"class_path": tree["reward"]}

@@ -14,7 +14,7 @@ from lit_vgrpo.commands.curriculum import is_curriculum
 from lit_vgrpo.commands.curriculum_runner import run_curriculum
 from lit_vgrpo.commands.recipe_cli import LINKED, TOP_LEVEL, RecipeCLI, say_on_first
 from lit_vgrpo.commands.training import train
-from lit_vgrpo.config.recipe import parse_command, read_recipe
+from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, early_faults, recipe_faults
 from lit_vgrpo.config.trainer_options import trainer_faults
 from lit_vgrpo.errors import UserError, fault_in_own_code, from_parser, report, say
@@ -49,7 +49,7 @@ def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
     import_from_here()
-    command = parse_command(args)
+    command = Command.parse(args)
     recipe = read_recipe(command)
     try:
         early = early_faults(command.overrides, recipe, TOP_LEVEL, LINKED)
@@ -109,7 +109,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
-    command = parse_command(args)
+    command = Command.parse(args)
     if is_curriculum(command.recipe):
         return run_curriculum(command)
     cli = build(args)

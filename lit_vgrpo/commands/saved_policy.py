@@ -10,7 +10,7 @@ from typing import Any
 from lit_vgrpo import objectives, policies  # noqa: F401  imported so that their classes go by short names
 from lit_vgrpo.config.arguments import Options, flag, is_override, option
 from lit_vgrpo.config.parts import built_part
-from lit_vgrpo.config.recipe import parse_command, read_recipe
+from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.runs.folder import CONFIG_NAME
@@ -70,7 +70,7 @@ def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], verb: str) -
         if not key.startswith(tuple(f"{part}." for part in used)) and key not in used:
             raise UserError(f"{key} has no effect on {verb}. Settings of {' and '.join(used)} have.")
     import_from_here()
-    return read_recipe(parse_command([str(run / CONFIG_NAME), *words]))
+    return read_recipe(Command.parse([str(run / CONFIG_NAME), *words]))
 
 
 def saved_weights(run: Path, checkpoint: Path | None, variant: str) -> SavedWeights:

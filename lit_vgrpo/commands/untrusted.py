@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
 from lit_vgrpo.commands.curriculum import Curriculum, is_curriculum
-from lit_vgrpo.config.recipe import SUFFIXES, Command, parse_command, read_recipe
+from lit_vgrpo.config.recipe import SUFFIXES, Command, read_recipe
 from lit_vgrpo.errors import say
 from lit_vgrpo.metrics.features import TORCHSCRIPT_SUFFIXES
 from lit_vgrpo.system.paths import SHIPPED_PREFIX
@@ -71,11 +71,11 @@ def list_untrusted(args: Sequence[str]) -> int:
     Raises:
         UserError: a file that cannot be read, or an interpolation that leads nowhere.
     """
-    command, findings = parse_command(args), Findings()
+    command, findings = Command.parse(args), Findings()
     if is_curriculum(command.recipe):
         curriculum = Curriculum.of(command)
         for stage in curriculum.stages:
-            _find(parse_command(curriculum.check_words(stage)), findings, f"stage{stage.number}.")
+            _find(Command.parse(curriculum.check_words(stage)), findings, f"stage{stage.number}.")
     else:
         _find(command, findings, "")
     for line in findings.lines():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from lit_vgrpo.errors import UserError, suggestion
+from lit_vgrpo.errors import UserError, nearest, suggestion
 
 SEVERAL = object()
 """Stands for the default of an option that may be given more than once."""
@@ -63,12 +64,14 @@ class Options:
 
     Attributes:
         subcommand: Name of the subcommand.
+        takes_overrides: Whether an unknown ``--key VALUE`` without a dot is an override too, such as ``--name``.
         refused: Settings of a recipe that the subcommand makes itself, and what to say of each.
         words: Everything that is no option, in the given order: a recipe, a run, overrides as ``key=value``.
         typed: The arguments as they were typed.
     """
 
     subcommand: ClassVar[str]
+    takes_overrides: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, str]] = {}
 
     words: list[str]
@@ -93,12 +96,15 @@ class Options:
                 words.append(word)
             elif name in flags and not equals:
                 given[name] = [""]
-            elif name in flags or (name not in options and "." not in name):
-                if key in cls.refused:
-                    raise UserError(f"{word} {cls.refused[key]}")
+            elif name not in options and key in cls.refused:
+                raise UserError(f"{word} {cls.refused[key]}")
+            elif cls.takes_overrides and not equals and get_close_matches(name, flags, cutoff=0.75):
+                raise UserError(f"{word} is not an option. Did you mean --{nearest(name, flags)}?")
+            elif name in flags or not (name in options or "." in name or cls.takes_overrides):
                 raise UserError(f"--{name} is not an option of {cls.subcommand}. {suggestion(name, options)}")
             elif not equals and not pending:
-                raise UserError(f"--{name} has no value. Write --{name} VALUE.")
+                form = f"--{name} VALUE" if name in options else f"{key}=VALUE"
+                raise UserError(f"{word} has no value. Write {form}.")
             else:
                 text = text if equals else pending.pop(0)
                 if name in options:
@@ -140,4 +146,4 @@ def is_override(word: str) -> bool:
     (True, False)
     """
     key, equals, _ = word.partition("=")
-    return bool(equals) and "/" not in key
+    return bool(key and equals) and "/" not in key

@@ -7,15 +7,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_vgrpo.config.arguments import is_override
+from lit_vgrpo.config.arguments import Options, flag, is_override
 from lit_vgrpo.config.parts import merged
 from lit_vgrpo.config.shorthand import expanded_override, expanded_recipe
 from lit_vgrpo.errors import UserError, nearest
@@ -34,21 +33,37 @@ KEPT_SETTINGS = ("rollout",)
 """What one method's settings mean to another. A KL weight of one says nothing about that of the other."""
 
 
-@dataclass
-class Command:
-    """A parsed command line.
+@dataclass(kw_only=True)
+class Command(Options):
+    """Arguments that name a recipe: ``RECIPE [OVERLAY ...] key=value --key=value --key value [--resume]``.
 
     Attributes:
-        recipe: the recipe's file.
-        overrides: ``(key, text)``, in the order they were typed.
-        overlays: files that are laid over the recipe, one after the other, before the overrides.
-        resume: ``--resume``: continue in the run folder itself.
+        resume: Continue in the run folder itself.
+        recipe: The recipe's file.
+        overlays: Files that are laid over the recipe in this order, before the overrides.
+        overrides: ``(key, text)`` in the order they were typed.
     """
 
-    recipe: Path
-    overrides: list[tuple[str, str]]
-    overlays: list[Path] = field(default_factory=list)
-    resume: bool = False
+    subcommand: ClassVar[str] = "run"
+    takes_overrides: ClassVar[bool] = True
+
+    resume: bool = flag()
+    recipe: Path = field(init=False)
+    overlays: list[Path] = field(init=False)
+    overrides: list[tuple[str, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        files = [word for word in self.words if not is_override(word)]
+        self.overrides = []
+        for word in filter(is_override, self.words):
+            key, _, text = word.partition("=")
+            if text == "None":
+                raise UserError(f"{key}=None is Python's word for it. Write {key}=null.")
+            self.overrides.append((key, expanded_override(key, text)))
+        if not files:
+            raise UserError("No recipe given. Try: lightning run tiny_shapes")
+        self.recipe = find_recipe(files[0])
+        self.overlays = [find_overlay(name) for name in files[1:]]
 
     def parser_args(self, config: Path) -> list[str]:
         return [f"--config={config}", *(f"--{key}={text}" for key, text in self.plain_overrides)]
@@ -80,36 +95,6 @@ class Command:
         return wanted[-1] if wanted else None
 
 
-def parse_command(args: Sequence[str]) -> Command:
-    """Split ``RECIPE [OVERLAY ...] key=value --key=value --key value [--resume]`` into its parts.
-
-    Raises:
-        UserError: no recipe, an option without a value, or a recipe or an overlay that does not exist.
-    """
-    files: list[str] = []
-    overrides: list[tuple[str, str]] = []
-    resume = False
-    pending = list(args)
-    while pending:
-        word = pending.pop(0)
-        key, _, text = word.removeprefix("--").partition("=")
-        if word == RESUME:
-            resume = True
-        elif key and is_override(word):
-            overrides.append(_override(key, text))
-        elif word.startswith("--"):
-            if get_close_matches(word, [RESUME], cutoff=0.8):
-                raise UserError(f"{word} is not an option. Did you mean {RESUME}?")
-            if not pending:
-                raise UserError(f"{word} has no value. Write {key}=VALUE.")
-            overrides.append(_override(key, pending.pop(0)))
-        else:
-            files.append(word)
-    if not files:
-        raise UserError("No recipe given. Try: lightning run tiny_shapes")
-    return Command(find_recipe(files[0]), overrides, [find_overlay(name) for name in files[1:]], resume)
-
-
 def look_at(word: str) -> None:
     """See that a recipe is there and is a mapping in YAML, before anything heavy is imported to read it.
 
@@ -118,12 +103,6 @@ def look_at(word: str) -> None:
     """
     if not word.startswith("-") and not is_override(word):
         loaded(find_recipe(word))
-
-
-def _override(key: str, text: str) -> tuple[str, str]:
-    if text == "None":
-        raise UserError(f"{key}=None is Python's word for it. Write {key}=null.")
-    return key, expanded_override(key, text)
 
 
 def find_recipe(text: str) -> Path:

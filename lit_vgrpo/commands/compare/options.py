@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lit_vgrpo.config.arguments import Options, flag, option, read_path, whole
-from lit_vgrpo.config.recipe import Command, parse_command, read_recipe
+from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError, suggestion
 
 SETTINGS = ("published", "tuned")
@@ -104,7 +104,7 @@ class CompareOptions(Options):
     base: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.command = parse_command(self.words)
+        self.command = Command.parse(self.words)
         self.base = read_recipe(self.command)
         trainer = self.base.get("trainer")
         trainer = trainer if isinstance(trainer, dict) else {}
