@@ -127,6 +127,10 @@ class Options:
             raise UserError(*faults)
         return parsed
 
+    def has(self, name: str) -> bool:
+        """Return True if ``--name`` was typed, be its value valid or not."""
+        return any(word.partition("=")[0] == f"--{name}" for word in self.typed)
+
 
 def _value(one: Field[Any], texts: list[str]) -> Any:
     if one.metadata["read"] is None:

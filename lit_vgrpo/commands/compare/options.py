@@ -108,8 +108,7 @@ class CompareOptions(Options):
         self.base = read_recipe(self.command)
         trainer = self.base.get("trainer")
         trainer = trainer if isinstance(trainer, dict) else {}
-        given = {"settings": self.settings, "target": self.targets}
-        unused = [name for name, value in given.items() if self.sweep and value is not None]
+        unused = [name for name in ("settings", "target") if self.sweep and self.has(name)]
         if unused:
             raise UserError(*(f"--{name} has no effect with --sweep. Leave it out." for name in unused))
         epochs = trainer.get("max_epochs")

@@ -59,7 +59,7 @@ class ExportOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.to is None:
+        if not self.has("to"):
             example = f"exports/{self.run.resolve().name}"
             raise UserError(f"No folder given to write to. Add --to DIR, for example --to {example}")
         if self.format == KOHYA and self.merge:
