@@ -1,26 +1,26 @@
 """The command ``lightning`` (also ``lit-vgrpo`` and ``python -m lit_vgrpo``).
 
-Standard library only at import, so that an unknown verb or ``--help`` answers at once. ``sys.argv`` is read and never
-changed: the child processes of a DDP run are started from it.
+Nothing outside of the standard library is imported at first, so that ``--help`` and unknown subcommands answer at once.
+``sys.argv`` is never changed: the child processes of a DDP run are started from it.
 """
 
 from __future__ import annotations
 
-import errno
-import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from lit_vgrpo import __version__
+from lit_vgrpo.system.streams import outlast_readers
 
 
-class Verb(NamedTuple):
-    """A verb of the command: where its function lives and what the help says about it."""
+class Subcommand(NamedTuple):
+    """Subcommand: ``module:function`` and its help."""
 
     target: str
     usage: str
@@ -28,37 +28,37 @@ class Verb(NamedTuple):
     takes_recipe: bool = False
 
 
-VERBS: dict[str, Verb] = {
-    "run": Verb(
+SUBCOMMANDS: dict[str, Subcommand] = {
+    "run": Subcommand(
         "lit_vgrpo.commands.run:run",
         "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--resume]",
         "train a recipe, or a curriculum of several; a shipped one goes by its name",
         takes_recipe=True,
     ),
-    "check": Verb(
+    "check": Subcommand(
         "lit_vgrpo.commands.check:check",
         "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--memory 80GiB] [--untrusted]",
         "find every fault of a recipe, no training; --untrusted lists the code, variables and hosts that it names",
         takes_recipe=True,
     ),
-    "eval": Verb(
+    "eval": Subcommand(
         "lit_vgrpo.commands.evaluate.command:evaluate",
         "RUN [--ema] [--reference] [--checkpoint FILE] [--fid-reference FOLDER] [--features NETWORK] [--out FILE.json] "
         "[key=value ...]",
         "score the held-out prompts with a run's weights, with confidence intervals",
     ),
-    "export": Verb(
+    "export": Subcommand(
         "lit_vgrpo.commands.export.command:export",
         "RUN --to DIR [--format kohya] [--ema] [--merge] [--dtype bfloat16] [--checkpoint FILE] [key=value ...]",
         "write a run's LoRA, or its weights as a pipeline folder, for diffusers to load",
     ),
-    "sample": Verb(
+    "sample": Subcommand(
         "lit_vgrpo.commands.sample.command:sample_images",
         "RUN --prompt TEXT [--prompt TEXT ... | --prompts FILE] [--seed 0] [--count 1] [--reference] [--ema] "
         "[--checkpoint FILE] [--steps N] [--guidance G] [--out DIR] [key=value ...]",
         "draw prompts with a run's weights as PNG files",
     ),
-    "compare": Verb(
+    "compare": Subcommand(
         "lit_vgrpo.commands.compare.command:compare",
         "RECIPE.yaml [key=value ...] [--methods vgrpo,mixgrpo,...] [--seeds 3] [--target 0.6,0.7] "
         "[--settings published,tuned] [--iterations N] [--evaluate-every 5] [--jobs 2] [--first-seed 0] [--out FOLDER] "
@@ -66,19 +66,19 @@ VERBS: dict[str, Verb] = {
         "race training methods on the same task; the same command continues one that was stopped",
         takes_recipe=True,
     ),
-    "score": Verb(
+    "score": Subcommand(
         "lit_vgrpo.commands.score.command:score",
         "REWARD_OR_RECIPE IMAGE_OR_FOLDER ... [--prompt TEXT | --prompts FILE] [--out FILE.json|.csv] [--batch-size 1] "
         "[key=value ...]",
         "score image files with a reward, each part and the sum",
     ),
-    "check-reward": Verb(
+    "check-reward": Subcommand(
         "lit_vgrpo.commands.score.check_reward:check_reward",
         "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--images FOLDER] [--num-prompts 4] [--images-per-prompt 2]",
         "try a recipe's rewards on a few images: scores, failures, time, memory",
         takes_recipe=True,
     ),
-    "serve-reward": Verb(
+    "serve-reward": Subcommand(
         "lit_vgrpo.commands.serve.command:serve",
         "REWARD_OR_RECIPE [key=value ...] [--host 127.0.0.1] [--port 8000] [--token-env NAME] [--device cpu|cuda:0] "
         "[--batch-size 32] [--max-wait-ms 5] [--max-request-mb 64] [--max-images 256] [--max-megapixels 4]",
@@ -88,31 +88,31 @@ VERBS: dict[str, Verb] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one of our verbs, or hand over to the Lightning SDK's own command where that is installed.
+    """Run a subcommand, or hand over to the Lightning SDK's own command where that is installed.
 
     Args:
-        argv: the arguments after the program's name; ``None`` reads ``sys.argv``.
+        argv: Arguments after the program's name; ``None`` reads ``sys.argv``.
 
     Returns:
-        The exit status: 0, 1 for a failure while training, 2 for a mistake of the user, 130 after Ctrl-C, 143 after
+        Exit status: 0, 1 for a failure while training, 2 for a mistake of the user, 130 after Ctrl-C, 143 after
         SIGTERM, 129 after SIGHUP.
     """
     args = sys.argv[1:] if argv is None else list(argv)
-    verb = VERBS.get(args[0]) if args else None
-    sdk = _lightning_sdk() if verb is None and argv is None and _called_as_lightning() else None
-    if sdk is not None:
+    subcommand = SUBCOMMANDS.get(args[0]) if args else None
+    if subcommand is None and argv is None and (sdk := _lightning_sdk()) is not None:
         return int(sdk() or 0)
-    outputs = _outlast_readers() if argv is None else []
-    status = _answer(args) if verb is None else _run(verb, args)
+    outputs = outlast_readers() if argv is None else []
+    status = _answer(args) if subcommand is None else _run(subcommand, args)
     return next((1 for output in outputs if output.is_incomplete()), 0) or status
 
 
-def _run(verb: Verb, args: list[str]) -> int:
+def _run(subcommand: Subcommand, args: list[str]) -> int:
     asked = any(word in ("-h", "--help") for word in args[1:])
     if asked or not args[1:]:
-        print(f"usage: lightning {args[0]} {verb.usage}\n{verb.summary}", file=sys.stdout if asked else sys.stderr)
+        usage = f"usage: lightning {args[0]} {subcommand.usage}\n{subcommand.summary}"
+        print(usage, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
-    if verb.takes_recipe and "LOCAL_RANK" not in os.environ:  # of several ranks the first one speaks, later
+    if subcommand.takes_recipe and "LOCAL_RANK" not in os.environ:  # of several ranks, the first reports later
         from lit_vgrpo.config.recipe import look_at
         from lit_vgrpo.errors import UserError, report
 
@@ -122,74 +122,24 @@ def _run(verb: Verb, args: list[str]) -> int:
             report(error.faults)
             return 2
     _quiet_libraries()
-    module, function = verb.target.split(":")
+    module, function = subcommand.target.split(":")
     try:
-        with _said("Loading ..."):
-            body = getattr(import_module(module), function)
+        _show_in_terminal("Loading ...")
+        body = getattr(import_module(module), function)
+        _show_in_terminal("           ")
         return int(body(args[1:]))
     except KeyboardInterrupt:
         print("Stopped before anything was done.", file=sys.stderr)
         return 130
 
 
-@contextmanager
-def _said(text: str) -> Iterator[None]:
-    """Show a text in a terminal while something takes its time."""
-    in_terminal = sys.stderr is not None and sys.stderr.isatty()
-    if in_terminal:
+def _show_in_terminal(text: str) -> None:
+    if sys.stderr is not None and sys.stderr.isatty():
         print(text, end="\r", file=sys.stderr, flush=True)
-    yield
-    if in_terminal:
-        print(" " * len(text), end="\r", file=sys.stderr, flush=True)
-
-
-class _Output(io.FileIO):
-    """A standard stream that never fails: what a closed pipe or terminal, or a full disk, does not take is dropped.
-
-    What a run makes is in its folder, and what is printed only tells of it: a pager that is closed must not end a
-    training of days, and ``| head`` is no error.
-    """
-
-    _lost: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # a reader that has left, a terminal that is gone
-                self._lost = error
-            return memoryview(data).nbytes
-
-    def is_incomplete(self) -> bool:
-        """Say so where a file, which somebody will read, lacks what was printed."""
-        sys.stdout.flush()
-        if self._lost is not None:
-            print(f"Not all of the output could be written: {self._lost.strerror}.", file=sys.stderr)
-        return self._lost is not None
-
-
-def _outlast_readers() -> list[_Output]:
-    """Put the standard streams on outputs that never fail."""
-    outputs = []
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed by the shell, with >&-; its number must not go to the next file that is opened
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open for as long as the process
-        if isinstance(stream, io.TextIOWrapper):
-            output = _Output(stream.fileno(), "wb", closefd=False)
-            buffer = io.BufferedWriter(output)
-            text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
-            setattr(sys, name, text)
-            outputs.append(output)
-    return outputs
-
-
-def _called_as_lightning() -> bool:
-    return Path(sys.argv[0]).stem == "lightning"
 
 
 def _lightning_sdk() -> Callable[[], int | None] | None:
-    if find_spec("lightning_sdk") is None:
+    if Path(sys.argv[0]).stem != "lightning" or find_spec("lightning_sdk") is None:
         return None
     try:
         return import_module("lightning_sdk.cli.entrypoint").main_cli
@@ -198,27 +148,24 @@ def _lightning_sdk() -> Callable[[], int | None] | None:
 
 
 def _answer(args: list[str]) -> int:
-    if args and args[0] in ("-V", "--version"):
-        from lit_vgrpo import __version__
-
+    first = args[0] if args else None
+    if first in ("-V", "--version"):
         print(f"lit-vgrpo {__version__}")
         return 0
-    lines = [f"  lightning {name} {verb.usage}\n      {verb.summary}" for name, verb in VERBS.items()]
-    if args and args[0] in ("-h", "--help"):
+    if first in ("-h", "--help"):
+        lines = [f"  lightning {name} {own.usage}\n      {own.summary}" for name, own in SUBCOMMANDS.items()]
         print("\n".join(["usage:", *lines, "Try: lightning run tiny_shapes"]))
         return 0
-    said = f"{args[0]!r} is not a verb of this command" if args else "No verb given"
-    print(f"{said}. Use {' or '.join(VERBS)}, for example: lightning run tiny_shapes", file=sys.stderr)
+    said = "No subcommand given" if first is None else f"{first!r} is not a subcommand"
+    print(f"{said}. Use {' or '.join(SUBCOMMANDS)}, for example: lightning run tiny_shapes", file=sys.stderr)
     return 2
 
 
 def _quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # deepspeed, imported by diffusers, reports on stdout which accelerator it found
-    logging.getLogger("DeepSpeed").addFilter(_is_worth_saying)
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: record.levelno >= logging.WARNING and "accelerator" not in record.getMessage()
+    )
     # imported by peft where it is installed, and warns of kernels that only quantized networks need
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-
-def _is_worth_saying(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING and "accelerator" not in record.getMessage()

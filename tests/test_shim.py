@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from lit_vgrpo import __version__
-from lit_vgrpo.cli import VERBS, main
+from lit_vgrpo.cli import SUBCOMMANDS, main
 
 
 def test_help_and_version(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"lightning {verb}" in out for verb in VERBS)
+    assert all(f"lightning {name}" in out for name in SUBCOMMANDS)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"lit-vgrpo {__version__}\n"
 
@@ -27,11 +27,11 @@ def test_anything_else_is_one_helpful_line(args, capsys):
     assert "lightning run tiny_shapes" in err
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_usage(verb, capsys):
-    assert main([verb, "--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: lightning {verb} ")
-    assert main([verb]) == 2
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_subcommand_has_usage(name, capsys):
+    assert main([name, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: lightning {name} ")
+    assert main([name]) == 2
 
 
 def test_help_may_come_last(capsys):
@@ -39,11 +39,11 @@ def test_help_may_come_last(capsys):
     assert capsys.readouterr().out.startswith("usage: lightning run ")
 
 
-def test_verbs_exist():
+def test_subcommands_exist():
     from importlib import import_module
 
-    for verb in VERBS.values():
-        module, function = verb.target.split(":")
+    for subcommand in SUBCOMMANDS.values():
+        module, function = subcommand.target.split(":")
         assert callable(getattr(import_module(module), function))
 
 
@@ -53,7 +53,7 @@ def test_importing_the_shim_imports_nothing_heavy():
     assert done.stdout == "set()\n"
 
 
-@pytest.mark.parametrize("verb", ["run", "check", "compare", "check-reward"])
+@pytest.mark.parametrize("name", ["run", "check", "compare", "check-reward"])
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -62,13 +62,13 @@ def test_importing_the_shim_imports_nothing_heavy():
         (None, "broken.yaml is no recipe: no such file, and not a shipped name."),
     ],
 )
-def test_a_recipe_that_cannot_be_read_is_answered_before_imports(tmp_path, monkeypatch, capsys, verb, text, said):
-    """The verb itself, which would import torch, is not reached."""
+def test_a_recipe_that_cannot_be_read_is_answered_before_imports(tmp_path, monkeypatch, capsys, name, text, said):
+    """The subcommand itself, which would import torch, is not reached."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lit_vgrpo.cli.import_module", lambda module: pytest.fail(f"imported {module}"))
     if text is not None:
         (tmp_path / "broken.yaml").write_text(text)
-    assert main([verb, "broken.yaml", "trainer.max_epochs=1"]) == 2
+    assert main([name, "broken.yaml", "trainer.max_epochs=1"]) == 2
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
@@ -89,7 +89,7 @@ print({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(sys.mod
 def test_module_and_argv():
     done = subprocess.run([sys.executable, "-m", "lit_vgrpo", "train"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "'train' is not a verb" in done.stderr
+    assert "'train' is not a subcommand" in done.stderr
 
 
 FULL = "/dev/full"
@@ -117,7 +117,7 @@ def test_output_that_nobody_reads_is_no_error(redirect, status, last):
     assert done.stderr == f"{last}status {status}\n"
 
 
-def test_other_verbs_go_to_the_lightning_sdk_where_it_is_installed(tmp_path):
+def test_other_subcommands_go_to_the_lightning_sdk_where_it_is_installed(tmp_path):
     package = tmp_path / "lightning_sdk" / "cli"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")

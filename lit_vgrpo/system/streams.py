@@ -1,0 +1,50 @@
+"""Standard output and error of a process that must outlast their readers."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import Any
+
+
+class Output(io.FileIO):
+    """Standard stream that never fails: what a closed pipe or terminal, or a full disk, does not take is dropped.
+
+    A run's results are in its folder, and what it prints only reports them: closing a pager must not end a training of
+    days, and ``| head`` is no error.
+    """
+
+    _lost: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # a reader that has left, a terminal that is gone
+                self._lost = error
+            return memoryview(data).nbytes
+
+    def is_incomplete(self) -> bool:
+        """Return True and warn if a file lacks part of what was printed."""
+        sys.stdout.flush()
+        if self._lost is not None:
+            print(f"Not all of the output could be written: {self._lost.strerror}.", file=sys.stderr)
+        return self._lost is not None
+
+
+def outlast_readers() -> list[Output]:
+    """Replace the standard streams by ones that never fail."""
+    outputs = []
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell, with >&-; its number must not go to the next file that is opened
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open for as long as the process
+        if isinstance(stream, io.TextIOWrapper):
+            output = Output(stream.fileno(), "wb", closefd=False)
+            buffer = io.BufferedWriter(output)
+            text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+            setattr(sys, name, text)
+            outputs.append(output)
+    return outputs
