@@ -27,6 +27,9 @@ from typing import Any
 
 import torch
 
+from lit_vgrpo.core.rollout import RolloutRequest
+from lit_vgrpo.objectives.base import PrepareContext
+
 HERE = Path(__file__).parent
 SMALL = (
     *("data.prompts_per_iteration=2", "data.group_size=4", "data.micro_batch_size=4", "trainer.max_epochs=2"),
@@ -174,9 +177,9 @@ def _iteration_on(device: str) -> dict[str, torch.Tensor]:
     objective = VGRPO(RolloutSpec(steps=10), num_mc_samples=4)
     objective.setup(policy)
     prompts = ["a red circle on the left", "a blue square on the right"]
-    rollout = objective.collect(policy, prompts, [{}, {}], [0, 1], 4, 0, seed=0)
+    rollout = objective.roll_out(policy, RolloutRequest(prompts, [{}, {}], [0, 1], 4, 0, seed=0))
     advantages = torch.linspace(-1, 1, len(rollout), device=device)
-    experience = objective.prepare(policy, rollout, advantages, micro_batch_size=8, updates=1)
+    experience = objective.prepare(PrepareContext(policy, rollout, advantages, micro_batch_size=8, updates=1))
     loss, metrics = objective.loss(policy, experience)
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in trainable_parameters(policy).values() if p.grad is not None])

@@ -39,6 +39,7 @@ from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.core.rollout import Conditioning, Experience, Rollout
 from lit_vgrpo.core.sampling import STREAM_ROLLOUT, image_generators, sample
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.optimizers.optimizer import OptimizerConfig
 from lit_vgrpo.policies import FluxPolicy, Policy, SD3Policy
 from lit_vgrpo.policies.speed import compile_network
@@ -173,7 +174,9 @@ class Bench:
         """Prepare, and one update over all images, in micro-batches."""
         advantages = torch.linspace(-1, 1, self.images)
         size = self.args.micro_batch
-        experience = self.objective.prepare(self.policy, self.rollout, advantages, micro_batch_size=size, updates=1)
+        experience = self.objective.prepare(
+            PrepareContext(self.policy, self.rollout, advantages, micro_batch_size=size, updates=1)
+        )
         for micro in experience.micro_batches(size):
             self.backward(micro)
         self.optimizer.step()

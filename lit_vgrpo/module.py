@@ -23,7 +23,7 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.distributed.registry import strategy_faults
-from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.optimizers.optimizer import OptimizerCallable, OptimizerConfig, as_optimizer
 from lit_vgrpo.optimizers.schedule import LRSchedulerCallable, Schedule
 from lit_vgrpo.policies.base import Policy
@@ -218,45 +218,31 @@ class VGRPOModule(HeldOutModule):
     def collect(self, batch: PromptBatch) -> Iteration:
         """Roll out, score, compare within groups, and prepare what the updates need."""
         seconds: dict[str, float] = {}
-        scoring = RolloutScoring(self.policy, self._scores, batch, seconds)
+        rollout, scores = self._roll_out_and_score(batch, seconds)
+        record, advantages = self._compare(batch, rollout, scores, seconds)
+        experience = self._prepare(batch, rollout, advantages, record)
+        return Iteration.of(experience, rollout.image_ids, record, batch)
+
+    def _roll_out_and_score(self, batch: PromptBatch, seconds: dict[str, float]) -> tuple[Rollout, RewardBatch]:
+        """Return this rank's images and their scores; a batch is scored while the next one is sampled."""
+        size = at_most(batch.images, self.rollout_batch_size)
+        request = batch.request(self.seed, size)
+        scoring = RolloutScoring(self.policy, self._scores, batch, seconds) if self.objective.needs_reward else None
         with self._scores.closed_on_error():
             with self.ledger.phase("rollout"), timed(seconds, "rollout"):
-                rollout = self.objective.collect(
-                    self.policy,
-                    batch.prompts,
-                    batch.rows,
-                    batch.slots,
-                    batch.group_size,
-                    batch.iteration,
-                    self.seed,
-                    at_most(batch.images, self.rollout_batch_size),
-                    batch.members,
-                    scoring if self.objective.needs_reward else None,
-                )
-            scores = scoring.result() if self.objective.needs_reward else RewardBatch.empty(len(rollout))
-        record, advantages = self.score(batch, rollout, scores, seconds)
-        with timed(seconds, "prepare"):
-            experience = self._prepared(rollout, advantages, batch, record.has_advantage)
-        if batch.order is None:
-            return Iteration(experience, rollout.image_ids, record, batch.micro_batch_size)
-        order = torch.tensor(batch.order)
-        record.local_group_ids = record.local_group_ids[order]
-        shared_out = experience.select(order.to(experience.latents.device))
-        return Iteration(shared_out, rollout.image_ids[order], record, batch.micro_batch_size)
+                rollout = self.objective.roll_out(self.policy, request, on_batch=scoring)
+            return rollout, RewardBatch.empty(len(rollout)) if scoring is None else scoring.result()
 
-    def _prepared(self, rollout: Rollout, advantages: Tensor, batch: PromptBatch, has_advantage: bool) -> Experience:
-        if not has_advantage:
-            return Experience.of(rollout, advantages)
-        return self.objective.prepare(
-            self.policy,
-            rollout,
-            advantages,
-            micro_batch_size=batch.micro_batch_size,
-            updates=batch.updates,
-            ledger=self.ledger,
-        )
+    def _prepare(self, batch: PromptBatch, rollout: Rollout, advantages: Tensor, record: IterationRecord) -> Experience:
+        with timed(record.seconds, "prepare"):
+            if not record.has_advantage:
+                return Experience.of(rollout, advantages)
+            context = PrepareContext(
+                self.policy, rollout, advantages, batch.micro_batch_size, batch.updates, self.ledger
+            )
+            return self.objective.prepare(context)
 
-    def score(
+    def _compare(
         self, batch: PromptBatch, rollout: Rollout, own: RewardBatch, seconds: dict[str, float]
     ) -> tuple[IterationRecord, Tensor]:
         """Compare every image with its group; statistics are those of all ranks' images.

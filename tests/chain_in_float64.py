@@ -4,7 +4,10 @@ import math
 
 import torch
 
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.rollout import RolloutRequest
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import SD3Policy
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
@@ -18,14 +21,18 @@ def load_sd3(folder, **options):
 
 def roll(policy, objective, iteration=0, seed=0, **options):
     rows = [{"prompt": prompt} for prompt in PROMPTS]
-    return objective.collect(policy, PROMPTS, rows, [0, 1], GROUP, iteration=iteration, seed=seed, **options)
+    return objective.roll_out(
+        policy, RolloutRequest(PROMPTS, rows, [0, 1], GROUP, iteration=iteration, seed=seed, **options)
+    )
 
 
 def prepared(policy, objective, micro_batch_size=6, ledger=None, advantages=ADVANTAGES, iteration=0):
     objective.setup(policy)
     rollout = roll(policy, objective, iteration)
     experience = objective.prepare(
-        policy, rollout, advantages, micro_batch_size=micro_batch_size, updates=2, ledger=ledger
+        PrepareContext(
+            policy, rollout, advantages, micro_batch_size=micro_batch_size, updates=2, ledger=ledger or PassLedger()
+        )
     )
     return rollout, experience
 

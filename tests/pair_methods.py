@@ -2,7 +2,10 @@
 
 import torch
 
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.rollout import RolloutRequest
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.objectives.base import PrepareContext
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
 GROUP = 3
@@ -12,17 +15,19 @@ ADVANTAGES = torch.tensor([1.0, -0.5, -0.5, 0.0, 2.0, -2.0])
 def roll(policy, objective, slots=(0, 1)):
     prompts = [PROMPTS[k] for k in slots]
     rows = [{"prompt": prompt} for prompt in prompts]
-    return objective.collect(policy, prompts, rows, list(slots), GROUP, iteration=0, seed=0)
+    return objective.roll_out(policy, RolloutRequest(prompts, rows, list(slots), GROUP, iteration=0, seed=0))
 
 
 def prepare(policy, objective, advantages=ADVANTAGES, updates=1, micro_batch_size=6, ledger=None, slots=(0, 1)):
     return objective.prepare(
-        policy,
-        roll(policy, objective, slots),
-        advantages,
-        micro_batch_size=micro_batch_size,
-        updates=updates,
-        ledger=ledger,
+        PrepareContext(
+            policy,
+            roll(policy, objective, slots),
+            advantages,
+            micro_batch_size=micro_batch_size,
+            updates=updates,
+            ledger=ledger or PassLedger(),
+        )
     )
 
 

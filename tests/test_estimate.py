@@ -13,6 +13,7 @@ from lit_vgrpo.commands.check import check
 from lit_vgrpo.commands.estimate.estimate import Pass, estimate, peak_of_pass
 from lit_vgrpo.commands.estimate.room import remedy
 from lit_vgrpo.commands.run import build
+from lit_vgrpo.core.rollout import RolloutRequest
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.distributed.fsdp2 import FSDP2
@@ -21,6 +22,7 @@ from lit_vgrpo.memory.live import LiveMemory
 from lit_vgrpo.memory.meta import AutocastOnMeta, NotHere, policy_on_meta
 from lit_vgrpo.memory.passes import demand
 from lit_vgrpo.memory.shares import bytes_of, shares, tensors_of
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
 
 FAMILIES = {"sd3": SD3Policy, "unet": UNetPolicy, "sdxl": SDXLPolicy, "flux": FluxPolicy}
@@ -118,9 +120,12 @@ def test_a_method_asks_for_what_it_says(tiny_sd3, name):
     objective.setup(policy)
     assert found.copies == tuple(sorted(objective.copies))
     with LiveMemory() as live:
-        rollout = objective.collect(policy, ["a", "b"], [{}, {}], [0, 1], 4, 0, 0)
+        rollout = objective.roll_out(policy, RolloutRequest(["a", "b"], [{}, {}], [0, 1], 4, 0, 0))
         advantages = torch.linspace(-1, 1, 8)
-        kept = rollout, objective.prepare(policy, rollout, advantages, micro_batch_size=4, updates=updates)
+        kept = (
+            rollout,
+            objective.prepare(PrepareContext(policy, rollout, advantages, micro_batch_size=4, updates=updates)),
+        )
     latent = torch.Size(policy.latent_shape).numel() * 4
     assert len(kept) == 2
     embeddings = bytes_of(rollout.conditioning.tensors.values())

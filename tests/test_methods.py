@@ -22,9 +22,9 @@ from lit_vgrpo import (
     UNetPolicy,
 )
 from lit_vgrpo.callbacks import EMA
+from lit_vgrpo.core.rollout import group_layout
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.datasets import IterationDataset
-from lit_vgrpo.objectives.base import group_layout
 
 ON_UNET = {
     "V-GRPO": (lambda: VGRPO(RolloutSpec("ddim", S)), 1, (S, 4, 0)),

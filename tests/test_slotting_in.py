@@ -150,10 +150,11 @@ PLAIN_LOOP = """
 import sys
 import torch
 from lit_vgrpo.core.advantages import group_advantages
+from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.vgrpo import VGRPO
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.rewards import ShapesReward
-from lit_vgrpo.core.rollout import RolloutSpec
 
 torch.set_num_threads(1)
 policy = SD3Policy(sys.argv[1], max_sequence_length=1, decode_batch_size=48).load()
@@ -166,11 +167,12 @@ prompts = [f"a {c} {s} {p}" for c, s, p in [
     ("green", "triangle", "at the top"), ("cyan", "circle", "at the bottom")]]
 rows, history = [{} for _ in prompts], []
 for iteration in range(6):
-    rollout = objective.collect(policy, prompts, rows, slots=[0, 1, 2, 3], group_size=12, iteration=iteration, seed=0)
+    request = RolloutRequest(prompts, rows, slots=[0, 1, 2, 3], group_size=12, iteration=iteration, seed=0)
+    rollout = objective.roll_out(policy, request)
     repeated = [p for p in prompts for _ in range(12)]
     scores = reward(policy.decode(rollout.latents), repeated, [{}] * len(repeated))
     advantages = group_advantages(scores, rollout.group_ids)
-    experience = objective.prepare(policy, rollout, advantages, micro_batch_size=48, updates=1)
+    experience = objective.prepare(PrepareContext(policy, rollout, advantages, micro_batch_size=48, updates=1))
     optimizer.zero_grad()
     objective.before_update(policy, [experience])
     loss, metrics = objective.loss(policy, experience)

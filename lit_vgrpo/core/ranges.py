@@ -9,7 +9,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from numbers import Integral, Real
@@ -109,7 +109,7 @@ def checked(cls: T) -> T:
             given = parameters.bind(self, *args, **kwargs).arguments
         except TypeError:
             given = {}  # the constructor says it in Python's usual words
-        hints = declared(init)
+        hints = declared(cls if "__dataclass_fields__" in vars(cls) else init)
         for name, value in given.items():
             for error in range_errors(name, value, hints.get(name)):
                 raise error
@@ -124,9 +124,9 @@ RANGES_OF_OTHERS: dict[type, Mapping[str, Any]] = {}
 
 
 @cache
-def declared(init: Callable[..., None]) -> Mapping[str, Any]:
-    """The type hints of a constructor, with the ranges in them."""
-    return typing.get_type_hints(init, include_extras=True)
+def declared(source: Any) -> Mapping[str, Any]:
+    """Return the type hints of a constructor, or of a dataclass whose fields are the arguments, ranges included."""
+    return typing.get_type_hints(source, include_extras=True)
 
 
 def range_errors(name: str, value: Any, hint: Any) -> Iterator[TypeError | ValueError]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -131,6 +132,35 @@ class Trajectory:
     second_time: float
 
 
+@dataclass(frozen=True)
+class RolloutRequest:
+    """The images that a rank makes in an iteration.
+
+    Attributes:
+        prompts: one per group.
+        rows: the prompts' data rows, one per group.
+        slots: global number of each group in the iteration; with ``seed`` and ``iteration`` it fixes the noise.
+        group_size: images per group, over all ranks.
+        iteration: number of the iteration, from 0.
+        seed: the run's seed.
+        members: which images of each group to make, where other ranks make the others; ``None`` for all.
+        batch_size: images per forward pass; ``None`` takes all at once.
+    """
+
+    prompts: Sequence[str]
+    rows: Sequence[Mapping[str, Any]]
+    slots: Sequence[int]
+    group_size: int
+    iteration: int = 0
+    seed: int = 0
+    members: Sequence[int] | None = None
+    batch_size: int | None = None
+
+    def layout(self) -> tuple[Tensor, Tensor]:
+        """Return each image's row among the groups and its global index, both ``(B,)``, group by group."""
+        return group_layout(self.slots, self.group_size, self.members)
+
+
 @dataclass
 class Rollout:
     """The images of one iteration on this rank, as final latents.
@@ -228,3 +258,14 @@ class Experience:
     def micro_batches(self, size: int) -> list[Experience]:
         """The rows cut into micro-batches of ``size`` images, in order."""
         return [self.select(slice(start, start + size)) for start in range(0, len(self), size)]
+
+
+def group_layout(slots: Sequence[int], group_size: int, members: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """For images laid out group by group: each image's row among the groups, and its global index; both ``(B,)``.
+
+    >>> group_layout([3], group_size=4, members=range(2, 4))
+    (tensor([0, 0]), tensor([14, 15]))
+    """
+    own = torch.arange(group_size) if members is None else torch.tensor(members, dtype=torch.int64)
+    rows = torch.arange(len(slots)).repeat_interleave(len(own))
+    return rows, torch.tensor(slots, dtype=torch.int64)[rows] * group_size + own.repeat(len(slots))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.batches import filled
 from lit_vgrpo.core.probability_paths import ProbabilityPath
-from lit_vgrpo.core.rollout import Conditioning, RolloutSpec, Trajectory
+from lit_vgrpo.core.rollout import Conditioning, Rollout, RolloutRequest, RolloutSpec, Trajectory
 from lit_vgrpo.core.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
 from lit_vgrpo.core.surrogate import seeded_generator
 
@@ -35,6 +35,12 @@ class Denoiser(Protocol):
     def __call__(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
         """Return the network's prediction for noisy latents ``(B, C, h, w)`` at times ``(B,)``, float32."""
 
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        """Return the prompts' embeddings, one row each."""
+
+    def prior(self, generators: Sequence[torch.Generator]) -> Tensor:
+        """Return unit Gaussian noise ``(B, C, h, w)``, one generator per image."""
+
     def sampling(self) -> AbstractContextManager[None]:
         """Prepare the weights for passes without gradient."""
 
@@ -48,6 +54,57 @@ class Denoiser(Protocol):
 def image_generators(stream: int, seed: int, iteration: int, image_ids: Sequence[int]) -> list[torch.Generator]:
     """One generator an image, seeded from (seed, stream, iteration, global image index)."""
     return [seeded_generator(seed, stream, iteration, index) for index in image_ids]
+
+
+def roll_out(
+    policy: Denoiser,
+    request: RolloutRequest,
+    spec: RolloutSpec,
+    *,
+    device: torch.device | None = None,
+    record_means: bool = False,
+    on_batch: BatchHook | None = None,
+) -> Rollout:
+    """Sample the images of a request: noise, then the ODE or the SDE.
+
+    Args:
+        device: where the images and embeddings are kept; ``None`` keeps them beside the network.
+        record_means: keep the mean of every SDE step.
+        on_batch: called with the place and the final latents of every batch as soon as it is sampled.
+    """
+    home = device or policy.device
+    group_rows, image_ids = request.layout()
+    rows = group_rows.to(home)
+    conditioning = policy.encode(request.prompts).to(home)
+
+    def generators(stream: int, numbers: Sequence[int]) -> list[torch.Generator]:
+        return image_generators(stream, request.seed, request.iteration, numbers)
+
+    if spec.shared_noise:
+        noise = policy.prior(generators(STREAM_GROUP_NOISE, request.slots)).to(home)[rows]
+    else:
+        noise = policy.prior(generators(STREAM_ROLLOUT, image_ids.tolist())).to(home)
+    trajectory = None
+    if spec.is_sde:
+        own = generators(STREAM_SDE, image_ids.tolist())
+        latents, schedule, trajectory = sample_chain(
+            policy, conditioning, rows, spec, noise, own, request.batch_size, record_means, on_batch
+        )
+    else:
+        latents, schedule = sample(policy, conditioning, rows, spec, noise, request.batch_size, on_batch)
+    return Rollout(
+        latents=latents,
+        group_ids=torch.tensor(request.slots)[group_rows],
+        image_ids=image_ids,
+        conditioning=conditioning,
+        rows=rows,
+        schedule=schedule,
+        iteration=request.iteration,
+        seed=request.seed,
+        group_size=request.group_size,
+        spec=spec,
+        trajectory=trajectory,
+    )
 
 
 @torch.no_grad()

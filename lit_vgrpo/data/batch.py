@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from lit_vgrpo.core.rollout import RolloutRequest
+
 
 @dataclass
 class PromptBatch:
@@ -44,6 +46,12 @@ class PromptBatch:
     order: list[int] | None = None
     micro_batches_per_update: int = 0
     micro_batch_size: int = 1
+
+    def request(self, seed: int, batch_size: int | None) -> RolloutRequest:
+        """Return the images of a training iteration that this rank makes, ``batch_size`` per forward pass."""
+        return RolloutRequest(
+            self.prompts, self.rows, self.slots, self.group_size, self.iteration, seed, self.members, batch_size
+        )
 
     def padded(self) -> tuple[list[str], list[int]]:
         """Prompts and numbers of a held-out batch, the last one repeated to the size of the largest on any rank.

@@ -7,8 +7,8 @@ from math import gcd
 import torch
 
 from lit_vgrpo.core.probability_paths import ProbabilityPath
-from lit_vgrpo.core.rollout import Conditioning, Rollout, Trajectory
-from lit_vgrpo.objectives.base import Objective, group_layout
+from lit_vgrpo.core.rollout import Conditioning, Rollout, Trajectory, group_layout
+from lit_vgrpo.objectives.base import Objective
 
 
 def made_up_rollout(

@@ -15,7 +15,7 @@ from lit_vgrpo.core.rollout import Conditioning, Experience, Rollout
 from lit_vgrpo.core.sizes import Plan
 from lit_vgrpo.memory.dummy_rollout import made_up_rollout
 from lit_vgrpo.memory.live import LiveMemory
-from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
 
 LATENT = (5, 7, 11)
@@ -103,7 +103,7 @@ def _prepared(method: Objective, policy: Any, images: int, plan: Plan) -> tuple[
     rollout = made_up_rollout(method, policy.path, cond, LATENT, images, plan.group_size)
     advantages = torch.linspace(-1, 1, images)
     size, updates = plan.micro_batch_size, plan.updates_per_iteration
-    return rollout, method.prepare(policy, rollout, advantages, micro_batch_size=size, updates=updates)
+    return rollout, method.prepare(PrepareContext(policy, rollout, advantages, size, updates))
 
 
 def _bytes_of_latents(value: Any) -> int:

@@ -1,13 +1,11 @@
 """AWM (arXiv 2509.25050): advantage weighted matching, a policy gradient on the flow-matching loss."""
 
-from __future__ import annotations
-
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, PositiveFloat, Range, checked
 from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_TIMES
@@ -21,7 +19,7 @@ from lit_vgrpo.core.surrogate import (
     schedule_times,
     seeded_generator,
 )
-from lit_vgrpo.objectives.base import Objective, require
+from lit_vgrpo.objectives.base import Objective, PrepareContext, require
 from lit_vgrpo.objectives.pairs import (
     TimeSource,
     ode_faults,
@@ -55,6 +53,7 @@ def log_likelihood(errors: Tensor, times: Tensor, weighting: Weighting = "power"
 
 
 @checked
+@dataclass(eq=False)
 class AWM(Objective):
     """AWM: the clipped ratio of every (image, time), and a pull to the start and to a slowly moving copy.
 
@@ -85,44 +84,29 @@ class AWM(Objective):
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
 
-    def __init__(
-        self,
-        rollout: RolloutSpec | None = None,
-        num_times: Annotated[int, Range(1, 1000, example=6)] = 6,
-        weighting: Weighting = "power",
-        power: Annotated[float, Range(above=0, most=1, example=0.25)] = 0.25,
-        clip: Annotated[float, Range(above=0, most=1)] | None = 1.0,
-        advantage_scale: Annotated[float, Range(above=0, example=5)] = 5.0,
-        kl_weight: NonNegativeFloat = 3e-3,
-        ema_weight: NonNegativeFloat = 1.0,
-        ema_decay_rate: NonNegativeFloat = 0.001,
-        ema_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3,
-        times: TimeSource = "sampler",
-        time_shift: PositiveFloat = 1.0,
-        training_guidance: GuidanceScale | None = None,
-        reference_guidance: GuidanceScale | None = None,
-    ) -> None:
-        known = ("power", "uniform", "time", "time_squared")
-        require(weighting in known, "weighting", weighting, f"Use {', '.join(known[:-1])} or {known[-1]}")
-        super().__init__(training_guidance, reference_guidance)
-        self.rollout = rollout or RolloutSpec(steps=10)
-        self.num_times = num_times
-        self.weighting: Weighting = weighting
-        self.power = power
-        self.clip = clip
-        self.advantage_scale = advantage_scale
-        self.kl_weight = kl_weight
-        self.ema_weight = ema_weight
-        self.ema_decay_rate = ema_decay_rate
-        self.ema_decay_max = ema_decay_max
-        self.times: TimeSource = times
-        self.time_shift = time_shift
+    rollout: RolloutSpec | None = None
+    num_times: Annotated[int, Range(1, 1000, example=6)] = 6
+    weighting: Weighting = "power"
+    power: Annotated[float, Range(above=0, most=1, example=0.25)] = 0.25
+    clip: Annotated[float, Range(above=0, most=1)] | None = 1.0
+    advantage_scale: Annotated[float, Range(above=0, example=5)] = 5.0
+    kl_weight: NonNegativeFloat = 3e-3
+    ema_weight: NonNegativeFloat = 1.0
+    ema_decay_rate: NonNegativeFloat = 0.001
+    ema_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3
+    times: TimeSource = "sampler"
+    time_shift: PositiveFloat = 1.0
+    training_guidance: GuidanceScale | None = None
+    reference_guidance: GuidanceScale | None = None
 
-    def rollout_spec(self, iteration: int) -> RolloutSpec:
-        return self.rollout
+    def __post_init__(self) -> None:
+        known = get_args(Weighting)
+        require(self.weighting in known, "weighting", self.weighting, f"Use {', '.join(known[:-1])} or {known[-1]}")
+        self.rollout = self.rollout or RolloutSpec(steps=10)
+        super().__post_init__()
 
     def check(self, sizes: Sizes) -> list[str]:
-        return super().check(sizes) + ode_faults("AWM", self.rollout)
+        return super().check(sizes) + ode_faults("AWM", self.spec)
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
         passes = {"update": sizes.uses_per_image * self.num_times}
@@ -138,28 +122,18 @@ class AWM(Objective):
     def setup(self, policy: Policy) -> None:
         self.copies |= {name: Snapshot(policy) for name in self._pulls()}
 
-    def prepare(
-        self,
-        policy: Policy,
-        rollout: Rollout,
-        advantages: Tensor,
-        *,
-        micro_batch_size: int,
-        updates: int,
-        ledger: PassLedger | None = None,
-    ) -> Experience:
-        pairs = pairs_at(policy, rollout, self._draw_times(rollout, micro_batch_size), shared=False)
-        experience = Experience.of(rollout, advantages / self.advantage_scale, pairs)
-        if updates > 1:
-            with (ledger or PassLedger()).phase("old"):
-                guidance = self.guidance_in("training", policy)
-                errors = stored_errors(policy, experience, micro_batch_size, "v", None, guidance)
+    def prepare(self, context: PrepareContext) -> Experience:
+        policy = context.policy
+        pairs = pairs_at(context, self._draw_times(context.rollout, context.micro_batch_size), shared=False)
+        experience = context.experience(pairs, advantages=context.advantages / self.advantage_scale)
+        if context.updates > 1:
+            with context.ledger.phase("old"):
+                errors = stored_errors(context, experience, "v", None, self.guidance_in("training", policy))
             experience.extras["old_log_likelihood"] = self._log_likelihood(experience, errors)
         for name in self._pulls():
             guidance = self.guidance_in("reference" if name == "reference" else "training", policy)
-            with self.with_copy(policy, name, ledger):
-                predictions = stored_predictions(policy, experience, micro_batch_size, guidance)
-            experience.extras[f"{name}_prediction"] = predictions
+            with self.with_copy(policy, name, context.ledger):
+                experience.extras[f"{name}_prediction"] = stored_predictions(context, experience, guidance)
         return experience
 
     def _draw_times(self, rollout: Rollout, micro_batch_size: int) -> Tensor:

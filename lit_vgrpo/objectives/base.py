@@ -1,10 +1,13 @@
-"""What a training method must say: how it rolls out, what it keeps, and its loss."""
+"""What a training method must say: how it rolls out, what it keeps, and its loss.
 
-from __future__ import annotations
+Files with methods have no ``from __future__ import annotations``: a recipe's parser reads the type hints of dataclasses
+from the module of the last class, where a string from a base class would mean nothing.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,26 +16,46 @@ from torch import Tensor
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.ranges import GuidanceScale, checked
-from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
-from lit_vgrpo.core.sampling import (
-    STREAM_GROUP_NOISE,
-    STREAM_ROLLOUT,
-    STREAM_SDE,
-    BatchHook,
-    image_generators,
-    sample,
-    sample_chain,
-)
+from lit_vgrpo.core.rollout import Experience, Rollout, RolloutRequest, RolloutSpec
+from lit_vgrpo.core.sampling import BatchHook, roll_out
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
+from lit_vgrpo.core.surrogate import Pairs
 from lit_vgrpo.policies.base import Policy
+
+
+@dataclass
+class PrepareContext:
+    """An iteration's images, and what a method needs to pass them through the network before the first update.
+
+    Attributes:
+        policy: the weights as they are before the first update.
+        rollout: this rank's images.
+        advantages: ``(B,)``, float32.
+        micro_batch_size: images per forward pass; the same as in the updates, since kernels round by batch size.
+        updates: gradient steps of this iteration; from the second on the policy has moved.
+        ledger: where extra network passes are booked.
+    """
+
+    policy: Policy
+    rollout: Rollout
+    advantages: Tensor
+    micro_batch_size: int
+    updates: int = 1
+    ledger: PassLedger = field(default_factory=PassLedger)
+
+    def experience(
+        self, pairs: Pairs | None = None, extras: dict[str, Tensor] | None = None, advantages: Tensor | None = None
+    ) -> Experience:
+        """Return the images as experience, with the advantages given here or those of the iteration."""
+        return Experience.of(self.rollout, self.advantages if advantages is None else advantages, pairs, extras)
 
 
 @checked
 class Objective(ABC):
     """A training method as a plain class; it knows no trainer.
 
-    The calls of one iteration, in order: :meth:`collect`, :meth:`prepare`, then for every update
+    The calls of one iteration, in order: :meth:`roll_out`, :meth:`prepare`, then for every update
     :meth:`before_update`, :meth:`loss` on each of its micro-batches and :meth:`after_update`, then
     :meth:`after_iteration`.
 
@@ -55,19 +78,33 @@ class Objective(ABC):
     path_kinds: ClassVar[tuple[str, ...]] = ("flow", "vp")
     trains_on_sampling_steps: ClassVar[bool] = False
 
+    rollout: RolloutSpec | None = None
+    training_guidance: float | None = None
+    reference_guidance: float | None = None
+
     def __init__(
         self, training_guidance: GuidanceScale | None = None, reference_guidance: GuidanceScale | None = None
     ) -> None:
         self.training_guidance = training_guidance
         self.reference_guidance = reference_guidance
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Start without copies and updates; a subclass that is a dataclass calls it from its own."""
         self.rollout_device: torch.device | None = None
         self.copies: dict[str, Snapshot] = {}
         self.num_updates = 0
         self.all_ranks: Callable[[Tensor], Tensor] = _of_one_rank
 
-    @abstractmethod
+    @property
+    def spec(self) -> RolloutSpec:
+        """How images are sampled, where the method has one way for all iterations."""
+        assert self.rollout is not None, f"{type(self).__name__} has no rollout"
+        return self.rollout
+
     def rollout_spec(self, iteration: int) -> RolloutSpec:
-        """How the images of an iteration are sampled."""
+        """Return how the images of an iteration are sampled."""
+        return self.spec
 
     def check(self, sizes: Sizes) -> list[str]:
         """Settings that cannot work together, a line each."""
@@ -119,69 +156,21 @@ class Objective(ABC):
         """The weights that roll out: the policy's own, unless a method samples with a copy."""
         return nullcontext()
 
-    def collect(
-        self,
-        policy: Policy,
-        prompts: Sequence[str],
-        rows: Sequence[dict[str, Any]],
-        slots: Sequence[int],
-        group_size: int,
-        iteration: int,
-        seed: int,
-        batch_size: int | None = None,
-        members: Sequence[int] | None = None,
-        on_batch: BatchHook | None = None,
-    ) -> Rollout:
-        """Sample ``group_size`` images for each prompt, or the ``members`` of each group.
+    def roll_out(self, policy: Policy, request: RolloutRequest, on_batch: BatchHook | None = None) -> Rollout:
+        """Sample the images of a request with the weights that act.
 
         Args:
-            prompts: one a group.
-            rows: the prompts' data rows, one a group.
-            slots: global number of each group in the iteration; with ``seed`` and ``iteration`` it fixes the noise.
-            batch_size: images a network pass; ``None`` takes all at once.
-            members: which images of each group to make, where other ranks make the others; ``None`` for all.
             on_batch: called with the place and the final latents of every batch as soon as it is sampled.
         """
-        spec = self.rollout_spec(iteration)
-        group_rows, image_ids = group_layout(slots, group_size, members)
-        device = self.rollout_device or policy.device
-        conditioning = policy.encode(prompts).to(device)
-        if spec.shared_noise:
-            groups = policy.prior(image_generators(STREAM_GROUP_NOISE, seed, iteration, list(slots))).to(device)
-            noise = groups[group_rows.to(device)]
-        else:
-            noise = policy.prior(image_generators(STREAM_ROLLOUT, seed, iteration, image_ids.tolist())).to(device)
-        conditioning_rows = group_rows.to(device)
-        trajectory = None
         with self.acting(policy):
-            if spec.is_sde:
-                generators = image_generators(STREAM_SDE, seed, iteration, image_ids.tolist())
-                latents, schedule, trajectory = sample_chain(
-                    policy,
-                    conditioning,
-                    conditioning_rows,
-                    spec,
-                    noise,
-                    generators,
-                    batch_size,
-                    self.records_means,
-                    on_batch,
-                )
-            else:
-                latents, schedule = sample(policy, conditioning, conditioning_rows, spec, noise, batch_size, on_batch)
-        return Rollout(
-            latents=latents,
-            group_ids=torch.tensor(slots)[group_rows],
-            image_ids=image_ids,
-            conditioning=conditioning,
-            rows=conditioning_rows,
-            schedule=schedule,
-            iteration=iteration,
-            seed=seed,
-            group_size=group_size,
-            spec=spec,
-            trajectory=trajectory,
-        )
+            return roll_out(
+                policy,
+                request,
+                self.rollout_spec(request.iteration),
+                device=self.rollout_device,
+                record_means=self.records_means,
+                on_batch=on_batch,
+            )
 
     @property
     def records_means(self) -> bool:
@@ -189,24 +178,8 @@ class Objective(ABC):
         return False
 
     @abstractmethod
-    def prepare(
-        self,
-        policy: Policy,
-        rollout: Rollout,
-        advantages: Tensor,
-        *,
-        micro_batch_size: int,
-        updates: int,
-        ledger: PassLedger | None = None,
-    ) -> Experience:
-        """Everything the loss needs again, computed before the first update.
-
-        Args:
-            advantages: ``(B,)``, float32.
-            micro_batch_size: images a network pass; the same as in the updates, since kernels round by batch size.
-            updates: gradient steps this iteration will take; from the second on the policy has moved.
-            ledger: where extra network passes are booked.
-        """
+    def prepare(self, context: PrepareContext) -> Experience:
+        """Compute what the loss needs again, before the first update."""
 
     @abstractmethod
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
@@ -276,14 +249,3 @@ def require(holds: bool, name: str, value: object, advice: str) -> None:
     """
     if not holds:
         raise ValueError(f"model.objective.{name}={value} cannot be used. {advice}.")
-
-
-def group_layout(slots: Sequence[int], group_size: int, members: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """For images laid out group by group: each image's row among the groups, and its global index; both ``(B,)``.
-
-    >>> group_layout([3], group_size=4, members=range(2, 4))
-    (tensor([0, 0]), tensor([14, 15]))
-    """
-    own = torch.arange(group_size) if members is None else torch.tensor(members, dtype=torch.int64)
-    rows = torch.arange(len(slots)).repeat_interleave(len(own))
-    return rows, torch.tensor(slots, dtype=torch.int64)[rows] * group_size + own.repeat(len(slots))

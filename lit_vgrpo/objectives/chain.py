@@ -1,21 +1,17 @@
 """What the methods share that train on the sampling chain: a clipped ratio for every step that took noise."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, Range, checked
 from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.solvers import FLOW_SDES, VP_SDES, Transition, log_prob, transition
 from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics
-from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
 
 
@@ -28,7 +24,6 @@ def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:
     return mean_over_pixels((mean - reference_mean).square() / (2 * diffusion.square()), 2)
 
 
-@checked
 class ChainObjective(Objective):
     """Base of the methods whose actions are the SDE steps of a rollout.
 
@@ -36,7 +31,9 @@ class ChainObjective(Objective):
     ``t``, ``t_next``, ``second_time`` and ``log_prob (B, K)``, and where needed ``old_mean`` and ``reference_mean``.
     The old log-probabilities are those of the rollout, so there are no extra passes for them by default.
 
-    Args:
+    A method is a dataclass with those of these options that it has; the others stay as they are here.
+
+    Attributes:
         rollout: how images are sampled; an SDE of the policy's path.
         clip: half-width of the ratio's trust region; null for none.
         advantage_clip: bound on the advantages; null for none.
@@ -51,22 +48,10 @@ class ChainObjective(Objective):
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
     trains_on_sampling_steps: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        rollout: RolloutSpec,
-        clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None,
-        advantage_clip: Annotated[float, Range(above=0, example=5)] | None,
-        kl_weight: NonNegativeFloat,
-        training_guidance: GuidanceScale | None = None,
-        reference_guidance: GuidanceScale | None = None,
-        recompute_old: bool = False,
-    ) -> None:
-        super().__init__(training_guidance, reference_guidance)
-        self.rollout = rollout
-        self.clip = clip
-        self.advantage_clip = advantage_clip
-        self.kl_weight = kl_weight
-        self.recompute_old = recompute_old
+    clip: float | None = None
+    advantage_clip: float | None = None
+    kl_weight: float = 0.0
+    recompute_old: bool = False
 
     # --- which steps -----------------------------------------------------------------------------------------------
 
@@ -83,13 +68,13 @@ class ChainObjective(Objective):
     def last_start(self) -> int:
         """The latest place of the window: the last step is never trained, its noise is far smaller than the others'."""
         assert self.window is not None
-        return self.rollout.steps - 1 - self.window[1]
+        return self.spec.steps - 1 - self.window[1]
 
     def rollout_spec(self, iteration: int) -> RolloutSpec:
         if self.window is None or self.chain_faults():
-            return self.rollout
+            return self.spec
         start = self.window_start(iteration)
-        return replace(self.rollout, window=(start, start + self.window[1]))
+        return replace(self.spec, window=(start, start + self.window[1]))
 
     def choose_steps(self, rollout: Rollout) -> Tensor | None:
         """Positions ``(B, K)`` of the trained steps among the rollout's SDE steps; ``None`` trains on all of them."""
@@ -103,7 +88,7 @@ class ChainObjective(Objective):
 
     def chain_faults(self) -> list[str]:
         """What keeps this rollout from being trained on, a line each."""
-        spec, name, where = self.rollout, type(self).__name__, "model.objective.rollout"
+        spec, name, where = self.spec, type(self).__name__, "model.objective.rollout"
         if not spec.is_sde:
             known = " or ".join(FLOW_SDES if "flow" in self.path_kinds else VP_SDES)
             return [
@@ -149,7 +134,7 @@ class ChainObjective(Objective):
     @property
     def _recomputes_old(self) -> bool:
         """Whether the rollout's own log-probabilities are not used, such as those of another guidance."""
-        return self.recompute_old or self.guidance_in("training", None) != self.rollout.guidance
+        return self.recompute_old or self.guidance_in("training", None) != self.spec.guidance
 
     # --- one iteration ---------------------------------------------------------------------------------------------
 
@@ -159,26 +144,18 @@ class ChainObjective(Objective):
         if self.kl_weight > 0:
             self.copies["reference"] = Snapshot(policy)
 
-    def prepare(
-        self,
-        policy: Policy,
-        rollout: Rollout,
-        advantages: Tensor,
-        *,
-        micro_batch_size: int,
-        updates: int,
-        ledger: PassLedger | None = None,
-    ) -> Experience:
+    def prepare(self, context: PrepareContext) -> Experience:
+        policy, advantages = context.policy, context.advantages
         if self.advantage_clip is not None:
             advantages = advantages.clamp(-self.advantage_clip, self.advantage_clip)
-        experience = Experience.of(rollout, advantages, extras=self._chosen(rollout))
+        experience = context.experience(extras=self._chosen(context.rollout), advantages=advantages)
         if self._recomputes_old:
-            with (ledger or PassLedger()).phase("old"), torch.no_grad():
-                self._store_old(policy, experience, micro_batch_size)
+            with context.ledger.phase("old"), torch.no_grad():
+                self._store_old(policy, experience, context.micro_batch_size)
         if self.kl_weight > 0:
             guidance = self.guidance_in("reference", policy)
-            with self.with_copy(policy, "reference", ledger):
-                parts = experience.micro_batches(micro_batch_size)
+            with self.with_copy(policy, "reference", context.ledger):
+                parts = experience.micro_batches(context.micro_batch_size)
                 means = [self._transition(policy, micro, guidance).mean for micro in parts]
             experience.extras["reference_mean"] = torch.cat(means)
         return experience
@@ -223,7 +200,7 @@ class ChainObjective(Objective):
         z, t, t_next, second = (micro.extras[n].flatten(0, 1) for n in ("before", "t", "t_next", "second_time"))
         cond = micro.conditioning.select(micro.rows.repeat_interleave(shape[1]))
         prediction = policy(z, t, cond, guidance)
-        spec = self.rollout
+        spec = self.spec
         step = transition(spec.solver, policy.path, prediction, z, t, t_next, spec.noise_level, second)
         return Transition(*(value.unflatten(0, shape).to(home) for value in (step.mean, step.std, step.diffusion)))
 
@@ -235,7 +212,7 @@ class ChainObjective(Objective):
         """Log-probability ``(M, K)`` of where every trained step of the rollout ended."""
         after = micro.extras["after"]
         flat = Transition(*(value.flatten(0, 1) for value in (step.mean, step.std, step.diffusion)))
-        return log_prob(self.rollout.solver, after.flatten(0, 1), flat).unflatten(0, after.shape[:2])
+        return log_prob(self.spec.solver, after.flatten(0, 1), flat).unflatten(0, after.shape[:2])
 
     def step_weight(self, micro: Experience) -> Tensor | float:
         """Weight of each step's surrogate in the loss, broadcastable to ``(M, K)``."""

@@ -1,8 +1,7 @@
 """DanceGRPO (arXiv 2505.07818): GRPO over a random part of the sampling chain."""
 
-from __future__ import annotations
-
 import math
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
@@ -16,6 +15,7 @@ from lit_vgrpo.objectives.chain import ChainObjective
 
 
 @checked
+@dataclass(eq=False)
 class DanceGRPO(ChainObjective):
     """DanceGRPO on a rectified flow: a constant noise level, shared initial noise, no KL.
 
@@ -34,18 +34,16 @@ class DanceGRPO(ChainObjective):
 
     advantage_std: ClassVar[AdvantageStd] = "group"
 
-    def __init__(
-        self,
-        rollout: RolloutSpec | None = None,
-        clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4,
-        train_fraction: Annotated[float, Range(above=0, most=1, example=0.6)] = 0.6,
-        advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0,
-        training_guidance: GuidanceScale | None = None,
-        recompute_old: bool = False,
-    ) -> None:
-        rollout = rollout or RolloutSpec("dance_sde", steps=16, shared_noise=True)
-        super().__init__(rollout, clip, advantage_clip, 0.0, training_guidance, recompute_old=recompute_old)
-        self.train_fraction = train_fraction
+    rollout: RolloutSpec | None = None
+    clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4
+    train_fraction: Annotated[float, Range(above=0, most=1, example=0.6)] = 0.6
+    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
+    training_guidance: GuidanceScale | None = None
+    recompute_old: bool = False
+
+    def __post_init__(self) -> None:
+        self.rollout = self.rollout or RolloutSpec("dance_sde", steps=16, shared_noise=True)
+        super().__post_init__()
 
     def num_trained_steps(self, spec: RolloutSpec) -> int:
         # The small term keeps 0.29 * 100 from being 28.

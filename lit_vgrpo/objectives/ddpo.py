@@ -1,7 +1,6 @@
 """DDPO (arXiv 2305.13301): policy gradient over the DDIM chain of a variance-preserving network."""
 
-from __future__ import annotations
-
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from lit_vgrpo.core.advantages import AdvantageStd
@@ -11,6 +10,7 @@ from lit_vgrpo.objectives.chain import ChainObjective
 
 
 @checked
+@dataclass(eq=False)
 class DDPO(ChainObjective):
     """DDPO with clipped importance ratios, for eps- and v-networks: the chain is DDIM with eta 1.
 
@@ -30,15 +30,14 @@ class DDPO(ChainObjective):
     advantage_std: ClassVar[AdvantageStd] = "group"
     path_kinds: ClassVar[tuple[str, ...]] = ("vp",)
 
-    def __init__(
-        self,
-        rollout: RolloutSpec | None = None,
-        clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4,
-        advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0,
-        kl_weight: NonNegativeFloat = 0.0,
-        reference_guidance: GuidanceScale | None = None,
-        training_guidance: GuidanceScale | None = None,
-        recompute_old: bool = False,
-    ) -> None:
-        rollout = rollout or RolloutSpec("ddim_sde", steps=50, guidance=5.0)
-        super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance, recompute_old)
+    rollout: RolloutSpec | None = None
+    clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4
+    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
+    kl_weight: NonNegativeFloat = 0.0
+    reference_guidance: GuidanceScale | None = None
+    training_guidance: GuidanceScale | None = None
+    recompute_old: bool = False
+
+    def __post_init__(self) -> None:
+        self.rollout = self.rollout or RolloutSpec("ddim_sde", steps=50, guidance=5.0)
+        super().__post_init__()

@@ -1,21 +1,19 @@
 """Denoising pre-training: the surrogate itself as the loss, on given images instead of rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import PositiveFloat, Range, checked
-from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.rollout import Experience, Rollout, RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_DATA, BatchHook, image_generators
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
-from lit_vgrpo.objectives.base import Objective, group_layout
+from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.objectives.pairs import predict_pairs, rollout_pairs
 from lit_vgrpo.policies.base import Policy
 
@@ -30,6 +28,7 @@ class ImageSource(Protocol):
 
 
 @checked
+@dataclass(eq=False)
 class Denoising(Objective):
     """The ELBO of images that are given: how the tiny models are pre-trained.
 
@@ -44,25 +43,16 @@ class Denoising(Objective):
 
     needs_reward: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        images: ImageSource,
-        rollout: RolloutSpec | None = None,
-        num_mc_samples: Annotated[int, Range(1, 1000, example=4)] = 1,
-        space: Space = "v",
-        self_normalise: bool = False,
-        time_shift: PositiveFloat = 1.0,
-    ) -> None:
-        super().__init__()
-        self.images = images
-        self.rollout = rollout or RolloutSpec()
-        self.num_mc_samples = num_mc_samples
-        self.space = space
-        self.self_normalise = self_normalise
-        self.time_shift = time_shift
+    images: ImageSource
+    rollout: RolloutSpec | None = None
+    num_mc_samples: Annotated[int, Range(1, 1000, example=4)] = 1
+    space: Space = "v"
+    self_normalise: bool = False
+    time_shift: PositiveFloat = 1.0
 
-    def rollout_spec(self, iteration: int) -> RolloutSpec:
-        return self.rollout
+    def __post_init__(self) -> None:
+        self.rollout = self.rollout or RolloutSpec()
+        super().__post_init__()
 
     def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, int]:
         return self.prediction_passes(sizes)
@@ -70,56 +60,30 @@ class Denoising(Objective):
     def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
         return {"update": sizes.uses_per_image * self.num_mc_samples}
 
-    def collect(
-        self,
-        policy: Policy,
-        prompts: Sequence[str],
-        rows: Sequence[dict[str, Any]],
-        slots: Sequence[int],
-        group_size: int,
-        iteration: int,
-        seed: int,
-        batch_size: int | None = None,
-        members: Sequence[int] | None = None,
-        on_batch: BatchHook | None = None,
-    ) -> Rollout:
-        group_rows, image_ids = group_layout(slots, group_size, members)
+    def roll_out(self, policy: Policy, request: RolloutRequest, on_batch: BatchHook | None = None) -> Rollout:
+        """Take the given images in place of a rollout's."""
+        group_rows, image_ids = request.layout()
         picked = group_rows.tolist()
-        generators = image_generators(STREAM_DATA, seed, iteration, image_ids.tolist())
-        images, captions = self.images([prompts[i] for i in picked], [rows[i] for i in picked], generators)
+        generators = image_generators(STREAM_DATA, request.seed, request.iteration, image_ids.tolist())
+        prompts, rows = [request.prompts[i] for i in picked], [request.rows[i] for i in picked]
+        images, captions = self.images(prompts, rows, generators)
         conditioning, rows_of_captions = policy.encode_each(captions)
         return Rollout(
             latents=policy.encode_images(images),
-            group_ids=torch.tensor(slots)[group_rows],
+            group_ids=torch.tensor(request.slots)[group_rows],
             image_ids=image_ids,
             conditioning=conditioning,
             rows=rows_of_captions,
             schedule=torch.empty(0),
-            iteration=iteration,
-            seed=seed,
-            group_size=group_size,
+            iteration=request.iteration,
+            seed=request.seed,
+            group_size=request.group_size,
         )
 
-    def prepare(
-        self,
-        policy: Policy,
-        rollout: Rollout,
-        advantages: Tensor,
-        *,
-        micro_batch_size: int,
-        updates: int,
-        ledger: PassLedger | None = None,
-    ) -> Experience:
-        pairs = rollout_pairs(
-            policy,
-            rollout,
-            self.num_mc_samples,
-            shared=False,
-            stratified=True,
-            times="uniform",
-            shift=self.time_shift,
-        )
-        return Experience.of(rollout, advantages, pairs)
+    def prepare(self, context: PrepareContext) -> Experience:
+        shift = self.time_shift
+        pairs = rollout_pairs(context, self.num_mc_samples, shared=False, stratified=True, times="uniform", shift=shift)
+        return context.experience(pairs)
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         _, error, _ = predict_pairs(policy, micro, self.space, None, guidance=1.0)

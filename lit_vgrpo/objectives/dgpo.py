@@ -1,9 +1,8 @@
 """DGPO (arXiv 2510.08425): preference between the good and the bad part of a group, without a policy gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, NonNegativeInt, Range, checked
-from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_TIMES
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import denoising_error, seeded_generator, surrogate
-from lit_vgrpo.objectives.base import Objective, require
+from lit_vgrpo.objectives.base import Objective, PrepareContext, require
 from lit_vgrpo.objectives.pairs import ode_faults, pairs_at, predict_pairs, squared_distance
 from lit_vgrpo.policies.base import Policy
 
@@ -46,6 +45,7 @@ def gone_far_enough(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip
 
 
 @checked
+@dataclass(eq=False)
 class DGPO(Objective):
     """DGPO: the group's images as one preference, weighted by how far it is from being satisfied.
 
@@ -75,43 +75,31 @@ class DGPO(Objective):
         reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
-    def __init__(
-        self,
-        rollout: RolloutSpec | None = None,
-        num_times: Annotated[int, Range(1, 1000, example=4)] = 4,
-        noisiest: Annotated[int, Range(1, 1000, example=7)] = 7,
-        beta: Annotated[float, Range(above=0, example=100)] = 100.0,
-        kl_weight: NonNegativeFloat = 0.02,
-        clip: Annotated[float, Range(above=0, below=1, example=1e-2)] = 1e-2,
-        reference: Literal["frozen", "moving"] = "frozen",
-        old_decay_rate: NonNegativeFloat = 0.001,
-        old_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3,
-        behaviour_from_step: NonNegativeInt = 200,
-        training_guidance: GuidanceScale | None = None,
-        reference_guidance: GuidanceScale | None = None,
-    ) -> None:
-        require(noisiest >= num_times, "noisiest", noisiest, f"Use {num_times} (num_times) or more")
-        require(reference in ("frozen", "moving"), "reference", reference, "Use frozen or moving")
-        super().__init__(training_guidance, reference_guidance)
-        self.rollout = rollout or RolloutSpec("dpm++", steps=10)
-        self.num_times = num_times
-        self.noisiest = noisiest
-        self.beta = beta
-        self.kl_weight = kl_weight
-        self.clip = clip
-        self.reference: Literal["frozen", "moving"] = reference
-        self.old_decay_rate = old_decay_rate
-        self.old_decay_max = old_decay_max
-        self.behaviour_from_step = behaviour_from_step
+    rollout: RolloutSpec | None = None
+    num_times: Annotated[int, Range(1, 1000, example=4)] = 4
+    noisiest: Annotated[int, Range(1, 1000, example=7)] = 7
+    beta: Annotated[float, Range(above=0, example=100)] = 100.0
+    kl_weight: NonNegativeFloat = 0.02
+    clip: Annotated[float, Range(above=0, below=1, example=1e-2)] = 1e-2
+    reference: Literal["frozen", "moving"] = "frozen"
+    old_decay_rate: NonNegativeFloat = 0.001
+    old_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3
+    behaviour_from_step: NonNegativeInt = 200
+    training_guidance: GuidanceScale | None = None
+    reference_guidance: GuidanceScale | None = None
 
-    def rollout_spec(self, iteration: int) -> RolloutSpec:
-        return self.rollout
+    def __post_init__(self) -> None:
+        at_least = f"Use {self.num_times} (num_times) or more"
+        require(self.noisiest >= self.num_times, "noisiest", self.noisiest, at_least)
+        require(self.reference in ("frozen", "moving"), "reference", self.reference, "Use frozen or moving")
+        self.rollout = self.rollout or RolloutSpec("dpm++", steps=10)
+        super().__post_init__()
 
     def check(self, sizes: Sizes) -> list[str]:
-        faults = super().check(sizes) + ode_faults("DGPO", self.rollout)
-        if self.noisiest > self.rollout.steps:
+        faults = super().check(sizes) + ode_faults("DGPO", self.spec)
+        if self.noisiest > self.spec.steps:
             faults.append(
-                f"model.objective.noisiest={self.noisiest} is more than the sampler's {self.rollout.steps} times. "
+                f"model.objective.noisiest={self.noisiest} is more than the sampler's {self.spec.steps} times. "
                 f"{self._advice()}"
             )
         prompts, updates = sizes.prompts_per_iteration, sizes.updates_per_iteration
@@ -125,7 +113,7 @@ class DGPO(Objective):
 
     def _advice(self) -> str:
         """The values of ``noisiest`` that fit the sampler, in a sentence."""
-        least, most = self.num_times, self.rollout.steps
+        least, most = self.num_times, self.spec.steps
         if least > most:
             return f"Use model.objective.rollout.steps={self.noisiest}, or fewer num_times than {least}."
         return f"Use {most}." if least == most else f"Use {least} to {most}."
@@ -149,33 +137,20 @@ class DGPO(Objective):
             self.copies["old"].swapped_into(policy) if self.num_updates >= self.behaviour_from_step else nullcontext()
         )
 
-    def prepare(
-        self,
-        policy: Policy,
-        rollout: Rollout,
-        advantages: Tensor,
-        *,
-        micro_batch_size: int,
-        updates: int,
-        ledger: PassLedger | None = None,
-    ) -> Experience:
+    def prepare(self, context: PrepareContext) -> Experience:
+        rollout, device = context.rollout, context.rollout.latents.device
         generator = seeded_generator(rollout.seed, STREAM_TIMES, rollout.iteration)
         picked = torch.randperm(self.noisiest, generator=generator)[: self.num_times]
-        device = rollout.latents.device
-        experience = Experience.of(
-            rollout,
-            advantages,
-            pairs_at(policy, rollout, rollout.schedule.cpu()[picked], shared=True),
-            {
-                "group_ids": rollout.group_ids.to(device),
-                "group_size": torch.full((len(rollout),), rollout.group_size, device=device),
-            },
+        group_size = torch.full((len(rollout),), rollout.group_size, device=device)
+        experience = context.experience(
+            pairs_at(context, rollout.schedule.cpu()[picked], shared=True),
+            {"group_ids": rollout.group_ids.to(device), "group_size": group_size},
         )
         if "reference" in self.copies:
-            micros = experience.micro_batches(micro_batch_size)
-            with self.with_copy(policy, "reference", ledger):
+            micros = experience.micro_batches(context.micro_batch_size)
+            with self.with_copy(context.policy, "reference", context.ledger):
                 for micro in micros:
-                    self._store_reference(micro, *self._losses(policy, micro, "reference"))
+                    self._store_reference(micro, *self._losses(context.policy, micro, "reference"))
             for name in micros[0].extras.keys() - experience.extras.keys():
                 experience.extras[name] = torch.cat([micro.extras[name] for micro in micros])
         return experience

@@ -1,7 +1,6 @@
 """Flow-GRPO (arXiv 2505.05470): GRPO over the sampling chain of a flow model."""
 
-from __future__ import annotations
-
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -34,6 +33,7 @@ def guarded_log_ratio(log_ratio: Tensor, mean: Tensor, old_mean: Tensor, std: Te
 
 
 @checked
+@dataclass(eq=False)
 class FlowGRPO(ChainObjective):
     """Flow-GRPO, with its later variants: Fast, CPS (choose ``rollout.solver=cps``) and GRPO-Guard.
 
@@ -51,25 +51,22 @@ class FlowGRPO(ChainObjective):
         reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
-    def __init__(
-        self,
-        rollout: RolloutSpec | None = None,
-        clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = None,
-        kl_weight: NonNegativeFloat = 0.04,
-        fast: bool = False,
-        fast_window: Annotated[int, Range(1, 1000, example=2)] = 2,
-        guard: bool = False,
-        advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0,
-        reference_guidance: GuidanceScale | None = None,
-        training_guidance: GuidanceScale | None = None,
-        recompute_old: bool = False,
-    ) -> None:
-        rollout = rollout or RolloutSpec("flow_sde", steps=10, guidance=4.5)
-        clip = PUBLISHED_CLIP.get(rollout.solver, DEFAULT_CLIP) if clip is None else clip
-        super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance, recompute_old)
-        self.fast = fast
-        self.fast_window = fast_window
-        self.guard = guard
+    rollout: RolloutSpec | None = None
+    clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = None
+    kl_weight: NonNegativeFloat = 0.04
+    fast: bool = False
+    fast_window: Annotated[int, Range(1, 1000, example=2)] = 2
+    guard: bool = False
+    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
+    reference_guidance: GuidanceScale | None = None
+    training_guidance: GuidanceScale | None = None
+    recompute_old: bool = False
+
+    def __post_init__(self) -> None:
+        self.rollout = self.rollout or RolloutSpec("flow_sde", steps=10, guidance=4.5)
+        if self.clip is None:
+            self.clip = PUBLISHED_CLIP.get(self.rollout.solver, DEFAULT_CLIP)
+        super().__post_init__()
 
     @property
     def window(self) -> tuple[str, int] | None:
@@ -81,7 +78,7 @@ class FlowGRPO(ChainObjective):
 
     def chain_faults(self) -> list[str]:
         faults = super().chain_faults()
-        if self.guard and self.rollout.solver == "cps":
+        if self.guard and self.spec.solver == "cps":
             faults.append(
                 "model.objective.guard=true is made for a Gaussian likelihood, which cps does not use. "
                 "Set guard=false, or rollout.solver=flow_sde."

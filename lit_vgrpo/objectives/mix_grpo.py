@@ -1,11 +1,9 @@
 """MixGRPO (arXiv 2507.21802): SDE steps and training inside a sliding window, ODE steps outside."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 import torch
 
@@ -21,6 +19,7 @@ WindowStrategy = Literal["progressive", "random", "decay", "frozen"]
 
 
 @checked
+@dataclass(eq=False)
 class MixGRPO(ChainObjective):
     """Flow-GRPO's SDE and loss inside a window of the schedule, which moves from the noisiest steps to the cleanest.
 
@@ -52,36 +51,27 @@ class MixGRPO(ChainObjective):
     advantage_std: ClassVar[AdvantageStd] = "group"
     advantage_aggregate: ClassVar[AdvantageAggregate] = "advantages"
 
-    def __init__(
-        self,
-        rollout: RolloutSpec | None = None,
-        window_size: Annotated[int, Range(1, 1000, example=4)] = 4,
-        window_strategy: WindowStrategy = "progressive",
-        window_stride: PositiveInt = 1,
-        window_interval: Annotated[int, Range(1, example=25)] = 25,
-        decay_rate: NonNegativeFloat = 0.1,
-        decay_from: NonNegativeInt = 13,
-        flash: bool = False,
-        flash_share: Annotated[float, Range(above=0, most=1, example=0.4)] = 0.4,
-        clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4,
-        advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0,
-        kl_weight: NonNegativeFloat = 0.0,
-        reference_guidance: GuidanceScale | None = None,
-        training_guidance: GuidanceScale | None = None,
-        recompute_old: bool = False,
-    ) -> None:
-        rollout = rollout or RolloutSpec("flow_sde", steps=25, shared_noise=True)
-        super().__init__(rollout, clip, advantage_clip, kl_weight, training_guidance, reference_guidance, recompute_old)
-        strategies = ("progressive", "random", "decay", "frozen")
-        require(window_strategy in strategies, "window_strategy", window_strategy, f"Use {' or '.join(strategies)}")
-        self.window_size = window_size
-        self.window_strategy: WindowStrategy = window_strategy
-        self.window_stride = window_stride
-        self.window_interval = window_interval
-        self.decay_rate = decay_rate
-        self.decay_from = decay_from
-        self.flash = flash
-        self.flash_share = flash_share
+    rollout: RolloutSpec | None = None
+    window_size: Annotated[int, Range(1, 1000, example=4)] = 4
+    window_strategy: WindowStrategy = "progressive"
+    window_stride: PositiveInt = 1
+    window_interval: Annotated[int, Range(1, example=25)] = 25
+    decay_rate: NonNegativeFloat = 0.1
+    decay_from: NonNegativeInt = 13
+    flash: bool = False
+    flash_share: Annotated[float, Range(above=0, most=1, example=0.4)] = 0.4
+    clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4
+    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
+    kl_weight: NonNegativeFloat = 0.0
+    reference_guidance: GuidanceScale | None = None
+    training_guidance: GuidanceScale | None = None
+    recompute_old: bool = False
+
+    def __post_init__(self) -> None:
+        known = get_args(WindowStrategy)
+        require(self.window_strategy in known, "window_strategy", self.window_strategy, f"Use {' or '.join(known)}")
+        self.rollout = self.rollout or RolloutSpec("flow_sde", steps=25, shared_noise=True)
+        super().__post_init__()
 
     @property
     def window(self) -> tuple[str, int]:
@@ -111,6 +101,6 @@ class MixGRPO(ChainObjective):
 
     def chain_faults(self) -> list[str]:
         faults = super().chain_faults()
-        if self.rollout.tail is not None:
+        if self.spec.tail is not None:
             faults.append("model.objective.rollout.tail is set by MixGRPO itself. Leave it out; set flash=true.")
         return faults

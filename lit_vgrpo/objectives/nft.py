@@ -1,21 +1,19 @@
 """DiffusionNFT (arXiv 2509.16117): contrast of good and bad images on the forward process, without a likelihood."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, Range, checked
-from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_TIMES, image_generators
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import denoising_error, mean_over_pixels, surrogate
-from lit_vgrpo.objectives.base import Objective, require
+from lit_vgrpo.objectives.base import Objective, PrepareContext, require
 from lit_vgrpo.objectives.pairs import (
     ode_faults,
     pairs_at,
@@ -77,6 +75,7 @@ def _self_normalised(error: Tensor) -> Tensor:
 
 
 @checked
+@dataclass(eq=False)
 class DiffusionNFT(Objective):
     """DiffusionNFT: images come from a slowly moving copy, and each trains at nearly all of the sampler's times.
 
@@ -102,34 +101,24 @@ class DiffusionNFT(Objective):
         reference_guidance: guidance of the start's weights; null takes the training's.
     """
 
-    def __init__(
-        self,
-        rollout: RolloutSpec | None = None,
-        beta: Annotated[float, Range(above=0, example=1)] = 1.0,
-        decay_type: Literal[0, 1, 2] = 1,
-        num_times: Annotated[int, Range(1, 1000)] | None = None,
-        advantage_clip: Annotated[float, Range(above=0, example=5)] = 5.0,
-        kl_weight: NonNegativeFloat = 1e-4,
-        scale_cap: Annotated[float, Range(above=0, example=5)] | None = 5.0,
-        training_guidance: GuidanceScale | None = None,
-        reference_guidance: GuidanceScale | None = None,
-    ) -> None:
-        require(decay_type in (0, 1, 2), "decay_type", decay_type, "Use 0, 1 or 2")
-        super().__init__(training_guidance, reference_guidance)
-        self.rollout = rollout or RolloutSpec(steps=10)
-        self.beta = beta
-        self.decay_type: Literal[0, 1, 2] = decay_type
-        self.num_times = num_times
-        self.advantage_clip = advantage_clip
-        self.kl_weight = kl_weight
-        self.scale_cap = scale_cap
+    rollout: RolloutSpec | None = None
+    beta: Annotated[float, Range(above=0, example=1)] = 1.0
+    decay_type: Literal[0, 1, 2] = 1
+    num_times: Annotated[int, Range(1, 1000)] | None = None
+    advantage_clip: Annotated[float, Range(above=0, example=5)] = 5.0
+    kl_weight: NonNegativeFloat = 1e-4
+    scale_cap: Annotated[float, Range(above=0, example=5)] | None = 5.0
+    training_guidance: GuidanceScale | None = None
+    reference_guidance: GuidanceScale | None = None
 
-    def rollout_spec(self, iteration: int) -> RolloutSpec:
-        return self.rollout
+    def __post_init__(self) -> None:
+        require(self.decay_type in (0, 1, 2), "decay_type", self.decay_type, "Use 0, 1 or 2")
+        self.rollout = self.rollout or RolloutSpec(steps=10)
+        super().__post_init__()
 
     def check(self, sizes: Sizes) -> list[str]:
-        faults = super().check(sizes) + ode_faults("DiffusionNFT", self.rollout)
-        steps = self.rollout.steps
+        faults = super().check(sizes) + ode_faults("DiffusionNFT", self.spec)
+        steps = self.spec.steps
         if self.num_times is None and steps < 2:
             faults.append(
                 f"model.objective.rollout.steps={steps} leaves no time to train at, since all but one are used. "
@@ -144,7 +133,7 @@ class DiffusionNFT(Objective):
 
     def times_an_image(self) -> int:
         """How many of the sampler's times each image trains at."""
-        return self.num_times or self.rollout.network_calls - 1
+        return self.num_times or self.spec.network_calls - 1
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
         times = self.times_an_image()
@@ -161,30 +150,19 @@ class DiffusionNFT(Objective):
     def acting(self, policy: Policy) -> AbstractContextManager[Any]:
         return self.copies["old"].swapped_into(policy)
 
-    def prepare(
-        self,
-        policy: Policy,
-        rollout: Rollout,
-        advantages: Tensor,
-        *,
-        micro_batch_size: int,
-        updates: int,
-        ledger: PassLedger | None = None,
-    ) -> Experience:
+    def prepare(self, context: PrepareContext) -> Experience:
+        policy, rollout = context.policy, context.rollout
         schedule, num_times = rollout.schedule.cpu(), self.times_an_image()
         generators = image_generators(STREAM_TIMES, rollout.seed, rollout.iteration, rollout.image_ids.tolist())
         picked = [torch.randperm(len(schedule), generator=generator)[:num_times] for generator in generators]
-        pairs = pairs_at(policy, rollout, schedule[torch.stack(picked)], shared=False)
-        experience = Experience.of(rollout, advantages, pairs)
-        with self.with_copy(policy, "old", ledger):
+        experience = context.experience(pairs_at(context, schedule[torch.stack(picked)], shared=False))
+        with self.with_copy(policy, "old", context.ledger):
             guidance = self.guidance_in("training", policy)
-            errors = stored_errors(policy, experience, micro_batch_size, "x", self.scale_cap, guidance)
-        experience.extras["old_error"] = errors
+            experience.extras["old_error"] = stored_errors(context, experience, "x", self.scale_cap, guidance)
         if "reference" in self.copies:
-            with self.with_copy(policy, "reference", ledger):
+            with self.with_copy(policy, "reference", context.ledger):
                 guidance = self.guidance_in("reference", policy)
-                predictions = stored_predictions(policy, experience, micro_batch_size, guidance)
-            experience.extras["reference_prediction"] = predictions
+                experience.extras["reference_prediction"] = stored_predictions(context, experience, guidance)
         return experience
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:

@@ -11,14 +11,14 @@ from lit_vgrpo.core.probability_paths import Space, expand
 from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_PAIRS, image_generators
 from lit_vgrpo.core.surrogate import Pairs, draw_pairs, mean_over_pixels, surrogate
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies.base import Policy
 
 TimeSource = Literal["sampler", "uniform"]
 
 
 def rollout_pairs(
-    policy: Policy,
-    rollout: Rollout,
+    context: PrepareContext,
     num_pairs: int,
     *,
     shared: bool,
@@ -30,6 +30,7 @@ def rollout_pairs(
 
     A row is seeded by its group's (or image's) global number, so that it does not depend on the number of ranks.
     """
+    rollout = context.rollout
     owners, rows = pair_owners(rollout, shared)
     pairs = draw_pairs(
         image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist()),
@@ -40,19 +41,20 @@ def rollout_pairs(
         schedule=rollout.schedule.cpu() if times == "sampler" else None,
         shift=shift,
     )
-    pairs.times = policy.path.snap(pairs.times)
+    pairs.times = context.policy.path.snap(pairs.times)
     return pairs.to(rollout.latents.device)
 
 
-def pairs_at(policy: Policy, rollout: Rollout, times: Tensor, *, shared: bool) -> Pairs:
+def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool) -> Pairs:
     """Pairs at given times, with noise of their own for each of them.
 
     Args:
         times: ``(N,)`` for all images, or ``(K, N)``: a row for each group when ``shared``, else for each image.
         shared: one row of noise for each group, in the order of the groups' numbers, or one for each image.
     """
+    rollout = context.rollout
     owners, rows = pair_owners(rollout, shared)
-    times = policy.path.snap(times.cpu()).expand(len(owners), -1)
+    times = context.policy.path.snap(times.cpu()).expand(len(owners), -1)
     shape = (times.shape[1], *rollout.latents.shape[1:])
     generators = image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist())
     noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
@@ -97,18 +99,18 @@ def predict_pairs(
 
 
 @torch.no_grad()
-def stored_predictions(policy: Policy, experience: Experience, micro_batch_size: int, guidance: float) -> Tensor:
-    """The network's own predictions on all pairs ``(B, N, ...)``, with the weights as they are."""
-    own, micros = policy.path.prediction, experience.micro_batches(micro_batch_size)
-    return torch.cat([predict_pairs(policy, micro, own, None, guidance)[0] for micro in micros])
+def stored_predictions(context: PrepareContext, experience: Experience, guidance: float) -> Tensor:
+    """Return the network's own predictions on all pairs ``(B, N, ...)``, with the weights as they are."""
+    policy, micros = context.policy, experience.micro_batches(context.micro_batch_size)
+    return torch.cat([predict_pairs(policy, micro, policy.path.prediction, None, guidance)[0] for micro in micros])
 
 
 @torch.no_grad()
 def stored_errors(
-    policy: Policy, experience: Experience, micro_batch_size: int, space: Space, cap: float | None, guidance: float
+    context: PrepareContext, experience: Experience, space: Space, cap: float | None, guidance: float
 ) -> Tensor:
-    """The errors of :func:`predict_pairs` on all pairs ``(B, N, ...)``, with the weights as they are."""
-    micros = experience.micro_batches(micro_batch_size)
+    """Return the errors of :func:`predict_pairs` on all pairs ``(B, N, ...)``, with the weights as they are."""
+    policy, micros = context.policy, experience.micro_batches(context.micro_batch_size)
     return torch.cat([predict_pairs(policy, micro, space, cap, guidance)[1] for micro in micros])
 
 

@@ -1,18 +1,16 @@
 """V-GRPO (arXiv 2604.23380): GRPO whose likelihood is the ELBO surrogate."""
 
-from __future__ import annotations
-
 from collections.abc import Set
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import soft_clip
-from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, PositiveFloat, Range, checked
-from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import (
@@ -23,7 +21,7 @@ from lit_vgrpo.core.surrogate import (
     ratio_metrics,
     surrogate,
 )
-from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.objectives.pairs import TimeSource, predict_pairs, rollout_pairs
 from lit_vgrpo.policies.base import Policy
 
@@ -40,6 +38,7 @@ _STORED = frozenset({"old_surrogate", "kl_prediction"})
 
 
 @checked
+@dataclass(eq=False)
 class VGRPO(Objective):
     """V-GRPO with its three variance reductions and three controls of the gradient step, each switchable.
 
@@ -62,40 +61,24 @@ class VGRPO(Objective):
             embeds the scale, as FLUX.1-dev's does.
     """
 
-    def __init__(
-        self,
-        rollout: RolloutSpec | None = None,
-        num_mc_samples: Annotated[int, Range(1, 1000, example=4)] = 4,
-        share_pairs: bool = True,
-        stratify: bool = True,
-        space: Space = "x",
-        self_normalise: bool = True,
-        scale_cap: Annotated[float, Range(above=0, example=5)] | None = 5.0,
-        times: TimeSource = "sampler",
-        time_shift: PositiveFloat = 1.0,
-        clip: Annotated[float, Range(above=0, below=1, example=1e-2)] | None = None,
-        soft_clip: Annotated[float, Range(above=0, example=3)] | None = None,
-        kl_weight: NonNegativeFloat = 0.0,
-        anchor_decay: Annotated[float, Range(least=0, below=1, example=0.3)] | None = None,
-        training_guidance: GuidanceScale | None = None,
-    ) -> None:
-        super().__init__(training_guidance)
-        self.rollout = rollout or RolloutSpec()
-        self.num_mc_samples = num_mc_samples
-        self.share_pairs = share_pairs
-        self.stratify = stratify
-        self.space = space
-        self.self_normalise = self_normalise
-        self.scale_cap = scale_cap
-        self.times: TimeSource = times
-        self.time_shift = time_shift
-        self.clip = clip
-        self.soft_clip = soft_clip
-        self.kl_weight = kl_weight
-        self.anchor_decay = anchor_decay
+    rollout: RolloutSpec | None = None
+    num_mc_samples: Annotated[int, Range(1, 1000, example=4)] = 4
+    share_pairs: bool = True
+    stratify: bool = True
+    space: Space = "x"
+    self_normalise: bool = True
+    scale_cap: Annotated[float, Range(above=0, example=5)] | None = 5.0
+    times: TimeSource = "sampler"
+    time_shift: PositiveFloat = 1.0
+    clip: Annotated[float, Range(above=0, below=1, example=1e-2)] | None = None
+    soft_clip: Annotated[float, Range(above=0, example=3)] | None = None
+    kl_weight: NonNegativeFloat = 0.0
+    anchor_decay: Annotated[float, Range(least=0, below=1, example=0.3)] | None = None
+    training_guidance: GuidanceScale | None = None
 
-    def rollout_spec(self, iteration: int) -> RolloutSpec:
-        return self.rollout
+    def __post_init__(self) -> None:
+        self.rollout = self.rollout or RolloutSpec()
+        super().__post_init__()
 
     def check(self, sizes: Sizes) -> list[str]:
         faults = super().check(sizes)
@@ -125,47 +108,35 @@ class VGRPO(Objective):
         """The slowly moving copy, where there is one."""
         return self.copies.get("anchor")
 
-    def prepare(
-        self,
-        policy: Policy,
-        rollout: Rollout,
-        advantages: Tensor,
-        *,
-        micro_batch_size: int,
-        updates: int,
-        ledger: PassLedger | None = None,
-    ) -> Experience:
+    def prepare(self, context: PrepareContext) -> Experience:
         pairs = rollout_pairs(
-            policy,
-            rollout,
+            context,
             self.num_mc_samples,
             shared=self.share_pairs,
             stratified=self.stratify,
             times=self.times,
             shift=self.time_shift,
         )
-        experience = Experience.of(rollout, soft_clip(advantages, self.soft_clip), pairs)
+        experience = context.experience(pairs, advantages=soft_clip(context.advantages, self.soft_clip))
         # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes of its own.
-        if updates > 1:
+        if context.updates > 1:
             wanted = {"old_surrogate"} if self.anchor is not None or self.kl_weight == 0 else _STORED
-            with (ledger or PassLedger()).phase("old"):
-                experience.extras |= self._stored(policy, experience, micro_batch_size, wanted)
+            with context.ledger.phase("old"):
+                experience.extras |= self._stored(context, experience, wanted)
         if self.anchor is not None:
-            with self.with_copy(policy, "anchor", ledger):
-                experience.extras |= self._stored(policy, experience, micro_batch_size, {"kl_prediction"})
+            with self.with_copy(context.policy, "anchor", context.ledger):
+                experience.extras |= self._stored(context, experience, {"kl_prediction"})
         return experience
 
     def _predict(self, policy: Policy, micro: Experience) -> tuple[Tensor, Tensor, Tensor]:
         return predict_pairs(policy, micro, self.space, self.scale_cap, self.guidance_in("training", policy))
 
     @torch.no_grad()
-    def _stored(
-        self, policy: Policy, experience: Experience, micro_batch_size: int, wanted: Set[str]
-    ) -> dict[str, Tensor]:
-        """What the present weights say; only what is wanted is kept, since predictions are as large as all pairs."""
+    def _stored(self, context: PrepareContext, experience: Experience, wanted: Set[str]) -> dict[str, Tensor]:
+        """Return what is wanted of the present weights, and no more: predictions are as large as all pairs."""
         stored: dict[str, list[Tensor]] = {name: [] for name in wanted}
-        for micro in experience.micro_batches(micro_batch_size):
-            prediction, error, _ = self._predict(policy, micro)
+        for micro in experience.micro_batches(context.micro_batch_size):
+            prediction, error, _ = self._predict(context.policy, micro)
             if "old_surrogate" in wanted:
                 stored["old_surrogate"].append(surrogate(denoising_error(error, self.self_normalise)))
             if "kl_prediction" in wanted:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.records import IterationRecord
-from lit_vgrpo.core.rollout import Conditioning, Experience
+from lit_vgrpo.core.rollout import Conditioning, Experience, group_layout
 from lit_vgrpo.core.surrogate import Pairs
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.objectives.base import group_layout
 
 Gather = Callable[[Tensor], Tensor]
 
@@ -41,6 +40,20 @@ class Iteration:
 
     def __post_init__(self) -> None:
         self.micros = self.experience.micro_batches(self.micro_batch_size)
+
+    @classmethod
+    def of(cls, experience: Experience, image_ids: Tensor, record: IterationRecord, batch: PromptBatch) -> Iteration:
+        """Return the iteration with its images in the order in which the batch's updates take them.
+
+        Args:
+            experience: the images as they were rolled out; so are ``image_ids`` and the record's groups.
+        """
+        if batch.order is None:
+            return cls(experience, image_ids, record, batch.micro_batch_size)
+        order = torch.tensor(batch.order)
+        record.local_group_ids = record.local_group_ids[order]
+        own = experience.select(order.to(experience.latents.device))
+        return cls(own, image_ids[order], record, batch.micro_batch_size)
 
     def state_dict(self, all_ranks: Gather) -> dict[str, Any]:
         """All ranks' images as plain tensors on the CPU: what is left can go on, on any number of ranks.

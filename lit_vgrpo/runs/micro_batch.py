@@ -19,6 +19,7 @@ from lit_vgrpo.memory.dummy_rollout import made_up_rollout
 from lit_vgrpo.memory.live import LiveMemory
 from lit_vgrpo.memory.passes import demand
 from lit_vgrpo.memory.shares import moments, shown
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.optimizers.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.policies.placement import place
 from lit_vgrpo.rewards.model import ModelReward
@@ -198,7 +199,7 @@ class Trial:
         advantages = torch.linspace(-1, 1, images, device=self.home)
         updates = self.plan.updates_per_iteration
         with torch.enable_grad(), self._precision():
-            experience = objective.prepare(policy, rollout, advantages, micro_batch_size=images, updates=updates)
+            experience = objective.prepare(PrepareContext(policy, rollout, advantages, images, updates))
             (micro,) = experience.micro_batches(images)
             objective.before_update(policy, [micro])
             loss, _ = objective.loss(policy, micro.to(self.device))

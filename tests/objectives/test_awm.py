@@ -22,6 +22,7 @@ from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.objectives import AWM
 from lit_vgrpo.objectives.awm import log_likelihood
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import SD3Policy
 
 
@@ -157,7 +158,9 @@ def test_passes_are_those_of_the_table(policy, updates, split):
     objective.setup(policy)
     with ledger.phase("rollout"):
         rollout = roll(policy, objective)
-    experience = objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=3, updates=updates, ledger=ledger)
+    experience = objective.prepare(
+        PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=3, updates=updates, ledger=ledger)
+    )
     for _ in range(1 if split else updates):
         loss_and_gradient(policy, objective, experience.micro_batches(3))
     found = {name: sum(count.values()) / 6 for name, count in ledger.counts.items()}
@@ -177,7 +180,7 @@ def test_the_weights_are_put_back_when_a_pass_fails(policy):
     before = weights(policy)
     rollout.conditioning.tensors["tokens"] = rollout.conditioning.tensors["tokens"][..., :-1]
     with pytest.raises(RuntimeError):
-        objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1)
+        objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1))
     assert all(torch.equal(p, before[name]) for name, p in weights(policy).items())
 
 

@@ -23,6 +23,7 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.solvers import FLOW_SDES, ODE_OF
 from lit_vgrpo.objectives import DDPO, DanceGRPO, FlowGRPO, MixGRPO
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import RectifiedFlow, SD3Policy, UNetPolicy
 
 SIZES = Sizes(prompts_per_iteration=2, group_size=GROUP)
@@ -215,7 +216,7 @@ def test_old_likelihoods_may_be_computed_anew(policy, objective):
         ledger = PassLedger()
         ledger.attach(policy.network)
         given = {"micro_batch_size": 2, "updates": 1, "ledger": ledger}
-        experience = objective.prepare(policy, rollout, ADVANTAGES, **given)
+        experience = objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, **given))
         found = [objective.loss(policy, micro)[1]["ratio_deviation"] for micro in experience.micro_batches(2)]
         ratios[recompute] = torch.cat(found).max()
         planned = objective.prediction_passes(SIZES).get("old", 0)
@@ -264,7 +265,9 @@ def test_reference_means_are_those_of_the_start(tiny_sd3, lora, reference_guidan
     moved = {name: p.detach().clone() for name, p in trainable_parameters(policy).items()}
     rollout = roll(policy, objective)
     ledger.attach(policy.network)
-    experience = objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=2, updates=1, ledger=ledger)
+    experience = objective.prepare(
+        PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=2, updates=1, ledger=ledger)
+    )
     assert ledger.counts == {"reference": {"with_grad": 0, "without_grad": 18 * (1 if reference_guidance else 2)}}
     assert all(torch.equal(p, moved[name]) for name, p in trainable_parameters(policy).items())
     with torch.no_grad():
@@ -284,7 +287,7 @@ def test_the_weights_come_back_when_the_reference_fails(policy):
     before = {name: p.detach().clone() for name, p in trainable_parameters(policy).items()}
     rollout.conditioning.tensors["tokens"] = rollout.conditioning.tensors["tokens"][..., :-1]
     with pytest.raises(RuntimeError):
-        objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1)
+        objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1))
     assert all(torch.equal(p, before[name]) for name, p in trainable_parameters(policy).items())
 
 

@@ -24,6 +24,7 @@ from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.objectives import DGPO
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.dgpo import gone_far_enough, group_weights
 
 
@@ -239,7 +240,9 @@ def test_passes_are_those_of_the_table(policy, reference, micro_batch_size, phas
     with ledger.phase("rollout"):
         rollout = roll(policy, objective)
     experience = objective.prepare(
-        policy, rollout, ADVANTAGES, micro_batch_size=micro_batch_size, updates=2, ledger=ledger
+        PrepareContext(
+            policy, rollout, ADVANTAGES, micro_batch_size=micro_batch_size, updates=2, ledger=ledger or PassLedger()
+        )
     )
     micros = experience.micro_batches(micro_batch_size)
     for _ in range(2):
@@ -282,7 +285,7 @@ def test_the_weights_are_put_back_when_a_pass_fails(policy):
     with pytest.raises(RuntimeError):
         objective.before_update(policy, [experience])
     with pytest.raises(RuntimeError):
-        objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1)
+        objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1))
     with pytest.raises(RuntimeError, match="stop"), objective.acting(policy):
         raise RuntimeError("stop")
     assert all(torch.equal(p, before[name]) for name, p in weights(policy).items())

@@ -9,6 +9,7 @@ from lit_vgrpo import AWM, DGPO, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGR
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.rollout import Experience
 from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.objectives.base import PrepareContext
 
 ODE, SDE = RolloutSpec(steps=4, guidance=2.0), RolloutSpec("flow_sde", steps=4, guidance=2.0)
 GUIDED = {"training_guidance": 3.0, "reference_guidance": 4.0}
@@ -49,7 +50,9 @@ def heard_in_an_iteration(policy, objective):
     objective.setup(policy)
     with ledger.phase("rollout"):
         rollout = roll(policy, objective)
-    experience = objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1, ledger=ledger)
+    experience = objective.prepare(
+        PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1, ledger=ledger)
+    )
     objective.before_update(policy, [experience], ledger)
     _, metrics = objective.loss(policy, experience)
     return policy.heard, metrics
@@ -97,9 +100,11 @@ def test_the_ratio_is_one_before_an_update_whatever_the_scale(name, tiny_sd3):
 def test_the_rollouts_own_likelihood_would_not_do(tiny_sd3):
     policy, objective = Listener(str(tiny_sd3)).load(), FlowGRPO(SDE, kl_weight=0.0, training_guidance=1.0)
     objective.setup(policy)
-    experience = objective.prepare(policy, roll(policy, objective), ADVANTAGES, micro_batch_size=6, updates=1)
+    experience = objective.prepare(
+        PrepareContext(policy, roll(policy, objective), ADVANTAGES, micro_batch_size=6, updates=1)
+    )
     kept = FlowGRPO(SDE, kl_weight=0.0)
-    sampled = kept.prepare(policy, roll(policy, kept), ADVANTAGES, micro_batch_size=6, updates=1)
+    sampled = kept.prepare(PrepareContext(policy, roll(policy, kept), ADVANTAGES, micro_batch_size=6, updates=1))
     assert (experience.extras["log_prob"] - sampled.extras["log_prob"]).abs().max() > 1e-4
 
 

@@ -21,6 +21,7 @@ from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.nft import nft_decay, optimality
 
 
@@ -155,7 +156,9 @@ def test_passes_are_those_of_the_table(policy):
     objective.setup(policy)
     with ledger.phase("rollout"):
         rollout = roll(policy, objective)
-    experience = objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=3, updates=2, ledger=ledger)
+    experience = objective.prepare(
+        PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=3, updates=2, ledger=ledger)
+    )
     for _ in range(2):
         loss_and_gradient(policy, objective, experience.micro_batches(3))
     found = {name: sum(count.values()) / 6 for name, count in ledger.counts.items()}
@@ -172,7 +175,7 @@ def test_the_weights_are_put_back_when_a_pass_fails(policy):
     before = weights(policy)
     rollout.conditioning.tensors["tokens"] = rollout.conditioning.tensors["tokens"][..., :-1]
     with pytest.raises(RuntimeError):
-        objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1)
+        objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1))
     with pytest.raises(RuntimeError, match="stop"), objective.acting(policy):
         raise RuntimeError("stop")
     assert all(torch.equal(p, before[name]) for name, p in weights(policy).items())

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.objectives import VGRPO, clipped_surrogate
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import UNetPolicy
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
@@ -21,14 +22,21 @@ ADVANTAGES = torch.tensor([1.0, -0.5, -0.5, 0.0, 2.0, -2.0])
 
 def roll(policy, objective, seed=0):
     rows = [{"prompt": prompt} for prompt in PROMPTS]
-    return objective.collect(policy, PROMPTS, rows, [0, 1], GROUP, iteration=0, seed=seed)
+    return objective.roll_out(policy, RolloutRequest(PROMPTS, rows, [0, 1], GROUP, iteration=0, seed=seed))
 
 
 def prepared(policy, objective, updates=1, micro_batch_size=6, ledger=None):
     objective.setup(policy)
     rollout = roll(policy, objective)
     return objective.prepare(
-        policy, rollout, ADVANTAGES, micro_batch_size=micro_batch_size, updates=updates, ledger=ledger
+        PrepareContext(
+            policy,
+            rollout,
+            ADVANTAGES,
+            micro_batch_size=micro_batch_size,
+            updates=updates,
+            ledger=ledger or PassLedger(),
+        )
     )
 
 
@@ -233,7 +241,7 @@ def test_the_anchor_is_put_back_when_its_passes_fail(policy):
     before = {name: p.detach().clone() for name, p in trainable_parameters(policy).items()}
     rollout.conditioning.tensors["tokens"] = rollout.conditioning.tensors["tokens"][..., :-1]
     with pytest.raises(RuntimeError):
-        objective.prepare(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1)
+        objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1))
     for name, p in trainable_parameters(policy).items():
         assert torch.equal(p, before[name])
 

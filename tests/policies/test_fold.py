@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sampling import image_generators, sample, sample_chain
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.objectives import DiffusionNFT
@@ -192,7 +192,7 @@ def test_a_method_that_samples_with_a_copy_folds_the_copy(sd3):
         objective = DiffusionNFT(RolloutSpec(steps=2))
         objective.setup(one)
         adapted(one, std=0.3)  # the copy stays behind
-        latents.append(objective.collect(one, PROMPTS, [{}, {}], [0, 1], 1, 0, 0).latents)
+        latents.append(objective.roll_out(one, RolloutRequest(PROMPTS, [{}, {}], [0, 1], 1, 0, 0)).latents)
     torch.testing.assert_close(*latents, rtol=1e-4, atol=1e-5)
     own = sample(policy, policy.encode(PROMPTS), torch.arange(2), RolloutSpec(steps=2), torch.zeros_like(latents[0]))[0]
     assert not torch.allclose(own, latents[0], rtol=1e-2)

@@ -12,11 +12,12 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
 from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sampling import image_generators
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.distributed.registry import whole_weights_fault
 from lit_vgrpo.objectives import VGRPO
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy
 from lit_vgrpo.policies.fold import lora_layers
 from lit_vgrpo.policies.speed import (
@@ -276,9 +277,11 @@ def test_the_ratio_is_1_before_an_update_in_either_precision(sd3, dtype, outer):
     policy = sd3(dtype=dtype)
     objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2)
     objective.setup(policy)
-    rollout = objective.collect(policy, [PROMPT], [{}], [0], 2, 0, 0)
+    rollout = objective.roll_out(policy, RolloutRequest([PROMPT], [{}], [0], 2, 0, 0))
     # the phases may stand under different outer autocasts: Lightning's own surrounds a training step alone
-    experience = objective.prepare(policy, rollout, torch.tensor([1.0, -1.0]), micro_batch_size=2, updates=2)
+    experience = objective.prepare(
+        PrepareContext(policy, rollout, torch.tensor([1.0, -1.0]), micro_batch_size=2, updates=2)
+    )
     with torch.autocast("cpu", outer or torch.bfloat16, enabled=outer is not None):
         _, metrics = objective.loss(policy, experience)
     assert experience.extras["old_surrogate"].dtype == torch.float32
