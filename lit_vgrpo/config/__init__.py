@@ -1,1 +1,1 @@
-"""Recipes: read, merged with overrides, and checked against the constructors' signatures."""
+"""Command-line options and recipes: parsing, merging, and checks against the constructors' signatures."""

@@ -1,4 +1,4 @@
-"""Parts of a recipe as plain values: one laid over another, and one built without the others."""
+"""Parts of a recipe: merging their plain values, and building one part without the others."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lit_vgrpo.errors import UserError, from_parser
 
 
 def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
-    """Build what stands under a dotted key; ``None`` where nothing does.
+    """Build the part under a dotted key; return ``None`` if the recipe has none.
 
     Args:
-        tree: the recipe as plain values, overrides and interpolations applied.
-        hint: the class it must be of, or a type hint.
+        tree: Recipe as plain values, with overrides and interpolations applied.
+        hint: Type hint of the part, usually its base class.
 
     Raises:
-        UserError: with every fault of it.
+        UserError: With every error in the part.
     """
     node: Any = tree
     for part in key.split("."):
@@ -37,9 +37,9 @@ def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``over`` laid over ``base``, key by key; a list or a plain value replaces. Neither is changed.
+    """Merge ``over`` into a copy of ``base`` key by key; lists and plain values are replaced.
 
-    Another ``class_path`` replaces its part whole: the options of one class mean nothing to another.
+    A different ``class_path`` replaces the whole part: the options of one class mean nothing to another.
 
     >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
     {'a': {'b': 3, 'c': 2}}

@@ -1,4 +1,4 @@
-"""What was typed, and the recipe files it names."""
+"""Command line of a recipe, and the recipe files it names."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lit_vgrpo.system.paths import CONFIG_NAME, shipped_root
 
 RESUME = "--resume"
 STAGES = "stages"
-"""The key that makes a file a curriculum, see :mod:`lit_vgrpo.commands.curriculum`."""
+"""Key that makes a file a curriculum, see :mod:`lit_vgrpo.commands.curriculum`."""
 NO_OVERLAYS = ("compare", "assets", "prompts")
-"""Folders of the shipped files that hold no overlays; those of a comparison have a form of their own."""
+"""Shipped folders without overlays; a comparison's overlays have a format of their own."""
 SECTIONS = ("model", "data", "trainer")
 SUFFIXES = (".yaml", ".yml")
 OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
 ENTRY = re.compile(r"\[(\d+)\]")
 KEPT_SETTINGS = ("rollout",)
-"""What one method's settings mean to another. A KL weight of one says nothing about that of the other."""
+"""Settings that keep their meaning under another method; a KL weight, for one, does not."""
 
 
 @dataclass(kw_only=True)
@@ -70,14 +70,14 @@ class Command(Options):
 
     @property
     def plain_overrides(self) -> list[tuple[str, str]]:
-        """The overrides that the parser knows."""
+        """Overrides that the parser can apply."""
         return [override for override in self.overrides if override not in self.list_overrides]
 
     @property
     def list_overrides(self) -> list[tuple[str, str]]:
-        """The overrides of single entries of a list, which the parser does not know, and those of the lists.
+        """Overrides that the parser cannot apply: single entries of lists, and the lists that have such overrides.
 
-        Also a whole optimizer, whose settings the parser would take for some of the recipe's own.
+        Also a whole optimizer, whose settings the parser would mix with the recipe's own.
         """
         lists = [key.partition("[")[0] for key, _ in self.overrides if "[" in key]
         return [
@@ -90,26 +90,26 @@ class Command(Options):
 
     @property
     def other_objective(self) -> str | None:
-        """The training method that an override asks for, whole and by its name."""
+        """Training method that an override names, without settings of it."""
         wanted = [text for key, text in self.overrides if key in OBJECTIVE_KEYS and not text.startswith("{")]
         return wanted[-1] if wanted else None
 
 
 def look_at(word: str) -> None:
-    """See that a recipe is there and is a mapping in YAML, before anything heavy is imported to read it.
+    """Check that a recipe exists and is a YAML mapping, before anything slow is imported.
 
     Raises:
-        UserError: it is not.
+        UserError: It does not, or is not.
     """
     if not word.startswith("-") and not is_override(word):
         loaded(find_recipe(word))
 
 
 def find_recipe(text: str) -> Path:
-    """The file of a recipe: a path, a shipped name with or without ``recipes/`` and ``.yaml``, or a run folder.
+    """Return the file of a recipe: a path, a shipped name with or without ``recipes/`` and ``.yaml``, or a run folder.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: No recipe has that name.
     """
     shipped, of_run = shipped_recipes(), Path(text).expanduser() / CONFIG_NAME
     if of_run.is_file() and text not in shipped:
@@ -118,10 +118,10 @@ def find_recipe(text: str) -> Path:
 
 
 def find_overlay(text: str) -> Path:
-    """The file of an overlay: a path, or the name of a shipped one such as ``strategy/zero2``.
+    """Return the file of an overlay: a path, or a shipped name such as ``strategy/zero2``.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: No overlay has that name.
     """
     if text.partition(".")[0] in SECTIONS and Path(text).suffix not in SUFFIXES:
         raise UserError(f"{text} is no overlay. An override is one word: {text}=VALUE.")
@@ -129,12 +129,12 @@ def find_overlay(text: str) -> Path:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes installed with the package, by name."""
+    """Return the recipes that are installed with the package, by name."""
     return {file.stem: file for file in sorted(shipped_root().glob("*.yaml"))}
 
 
 def shipped_overlays() -> dict[str, Path]:
-    """The overlays installed with the package, by name: ``folder/stem``."""
+    """Return the overlays that are installed with the package, by ``folder/stem``."""
     found = sorted(shipped_root().glob("*/*.yaml"))
     return {f"{file.parent.name}/{file.stem}": file for file in found if file.parent.name not in NO_OVERLAYS}
 
@@ -158,10 +158,10 @@ def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
 
 
 def read_recipe(command: Command) -> dict[str, Any]:
-    """The recipe as plain values, overrides and interpolations applied.
+    """Return the recipe as plain values, with overrides and interpolations applied.
 
     Raises:
-        UserError: it is not YAML, not a mapping, or an interpolation leads nowhere.
+        UserError: It is not YAML or not a mapping, or an interpolation names no key.
     """
     plain, _ = _plain_recipe(command)
     with _readable(command.recipe):
@@ -174,13 +174,12 @@ def read_recipe(command: Command) -> dict[str, Any]:
 
 @contextmanager
 def parser_config(command: Command) -> Iterator[tuple[Path, str | None]]:
-    """The file for the parser to read, and a line to say where it is not the recipe as it was typed.
+    """Yield the file for the parser, and a note for the user if the training method was swapped.
 
-    Where an override names another training method, the settings of the recipe's own are left out: the parser would
-    keep those that both happen to have.
+    The settings of the recipe's own method are then left out: the parser would keep those that both methods have.
 
     Raises:
-        UserError: as :func:`read_recipe`.
+        UserError: As :func:`read_recipe`.
     """
     plain, swapped = _plain_recipe(command)
     if not swapped and not command.overlays and plain == loaded(command.recipe):
@@ -195,10 +194,7 @@ def parser_config(command: Command) -> Iterator[tuple[Path, str | None]]:
 
 
 def _plain_recipe(command: Command) -> tuple[dict[Any, Any], bool]:
-    """Recipe and overlays as plain values, not resolved, and whether the training method was swapped.
-
-    Where an override names another training method, the settings of the files' own are left out.
-    """
+    """Return recipe and overlays as plain values, not resolved, and whether the training method was swapped."""
     plain = _plain_file(command.recipe)
     for overlay in command.overlays:
         plain = merged(plain, _plain_file(overlay))
@@ -209,7 +205,7 @@ def _plain_recipe(command: Command) -> tuple[dict[Any, Any], bool]:
 
 
 def _with_objective(plain: dict[Any, Any], wanted: str | None) -> tuple[dict[Any, Any], bool]:
-    """The recipe with the training method that was asked for, and whether that is another than its own."""
+    """Put the wanted training method in the recipe; return it and whether the method was swapped."""
     model = plain.get("model")
     if wanted is None or not isinstance(model, dict) or not isinstance(model.get("objective"), dict):
         return plain, False
@@ -229,10 +225,10 @@ def _plain_file(path: Path) -> dict[Any, Any]:
 
 
 def loaded(path: Path) -> dict[Any, Any]:
-    """A file's plain values, not resolved.
+    """Return the plain values of a file, not resolved.
 
     Raises:
-        UserError: it cannot be read, is not YAML, or not a mapping.
+        UserError: It cannot be read, is not YAML, or is not a mapping.
     """
     with _readable(path):
         content = OmegaConf.load(path)
@@ -245,7 +241,7 @@ def loaded(path: Path) -> dict[Any, Any]:
 
 @contextmanager
 def _readable(recipe: Path) -> Iterator[None]:
-    """Say in one line what is wrong with the file."""
+    """Turn errors of reading a recipe into a UserError of one line."""
     try:
         yield
     except yaml.YAMLError as error:
@@ -262,10 +258,10 @@ def _readable(recipe: Path) -> Iterator[None]:
 
 
 def apply_override(recipe: dict[Any, Any], key: str, text: str) -> None:
-    """Put an override in its place; ``init_args`` may be left out, as the parser allows.
+    """Set a key of a recipe in place; ``init_args`` may be left out of the key, as the parser allows.
 
     Raises:
-        UserError: the key names an entry that a list does not have.
+        UserError: The key names an entry that a list does not have.
     """
     try:
         value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index,call-overload]
@@ -292,7 +288,7 @@ def apply_override(recipe: dict[Any, Any], key: str, text: str) -> None:
 
 
 def _steps(key: str) -> Iterator[str | int]:
-    """The parts of a dotted key; ``[n]`` is the entry of a list.
+    """Split a dotted key; ``[n]`` becomes the index of a list entry.
 
     >>> list(_steps("model.reward.rewards[1].checkpoint"))
     ['model', 'reward', 'rewards', 1, 'checkpoint']
@@ -304,7 +300,7 @@ def _steps(key: str) -> Iterator[str | int]:
 
 
 def _holder(node: Any, step: str | int, before: Sequence[str | int]) -> tuple[Any, Any]:
-    """Where the value of a step stands: the options of a class, a mapping, or a list."""
+    """Return the mapping or list that holds the value of a step, and its key or index there."""
     if isinstance(step, int):
         if not isinstance(node, list) or step >= len(node):
             name = written(before)
@@ -322,7 +318,7 @@ def _holder(node: Any, step: str | int, before: Sequence[str | int]) -> tuple[An
 
 
 def written(steps: Sequence[str | int]) -> str:
-    """A key as it is typed.
+    """Join the steps to a key as it is typed.
 
     >>> written(["data", "train", 0, "weight"])
     'data.train[0].weight'

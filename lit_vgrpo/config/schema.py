@@ -1,7 +1,7 @@
-"""Finds every fault of a recipe against the constructors' signatures.
+"""Errors of a recipe against the constructors' signatures.
 
-The parser (jsonargparse) decides whether a recipe is good. This module is asked only when it is not: it walks the plain
-recipe along the same type hints and says what is wrong, with the dotted key, for all faults at once.
+jsonargparse decides whether a recipe is valid, and stops at the first error. This module walks the plain recipe along
+the same type hints and reports all errors at once, each with its dotted key and the nearest valid name.
 """
 
 from __future__ import annotations
@@ -24,34 +24,33 @@ from lit_vgrpo.core.ranges import RANGES_OF_OTHERS, range_errors
 from lit_vgrpo.errors import suggestion, unknown_option, with_key
 
 UNBUILT = object()
-"""Stands for a value that has a fault, or whose class is not ours to construct."""
+"""Stands for a value that has an error, or whose class is not from this package."""
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OSError)
 
 
 def recipe_faults(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping[str, str]) -> list[str]:
-    """All faults of a recipe, a line each, in the order of its keys.
+    """Return all errors of a recipe, a line each, in the order of its keys.
 
     Args:
-        recipe: the plain recipe, overrides and interpolations applied.
-        roots: top-level key -> class or type hint.
-        linked: dotted keys that cannot be set -> the key to set instead.
+        recipe: Plain recipe with overrides and interpolations applied.
+        roots: Top-level key -> class or type hint.
+        linked: Dotted keys that cannot be set -> the key to set instead.
     """
     return _walked(recipe, roots, linked).faults
 
 
 def sound_parts(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping[str, str]) -> dict[str, Any]:
-    """The parts of a recipe that can be built although others cannot, by dotted key; arguments as above."""
+    """Build the valid parts of a recipe, by dotted key; arguments as in :func:`recipe_faults`."""
     return _walked(recipe, roots, linked).built
 
 
 def early_faults(
     overrides: Sequence[tuple[str, str]], recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping[str, str]
 ) -> list[str]:
-    """All faults, if there is one that the parser would not see or would say in other words, else none.
+    """Return all errors if the parser would miss one, else none.
 
-    These are a number outside of its range, which it takes for another member of a union, and null where it cannot be,
-    which it takes for a text.
+    It takes a number outside of its range for another member of a union, and a null that is not allowed for a text.
     """
     walk = _walked(recipe, roots, linked)
     nulls = tuple(f"{key.replace('.init_args', '')}=null " for key, text in overrides if text in ("null", "~"))
@@ -59,7 +58,7 @@ def early_faults(
 
 
 def options_of_class(cls: type) -> list[str]:
-    """The names of the options of a class."""
+    """Return the names of the options of a class."""
     return list(_parameters(cls)[0])
 
 
@@ -84,7 +83,7 @@ class _Walk:
         self.built: dict[str, Any] = {}
 
     def value(self, value: Any, hint: Any, key: str) -> Any:
-        """Check one value; returns what the constructor would get, or UNBUILT."""
+        """Check one value; return what the constructor would get, or UNBUILT."""
         options = _options(hint)
         if value is None and (type(None) in options or Any in options):
             return None
@@ -111,7 +110,7 @@ class _Walk:
     def component(
         self, value: str | Mapping[str, Any], bases: Sequence[type], key: str, made: Sequence[type] = ()
     ) -> Any:
-        """Check a class_path with its init_args; of ``made`` classes the first argument is given later."""
+        """Check a class_path with its init_args; the first argument of ``made`` classes is passed later."""
         node: Mapping[str, Any] = {"class_path": value} if isinstance(value, str) else value
         known = {name: cls for base in bases for name, cls in _subclasses(base).items()}
         if "class_path" not in node:
@@ -130,7 +129,7 @@ class _Walk:
         return self.arguments(cls, node.get("init_args") or {}, key, issubclass(cls, tuple(made)))
 
     def arguments(self, cls: type, given: Any, key: str, is_made: bool = False) -> Any:
-        """Check the arguments of a class, then build it if it is one of this package."""
+        """Check the arguments of a class; build it if it is from this package."""
         if not isinstance(given, Mapping):
             self.faults.append(f"{key}={given!r} must be a mapping of the options of {cls.__name__}.")
             return UNBUILT
@@ -203,7 +202,7 @@ def _wrong_value(value: Any, hint: Any, key: str) -> str:
 
 
 def _takes_several(hint: Any) -> tuple[str, str] | None:
-    """The base class that an option takes one of, and the class of it that holds several, as a recipe writes it."""
+    """Return the option's base class and, as a recipe writes it, the subclass that holds several."""
     for base in _options(hint):
         if inspect.isclass(base) and _is_component(base):
             for cls in _subclasses(base).values():
@@ -214,7 +213,7 @@ def _takes_several(hint: Any) -> tuple[str, str] | None:
 
 
 def describe(hint: Any) -> str:
-    """A type hint in words.
+    """Describe a type hint in words.
 
     >>> describe(int | None)
     'an int or null'
@@ -255,7 +254,7 @@ def _options(hint: Any) -> list[Any]:
 
 
 def _made_by(option: Any) -> list[type]:
-    """The classes of what a function hint such as ``Callable[[Iterable], Optimizer]`` returns."""
+    """Return the classes that a hint such as ``Callable[[Iterable], Optimizer]`` returns."""
     if typing.get_origin(option) is not Callable:
         return []
     return [cls for cls in _options(typing.get_args(option)[1]) if inspect.isclass(cls) and _is_component(cls)]
@@ -272,14 +271,14 @@ def _item_hint(options: Sequence[Any]) -> Any:
 
 
 def _is_component(cls: type) -> bool:
-    """True for a class that a recipe names by class_path or describes by its options."""
+    """Return True for a class that a recipe names by class_path or describes by its options."""
     if typing.get_origin(cls) is not None or issubclass(cls, Enum | PurePath):
         return False
     return cls.__module__ not in ("builtins", "typing", "collections.abc", "datetime", "torch")
 
 
 def _constructors(cls: type) -> Iterator[type]:
-    """The class, and as long as a constructor hands on what it does not name, the one that gets it."""
+    """Yield the class, then each base class that its ``**kwargs`` reach."""
     for owner in cls.__mro__:
         if owner is cls or ("__init__" in vars(owner) and owner is not object):
             yield owner
@@ -288,7 +287,7 @@ def _constructors(cls: type) -> Iterator[type]:
 
 
 def _parameters(cls: type) -> tuple[dict[str, inspect.Parameter], bool]:
-    """What can be set by name, and whether something else can be too."""
+    """Return the parameters by name, and whether the constructor takes others too."""
     named: dict[str, inspect.Parameter] = {}
     open_ended = False
     for owner in _constructors(cls):
@@ -310,7 +309,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _subclasses(base: type) -> dict[str, type]:
-    """Concrete classes of a base by their short name; ours win over others of the same name."""
+    """Return the concrete subclasses by short name; ours win over others of the same name."""
     found: dict[str, type] = {}
     pending = [base]
     while pending:

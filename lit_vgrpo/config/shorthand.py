@@ -1,4 +1,4 @@
-"""``python: my_module:my_function`` in place of a reward's class."""
+"""The short form ``python: my_module:my_function`` for a reward."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import yaml
 KEY = "python"
 PREFIX = f"{KEY}:"
 REWARD_KEYS = ("reward", "heldout_reward")
-"""The options of the model that are rewards."""
+"""Options of the model that take a reward."""
 
 
 def expanded(node: Any) -> Any:
-    """A reward as a recipe may write it, with functions of the user's own as ``PythonReward``.
+    """Expand the short form to the class ``PythonReward``, also inside lists and mappings.
 
     >>> expanded({"python": "my_module:score", "images": "pil"})
     {'class_path': 'PythonReward', 'init_args': {'function': 'my_module:score', 'images': 'pil'}}
@@ -34,7 +34,7 @@ def expanded(node: Any) -> Any:
 
 
 def expanded_recipe(recipe: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A recipe's plain values with its rewards expanded; nothing else is touched."""
+    """Expand the short form in the rewards of a recipe, given as plain values."""
     model = recipe.get("model")
     if not isinstance(model, Mapping):
         return dict(recipe)
@@ -43,7 +43,7 @@ def expanded_recipe(recipe: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def expanded_override(key: str, text: str) -> str:
-    """The text of an override, as JSON where it names a function."""
+    """Expand the short form in the text of an override, as JSON."""
     if KEY not in text or not key.startswith(tuple(f"model.{name}" for name in REWARD_KEYS)):
         return text
     try:

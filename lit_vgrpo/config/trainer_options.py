@@ -1,4 +1,4 @@
-"""What is wrong with Lightning's own options; its Trainer takes several numbers whatever they are."""
+"""Checks of Lightning's own options; its Trainer accepts several numbers unchecked."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ GPUS = ("cuda", "mps")
 
 
 def trainer_faults(options: Mapping[str, Any]) -> list[str]:
-    """What the Trainer would take in silence or refuse in words of its own, a line each.
+    """Return an error for each option that the Trainer would accept in silence or refuse less clearly.
 
     Args:
-        options: the recipe's ``trainer``, as plain values.
+        options: The recipe's ``trainer`` as plain values.
     """
     known = {name: hint for name, hint in TRAINER_NUMBERS.items() if name in options}
     errors = [error for name, hint in known.items() for error in range_errors(f"trainer.{name}", options[name], hint)]
