@@ -1,4 +1,4 @@
-"""What of a recipe's callbacks cannot work, found before anything is loaded."""
+"""Checks of a recipe's callbacks before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lit_vgrpo.module import VGRPOModule
 
 OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
 SECTIONS = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "surrogate/", "train/", "lr-")
-"""How the names of all metrics begin that a run logs."""
+"""Prefixes of all metrics that a run logs."""
 
 
 def callback_faults(
     callbacks: Sequence[Callback], model: VGRPOModule, data: PromptDataModule, world_size: int
 ) -> list[str]:
-    """Return a line for each fault of the recipe's own callbacks, which are given in its order."""
+    """Return all errors of the recipe's own callbacks, given in its order."""
     faults = []
     for number, callback in enumerate(callbacks):
         found = callback.check(world_size) if isinstance(callback, FID) else []
@@ -32,10 +32,10 @@ def callback_faults(
 
 
 def refuse_twins(callbacks: Sequence[Callback]) -> None:
-    """Refuse two callbacks whose state a checkpoint could not tell apart.
+    """Check that no two callbacks have the same state key, which a checkpoint could not tell apart.
 
     Raises:
-        UserError: there are two.
+        UserError: Two have.
     """
     keys = [callback.state_key for callback in callbacks]
     for number, callback in enumerate(callbacks):
@@ -48,10 +48,7 @@ def refuse_twins(callbacks: Sequence[Callback]) -> None:
 
 
 def unknown_monitors(callbacks: Sequence[Callback]) -> list[str]:
-    """Return a line for each metric that a callback waits for and nobody logs.
-
-    None where there is a callback of the user's own, which may log it.
-    """
+    """Return an error for each monitored metric that nothing logs; none with a callback of the user's, which may."""
     if not all(type(callback).__module__.startswith(("lit_vgrpo.", "lightning.")) for callback in callbacks):
         return []
     asked = [(type(callback).__name__, getattr(callback, "monitor", None)) for callback in callbacks]

@@ -1,4 +1,4 @@
-"""``lightning check``: find every fault of a recipe, or of all stages of a curriculum, without training it."""
+"""``lightning check``: find all errors of a recipe, or of all stages of a curriculum, without training."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ MEMORY = "--memory"
 UNTRUSTED = "--untrusted"
 SMALLEST_NEED = 100 * 2**20
 CHECKPOINTS_AT_ONCE = 4
-"""The last one, the one before it, the best one, and the one that is being written."""
+"""The last one, the one before it, the best one, and the one being written."""
 COPIES_OF_WEIGHTS = 4
-"""Weights, Adam's two moments and the average: what a checkpoint of a fully trained network holds."""
+"""Weights, Adam's two moments and the average, in the checkpoint of a fully trained network."""
 
 
 def check(args: Sequence[str]) -> int:
-    """Validate ``RECIPE.yaml [key=value ...]``: keys, types, values, sizes, files, weights, free disk, memory.
+    """Check a recipe's keys, types, values, sizes, files, weights, free disk and memory.
 
-    ``--memory 80GiB`` compares the memory it needs with a GPU of that size, on any machine. ``--untrusted`` checks
-    nothing and lists instead what somebody else's recipe would run, read and ask.
+    ``--memory 80GiB`` compares the memory it needs with a GPU of that size, on any machine. ``--untrusted`` lists the
+    code, variables and hosts that an untrusted recipe names, and checks nothing.
 
     Returns:
-        0, or 2 with every fault that was found, a line each on stderr.
+        0, or 2 with all errors on stderr, a line each.
     """
     return guarded(_check, args)
 
@@ -51,10 +51,10 @@ def _check(args: Sequence[str]) -> int:
 
 
 def without_memory(args: Sequence[str]) -> tuple[list[str], int | None]:
-    """The words without ``--memory SIZE``, and that size in bytes.
+    """Take ``--memory SIZE`` out of the arguments; return the others and the size in bytes.
 
     Raises:
-        UserError: no size, or none that a GPU could have.
+        UserError: The size is missing or not valid.
 
     >>> without_memory(["tiny_shapes", "--memory", "1GiB", "name=a"])
     (['tiny_shapes', 'name=a'], 1073741824)
@@ -103,7 +103,7 @@ def _check_recipe(args: Sequence[str], gpu_memory: int | None) -> int:
 
 
 def further_faults(args: Sequence[str]) -> list[str]:
-    """What is wrong besides the faults that keep the recipe from being built: files, checkpoints, rewards."""
+    """Return the errors in files, checkpoints and rewards of a recipe that cannot be built."""
     try:
         recipe = read_recipe(Command.parse(args))
     except UserError:
@@ -115,7 +115,7 @@ def further_faults(args: Sequence[str]) -> list[str]:
 
 
 def disk_faults(cli: RecipeCLI) -> list[str]:
-    """Faults of the place of the run folder: not writable, or less room than its checkpoints need, at a guess."""
+    """Return an error if the run folder cannot be created, or its disk has less room than checkpoints need."""
     place = next(parent for parent in cli.folder.absolute().parents if parent.is_dir())
     if not os.access(place, os.W_OK):
         return [f"Cannot create the run folder {cli.folder}: {place} is not writable. Set run_dir=/another/folder."]
@@ -127,7 +127,7 @@ def disk_faults(cli: RecipeCLI) -> list[str]:
 
 
 def checkpoint_bytes(cli: RecipeCLI) -> int:
-    """About how large one checkpoint gets: known for a local pipeline folder, a floor otherwise."""
+    """Estimate the size of a checkpoint from a local pipeline folder; return a lower bound without one."""
     policy = cli.model.policy
     network = resolve_path(policy.checkpoint) / policy.network_name
     if policy.lora_rank is not None or not network.is_dir():

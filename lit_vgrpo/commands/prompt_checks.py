@@ -1,4 +1,4 @@
-"""Whether the rewards can score the prompts, found out before anything is loaded."""
+"""Prompts that the rewards cannot score, found before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lit_vgrpo.rewards.combine import ROW_FIELD
 
 @dataclass
 class OfReward:
-    """The prompts that one reward cannot score: why the first of them, and how many."""
+    """Prompts that one reward cannot score: why not the first of them, and how many."""
 
     first: str
     count: int = 1
@@ -21,13 +21,13 @@ class OfReward:
 
 @dataclass
 class UnscorablePrompts:
-    """What is wrong with the prompts of a run, for its rewards.
+    """Prompts of a run that its rewards cannot score.
 
     Attributes:
-        what: which prompts they are, for messages.
-        prompts: how many were looked at.
-        unknown: lines about rows that name a reward which is not there.
-        of_reward: by the reward's name.
+        what: Kind of prompts, for messages.
+        prompts: Number of prompts that were checked.
+        unknown: Errors of rows that name an unknown reward.
+        of_reward: By the reward's name.
     """
 
     what: str = "prompts"
@@ -37,7 +37,7 @@ class UnscorablePrompts:
 
     @classmethod
     def of(cls, reward: Weighted, rows: Iterable[Mapping[str, Any]], what: str = "prompts") -> UnscorablePrompts:
-        """Ask every reward about every prompt that it applies to."""
+        """Check every prompt with every reward that applies to it."""
         found = cls(what)
         names: dict[str, str] = {}
         for row in rows:
@@ -57,17 +57,17 @@ class UnscorablePrompts:
         return found
 
     def lines(self) -> list[str]:
-        """A line for each reward that cannot score some prompts."""
+        """Return a line for each reward that cannot score some prompts."""
         return [
             f'Reward "{name}" cannot score {of.count} of {self.prompts} {self.what}. The first: {of.first}'
             for name, of in self.of_reward.items()
         ]
 
     def refused(self, any_failure: bool) -> list[str]:
-        """The faults that no run should start with.
+        """Return the errors that stop a run from starting.
 
         Args:
-            any_failure: a single prompt that cannot be scored is one; otherwise only where none can be.
+            any_failure: One prompt that cannot be scored is an error; otherwise only if none can be.
         """
         if any_failure:
             return [*self.unknown, *self.lines()]

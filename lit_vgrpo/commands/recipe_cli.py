@@ -1,4 +1,4 @@
-"""A recipe as the module, the data and the trainer that it names, with what a run folder needs."""
+"""Module, data and trainer of a recipe, with the loggers and callbacks of a run folder."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ TOP_LEVEL: dict[str, Any] = {
     "model": VGRPOModule,
     "data": PromptDataModule,
 }
-# A default of Lightning's Timer: config.yaml gets its text.
+# For the default of Lightning's Timer, an Enum, in config.yaml.
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
@@ -72,18 +72,18 @@ def _drawn_seed() -> int:
 
 
 def fixed_seed(seed_everything: bool | int) -> int:
-    """The seed of rollouts and prompts: a number as it is, ``true`` a random one (see config.yaml), ``false`` 0."""
+    """Return the seed of rollouts and prompts: a number as it is, a drawn one for ``true``, 0 for ``false``."""
     if seed_everything is True:
         return _drawn_seed()
     return int(seed_everything)
 
 
 class RecipeCLI(LightningCLI):
-    """Builds module, data and trainer from a recipe, with the loggers and callbacks every run folder needs.
+    """Module, data and trainer of a recipe, with the loggers and callbacks of a run folder.
 
     Args:
-        command: what was typed.
-        make_folder: create the run folder; otherwise only say where it would be asked for.
+        command: Recipe, overlays and overrides.
+        make_folder: Create the run folder, instead of only naming it.
     """
 
     def __init__(self, command: Command, make_folder: bool = True) -> None:
@@ -146,14 +146,14 @@ class RecipeCLI(LightningCLI):
 
     @property
     def ckpt_path(self) -> str | None:
-        """What to continue from: the run folder's own checkpoint, or the one the user named."""
+        """Checkpoint to continue from: that of the resumed run folder, or the one the user named."""
         if self.resumption is not None and self.resumption.checkpoint is not None:
             return str(self.resumption.checkpoint)
         return self.config.ckpt_path
 
     @override
     def _dump_config(self) -> None:
-        # What save_hyperparameters would read, which neither class calls: a tenth of the time that building takes.
+        # Only save_hyperparameters reads it, which neither class calls; it takes a tenth of the building time.
         self.config_dump = {}
 
     @override
@@ -169,7 +169,7 @@ class RecipeCLI(LightningCLI):
             raise
 
     def plain_recipe(self) -> dict[str, Any]:
-        """The recipe as plain values, with what the classes make of their defaults."""
+        """Return the recipe as plain values, with defaults as the classes resolve them."""
         text = self.parser.dump(self.config, skip_none=False)
         plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         assert isinstance(plain, dict)
@@ -260,7 +260,7 @@ class RecipeCLI(LightningCLI):
         return callbacks
 
     def faults(self) -> list[str]:
-        """What is wrong with the parts, found without loading a weight."""
+        """Return all errors that can be found without loading weights."""
         ranks = self.trainer.world_size
         chosen = _as_list(self.config_init.trainer.callbacks, Callback)
         of_callbacks = callback_faults(chosen, self.model, self.datamodule, ranks)
@@ -278,7 +278,7 @@ class RecipeCLI(LightningCLI):
         return [*of_strategy, *self.model.check(self.datamodule.sizes), *of_data, *of_prompts, *of_callbacks]
 
     def find_unscorable(self) -> list[UnscorablePrompts]:
-        """What the rewards cannot score of the training prompts, and of the held-out ones; these must be readable."""
+        """Return the training and held-out prompts that the rewards cannot score; the prompt files must be readable."""
         trained_on = self.datamodule.training_rows() if self.model.objective.needs_reward else []
         found = [UnscorablePrompts.of(self.model.reward, trained_on)]
         if self.datamodule.has_heldout:
@@ -287,17 +287,17 @@ class RecipeCLI(LightningCLI):
         return found
 
     def plan(self) -> str:
-        """What the sizes make of this world size, as a table."""
+        """Return a table of the batch sizes at this world size."""
         sizes = self.datamodule.sizes
         passes = self.model.objective.passes_per_image(sizes, self.model.policy)
         return sizes.plan(self.trainer.world_size).table(passes)
 
     def about_prompts(self) -> list[str]:
-        """What was read, and what of it no reward will score."""
+        """Return lines on the prompts that were read, and on those that a reward cannot score."""
         return [*self.datamodule.describe(), *(line for found in self.unscorable for line in found.lines())]
 
     def opening(self) -> list[str]:
-        """What to say before training."""
+        """Return the lines to print before training."""
         lines = [self.note] if self.note is not None else []
         lines += [f"Changed: {change}" for change in self.allowed_changes]
         device = self.trainer.strategy.root_device
@@ -309,7 +309,7 @@ class RecipeCLI(LightningCLI):
         return lines
 
     def _about_folder(self) -> str:
-        """Where the run goes, and which earlier run it leaves as it is."""
+        """Return the line on the run folder, and on the earlier run that had its name."""
         asked = self._asked_folder
         taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} is an earlier run's)"
         return f"Run folder: {self.folder}{taken}"
@@ -319,11 +319,11 @@ class RecipeCLI(LightningCLI):
         return Path(self.config.run_dir or Path("runs") / self.config.name).expanduser()
 
     def save_recipe(self) -> None:
-        """Write ``config.yaml``, itself a recipe; the one of a run that goes on stays."""
+        """Write ``config.yaml``, itself a recipe; a resumed run keeps its own."""
         if not self.make_folder or (self.resumption is not None and (self.folder / CONFIG_NAME).exists()):
             return
         config = self.config.clone()
-        config.allow_changes = False  # was said for one checkpoint
+        config.allow_changes = False  # it holds for one checkpoint only
         header = f"# lightning run {self.folder / CONFIG_NAME}\n"
         write_whole(self.folder / CONFIG_NAME, header + self.parser.dump(config, skip_none=False))
 
@@ -335,7 +335,7 @@ class RecipeCLI(LightningCLI):
 
 
 def say_on_first(line: str) -> None:
-    """A line on stderr from the process that speaks for all ranks."""
+    """Print a line on stderr, on the first rank only."""
     if is_first_process():
         report([line])
 

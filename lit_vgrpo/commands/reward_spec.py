@@ -1,4 +1,4 @@
-"""A reward as it is named on the command line."""
+"""Rewards named on the command line."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def build_reward(words: Sequence[str]) -> Weighted:
 
     Args:
         words: ``PickScore checkpoint=/a/folder``, ``package.MyReward``, ``python:my_module:my_function``, or a recipe
-            with overlays and overrides, whose held-out reward is then a part of weight 0.
+            with overlays and overrides. A recipe's held-out reward becomes a part of weight 0.
 
     Raises:
-        UserError: with every fault of what was typed.
+        UserError: With every error in the words.
     """
     if not words:
         raise UserError(NO_REWARD)
@@ -45,10 +45,10 @@ def build_reward(words: Sequence[str]) -> Weighted:
 
 
 def of_recipe(recipe: dict[str, Any]) -> Weighted:
-    """The rewards of a recipe, given as plain values.
+    """Build the rewards of a recipe, which is given as plain values.
 
     Raises:
-        UserError: with every fault of theirs.
+        UserError: With every error in them.
     """
     model = recipe.get("model")
     if not isinstance(model, dict) or model.get("reward") is None:

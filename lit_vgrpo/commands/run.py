@@ -1,4 +1,4 @@
-"""``lightning run``: a recipe and its overrides become a training run in a folder of its own."""
+"""``lightning run``: train a recipe in a run folder of its own."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
-    """Parse and build everything that is cheap; no weight is loaded.
+    """Parse a recipe and build its module, data and trainer, without loading weights.
 
     Args:
-        args: what was typed after the verb.
-        make_folder: create the run folder.
+        args: Arguments after the subcommand.
+        make_folder: Create the run folder.
 
     Raises:
-        UserError: with every fault that was found.
+        UserError: With every error of the recipe.
     """
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
@@ -72,10 +72,10 @@ def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
 
 
 def guarded(body: Callable[[Sequence[str]], int], args: Sequence[str], stopped: str | None = None) -> int:
-    """Run a verb; a user's mistake becomes lines on stderr and the status 2.
+    """Run a subcommand; report errors of the user on stderr with the status 2, a failed reward or full disk with 1.
 
     Args:
-        stopped: what to say after Ctrl-C, with the status 130; ``None`` lets it pass.
+        stopped: Line to report after Ctrl-C, with the status 130; ``None`` raises KeyboardInterrupt.
     """
     try:
         return body(args)
@@ -103,7 +103,7 @@ def run(args: Sequence[str]) -> int:
     """Train a recipe: ``RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--resume]``.
 
     Returns:
-        The exit status: 0, 1 when training failed, 2 for a mistake in the recipe, 130 after Ctrl-C, 143 after SIGTERM.
+        Exit status: 0, 1 when training failed, 2 for a mistake in the recipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
     return guarded(_run, args)
 

@@ -1,4 +1,4 @@
-"""The policy of a run with the weights that the run saved, without its rewards, data or trainer."""
+"""Policy of a run with its saved weights, without rewards, data and trainer."""
 
 from __future__ import annotations
 
@@ -51,33 +51,33 @@ class RunOptions(Options):
         return AVERAGE if self.ema else TRAINED
 
 
-def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], verb: str) -> dict[str, Any]:
-    """The recipe of a run as plain values, with what was typed in place of its own settings.
+def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], what: str) -> dict[str, Any]:
+    """Return the recipe of a run as plain values, with overrides applied.
 
     Args:
-        run: the run folder.
-        words: ``key=value``.
-        used: the parts of a recipe that the verb looks at, such as ``model.policy``.
-        verb: what was called.
+        run: Run folder.
+        words: Overrides, ``key=value``.
+        used: Parts of the recipe that may be overridden, such as ``model.policy``.
+        what: What is done with them, for messages.
 
     Raises:
-        UserError: a word is no such setting, or the recipe cannot be read.
+        UserError: A word is no such override, or the recipe cannot be read.
     """
     for word in words:
         key, equals, _ = word.partition("=")
         if not equals:
-            raise UserError(f"{word} is one word too many: {verb} takes one run. A setting is written key=value.")
+            raise UserError(f"{word} is one word too many: {what} takes one run. A setting is written key=value.")
         if not key.startswith(tuple(f"{part}." for part in used)) and key not in used:
-            raise UserError(f"{key} has no effect on {verb}. Settings of {' and '.join(used)} have.")
+            raise UserError(f"{key} has no effect on {what}. Settings of {' and '.join(used)} have.")
     import_from_here()
     return read_recipe(Command.parse([str(run / CONFIG_NAME), *words]))
 
 
 def saved_weights(run: Path, checkpoint: Path | None, variant: str) -> SavedWeights:
-    """What a checkpoint of a run holds; the last good one where none is named.
+    """Read a checkpoint of a run, by default the last good one.
 
     Raises:
-        UserError: there is none, or it does not hold the variant.
+        UserError: There is none, or it does not hold the variant.
     """
     saved = SavedWeights.read(checkpoint or last_good(run, lambda line: report([line])))
     saved.require(variant)
@@ -85,10 +85,10 @@ def saved_weights(run: Path, checkpoint: Path | None, variant: str) -> SavedWeig
 
 
 def build_policy(recipe: dict[str, Any]) -> Policy:
-    """The policy of a recipe, nothing loaded yet.
+    """Build the policy of a recipe without loading it.
 
     Raises:
-        UserError: with every fault that can be found without loading.
+        UserError: With every error that can be found without loading.
     """
     policy = built_part(recipe, "model.policy", Policy)
     if policy is None:
@@ -97,18 +97,18 @@ def build_policy(recipe: dict[str, Any]) -> Policy:
 
 
 def load_policy(policy: Policy, saved: SavedWeights | None, variant: str) -> Policy:
-    """Load a policy and put saved weights in.
+    """Load a policy and its saved weights.
 
     Args:
-        saved: may be ``None`` for the reference, which is what a policy is loaded with.
+        saved: May be ``None`` for the reference, whose weights a policy is loaded with.
 
     Raises:
-        UserError: something cannot be loaded, or the checkpoint is one of another policy.
+        UserError: Something cannot be loaded, or the checkpoint belongs to another policy.
     """
-    # Made for the machine of the run, and not worth their time for a few images.
+    # Chosen for the machine of the run, and not worth their start-up time for a few images.
     policy.compile_network, policy.attention_backend = False, None
     if variant != REFERENCE:
-        policy.start_from = None  # all that was trained comes from the checkpoint
+        policy.start_from = None  # the checkpoint holds all trained weights
     try:
         load_with_start(policy)
     except (LoadError, ModuleNotFoundError) as error:

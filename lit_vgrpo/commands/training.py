@@ -1,4 +1,4 @@
-"""From a built recipe to an exit status: trains, and says in a line how it ended."""
+"""Training of a built recipe, up to its exit status and last lines."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ WRITTEN = ("summary.json", "metrics.csv", "samples", "checkpoints")
 
 
 def train(cli: RecipeCLI) -> int:
-    """Fit, and turn whatever ends it into lines and an exit status.
+    """Fit, and report how training ended.
 
     Returns:
         0; 1 when training failed or its end could not be saved; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 
     Raises:
-        UserError: the checkpoint or the recipe was refused before training began.
+        UserError: Lightning refused the checkpoint or the recipe before training began.
     """
     checkpoints = cli.checkpoints
     with watched(cli.trainer) as watch:
@@ -70,7 +70,7 @@ def train(cli: RecipeCLI) -> int:
 
 
 def leave_together() -> None:
-    """Close the connection between ranks once all have finished; one that just ends may abort the others' threads."""
+    """Wait for all ranks, then close their process group; a rank that exits alone may abort the others' threads."""
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -82,9 +82,9 @@ def _say_it_failed(cli: RecipeCLI) -> None:
 
 
 def close(trainer: Trainer) -> None:
-    """Let a run whose last iteration is behind it still do what belongs to the end: evaluate, export, sum up.
+    """Let a run that has no iteration left still run its end: evaluation, export, summary.
 
-    Lightning's loop does nothing at all where no iteration is left.
+    Lightning's loop calls no hook then.
     """
     loop = trainer.fit_loop
     run = loop.run
@@ -98,23 +98,23 @@ def close(trainer: Trainer) -> None:
 
 
 def _refusal(cli: RecipeCLI, error: Exception) -> UserError | None:
-    """An error before training as the user's mistake; ``None`` where it is not one."""
+    """Return an error before training as a UserError, or ``None`` if it is not the user's."""
     if isinstance(error, MisconfigurationException):
         return UserError(str(error))
     if isinstance(error, AttributeError | TypeError):
-        # A callback of Lightning's that needs a module of another kind; ours have no such mistakes to make.
+        # A callback of Lightning's that needs another kind of module.
         return UserError(f"trainer: {one_line(error)}") if _raised_in(error, {"lightning"}) else None
     if not isinstance(error, RuntimeError | ValueError | KeyError):
         return None
     if cli.ckpt_path is not None:
         return UserError(f"Cannot continue from ckpt_path={cli.ckpt_path}: {one_line(error)}")
-    # Lightning and we check settings, others break.
+    # Errors of other packages are bugs, not checks of settings.
     is_refusal = not isinstance(error, KeyError) and _raised_in(error, {"lightning", "lit_vgrpo", "callbacks"})
     return UserError(str(error)) if is_refusal else None
 
 
 def _raised_in(error: Exception, packages: set[str]) -> bool:
-    """True where the last line outside of ``nn.Module`` belongs to one of the packages."""
+    """Return True if the last frame outside of ``nn.Module`` is in one of the packages."""
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     files = [file for file in files if file.parts[-4:] != ("torch", "nn", "modules", "module.py")]
     return bool(files) and bool(packages & set(files[-1].parts))
@@ -153,7 +153,7 @@ def _say_rewards(cli: RecipeCLI) -> None:
 
 
 def _nothing_was_scored(cli: RecipeCLI) -> bool:
-    """Say so where the held-out reward at the end is no number: what the training was worth is not known."""
+    """Return True and report it if the final held-out reward is NaN, so that the result is not known."""
     if not math.isnan(cli.model.heldout.get("heldout/reward", 0.0)):
         return False
     if is_first_process():

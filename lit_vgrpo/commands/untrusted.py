@@ -1,4 +1,4 @@
-"""``lightning check RECIPE --untrusted``: what a recipe of somebody else's would run, read and ask."""
+"""``lightning check RECIPE --untrusted``: code, variables, hosts and files that an untrusted recipe names."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from lit_vgrpo.system.paths import SHIPPED_PREFIX
 PACKAGE = "lit_vgrpo"
 ENVIRONMENT = "oc.env"
 TEXT_KEYS = ("name", "run_dir")
-"""Keys of a recipe whose values are text, whatever they look like."""
+"""Keys of a recipe whose values are always text."""
 FILE_KEYS = ("ckpt_path", "start_from", "checkpoint")
-"""Keys of weights, which are read as numbers and never run."""
+"""Keys of weight files, which are read and never executed."""
 FEATURE_KEYS = ("features", "diversity")
 _CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _FUNCTION = re.compile(r"([^\W\d][\w.]*):[^\W\d][\w.]*")
@@ -41,7 +41,7 @@ _DATA = (".txt", ".jsonl", ".csv", ".parquet")
 
 @dataclass
 class Findings:
-    """What was found: by the name of each thing, the keys that name it."""
+    """Names in a recipe by kind, each with the keys that name it."""
 
     imports: dict[str, list[str]] = field(default_factory=dict)
     environment: dict[str, list[str]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Findings:
     files: dict[str, list[str]] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
-        """A paragraph a kind, a line a thing."""
+        """Yield a paragraph per kind, a line per name."""
         for title, found in (
             ("Code outside lit_vgrpo, which it would run:", self.imports),
             ("Environment variables, which it would read:", self.environment),
@@ -66,10 +66,10 @@ class Findings:
 
 
 def list_untrusted(args: Sequence[str]) -> int:
-    """Print what ``RECIPE.yaml [OVERLAY.yaml ...] [key=value ...]`` names; nothing of it is imported, read or asked.
+    """Print what ``RECIPE.yaml [OVERLAY.yaml ...] [key=value ...]`` names, without importing or reading any of it.
 
     Raises:
-        UserError: a file that cannot be read, or an interpolation that leads nowhere.
+        UserError: A recipe cannot be read, or an interpolation names no key.
     """
     command, findings = Command.parse(args), Findings()
     if is_curriculum(command.recipe):
@@ -85,7 +85,7 @@ def list_untrusted(args: Sequence[str]) -> int:
 
 
 def _find(command: Command, findings: Findings, prefix: str) -> None:
-    for takes_defaults in (False, True):  # what stands for a variable, and what would where it is not set
+    for takes_defaults in (False, True):  # with each variable, and with its default
         with _no_environment(takes_defaults) as names:
             recipe = read_recipe(command)
         for key, value in _leaves(recipe, ""):
@@ -99,7 +99,7 @@ def _find(command: Command, findings: Findings, prefix: str) -> None:
 
 @contextmanager
 def _no_environment(takes_defaults: bool) -> Iterator[list[str]]:
-    """Let ``${oc.env:NAME}`` become ``$NAME`` or the default beside it; gives the names, once the block is over."""
+    """Resolve ``${oc.env:NAME}`` to ``$NAME`` or its default; the yielded names are complete after the block."""
     names: list[str] = []
     nothing = object()
 
@@ -122,13 +122,13 @@ def _register(resolver: Any) -> None:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A text of a recipe and its key."""
+    """Text value of a recipe and its key."""
 
     key: str
     text: str
 
     def look(self, findings: Findings, prefix: str) -> None:
-        """Add what the text names; ``prefix`` goes before the key that is shown."""
+        """Add what the text names to the findings, under the key with ``prefix``."""
         shown = prefix + self.key
         if self.name.endswith("_env"):
             _add(findings.environment, self.text, shown)
@@ -145,7 +145,7 @@ class _Leaf:
 
     @property
     def name(self) -> str:
-        """The last part of the key."""
+        """Last part of the key."""
         return self.key.rpartition(".")[2]
 
     def _is_code(self) -> bool:
@@ -157,7 +157,7 @@ class _Leaf:
             return not is_own and (self.name == "class_path" or last in _classes_of("lightning"))
         if self.name in FEATURE_KEYS and path.suffix.lower() in TORCHSCRIPT_SUFFIXES:
             return True
-        # Options of a part may stand in a file of their own, whatever it is called; it is not looked into.
+        # The options of a part may be in a file of any name; its content is not checked.
         is_file = path.suffix in SUFFIXES or path.is_file()
         return (is_file and self.name not in FILE_KEYS) or bool(
             _FUNCTION.fullmatch(self.text) or _CLASS.fullmatch(self.text)
@@ -188,7 +188,7 @@ def _leaves(node: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _components(node: Any, key: str) -> Iterator[tuple[str, type, Mapping[str, Any]]]:
-    """Our own classes that a recipe names, by class path or alone, with the arguments that it gives them."""
+    """Yield the key, class and arguments of each of our classes that a recipe names."""
     if isinstance(node, str) and node.rpartition(".")[2] in _classes_of(PACKAGE):
         yield key, _classes_of(PACKAGE)[node.rpartition(".")[2]], {}
     elif isinstance(node, list):
@@ -204,7 +204,7 @@ def _components(node: Any, key: str) -> Iterator[tuple[str, type, Mapping[str, A
 
 
 def _hub_defaults(cls: type, given: Mapping[str, Any]) -> list[str]:
-    """Names of the hub that one of our classes takes where its arguments name nothing else."""
+    """Return the hub names that one of our classes uses by default, unless its arguments replace them."""
     constants = vars(sys.modules[cls.__module__]).items()
     names = [value for key, value in constants if key.startswith("HUB_") and isinstance(value, str)]
     replaced = [p.default for name, p in inspect.signature(cls).parameters.items() if name in given]
@@ -213,7 +213,7 @@ def _hub_defaults(cls: type, given: Mapping[str, Any]) -> list[str]:
 
 @cache
 def _classes_of(package: str) -> dict[str, type]:
-    """A package's classes by name: those that a recipe may name in short are imported by the command."""
+    """Return a package's imported classes by name; those with a short name in recipes always are."""
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == package]
     found = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
     return {cls.__name__: cls for cls in found if cls.__module__.partition(".")[0] == package}

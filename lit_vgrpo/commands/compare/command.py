@@ -1,4 +1,4 @@
-"""The verb: ``lightning compare RECIPE [key=value ...] --methods a,b --seeds 3 --target 0.7``."""
+"""``lightning compare``: train several methods on the same task."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lit_vgrpo.errors import say
 
 
 def compare(args: Sequence[str]) -> int:
-    """Race methods from the same start; with ``--sweep``, look for each method's best settings.
+    """Train methods from the same start; with ``--sweep``, search each method's best settings.
 
     Returns:
-        The exit status: 0, 1 when a run failed, 2 for a mistake in what was typed or in a recipe, 130 after Ctrl-C.
+        Exit status: 0, 1 when a run failed, 2 for a mistake in what was typed or in a recipe, 130 after Ctrl-C.
     """
     return guarded(_compare, args)
 

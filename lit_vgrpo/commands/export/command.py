@@ -1,4 +1,4 @@
-"""``lightning export``: the weights of a run, written so that diffusers loads them without this package."""
+"""``lightning export``: write a run's weights as files that diffusers loads without this package."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def export(args: Sequence[str]) -> int:
     """Write a run's weights: ``RUN --to DIR [options] [key=value ...]``.
 
     Returns:
-        0; 2 for a mistake in what was typed, or a folder that cannot be written; 130 after Ctrl-C.
+        0; 2 for an error in the arguments, or a folder that cannot be written; 130 after Ctrl-C.
     """
     return guarded(_export, args, stopped="Stopped: nothing was written.")
 
@@ -99,7 +99,11 @@ def _export(args: Sequence[str]) -> int:
 
 
 def refuse_misfit(policy: Policy, options: ExportOptions) -> None:
-    """Raise UserError where what was asked for cannot be made of what the run trains."""
+    """Check that the run's kind of weights can be exported as the options ask.
+
+    Raises:
+        UserError: It cannot.
+    """
     if policy.lora_rank is None and (options.merge or options.format == KOHYA):
         asked = "--merge has nothing to merge" if options.merge else f"--format {KOHYA} is a format of a LoRA"
         raise UserError(f"{asked}: {options.run} trains weights of its own, no LoRA. Leave it out.")
@@ -111,7 +115,7 @@ def refuse_misfit(policy: Policy, options: ExportOptions) -> None:
 
 
 def said(policy: Policy, saved: SavedWeights, options: ExportOptions) -> str:
-    """What was written, and the lines of Python that load it."""
+    """Return what was written, and the lines of Python that load it."""
     is_adapter = policy.lora_rank is not None and not options.merge
     written = options.kohya_file if options.format == KOHYA else options.to
     if is_adapter:
@@ -126,11 +130,11 @@ def said(policy: Policy, saved: SavedWeights, options: ExportOptions) -> str:
 
 
 def from_pretrained(policy: Policy, source: str, dtype: torch.dtype) -> str:
-    """The line of Python that loads a pipeline as the run had it.
+    """Return the line of Python that loads the run's pipeline.
 
     Args:
-        source: a pipeline folder or a hub name.
-        dtype: to load it in.
+        source: Pipeline folder or hub name.
+        dtype: Dtype to load it in.
     """
     optional = type(policy.pipeline)._optional_components
     is_start = source == source_of(policy.checkpoint)

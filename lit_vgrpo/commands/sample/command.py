@@ -1,4 +1,4 @@
-"""``lightning sample``: PNGs of a run's weights, sampled as its evaluation samples."""
+"""``lightning sample``: draw PNG files with a run's weights, sampled as in its evaluation."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def sample_images(args: Sequence[str]) -> int:
     """Draw prompts: ``RUN --prompt TEXT [--seed 0] [--count 1] [--reference] [--ema] ... [key=value ...]``.
 
     Returns:
-        0; 2 for a mistake in what was typed, or a folder that cannot be written; 130 after Ctrl-C.
+        0; 2 for an error in the arguments, or a folder that cannot be written; 130 after Ctrl-C.
     """
     return guarded(_sample, args, stopped="Stopped. The images named so far are whole.")
 
@@ -134,10 +134,10 @@ def _sample(args: Sequence[str]) -> int:
 
 
 def spec_of(recipe: dict[str, Any], options: SampleOptions) -> RolloutSpec:
-    """How the run's evaluation samples, with what was typed in place of its own.
+    """Return the sampling settings of the run's evaluation, with the options applied.
 
     Raises:
-        UserError: with every fault of the parts of the recipe that say so.
+        UserError: With every error in the parts of the recipe that define them.
     """
     spec = built_part(recipe, "model.evaluation", RolloutSpec)
     if spec is None:
@@ -150,10 +150,10 @@ def spec_of(recipe: dict[str, Any], options: SampleOptions) -> RolloutSpec:
 
 
 def draw(policy: Policy, spec: RolloutSpec, options: SampleOptions) -> None:
-    """Write an image for every prompt and seed and print its path.
+    """Write an image for every prompt and seed, and print its path.
 
     Raises:
-        UserError: the disk is full, or does not let itself be written to.
+        UserError: It cannot be written.
     """
     hidden = not sys.stderr.isatty()
     bar = tqdm(total=len(options.prompts) * len(options.seeds), leave=False, disable=hidden)
@@ -171,13 +171,13 @@ def draw(policy: Policy, spec: RolloutSpec, options: SampleOptions) -> None:
 
 
 def image_of(policy: Policy, spec: RolloutSpec, prompt: str, seed: int) -> Tensor:
-    """One image ``(3, H, W)`` in [0, 1], which depends on its prompt, its seed and the weights alone.
+    """Sample an image ``(3, H, W)`` in [0, 1] that depends on its prompt, its seed and the weights alone.
 
-    The noise is what the family's pipeline draws with a CPU generator of the seed. Sampled on its own, since arithmetic
-    on several images at once rounds differently.
+    The noise is what the family's pipeline draws with a CPU generator of the seed. Each image is sampled on its own,
+    since a batch rounds differently.
 
     Raises:
-        UserError: it holds NaN or infinite values, of which a file would show nothing but black.
+        UserError: It holds NaN or infinite values, which a file would show as black.
     """
     noise = policy.prior([torch.Generator().manual_seed(seed)])
     latents, _ = sample(policy, policy.encode([prompt]), torch.zeros(1, dtype=torch.long), spec, noise)
@@ -191,10 +191,10 @@ def image_of(policy: Policy, spec: RolloutSpec, prompt: str, seed: int) -> Tenso
 
 
 def write_png(image: Tensor, path: Path) -> None:
-    """Write an image ``(3, H, W)`` in [0, 1], whole or not at all.
+    """Write an image ``(3, H, W)`` in [0, 1] as a whole file or not at all.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: It cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(DRAFT_PREFIX + path.name)

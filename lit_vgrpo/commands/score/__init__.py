@@ -1,1 +1,1 @@
-"""``lightning score`` and ``lightning check-reward``: what rewards say, before a long run asks them."""
+"""``lightning score`` and ``lightning check-reward``: rewards on image files, before a long run."""

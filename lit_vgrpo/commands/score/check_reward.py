@@ -84,7 +84,7 @@ def _check_reward(args: Sequence[str]) -> int:
 
 
 def training_rows(cli: RecipeCLI, count: int) -> Rows:
-    """The rows that the run would draw first."""
+    """Return the rows that the run would draw first."""
     dataset = cli.datamodule.train_dataloader().dataset
     rows: Rows = []
     while len(rows) < count:
@@ -94,10 +94,10 @@ def training_rows(cli: RecipeCLI, count: int) -> Rows:
 
 
 def made_images(cli: RecipeCLI, rows: Rows) -> list[Tensor]:
-    """An image ``(1, 3, H, W)`` of each prompt, by the recipe's policy as the recipe evaluates it.
+    """Generate an image ``(1, 3, H, W)`` per prompt with the recipe's policy and evaluation settings.
 
     Raises:
-        UserError: the policy cannot be loaded.
+        UserError: The policy cannot be loaded.
     """
     module, size = cli.model, cli.model.policy.decode_batch_size
     try:
@@ -113,7 +113,7 @@ def made_images(cli: RecipeCLI, rows: Rows) -> list[Tensor]:
 
 
 def estimate(cli: RecipeCLI, parts: Sequence[PartTrial]) -> str:
-    """How long the rewards of an iteration take on a rank of this recipe."""
+    """Return a line on the time that the rewards of an iteration take on one rank."""
     plan = cli.datamodule.sizes.plan(cli.trainer.world_size)
     trained = {part.name: part.reward for part in cli.model.reward.parts}
     seconds = {part.name: part.seconds_per_image * plan.images_per_rank for part in parts if part.name in trained}

@@ -1,4 +1,4 @@
-"""``lightning score``: what a reward says of image files."""
+"""``lightning score``: score image files with a reward."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def score(args: Sequence[str]) -> int:
     """Score images: ``REWARD IMAGES... [--prompt TEXT | --prompts FILE] [key=value ...]``.
 
     Returns:
-        0; 1 when an image has no score; 2 for a mistake in what was typed, found before any weight is loaded; 130
-        after Ctrl-C.
+        0; 1 when an image has no score; 2 for an error in the arguments, found before weights are loaded; 130 after
+        Ctrl-C.
     """
     return guarded(_score, args, stopped="Stopped: nothing was written.")
 
@@ -137,10 +137,10 @@ def _score(args: Sequence[str]) -> int:
 
 @contextmanager
 def loaded(reward: Weighted) -> Iterator[None]:
-    """A reward with its weights, closed at the end.
+    """Load a reward for the block and close it at the end.
 
     Raises:
-        UserError: they cannot be loaded.
+        UserError: It cannot be loaded.
     """
     try:
         reward.load()
@@ -152,7 +152,7 @@ def loaded(reward: Weighted) -> Iterator[None]:
 
 
 class _Pictures:
-    """Files that are read when they are asked for."""
+    """Images that are read from their files on access."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = files

@@ -1,4 +1,4 @@
-"""Image files as rewards take them."""
+"""Reading image files for rewards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lit_vgrpo.metrics.reference import IMAGE_SUFFIXES, PROGRAM_FORMAT
 
 
 def find_pictures(words: Sequence[str]) -> list[Path]:
-    """The files that were named, and the images of the folders that were, sorted within each.
+    """Return the named files, and the images of the named folders, sorted within each.
 
     Raises:
-        UserError: a path that does not exist, a folder without images, or no path at all; each is a line.
+        UserError: With each path that does not exist and each folder without images, or without any path.
     """
     if not words:
         raise UserError("No image given. Name files or folders, for example: lightning score PickScore cat.png")
@@ -42,7 +42,7 @@ def find_pictures(words: Sequence[str]) -> list[Path]:
 
 
 def picture_faults(files: Sequence[Path]) -> list[str]:
-    """A line for every file that is no whole image."""
+    """Return an error for every file that cannot be read as an image."""
     faults = []
     for file in files:
         try:
@@ -53,10 +53,10 @@ def picture_faults(files: Sequence[Path]) -> list[str]:
 
 
 def read_picture(file: Path) -> Tensor:
-    """An image ``(1, 3, H, W)``, float32 in [0, 1], upright, on white where it is transparent.
+    """Return an image ``(1, 3, H, W)``, float32 in [0, 1], upright, on white where it is transparent.
 
     Raises:
-        ValueError: it is no image, or a torn one.
+        ValueError: It is no image, or a truncated one.
     """
     try:
         with Image.open(file) as opened:

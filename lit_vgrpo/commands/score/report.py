@@ -18,12 +18,12 @@ FAILED, NOT_ASKED = "failed", "-"
 
 @dataclass
 class PictureScores:
-    """One image's scores.
+    """Scores of one image.
 
     Attributes:
-        total: the weighted sum; NaN where the image failed.
-        parts: each reward that applies, by name; NaN where it failed.
-        failures: why, by name.
+        total: Weighted sum; NaN where the image failed.
+        parts: Score of each reward that applies, by name; NaN where it failed.
+        failures: Reasons by the reward's name.
     """
 
     image: str
@@ -44,7 +44,7 @@ class PictureScores:
 
 
 def score_table(scores: Sequence[PictureScores], names: Sequence[str]) -> str:
-    """A row an image, a column a reward and the total; below it why something failed."""
+    """Return a table with a row per image and a column per reward, followed by the reasons of failures."""
     header = ["image", *names, "total"]
     rows = [
         [own.image, *(_cell(own.parts[name]) if name in own.parts else NOT_ASKED for name in names), _cell(own.total)]
@@ -55,7 +55,7 @@ def score_table(scores: Sequence[PictureScores], names: Sequence[str]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equal length in columns: the first flush left, the others flush right.
+    """Align rows of equal length in columns, the first to the left, the others to the right.
 
     >>> print(aligned([["image", "total"], ["a.png", "0.5"]]))
     image  total
@@ -72,10 +72,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 def write_scores(
     path: Path, scores: Sequence[PictureScores], names: Sequence[str], described: Mapping[str, Any]
 ) -> None:
-    """Write a JSON file, or a CSV file whose failed cells are empty and whose last column says why.
+    """Write a JSON file, or a CSV file with failed cells empty and the reasons in the last column.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: It cannot be written.
     """
     if path.suffix == ".json":
         text = json.dumps({**described, "images": [own.as_dict() for own in scores]}, indent=2) + "\n"

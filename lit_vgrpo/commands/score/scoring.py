@@ -11,18 +11,18 @@ from torch import Tensor
 
 
 class Images(Protocol):
-    """Images ``(1, 3, H, W)`` in [0, 1] by their place, such as a list of them."""
+    """Sequence of images ``(1, 3, H, W)`` in [0, 1]."""
 
     def __getitem__(self, place: int, /) -> Tensor: ...
 
 
 @dataclass
 class ScoredBatch:
-    """Neighbours of one size.
+    """Consecutive images of the same size.
 
     Attributes:
-        places: their places among all images.
-        images: ``(B, 3, H, W)``, on the accelerator where there is one, and with them the models that follow them.
+        places: Their indices among all images.
+        images: ``(B, 3, H, W)``, on the accelerator where there is one; reward models move to the images' device.
     """
 
     places: range
@@ -32,7 +32,7 @@ class ScoredBatch:
 
 
 def batches_of(images: Images, rows: Sequence[Mapping[str, Any]], batch_size: int) -> Iterator[ScoredBatch]:
-    """Batches of at most so many images; only those of the next one are asked for at once."""
+    """Yield batches of at most ``batch_size`` images, reading only those of the next batch."""
     waiting: list[Tensor] = []
     for place in range(len(rows)):
         image = images[place]
@@ -45,7 +45,7 @@ def batches_of(images: Images, rows: Sequence[Mapping[str, Any]], batch_size: in
 
 
 def device() -> torch.device:
-    """Where images are made and scored."""
+    """Return the device for images and rewards."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -1,4 +1,4 @@
-"""A few images through every reward of a recipe, and what that says of a long run."""
+"""Scores of a few images by every reward of a recipe, and warnings for a long run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ HEADER = ("reward", "weight", "mean", "std", "min", "max", "failed", "no spread"
 
 @dataclass
 class PartTrial:
-    """What one reward made of the images.
+    """Result of one reward.
 
     Attributes:
         weight: ``None`` for the sum.
-        scores: of the images it applies to, ``(n,)``, NaN where it failed.
-        groups: the prompt's number of each.
-        seconds: wall time for all of them, after a warm-up.
-        error: the last failure, where there was one.
-        memory: what loading and scoring took.
+        scores: ``(n,)``, of the images that the reward applies to; NaN where it failed.
+        groups: ``(n,)``, index of each image's prompt.
+        seconds: Wall time for all images, after a warm-up.
+        error: The last failure, if any.
+        memory: Memory that loading and scoring took.
     """
 
     name: str
@@ -85,10 +85,10 @@ def trials(
     """Score images with each reward in turn, then as a sum.
 
     Args:
-        images: each ``(1, 3, H, W)``.
-        rows: the prompt's row of each.
-        groups: the prompt's number of each, ``(N,)``.
-        batch_size: most images that a reward gets at once.
+        images: Each ``(1, 3, H, W)``.
+        rows: The prompt's row of each image.
+        groups: ``(N,)``, index of each image's prompt.
+        batch_size: Images per call of a reward, at most.
     """
     batches = list(batches_of(images, rows, batch_size))
     prepared = [image_batch(batch.images, batch.prompts, batch.rows) for batch in batches]
@@ -115,12 +115,12 @@ def trials(
 
 
 def trial_table(parts: Sequence[PartTrial]) -> str:
-    """A row a reward, the sum last."""
+    """Return a table with a row per reward, the sum last."""
     return aligned([HEADER, *(part.row() for part in parts)])
 
 
 def findings(parts: Sequence[PartTrial]) -> list[str]:
-    """What speaks against a long run, a line each; the parts are those of :func:`trials`."""
+    """Return a line for each warning against a long run; ``parts`` are those of :func:`trials`."""
     found = [
         f"{part.name} failed for {part.failed} of {len(part.scores)} images: {part.error}"
         for part in parts

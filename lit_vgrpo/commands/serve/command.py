@@ -1,4 +1,4 @@
-"""``lightning serve-reward``: score images for others."""
+"""``lightning serve-reward``: score images over HTTP."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound and does not listen yet.
+    """Return a bound socket that does not listen yet.
 
     Raises:
-        UserError: the port is taken, or the host is no address of this machine.
+        UserError: The port is taken, or the host is no address of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -122,7 +122,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def opening(name: str, listener: socket.socket, options: ServeOptions, device: str) -> list[str]:
-    """What is printed when requests can come."""
+    """Return the lines to print once requests are accepted."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     lines = [f"Serving {name} on {device} at http://{host}:{listener.getsockname()[1]}/score. Ctrl-C stops it."]
     if not options.is_local and options.token is None:
