@@ -144,7 +144,7 @@ def checksum(key: str, row: Row) -> str:
     total = zlib.crc32(key.encode())
     for name, value in sorted(row.items()):
         total = zlib.crc32(f"{name} {value.dtype} {list(value.shape)}".encode(), total)
-        total = zlib.crc32(value.reshape(-1).view(torch.uint8).numpy(), total)
+        total = zlib.crc32(value.reshape(-1).view(torch.uint8).numpy().data, total)
     return str(total)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,9 +39,13 @@ _TEXT_WIDTH = 32
 _LATENT_DIFFUSION_BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 WORDS_LATENT_SIZE = 10  # of the longer side
 
+Text = tuple[Any, Callable[[Any, int, int], nn.Module], int]
+"""A tokenizer, and the encoder that is made of it, a width and a seed."""
+Prediction = Literal["epsilon", "v_prediction"]
+
 
 def words_tokenizer(pad_token: str = EOS) -> CLIPTokenizer:
-    """A tokenizer for the words task: each word of the sentence is one token, and so is each letter that is quoted."""
+    """Return a tokenizer for the words task: each word of the sentence and each quoted letter is one token."""
     return clip_tokenizer(pad_token=pad_token, words=PROMPT.split('"')[0].split(), letters=LETTERS.lower())
 
 
@@ -63,46 +68,41 @@ def build_sd3(
     Args:
         folder: where to write; made if absent.
         seed: of all random weights.
-        vae: a trained autoencoder; ``None`` writes an untrained one whose scale and shift are not trivial, for tests.
+        vae: a trained autoencoder; ``None`` writes an untrained one, for tests.
         small: a transformer of about 0.05 M parameters instead of 0.6 M.
         t5: add a small T5 encoder.
         shift: of the scheduler's timestep grid.
         task: whose words the tokenizers know, and whose pictures the transformer's positions cover.
     """
     heads, layers = (2, 2) if small else (4, 4)
-    width = 16 * heads
     latent_size = LATENT_SIZE if task == "shapes" else WORDS_LATENT_SIZE
     tokenizer = clip_tokenizer if task == "shapes" else words_tokenizer
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = SD3Transformer2DModel(
-            sample_size=latent_size,
-            patch_size=2,
-            in_channels=LATENT_CHANNELS,
-            out_channels=LATENT_CHANNELS,
-            num_layers=layers,
-            attention_head_dim=16,
-            num_attention_heads=heads,
-            joint_attention_dim=2 * _TEXT_WIDTH,
-            caption_projection_dim=width,
-            pooled_projection_dim=2 * _TEXT_WIDTH,
-            pos_embed_max_size=latent_size // 2,
-            qk_norm="rms_norm",
-        )
-    tokenizers = tokenizer(), tokenizer(pad_token="!")  # SDXL's and SD3's second one pads with "!" too
-    tokenizer_3 = t5_tokenizer() if t5 else None
-    pipeline = StableDiffusion3Pipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=shift),
-        vae=vae if vae is not None else new_vae(seed, scaling_factor=0.8, shift_factor=0.1),
-        text_encoder=text_encoder_with_projection(tokenizers[0], _TEXT_WIDTH, seed + 1),
-        tokenizer=tokenizers[0],
-        text_encoder_2=text_encoder_with_projection(tokenizers[1], _TEXT_WIDTH, seed + 2),
-        tokenizer_2=tokenizers[1],
-        text_encoder_3=t5_encoder(tokenizer_3, 2 * _TEXT_WIDTH, seed + 3) if tokenizer_3 is not None else None,
-        tokenizer_3=tokenizer_3,
-    )
-    return _save(pipeline, folder)
+    transformer = {
+        "sample_size": latent_size,
+        "patch_size": 2,
+        "in_channels": LATENT_CHANNELS,
+        "out_channels": LATENT_CHANNELS,
+        "num_layers": layers,
+        "attention_head_dim": 16,
+        "num_attention_heads": heads,
+        "joint_attention_dim": 2 * _TEXT_WIDTH,
+        "caption_projection_dim": 16 * heads,
+        "pooled_projection_dim": 2 * _TEXT_WIDTH,
+        "pos_embed_max_size": latent_size // 2,
+        "qk_norm": "rms_norm",
+    }
+    texts: list[Text] = [
+        (tokenizer(), text_encoder_with_projection, _TEXT_WIDTH),
+        # SDXL's and SD3's second one pads with "!" too
+        (tokenizer(pad_token="!"), text_encoder_with_projection, _TEXT_WIDTH),
+    ]
+    without: dict[str, None] = {"text_encoder_3": None, "tokenizer_3": None}
+    if t5:
+        texts.append((t5_tokenizer(), t5_encoder, 2 * _TEXT_WIDTH))
+        without = {}
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    denoiser = SD3Transformer2DModel, transformer
+    return _build(StableDiffusion3Pipeline, folder, seed, vae, denoiser, scheduler, texts, **without)
 
 
 def build_unet(
@@ -111,7 +111,7 @@ def build_unet(
     vae: AutoencoderKL | None = None,
     *,
     small: bool = False,
-    prediction_type: Literal["epsilon", "v_prediction"] = "epsilon",
+    prediction_type: Prediction = "epsilon",
 ) -> Path:
     """Write a `StableDiffusionPipeline` folder: 32 x 32 pictures, 8 x 8 x 8 latents.
 
@@ -122,27 +122,11 @@ def build_unet(
         small: a UNet of about 0.1 M parameters instead of 1 M.
         prediction_type: what the scheduler takes the network's output for.
     """
-    unet = _new_unet(seed, small, sample_size=LATENT_SIZE, cross_attention_dim=2 * _TEXT_WIDTH)
-    scheduler = DDIMScheduler(
-        **_LATENT_DIFFUSION_BETAS,
-        clip_sample=False,
-        set_alpha_to_one=False,
-        steps_offset=1,
-        timestep_spacing="trailing",
-        prediction_type=prediction_type,
-    )
-    tokenizer = clip_tokenizer()
-    pipeline = StableDiffusionPipeline(
-        unet=unet,
-        scheduler=scheduler,
-        vae=vae if vae is not None else new_vae(seed, scaling_factor=0.8),
-        text_encoder=text_encoder(tokenizer, 2 * _TEXT_WIDTH, seed + 1),
-        tokenizer=tokenizer,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    return _save(pipeline, folder)
+    options = {"steps_offset": 1, "timestep_spacing": "trailing", "prediction_type": prediction_type}
+    scheduler = DDIMScheduler(**_LATENT_DIFFUSION_BETAS, clip_sample=False, set_alpha_to_one=False, **options)
+    texts: list[Text] = [(clip_tokenizer(), text_encoder, 2 * _TEXT_WIDTH)]
+    without = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    return _build(StableDiffusionPipeline, folder, seed, vae, _unet(small), scheduler, texts, **without)
 
 
 def build_sdxl(
@@ -151,7 +135,7 @@ def build_sdxl(
     vae: AutoencoderKL | None = None,
     *,
     small: bool = False,
-    prediction_type: Literal["epsilon", "v_prediction"] = "epsilon",
+    prediction_type: Prediction = "epsilon",
 ) -> Path:
     """Write a `StableDiffusionXLPipeline` folder: 32 x 32 pictures, 8 x 8 x 8 latents.
 
@@ -162,33 +146,22 @@ def build_sdxl(
         small: a UNet of about 0.08 M parameters instead of 1.4 M.
         prediction_type: what the scheduler takes the network's output for.
     """
-    unet = _new_unet(
-        seed,
+    denoiser = _unet(
         small,
-        sample_size=LATENT_SIZE,
-        cross_attention_dim=2 * _TEXT_WIDTH,
         transformer_layers_per_block=1 if small else (1, 2),
         use_linear_projection=True,
         addition_embed_type="text_time",
         addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=6 * 8 + _TEXT_WIDTH,  # six sizes and the pooled text
     )
-    scheduler = EulerDiscreteScheduler(
-        **_LATENT_DIFFUSION_BETAS, steps_offset=1, timestep_spacing="leading", prediction_type=prediction_type
-    )
-    tokenizers = clip_tokenizer(), clip_tokenizer(pad_token="!")
-    pipeline = StableDiffusionXLPipeline(
-        unet=unet,
-        scheduler=scheduler,
-        vae=vae if vae is not None else new_vae(seed, scaling_factor=0.8),
-        text_encoder=text_encoder(tokenizers[0], _TEXT_WIDTH, seed + 1),
-        tokenizer=tokenizers[0],
-        text_encoder_2=text_encoder_with_projection(tokenizers[1], _TEXT_WIDTH, seed + 2),
-        tokenizer_2=tokenizers[1],
-        force_zeros_for_empty_prompt=True,
-        add_watermarker=False,
-    )
-    return _save(pipeline, folder)
+    options = {"steps_offset": 1, "timestep_spacing": "leading", "prediction_type": prediction_type}
+    scheduler = EulerDiscreteScheduler(**_LATENT_DIFFUSION_BETAS, **options)
+    texts: list[Text] = [
+        (clip_tokenizer(), text_encoder, _TEXT_WIDTH),
+        (clip_tokenizer(pad_token="!"), text_encoder_with_projection, _TEXT_WIDTH),
+    ]
+    options = {"force_zeros_for_empty_prompt": True, "add_watermarker": False}
+    return _build(StableDiffusionXLPipeline, folder, seed, vae, denoiser, scheduler, texts, **options)
 
 
 def build_flux(
@@ -207,25 +180,23 @@ def build_flux(
     Args:
         folder: where to write; made if absent.
         seed: of all random weights.
-        vae: a trained autoencoder; ``None`` writes an untrained one whose scale and shift are not trivial, for tests.
+        vae: a trained autoencoder; ``None`` writes an untrained one, for tests.
         small: a transformer of about 0.08 M parameters instead of 0.7 M.
         guidance_embeds: the network takes the guidance scale as an input, as FLUX.1-dev does.
         dynamic_shift: the scheduler's shift grows with the picture, as FLUX.1-dev's does; else it is 1, as schnell's.
     """
     heads, layers = (2, 1) if small else (4, 3)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = FluxTransformer2DModel(
-            in_channels=4 * LATENT_CHANNELS,  # 2 x 2 latents make one token
-            num_layers=layers,
-            num_single_layers=layers,
-            attention_head_dim=16,
-            num_attention_heads=heads,
-            joint_attention_dim=2 * _TEXT_WIDTH,
-            pooled_projection_dim=_TEXT_WIDTH,
-            guidance_embeds=guidance_embeds,
-            axes_dims_rope=(4, 6, 6),
-        )
+    transformer = {
+        "in_channels": 4 * LATENT_CHANNELS,  # 2 x 2 latents make one token
+        "num_layers": layers,
+        "num_single_layers": layers,
+        "attention_head_dim": 16,
+        "num_attention_heads": heads,
+        "joint_attention_dim": 2 * _TEXT_WIDTH,
+        "pooled_projection_dim": _TEXT_WIDTH,
+        "guidance_embeds": guidance_embeds,
+        "axes_dims_rope": (4, 6, 6),
+    }
     scheduler = FlowMatchEulerDiscreteScheduler(
         shift=3.0 if dynamic_shift else 1.0,
         use_dynamic_shifting=dynamic_shift,
@@ -234,17 +205,11 @@ def build_flux(
         base_shift=0.5,
         max_shift=1.15,
     )
-    tokenizers = clip_tokenizer(), t5_tokenizer()
-    pipeline = FluxPipeline(
-        transformer=transformer,
-        scheduler=scheduler,
-        vae=vae if vae is not None else new_vae(seed, scaling_factor=0.8, shift_factor=0.1),
-        text_encoder=text_encoder(tokenizers[0], _TEXT_WIDTH, seed + 1),
-        tokenizer=tokenizers[0],
-        text_encoder_2=t5_encoder(tokenizers[1], 2 * _TEXT_WIDTH, seed + 2),
-        tokenizer_2=tokenizers[1],
-    )
-    return _save(pipeline, folder)
+    texts: list[Text] = [
+        (clip_tokenizer(), text_encoder, _TEXT_WIDTH),
+        (t5_tokenizer(), t5_encoder, 2 * _TEXT_WIDTH),
+    ]
+    return _build(FluxPipeline, folder, seed, vae, (FluxTransformer2DModel, transformer), scheduler, texts)
 
 
 def build_clip(folder: str | Path, seed: int = 0) -> Path:
@@ -270,23 +235,50 @@ def build_clip(folder: str | Path, seed: int = 0) -> Path:
     return Path(folder)
 
 
-def _new_unet(seed: int, small: bool, **options: Any) -> UNet2DConditionModel:
+def _unet(small: bool, **options: Any) -> tuple[Any, dict[str, Any]]:
+    return UNet2DConditionModel, {
+        "sample_size": LATENT_SIZE,
+        "cross_attention_dim": 2 * _TEXT_WIDTH,
+        "in_channels": LATENT_CHANNELS,
+        "out_channels": LATENT_CHANNELS,
+        "block_out_channels": (8, 16) if small else (32, 64),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+        "attention_head_dim": 4,
+        **options,
+    }
+
+
+def _build(
+    kind: Any,
+    folder: str | Path,
+    seed: int,
+    vae: AutoencoderKL | None,
+    denoiser: tuple[Any, dict[str, Any]],
+    scheduler: Any,
+    texts: Sequence[Text],
+    **parts: Any,
+) -> Path:
+    """Write a folder of a kind of pipeline.
+
+    Args:
+        denoiser: its class and configuration.
+        texts: in the pipeline's order; encoder k gets the seed ``seed + k``.
+        parts: what else the pipeline takes.
+    """
+    network, configuration = denoiser
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return UNet2DConditionModel(
-            in_channels=LATENT_CHANNELS,
-            out_channels=LATENT_CHANNELS,
-            block_out_channels=(8, 16) if small else (32, 64),
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            layers_per_block=1,
-            norm_num_groups=8,
-            attention_head_dim=4,
-            **options,
-        )
-
-
-def _save(pipeline: Any, folder: str | Path) -> Path:
+        parts["unet" if network is UNet2DConditionModel else "transformer"] = network(**configuration)
+    for number, (tokenizer, encoder, width) in enumerate(texts, start=1):
+        place = f"_{number}" if number > 1 else ""
+        parts |= {f"tokenizer{place}": tokenizer, f"text_encoder{place}": encoder(tokenizer, width, seed + number)}
+    if vae is None:  # a scale, and a shift where the family has one, that are not trivial
+        shift = {"shift_factor": 0.1} if "transformer" in parts else {}
+        vae = new_vae(seed, scaling_factor=0.8, **shift)
+    pipeline = kind(scheduler=scheduler, vae=vae, **parts)
     for module in pipeline.components.values():
         if isinstance(module, nn.Module):
             module.eval()
