@@ -14,10 +14,12 @@ STOPPED, ON_DISK = "Tt", "D"
 
 
 class Peers(Callback):
-    """Ranks tell each other their process, and look at each other's state from time to time (on Linux).
+    """The processes of the other ranks, which each rank learns at the start and then looks at (on Linux).
 
     Attributes:
-        silent_s: for how long each rank that does not run now has not run, in seconds.
+        rank: this process's own.
+        processes: process id by rank, of the others on this machine.
+        silent_s: seconds since each rank that is not running was last seen running.
     """
 
     def __init__(self) -> None:
@@ -34,13 +36,13 @@ class Peers(Callback):
             self.meet(dist.get_rank(), told)
 
     def meet(self, rank: int, told: list[tuple[str, int]]) -> None:
-        """Take in every rank's machine and process."""
+        """Remember which ranks are on this machine; ``told`` holds every rank's machine and process."""
         self.rank, own = rank, told[rank][0]
         others = {other: process for other, (there, process) in enumerate(told) if there == own and other != rank}
         self.processes = others if own else {}
 
     def look(self, elapsed_s: float) -> None:
-        """Look at each rank, so long after the last time."""
+        """Look at each rank, ``elapsed_s`` seconds after the last look."""
         for rank, process in self.processes.items():
             state = state_of(process)
             if state is not None and state in STOPPED + ON_DISK:
@@ -50,15 +52,15 @@ class Peers(Callback):
                 self.silent_s.pop(rank, None)
 
     def stopped(self, at_least_s: float) -> int | None:
-        """Return a rank that has been stopped for so long, or ``None``."""
+        """Return a rank that has been stopped for ``at_least_s`` seconds, or ``None``."""
         return next((rank for rank in self._silent(at_least_s) if self._states[rank] in STOPPED), None)
 
     def speaks(self) -> bool:
-        """Return True in the first rank of this machine that runs."""
+        """Return ``True`` in the first rank of this machine that is running."""
         return all(rank > self.rank or rank in self.silent_s for rank in self.processes)
 
     def about(self, at_least_s: float) -> dict[int, str]:
-        """Return what to say about each rank that has been silent for so long."""
+        """Return what to say about each rank that has been silent for ``at_least_s`` seconds."""
         said = {}
         for rank in self._silent(at_least_s):
             name, process = self.name(rank), self.processes[rank]
@@ -69,6 +71,7 @@ class Peers(Callback):
         return said
 
     def name(self, rank: int) -> str:
+        """Return what to call a rank in a message."""
         return f"Rank {rank} (process {self.processes[rank]})"
 
     def _silent(self, at_least_s: float) -> list[int]:

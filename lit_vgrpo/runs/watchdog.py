@@ -1,4 +1,8 @@
-"""Ranks on one machine watch one another: which died, and how, ends the job at once; one that is silent is named."""
+"""The ranks on one machine watch each other: a death ends the job at once with its reason, a silent rank is named.
+
+Lightning's own observer of its child processes kills the first rank too, without a word and within 5 s, and ranks
+whose first one died are left running.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
@@ -28,13 +31,11 @@ LAUNCHER_PID = "LIT_VGRPO_LAUNCHER_PID"
 """Tells the ranks that Lightning started which process is their first rank."""
 POLL_S = 0.3
 GRACE_S = 10.0
-"""How long the others may take to end by themselves, and in their own words, after one has."""
+"""How long the others may take to end by themselves, with their own message, after one has."""
 END_S = 60.0
 """How long they may take after the first rank has finished."""
 BLAME_S = 3.0
 """How long after a failed exchange the death of another rank may take to show."""
-
-
 SILENT_S = 60.0
 """How long a rank may be silent before the others say so, and no longer wait for it once they were asked to stop."""
 PATIENCE_S = 3.0
@@ -44,28 +45,47 @@ LAST_WORDS_S = 2.0
 
 
 class Watch:
-    """Watches nothing: one process, or a launcher of another make that watches its ranks itself.
+    """Names the ranks on this machine that are silent; subclasses also see that a rank has died.
+
+    By itself it serves a single process, and ranks whose launcher notices deaths.
 
     Args:
-        folder: gives the run folder.
+        folder: returns the run folder.
     """
+
+    sees_deaths: ClassVar[bool] = False
 
     def __init__(self, folder: Callable[[], Path] = Path) -> None:
         self._folder = folder
+        self.peers = Peers()
+        self._named: set[int] = set()
+        self._done = threading.Event()
+        self._saying = threading.Lock()
+
+    def start(self) -> None:
+        """Watch in a thread; the process ends when a rank that it watches has died."""
+        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+
+    def stop(self, wait_s: float) -> None:
+        """Stop watching: the work is done or has failed, and every rank has ``wait_s`` seconds to end."""
+        self._done.set()
 
     def says_who_died(self) -> bool:
-        """After a failed exchange between ranks: whether another one has died, which is then said."""
-        return False
+        """Report, after a failed exchange between ranks, the death of another one; return ``False`` if none died."""
+        end = time.monotonic() + BLAME_S
+        while self.sees_deaths and not self._death() and time.monotonic() < end:
+            time.sleep(POLL_S / 3)
+        death = self._death()
+        if death is not None:
+            self._say(death)
+        return death is not None
 
     def hindrance(self, is_urgent: bool) -> str | None:
         """Return why a request to stop, the first or an urgent one, would wait in vain; ``None`` where it need not."""
-        return None
-
-    def start(self) -> None:
-        """Begin; the process ends when a rank that it watches has died."""
-
-    def stop(self, wait_s: float) -> None:
-        """The work is done, or has failed: from here on every rank may end, and has so many seconds to do so."""
+        rank = self.peers.stopped(PATIENCE_S if is_urgent else SILENT_S)
+        if rank is not None:
+            return f"{self.peers.name(rank)} is stopped."
+        return self._death() if is_urgent else None
 
     def end(self, status: int, reason: str) -> None:
         """End this process and the ranks that it started, whatever the main thread does."""
@@ -81,65 +101,23 @@ class Watch:
     def kill(self) -> None:
         """End the ranks that this process started."""
 
-    def _speaks(self) -> bool:
-        return True
-
-
-class RankWatch(Watch):
-    """In a rank of several: names those on this machine that are silent.
-
-    Args:
-        folder: gives the run folder.
-    """
-
-    def __init__(self, folder: Callable[[], Path]) -> None:
-        super().__init__(folder)
-        self.peers = Peers()
-        self._named: set[int] = set()
-        self._done = threading.Event()
-        self._saying = threading.Lock()
-
-    @override
-    def start(self) -> None:
-        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
-
-    @override
-    def stop(self, wait_s: float) -> None:
-        self._done.set()
-
-    @override
-    def says_who_died(self) -> bool:
-        end = time.monotonic() + BLAME_S
-        while not self._death() and time.monotonic() < end:
-            time.sleep(POLL_S / 3)
-        death = self._death()
-        if death is not None:
-            self._say(death)
-        return death is not None
-
-    @override
-    def hindrance(self, is_urgent: bool) -> str | None:
-        rank = self.peers.stopped(PATIENCE_S if is_urgent else SILENT_S)
-        if rank is not None:
-            return f"{self.peers.name(rank)} is stopped."
-        return self._death() if is_urgent else None
-
-    def _name_the_silent(self) -> None:
-        self.peers.look(POLL_S)
-        silent = self.peers.about(SILENT_S)
-        self._named &= set(silent)
-        for rank in silent.keys() - self._named:
-            self._named.add(rank)
-            if self.peers.speaks():
-                say(f"\n{silent[rank]}", error=True)
-
     def _watch(self) -> None:
         while not self._done.wait(POLL_S):
             self._name_the_silent()
             death = self._death()
             if death is not None and not self._done.wait(self._grace()):
                 self._say(death)
-                self._end()
+                self.kill()
+                sys.stdout.flush()
+                os._exit(1)
+
+    def _name_the_silent(self) -> None:
+        self.peers.look(POLL_S)
+        silent = self.peers.about(SILENT_S)
+        for rank in silent.keys() - self._named:
+            if self.peers.speaks():
+                say(f"\n{silent[rank]}", error=True)
+        self._named = set(silent)
 
     def _say(self, death: str) -> None:
         with self._saying:
@@ -148,29 +126,26 @@ class RankWatch(Watch):
                 if self._speaks():
                     say(f"\n{death} {last_words(self._folder())}", error=True)
 
-    def _end(self) -> None:
-        sys.stdout.flush()
-        os._exit(1)
+    def _death(self) -> str | None:
+        """Return how a rank that is watched died, in a sentence; ``None`` while all live."""
+        return None
 
     def _grace(self) -> float:
         return GRACE_S
 
-    @override
     def _speaks(self) -> bool:
         return self.peers.speaks()
 
-    def _death(self) -> str | None:
-        """How a rank that is watched died, in a sentence; ``None`` while all live."""
-        return None
 
-
-class ChildrenWatch(RankWatch):
+class ChildrenWatch(Watch):
     """In the first rank: the others are its children.
 
     Args:
-        folder: gives the run folder.
+        folder: returns the run folder.
         first_rank: this process's number; the children's follow.
     """
+
+    sees_deaths = True
 
     def __init__(self, folder: Callable[[], Path], first_rank: int = 0) -> None:
         super().__init__(folder)
@@ -188,45 +163,40 @@ class ChildrenWatch(RankWatch):
                 child.kill()
 
     @override
+    def kill(self) -> None:
+        for child in self.children:
+            child.kill()  # nothing happens to one that has ended
+
+    @override
     def _death(self) -> str | None:
-        codes = [(rank, child.poll()) for rank, child in enumerate(self.children, start=1)]
+        codes = [(rank, child.poll()) for rank, child in enumerate(self.children, start=self.first_rank + 1)]
         # One killed by a signal comes first: the others may have failed because of it.
         failed = sorted((code > 0, rank, code) for rank, code in codes if code)
-        return f"Rank {self.first_rank + failed[0][1]} {how_it_ended(failed[0][2])}." if failed else None
+        return f"Rank {failed[0][1]} {how_it_ended(failed[0][2])}." if failed else None
 
     @override
     def _grace(self) -> float:
-        # A signal that asks to stop has probably come to this rank too, which then ends in its own words.
+        # A signal that asks to stop has probably come to this rank too, which then ends with its own message.
         own = [-signal.Signals[name] for name in STOP_SIGNALS if hasattr(signal, name)]
-        return 0.0 if any((child.poll() or 0) < 0 and child.poll() not in own for child in self.children) else GRACE_S
-
-    @override
-    def _end(self) -> None:
-        self.kill()
-        super()._end()
-
-    @override
-    def kill(self) -> None:
-        for child in self.children:
-            if child.poll() is None:
-                child.kill()
+        killed = any(code < 0 and code not in own for code in (child.poll() or 0 for child in self.children))
+        return 0.0 if killed else GRACE_S
 
 
-class ParentWatch(RankWatch):
+class ParentWatch(Watch):
     """In a rank that the first one started, or torchrun: the process that is its parent.
 
     Args:
-        folder: gives the run folder.
+        folder: returns the run folder.
         parent: that process.
         name: what to call it.
         speaks: this rank speaks for all that were started with it.
     """
 
+    sees_deaths = True
+
     def __init__(self, folder: Callable[[], Path], parent: int, name: str, speaks: bool) -> None:
         super().__init__(folder)
-        self._parent = parent
-        self._name = name
-        self._says_death = speaks
+        self._parent, self._name, self._says_death = parent, name, speaks
 
     @override
     def _death(self) -> str | None:
@@ -242,34 +212,33 @@ class ParentWatch(RankWatch):
 
 
 class WatchedLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher with a watch of ours; Lightning's own kills the first rank too, without a word."""
+    """Lightning's launcher, whose children our watch has in place of Lightning's own observer."""
 
     def __init__(self, launcher: _SubprocessScriptLauncher, watch: ChildrenWatch) -> None:
         super().__init__(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
         self.watch = watch
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+    def _call_children_scripts(self) -> None:
         os.environ[LAUNCHER_PID] = str(os.getpid())
-        self._call_children_scripts()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
-        self.watch.children = self.procs
+        super()._call_children_scripts()
+        self.watch.children, self.procs = self.procs, []  # an observer of no children ends by itself
         self.watch.start()
-        return function(*args, **kwargs)
 
     @override
     def kill(self, signum: Any) -> None:
+        children = self.watch.children
         if signum == signal.SIGKILL:
             self.watch.children = []  # they end because we say so
-        super().kill(signum)
+        for child in children:
+            child.send_signal(signum)
 
 
 @contextmanager
 def watched(trainer: Trainer) -> Iterator[Watch]:
     """Watch the ranks on this machine while the block runs.
 
-    Under torchrun, SLURM and the like a death is the launcher's to notice.
+    Under SLURM and the like the launcher notices a death.
     """
     watch = _watch_for(trainer)
     try:
@@ -287,27 +256,24 @@ def _watch_for(trainer: Trainer) -> Watch:
     parent = os.environ.get(LAUNCHER_PID)
     local_rank = int(os.environ.get("LOCAL_RANK") or 0)
     launcher = trainer.strategy.launcher
-    watch: Watch
+    watch = Watch(folder)
     if parent is not None and local_rank > 0:
         watch = ParentWatch(folder, int(parent), "Rank 0", speaks=local_rank == 1)
-        watch.start()
     elif type(launcher) is not _SubprocessScriptLauncher or trainer.world_size == 1:
-        return Watch(folder)
-    elif launcher.cluster_environment.creates_processes_externally:
-        by_torchrun = isinstance(launcher.cluster_environment, TorchElasticEnvironment)
-        watch = (
-            ParentWatch(folder, os.getppid(), "torchrun", speaks=local_rank == 0) if by_torchrun else RankWatch(folder)
-        )
-        watch.start()
-    else:
+        return watch
+    elif isinstance(launcher.cluster_environment, TorchElasticEnvironment):
+        watch = ParentWatch(folder, os.getppid(), "torchrun", speaks=local_rank == 0)
+    elif not launcher.cluster_environment.creates_processes_externally:
         watch = ChildrenWatch(folder, launcher.cluster_environment.node_rank() * launcher.num_processes)
         trainer.strategy._launcher = WatchedLauncher(launcher, watch)
     trainer.callbacks.insert(0, watch.peers)  # type: ignore[attr-defined]
+    if not isinstance(watch, ChildrenWatch):  # which its launcher starts
+        watch.start()
     return watch
 
 
 def how_it_ended(code: int) -> str:
-    """An exit status in words.
+    """Return an exit status in words.
 
     >>> how_it_ended(-9)
     'was killed by SIGKILL'
