@@ -1,10 +1,10 @@
-"""A file of several recipes that run one after the other, each from the weights that the one before it ended with."""
+"""A curriculum: recipes that run one after the other, each from the final weights of the one before."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Stage:
     """One run of a curriculum.
 
     Attributes:
-        number: its place, from 1 on.
+        number: its position, from 1.
         recipe: its recipe's file.
     """
 
@@ -46,7 +46,7 @@ class Stage:
 
     @property
     def folder(self) -> str:
-        """Its run folder's name."""
+        """Name of its run folder."""
         return f"{self.number}_{self.name}"
 
 
@@ -58,13 +58,18 @@ class Settings:
     overrides: list[tuple[str, str]] = field(default_factory=list)
 
     def words(self, stage: Stage) -> list[str]:
-        """What to type for a stage after its recipe; what is said for it alone comes last."""
+        """Return the arguments that follow a stage's recipe; those for it alone come last."""
         of_all = [f"{key}={text}" for key, text in self.overrides if not OF_A_STAGE.fullmatch(key)]
-        own = [f"{own_key}={text}" for number, own_key, text in self._of_stages() if number == stage.number]
+        own = [word.partition(".")[2] for word in self.of(stage)]
         return [*map(str, self.overlays), *of_all, *own]
 
+    def of(self, stage: Stage) -> list[str]:
+        """Return the overrides for one stage alone, as they were typed."""
+        found = [(OF_A_STAGE.fullmatch(key), f"{key}={text}") for key, text in self.overrides]
+        return [word for match, word in found if match and int(match[1]) == stage.number]
+
     def faults(self, count: int) -> list[str]:
-        """Overrides that a curriculum of so many stages does not take, a line each."""
+        """Return what is wrong with the overrides of a curriculum of ``count`` stages, one line each."""
         found = []
         for key, _ in self.overrides:
             match = OF_A_STAGE.fullmatch(key)
@@ -83,27 +88,18 @@ class Settings:
                 found.append(f"{key} cannot be set: stages start from the one before. Only stage1.{START} is free.")
         return found
 
-    def of(self, stage: Stage) -> list[str]:
-        """What is said for a stage alone, as it was typed."""
-        return [f"stage{number}.{key}={text}" for number, key, text in self._of_stages() if number == stage.number]
-
-    def _of_stages(self) -> Iterator[tuple[int, str, str]]:
-        for key, text in self.overrides:
-            if match := OF_A_STAGE.fullmatch(key):
-                yield int(match[1]), match[2], text
-
 
 @dataclass(frozen=True)
 class Curriculum:
-    """What a file and a command line say.
+    """A curriculum's file and the command line that runs it.
 
     Attributes:
         file: the curriculum's file.
-        name: of the run folder.
-        run_dir: the run folder to ask for.
-        stages: in their order.
-        saved: settings of the file.
-        typed: settings of the command line, which come after them.
+        name: name of the run folder.
+        run_dir: run folder to ask for.
+        stages: in the order they run.
+        saved: settings in the file.
+        typed: settings on the command line, which apply after those in the file.
     """
 
     file: Path
@@ -118,7 +114,7 @@ class Curriculum:
         """Read the file that a command names.
 
         Raises:
-            UserError: with every fault of the file and the overrides.
+            UserError: names everything that is wrong with the file and the overrides.
         """
         content = loaded(command.recipe)
         typed = dict(command.overrides)
@@ -136,12 +132,12 @@ class Curriculum:
         return cls(command.recipe, name, run_dir, stages, saved, settings)
 
     def check_words(self, stage: Stage) -> list[str]:
-        """What to check of a stage before any has run: all but its start."""
+        """Return the arguments that check a stage before any has run: everything but its initial weights."""
         words = [*self.saved.words(stage), *self.typed.words(stage)]
         return [str(stage.recipe), *words, f"run_dir={self.run_dir / stage.folder}"]
 
     def run_words(self, stage: Stage, run: Path) -> list[str]:
-        """The arguments of ``lightning run`` that start a stage, or take it up where it was left.
+        """Return the arguments of ``lightning run`` that start a stage or resume it.
 
         Args:
             run: the curriculum's run folder, absolute.
@@ -156,7 +152,7 @@ class Curriculum:
         return [str(stage.recipe), *words, *([RESUME] if folder.is_dir() else [])]
 
     def outcome(self, stage: Stage, run: Path) -> str | None:
-        """How a stage's run ended, in the words of its ``summary.json``; ``None`` where there is none."""
+        """Return how a stage's run ended according to its ``summary.json``; ``None`` where there is none."""
         try:
             summary = json.loads((run / stage.folder / "summary.json").read_text())
         except (OSError, ValueError):
@@ -164,11 +160,11 @@ class Curriculum:
         return summary.get("outcome") if isinstance(summary, dict) else None
 
     def is_done(self, stage: Stage, run: Path) -> bool:
-        """Whether a stage has run to its end."""
+        """Return ``True`` if a stage has run to its end."""
         return self.outcome(stage, run) == "finished"
 
     def write(self, run: Path) -> None:
-        """Write ``config.yaml``, itself a curriculum with what was typed in it."""
+        """Write ``config.yaml``: a curriculum that includes the typed settings."""
         overlays = [_written(path) for path in (*self.saved.overlays, *self.typed.overlays)]
         overrides = [f"{key}={text}" for key, text in (*self.saved.overrides, *self.typed.overrides)]
         content: dict[str, Any] = {STAGES: [_written(stage.recipe) for stage in self.stages], "name": self.name}
@@ -179,7 +175,7 @@ class Curriculum:
 
 
 def is_curriculum(file: Path) -> bool:
-    """Whether a recipe file is a list of stages, perhaps misspelt."""
+    """Return ``True`` if a recipe file lists stages, also under a misspelt key."""
     try:
         keys = [str(key) for key in loaded(file)]
     except UserError:
@@ -196,7 +192,7 @@ def _stages(value: Any, file: Path, faults: list[str]) -> list[Stage]:
         try:
             if not isinstance(text, str):
                 raise UserError(f"{text!r} is no recipe's name or path.")
-            recipe = _beside(file, text) or _shipped(file, text)
+            recipe = _find(file, text)
             if is_curriculum(recipe):
                 raise UserError(f"{text} is a curriculum itself. List its stages instead.")
             found.append(Stage(number, recipe))
@@ -205,14 +201,11 @@ def _stages(value: Any, file: Path, faults: list[str]) -> list[Stage]:
     return found if len(found) == len(value) else []
 
 
-def _beside(file: Path, text: str) -> Path | None:
-    """The recipe of that name in the curriculum's own folder."""
-    return next((path for path in (file.parent / text, file.parent / f"{text}.yaml") if path.is_file()), None)
-
-
-def _shipped(file: Path, text: str) -> Path:
+def _find(file: Path, text: str) -> Path:
+    """Return the recipe of that name in the curriculum's own folder, or else the shipped one."""
+    beside = next((path for path in (file.parent / text, file.parent / f"{text}.yaml") if path.is_file()), None)
     try:
-        return find_recipe(text)
+        return beside or find_recipe(text)
     except UserError:
         guess = nearest(Path(text).stem, [path.stem for path in file.parent.glob("*.yaml") if path.stem != file.stem])
         if guess is None:
@@ -246,13 +239,13 @@ def _overrides(value: Any, faults: list[str]) -> list[tuple[str, str]]:
 
 
 def _written(path: Path) -> str:
-    """How a file is named so that it is found again from anywhere: a shipped one by its name."""
+    """Return a name that finds a file from any folder: a shipped one's short name, else its absolute path."""
     path, root = path.absolute(), shipped_root().absolute()
     return str(path.relative_to(root).with_suffix("")) if root in path.parents else str(path)
 
 
 def merged_faults(found: Sequence[tuple[Stage, Sequence[str]]]) -> list[str]:
-    """Each fault once, with the stages that have it.
+    """Return each fault once, with the stages that have it.
 
     >>> one, two = Stage(1, Path("a.yaml")), Stage(2, Path("b.yaml"))
     >>> merged_faults([(one, ["x is wrong."]), (two, ["x is wrong.", "y is, too."])])

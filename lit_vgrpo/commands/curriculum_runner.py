@@ -1,4 +1,4 @@
-"""``lightning run CURRICULUM``: each stage in a process of its own, so that its memory is free before the next."""
+"""``lightning run CURRICULUM``: each stage runs in its own process, which frees its memory before the next."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class Child:
-    """One process at a time. A signal to stop goes on to it, and its end is waited for.
+    """One process at a time; signals to stop are passed on to it, and its end is awaited.
 
     Attributes:
-        stopped_by: the first signal to stop that came.
+        stopped_by: first signal to stop that arrived.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class Child:
         """Run ``lightning WORDS`` to its end.
 
         Args:
-            env: of the process; ``None`` for our own.
+            env: environment of the process; ``None`` for our own.
             quiet: drop what it writes to stdout.
 
         Returns:
-            Its exit status, that of a shell where a signal ended it.
+            Its exit status, as a shell reports it: 128 + N where signal N ended it.
         """
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lit_vgrpo", *words],
@@ -76,7 +76,7 @@ def run_curriculum(command: Command) -> int:
         0, or the status of the stage that did not finish.
 
     Raises:
-        UserError: a fault of the curriculum, or nothing is there to go on with.
+        UserError: the curriculum is wrong, or there is nothing to resume.
     """
     if command.resume:
         run = resumed_run(command)
@@ -124,9 +124,9 @@ def _run_stages(curriculum: Curriculum, run: Path, child: Child) -> int:
 
 
 def check_words(curriculum: Curriculum) -> list[str]:
-    """The arguments that check all stages as they were typed, so that the last one's faults are said before the first.
+    """Return the arguments that check all stages, so that the last one's errors show before the first one runs.
 
-    A process of its own does it: what it imports and finds out of the devices would stay in memory for all stages.
+    This runs in its own process: what it imports would otherwise stay in memory during all stages.
     """
     overrides = [f"{key}={text}" for key, text in curriculum.typed.overrides]
     overlays = [str(path) for path in curriculum.typed.overlays]
@@ -134,10 +134,10 @@ def check_words(curriculum: Curriculum) -> list[str]:
 
 
 def new_run(curriculum: Curriculum) -> Path:
-    """The run folder of a curriculum that starts; made by the process that speaks for all ranks.
+    """Return the run folder of a curriculum that starts; the process that speaks for all ranks makes it.
 
     Raises:
-        UserError: it cannot be made, or is there already and several processes would have to agree on another.
+        UserError: it cannot be made, or it exists and several processes would have to agree on another name.
     """
     if not is_first_process():
         return curriculum.run_dir
@@ -152,7 +152,7 @@ def new_run(curriculum: Curriculum) -> Path:
 
 
 def resumed_run(command: Command) -> Path:
-    """The run folder that ``--resume`` is about: the one that was typed, or the only one of the curriculum's name.
+    """Return the run folder to resume: the one that was typed, or the only one of the curriculum's name.
 
     Raises:
         UserError: there is none, or more than one.
@@ -175,9 +175,9 @@ def resumed_run(command: Command) -> Path:
 
 
 def stage_environment(stage: Stage) -> dict[str, str]:
-    """The environment of a stage's process: ours, but for the store of torchrun.
+    """Return the environment of a stage's process: ours, but without torchrun's store.
 
-    That one outlives a stage, and the next one's processes would take what the last one's wrote to it for their own.
+    The store outlives a stage, and the next stage's processes would read what the last one's wrote.
     """
     env = dict(os.environ)
     if env.get(AGENT_STORE) == "True":
@@ -187,7 +187,7 @@ def stage_environment(stage: Stage) -> dict[str, str]:
 
 
 def how_it_ended(status: int) -> str:
-    """What a process's exit status says, for a line.
+    """Return an exit status in words.
 
     >>> how_it_ended(2)
     'ended with status 2'
@@ -202,7 +202,7 @@ def how_it_ended(status: int) -> str:
 
 
 def _processes() -> int:
-    """Processes that were started to run this together."""
+    """Return how many processes were started to run this together."""
     counts = [os.environ.get(key, "") for key in ("WORLD_SIZE", "SLURM_NTASKS")]
     return max([1, *(int(count) for count in counts if count.isdecimal())])
 
