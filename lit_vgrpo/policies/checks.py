@@ -1,7 +1,7 @@
-"""What makes a policy a faithful one of its diffusers pipeline, as checks of a loaded policy.
+"""Checks that a loaded policy does what its diffusers pipeline does.
 
-Each takes the policy, returns what it measured in a few words, and raises :class:`Broken` with what is wrong. It
-leaves the policy as it was. All are made for float32.
+Each check takes the policy, returns in a few words what it measured, raises :class:`Broken` with what is wrong, and
+leaves the policy as it was. All assume float32.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Check = Callable[[Policy], str]
 
 
 class Broken(Exception):
-    """What a policy does wrong, and where to look."""
+    """A policy failed a check; the message says how, and where to look."""
 
 
 def checks_of(policy: Policy) -> Iterator[tuple[str, Check]]:
-    """All checks by what they show, the cheap and the basic first."""
+    """Yield every check after the line that it is shown by, the cheap and basic ones first."""
     yield "a prompt's embedding depends on no other prompt", prompts_are_rows
     yield "times lie in (0, 1] and fall", times_are_in_range
     yield "noise, time and prompt reach the prediction", inputs_count
@@ -56,14 +56,18 @@ def checks_of(policy: Policy) -> Iterator[tuple[str, Check]]:
 
 
 def inputs(policy: Policy, size: int = 2) -> tuple[Tensor, Tensor, Conditioning]:
-    """Noise, times and prompts of a small batch."""
+    """Return noise, times and prompts of a small batch."""
     noise = policy.prior(image_generators(1, 0, 0, list(range(size))))
     times = policy.path.snap(torch.linspace(0.2, 0.9, size, device=policy.device))
     return noise, times, policy.encode(PROMPTS[:size])
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest value that was expected; infinite where something is not finite."""
+    """Return the largest difference relative to the largest expected value; infinity where a value is not finite.
+
+    Raises:
+        Broken: the shapes differ.
+    """
     if found.shape != expected.shape:
         raise Broken(f"the shape is {tuple(found.shape)} and should be {tuple(expected.shape)}")
     if not (found.isfinite().all() and expected.isfinite().all()):
@@ -80,6 +84,7 @@ def _require_same(found: Tensor, expected: Tensor, advice: str) -> str:
 
 @torch.no_grad()
 def prompts_are_rows(policy: Policy) -> str:
+    """Check that each prompt's embedding is a row of its own, the same alone and beside others."""
     with quiet_libraries():
         together = policy.encode_prompts(list(PROMPTS))
         alone = [policy.encode_prompts([prompt]) for prompt in PROMPTS]
@@ -97,6 +102,7 @@ def prompts_are_rows(policy: Policy) -> str:
 
 
 def times_are_in_range(policy: Policy) -> str:
+    """Check that every solver's times lie in (0, 1], fall, and are shifted alike."""
     for solver in policy.solvers:
         times = policy.scheduler_times(policy.scheduler(solver, STEPS))
         if len(times) != STEPS:
@@ -114,6 +120,7 @@ def times_are_in_range(policy: Policy) -> str:
 
 @torch.no_grad()
 def inputs_count(policy: Policy) -> str:
+    """Check that another noise, time, prompt or guidance scale gives another prediction."""
     noise, t, cond = inputs(policy)
     plain = policy(noise, t, cond)
     if plain.shape != noise.shape or plain.dtype != torch.float32:
@@ -132,7 +139,7 @@ def inputs_count(policy: Policy) -> str:
 
 @torch.no_grad()
 def prompts_show(policy: Policy) -> str:
-    """The checks of pictures find a wrong prompt, mask or negative prompt only where prompts change the pictures."""
+    """Check that prompts change the pictures: else no other check finds a wrong prompt, mask or negative prompt."""
     noise, _, _ = inputs(policy)
     drawn = [policy.decode(_sampled(policy, prompts, noise)) for prompts in (PROMPTS[:2], PROMPTS[2:4])]
     effect = difference(*drawn)
@@ -145,7 +152,7 @@ def prompts_show(policy: Policy) -> str:
 
 
 def _sampled(policy: Policy, prompts: Sequence[str], noise: Tensor, solver: str = "", guidance: float = 1.0) -> Tensor:
-    """Latents ``(B, C, h, w)`` of a short rollout; the first solver by default."""
+    """Return the latents ``(B, C, h, w)`` of a short rollout; the first solver by default."""
     spec = RolloutSpec(solver or policy.solvers[0], STEPS, guidance)
     rows = torch.arange(len(noise), device=noise.device)
     return sample(policy, policy.encode(prompts), rows, spec, noise)[0]
@@ -153,6 +160,7 @@ def _sampled(policy: Policy, prompts: Sequence[str], noise: Tensor, solver: str 
 
 @torch.no_grad()
 def rows_do_not_depend_on_the_batch(policy: Policy) -> str:
+    """Check that the network predicts the same for an image alone and in a batch."""
     noise, t, cond = inputs(policy, 4)
     together = policy(noise, t, cond)
     alone = [policy(noise[i : i + 1], t[i : i + 1], cond.select(torch.tensor([i]).to(noise.device))) for i in range(4)]
@@ -161,6 +169,7 @@ def rows_do_not_depend_on_the_batch(policy: Policy) -> str:
 
 @torch.no_grad()
 def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> str:
+    """Check that the policy draws what its pipeline's own call draws from the same noise."""
     noise, _, _ = inputs(policy)
     drawn = policy.decode(_sampled(policy, PROMPTS[:2], noise, solver, guidance))
     with quiet_libraries(), pipeline_with(policy, scheduler_of_the_pipeline(policy, solver, STEPS)) as pipeline:
@@ -172,7 +181,7 @@ def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> 
 
 @torch.no_grad()
 def path_agrees_with_the_solver(policy: Policy) -> str:
-    """A first-order solver's last step goes to the clean latents that the path finds in the last prediction."""
+    """Check that a first-order solver's last step reaches the clean latents that the path finds in its prediction."""
     z, _, cond = inputs(policy)
     scheduler = policy.scheduler(policy.solvers[0], STEPS)
     times = policy.scheduler_times(scheduler).to(z.device)
@@ -186,6 +195,7 @@ def path_agrees_with_the_solver(policy: Policy) -> str:
 
 @torch.no_grad()
 def sizes_agree(policy: Policy) -> str:
+    """Check that a decoded picture, encoded again, has the size of the policy's latents."""
     noise, _, _ = inputs(policy)
     pictures = policy.decode(noise)
     latents = policy.encode_images(pictures)
@@ -195,6 +205,7 @@ def sizes_agree(policy: Policy) -> str:
 
 
 def gradient_reaches_what_is_trained(policy: Policy) -> str:
+    """Check that gradients reach trained weights alone, and that these are float32."""
     trained = trainable_parameters(policy)
     if any(parameter.dtype != torch.float32 for parameter in trained.values()):
         raise Broken("trained weights must stay float32")
@@ -216,7 +227,7 @@ def gradient_reaches_what_is_trained(policy: Policy) -> str:
 
 @torch.no_grad()
 def saved_weights_are_read_back(policy: Policy) -> str:
-    """An adapter through the pipeline's ``load_lora_weights``, whole weights through ``from_pretrained``."""
+    """Check that diffusers reads saved weights: ``load_lora_weights`` an adapter, ``from_pretrained`` whole weights."""
     given, trained = inputs(policy), trainable_parameters(policy)
     before, kept = policy(*given), {name: value.clone() for name, value in trained.items()}
     generator = torch.Generator().manual_seed(0)
@@ -242,7 +253,7 @@ def saved_weights_are_read_back(policy: Policy) -> str:
 
 
 def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Conditioning]) -> Tensor:
-    """The prediction with the adapter as the pipeline reads it, in place of the policy's own."""
+    """Return the prediction with the adapter as the pipeline reads it, in place of the policy's own."""
     network = policy.network
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # peft's, of a second adapter
@@ -260,7 +271,7 @@ def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Con
 
 
 def _with_weights(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Conditioning]) -> Tensor:
-    """The prediction of the network that diffusers reads from the saved folder."""
+    """Return the prediction of the network that diffusers reads from the saved folder."""
     network = policy.network
     kind = type(network)
     with quiet_libraries():

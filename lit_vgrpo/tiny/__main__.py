@@ -10,7 +10,7 @@ from lit_vgrpo.tiny import shapes, words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code."""
+    """Run one command and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m lit_vgrpo.tiny", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     prompts = verbs.add_parser("prompts", help="the prompt files of both tasks")

@@ -37,7 +37,7 @@ _AREA_PER_RADIUS_SQUARED = {"circle": math.pi, "square": 3.24, "triangle": 2.03}
 
 
 class Attributes(NamedTuple):
-    """What one picture shows, in the words of the prompt."""
+    """The attributes of one picture, in the words of the prompt."""
 
     colour: str
     shape: str
@@ -45,12 +45,12 @@ class Attributes(NamedTuple):
 
 
 def prompt_of(colour: str, shape: str, place: str) -> str:
-    """The prompt of one picture, e.g. ``a red circle on the left``."""
+    """Return the prompt of one picture, e.g. ``a red circle on the left``."""
     return f"a {colour} {shape} {place}"
 
 
 def parse_prompt(prompt: str) -> Attributes | None:
-    """The attributes that `prompt_of` was given, or ``None`` where the prompt is not of that form."""
+    """Return the attributes that `prompt_of` was given, or ``None`` where the prompt is not of that form."""
     words = prompt.strip().lower().split()
     if len(words) != 6 or words[0] != "a":
         return None
@@ -59,7 +59,7 @@ def parse_prompt(prompt: str) -> Attributes | None:
 
 
 def attributes_of(prompt: str, row: Mapping[str, Any]) -> dict[str, str]:
-    """The known attributes of a prompt: the row's fields first, the prompt's words where a field is absent."""
+    """Return the known attributes of a prompt: the row's fields first, the prompt's words where a field is absent."""
     parsed = parse_prompt(prompt)
     words = dict(parsed._asdict()) if parsed else {}
     words.update({name: str(row[name]) for name in CHOICES if row.get(name) is not None})
@@ -67,7 +67,7 @@ def attributes_of(prompt: str, row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor, size: int = IMAGE_SIZE) -> Tensor:
-    """Anti-aliased masks of one kind of shape.
+    """Return anti-aliased masks of one kind of shape.
 
     Args:
         shape: one of `SHAPES`.
@@ -96,7 +96,7 @@ def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor, size: int = IMAGE_S
 
 
 def render(colour: str, shape: str, place: str, generator: torch.Generator | None = None) -> Tensor:
-    """One picture, with a random size and position around its place.
+    """Render one picture, with a random size and position around its place.
 
     Returns:
         Shape ``(3, 32, 32)``, float32 in [0, 1], on the CPU.
@@ -165,7 +165,7 @@ class ShapesImages:
 
 
 def prompt_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """All 72 prompts in a fixed split, 60 to train on and 12 held out; each value is as frequent as its rivals."""
+    """Return all 72 prompts, 60 to train on and 12 held out; the split is fixed and balanced in every attribute."""
     train: list[dict[str, str]] = []
     heldout: list[dict[str, str]] = []
     for i, colour in enumerate(COLOURS):

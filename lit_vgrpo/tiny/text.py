@@ -28,20 +28,20 @@ _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 
 def task_words() -> list[str]:
-    """Every word of the task's prompts, once, in a fixed order."""
+    """Return every word of the task's prompts, once, in a fixed order."""
     values = [word for choices in CHOICES.values() for value in choices for word in value.split()]
     return list(dict.fromkeys(["a", *values]))
 
 
 def byte_symbols() -> list[str]:
-    """The printable character that byte-level BPE writes for each of the 256 bytes, in the order of GPT-2's table."""
+    """Return the printable character that byte-level BPE writes for each of the 256 bytes, in GPT-2's order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
 
 
 def learn_merges(words: list[str], letters: str = "") -> list[tuple[str, str]]:
-    """Byte-pair merges, most frequent pair first, until each word is a single symbol.
+    """Return byte-pair merges, most frequent pair first, until each word is a single symbol.
 
     Args:
         words: lower case.
@@ -72,7 +72,7 @@ def learn_merges(words: list[str], letters: str = "") -> list[tuple[str, str]]:
 def clip_tokenizer(
     max_length: int = 12, pad_token: str = EOS, words: list[str] | None = None, letters: str = ""
 ) -> CLIPTokenizer:
-    """A byte-level tokenizer in which each word of the task is one token; it takes any other text too.
+    """Return a byte-level tokenizer in which each word of the task is one token; it takes any other text too.
 
     Args:
         max_length: in tokens.
@@ -95,7 +95,7 @@ def clip_tokenizer(
 
 
 def text_config(tokenizer: CLIPTokenizer, hidden_size: int, projection_dim: int) -> CLIPTextConfig:
-    """The configuration of a two-layer CLIP text encoder that agrees with its tokenizer on every special id."""
+    """Return the configuration of a two-layer CLIP text encoder that agrees with its tokenizer on every special id."""
     return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -111,7 +111,7 @@ def text_config(tokenizer: CLIPTokenizer, hidden_size: int, projection_dim: int)
 
 
 def text_encoder(tokenizer: CLIPTokenizer, hidden_size: int = 32, seed: int = 0) -> CLIPTextModel:
-    """A frozen random CLIP text encoder, without projection."""
+    """Return a frozen random CLIP text encoder, without projection."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _spread(CLIPTextModel(text_config(tokenizer, hidden_size, hidden_size)))
@@ -120,14 +120,14 @@ def text_encoder(tokenizer: CLIPTokenizer, hidden_size: int = 32, seed: int = 0)
 def text_encoder_with_projection(
     tokenizer: CLIPTokenizer, hidden_size: int = 32, seed: int = 0
 ) -> CLIPTextModelWithProjection:
-    """A frozen random CLIP text encoder, with projection."""
+    """Return a frozen random CLIP text encoder, with projection."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _spread(CLIPTextModelWithProjection(text_config(tokenizer, hidden_size, hidden_size)))
 
 
 def t5_tokenizer(max_length: int = 12) -> T5Tokenizer:
-    """A unigram tokenizer in which each word of the task is one token, and each letter of another word."""
+    """Return a unigram tokenizer: each word of the task is one token, and so is each letter of any other word."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     words = [("▁" + word, -3.0) for word in task_words()]
     letters = [(chr(c), -6.0) for c in range(33, 127)]
@@ -135,7 +135,7 @@ def t5_tokenizer(max_length: int = 12) -> T5Tokenizer:
 
 
 def t5_encoder(tokenizer: T5Tokenizer, hidden_size: int, seed: int = 0) -> T5EncoderModel:
-    """A frozen random T5 encoder."""
+    """Return a frozen random T5 encoder."""
     config = T5Config(
         vocab_size=len(tokenizer), d_model=hidden_size, d_kv=16, d_ff=64, num_layers=1, num_heads=2, dropout_rate=0.0
     )

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def new_vae(seed: int = 0, scaling_factor: float = 1.0, shift_factor: float | None = None) -> AutoencoderKL:
-    """An untrained autoencoder, 32 x 32 x 3 to 8 x 8 x 8; any other size is divided by 4 too."""
+    """Return an untrained autoencoder, 32 x 32 x 3 to 8 x 8 x 8; any other size is divided by 4 too."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         vae = AutoencoderKL(
@@ -40,7 +40,7 @@ def new_vae(seed: int = 0, scaling_factor: float = 1.0, shift_factor: float | No
 
 
 def random_pictures(count: int, generator: torch.Generator) -> Tensor:
-    """Pictures of shapes with uniform attributes, shape ``(count, 3, 32, 32)`` in [0, 1]."""
+    """Return pictures of shapes with uniform attributes, shape ``(count, 3, 32, 32)`` in [0, 1]."""
     sizes = (len(COLOURS), len(SHAPES), len(PLACES))
     picks = [torch.randint(n, (count,), generator=generator).tolist() for n in sizes]
     places = list(PLACES)

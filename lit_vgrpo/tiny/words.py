@@ -32,7 +32,7 @@ _FINER = 4  # drawn so many times larger and averaged, so that letters lie betwe
 
 
 def prompt_of(word: str) -> str:
-    """The task's prompt for a word, in which the OCR reward finds it quoted."""
+    """Return the task's prompt for a word, in which the OCR reward finds it quoted."""
     return PROMPT.format(word)
 
 
@@ -68,13 +68,13 @@ def render(word: str, generator: torch.Generator) -> Tensor:
 
 
 def random_letters(generator: torch.Generator) -> str:
-    """As many letters as a word has, each of them uniform."""
+    """Return uniform random letters, as many as a word of the task has."""
     picks = torch.randint(len(LETTERS), (WORD_LENGTH,), generator=generator, device=generator.device)
     return "".join(LETTERS[i] for i in picks.tolist())
 
 
 def random_pictures(count: int, generator: torch.Generator) -> Tensor:
-    """Pictures of random letters, shape ``(count, 3, 16, 40)`` in [0, 1]."""
+    """Return pictures of random letters, shape ``(count, 3, 16, 40)`` in [0, 1]."""
     return torch.stack([render(random_letters(generator), generator) for _ in range(count)])
 
 
@@ -96,7 +96,7 @@ class WordImages:
     def __call__(
         self, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], generators: Sequence[torch.Generator]
     ) -> tuple[Tensor, list[str]]:
-        """One picture of random letters and one caption for each generator.
+        """Return one picture of random letters and one caption for each generator.
 
         Returns:
             Pictures of shape ``(B, 3, 16, 40)``, float32 in [0, 1], and one caption a picture.
@@ -118,7 +118,7 @@ class WordImages:
 
 
 def prompt_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The prompts of 75 words to train on, and of 16 that are held out."""
+    """Return the prompts of 75 words to train on, and of 16 that are held out."""
     train, heldout = ([{"prompt": prompt_of(word)} for word in words] for words in (TRAIN, HELDOUT))
     return train, heldout
 
