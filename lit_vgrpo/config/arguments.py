@@ -82,41 +82,16 @@ class Options:
         """Parse the arguments after the subcommand; an override is also taken as ``--key VALUE``.
 
         Raises:
-            UserError: with every error, or with the first one that leaves the meaning of the other arguments open.
+            UserError: With every error, or with the first one that leaves the meaning of the other arguments open.
         """
         options = {(one.metadata["name"] or one.name).replace("_", "-"): one for one in fields(cls) if one.metadata}
-        flags = [name for name, one in options.items() if one.metadata["read"] is None]
-        given: dict[str, list[str]] = {}
-        words, pending = [], list(args)
-        while pending:
-            word = pending.pop(0)
-            key, equals, text = word.removeprefix("--").partition("=")
-            name = key.replace("_", "-")
-            if not word.startswith("--"):
-                words.append(word)
-            elif name in flags and not equals:
-                given[name] = [""]
-            elif name not in options and key in cls.refused:
-                raise UserError(f"{word} {cls.refused[key]}")
-            elif cls.takes_overrides and not equals and get_close_matches(name, flags, cutoff=0.75):
-                raise UserError(f"{word} is not an option. Did you mean --{nearest(name, flags)}?")
-            elif name in flags or not (name in options or "." in name or cls.takes_overrides):
-                raise UserError(f"--{name} is not an option of {cls.subcommand}. {suggestion(name, options)}")
-            elif not equals and not pending:
-                form = f"--{name} VALUE" if name in options else f"{key}=VALUE"
-                raise UserError(f"{word} has no value. Write {form}.")
-            else:
-                text = text if equals else pending.pop(0)
-                if name in options:
-                    given.setdefault(name, []).append(text)
-                else:
-                    words.append(f"{key}={text}")
+        texts, words = cls._split(args, options)
         keys = [word.partition("=")[0] for word in words if is_override(word)]
         faults = [f"{key} {cls.refused[key]}" for key in keys if key in cls.refused]
         values: dict[str, Any] = {}
-        for name, texts in given.items():
+        for name, given in texts.items():
             try:
-                values[options[name].name] = _value(options[name], texts)
+                values[options[name].name] = _value(options[name], given)
             except UserError as error:
                 faults += [f"--{name} {fault}" for fault in error.faults]
         try:
@@ -126,6 +101,37 @@ class Options:
         if faults:
             raise UserError(*faults)
         return parsed
+
+    @classmethod
+    def _split(cls, args: Sequence[str], options: Mapping[str, Field[Any]]) -> tuple[dict[str, list[str]], list[str]]:
+        """Return the texts of each option that was typed, and the words."""
+        flags = [name for name, one in options.items() if one.metadata["read"] is None]
+        texts: dict[str, list[str]] = {}
+        words, pending = [], list(args)
+        while pending:
+            word = pending.pop(0)
+            key, equals, text = word.removeprefix("--").partition("=")
+            name = key.replace("_", "-")
+            if not word.startswith("--"):
+                words.append(word)
+            elif name in flags and not equals:
+                texts[name] = []
+            elif name in flags:
+                raise UserError(f"--{name} takes no value. Write --{name}.")
+            elif name not in options and key in cls.refused:
+                raise UserError(f"{word} {cls.refused[key]}")
+            elif cls.takes_overrides and not equals and get_close_matches(name, flags, cutoff=0.75):
+                raise UserError(f"{word} is not an option. Did you mean --{nearest(name, flags)}?")
+            elif not (name in options or "." in name or cls.takes_overrides):
+                raise UserError(f"--{name} is not an option of {cls.subcommand}. {suggestion(name, options)}")
+            elif not equals and not pending:
+                form = f"--{name} VALUE" if name in options else f"{key}=VALUE"
+                raise UserError(f"{word} has no value. Write {form}.")
+            elif name in options:
+                texts.setdefault(name, []).append(text if equals else pending.pop(0))
+            else:
+                words.append(f"{key}={text if equals else pending.pop(0)}")
+        return texts, words
 
     def has(self, name: str) -> bool:
         """Return True if ``--name`` was typed, be its value valid or not."""
