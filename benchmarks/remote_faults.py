@@ -14,32 +14,34 @@ from __future__ import annotations
 
 import argparse
 import csv
-import http.client
 import json
 import os
 import random
 import re
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+import httpx
 import torch
 
-from lit_vgrpo.rewards import JPEGCompressibility
-from lit_vgrpo.rewards.connection import Connection
-from lit_vgrpo.rewards.http import HTTPReward
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import fault_server
+
+from lit_vgrpo.rewards import Connection, HTTPReward, JPEGCompressibility
 
 RESULTS = Path(__file__).parent / "results" / "remote_faults.json"
-COUNTED_AS = {"hang": "timeout", "reset": "reset", "500": "status_500", "garbage": "garbage"}
+FAULTS = {
+    "hang": (fault_server.hang, "timeout"),
+    "reset": (fault_server.reset, "reset"),
+    "500": (fault_server.answering(b"injected", 500), "status_500"),
+    "garbage": (fault_server.answering(b'{"version": 1, "scores": [0, 0, 0, '), "garbage"),
+}
+"""Faults with the cause that each is counted under."""
 TIMEOUT_S = 5.0  # far more than an answer takes, so that nothing but a fault is counted
 SIDE = 64
 IMAGES_PER_REQUEST = 4
@@ -55,103 +57,40 @@ RUN_OVERRIDES = [
 RUN_IMAGES = 40
 
 
-class Proxy(ThreadingHTTPServer):
-    """Hands POSTs on to the server, a share of them to nobody.
+class Proxy(fault_server.FaultServer):
+    """Forwards posts to a server, except for a share of them.
 
     Args:
         target: address of the server.
-        share: of the requests that are disturbed.
-        seed: of their choice, in the order of their arrival.
+        share: share of the requests that are disturbed.
+        seed: seed of their choice, in order of arrival.
     """
 
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
     def __init__(self, target: str, share: float, seed: int) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.target = urlsplit(target).netloc
+        super().__init__(then=self.forward_or_disturb)
+        self.target = target
         self.share = share
         self.dice = random.Random(seed)
-        self.lock = threading.Lock()
         self.injected: Counter[str] = Counter()
-        self.requests = 0
-        self.closing = threading.Event()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.onward = httpx.Client(timeout=60)
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/score"
-
-    def next_fault(self) -> str | None:
+    def forward_or_disturb(self, handler: Any) -> None:
         with self.lock:
-            self.requests += 1
-            fault = self.dice.choice(sorted(COUNTED_AS)) if self.dice.random() < self.share else None
+            self.requests.clear()
+            fault = self.dice.choice(sorted(FAULTS)) if self.dice.random() < self.share else None
             if fault is not None:
                 self.injected[fault] += 1
-            return fault
+        if fault is not None:
+            FAULTS[fault][0](handler)
+            return
+        headers = {"Content-Type": handler.headers["Content-Type"]}
+        answer = self.onward.post(self.target, content=handler.body, headers=headers)
+        handler.answer(answer.content, answer.status_code)
 
     def expected_counts(self) -> dict[str, int]:
-        """What the reward has to count."""
-        counts = {COUNTED_AS[fault]: count for fault, count in self.injected.items()}
+        """Return what the reward has to count."""
+        counts = {FAULTS[fault][1]: count for fault, count in self.injected.items()}
         return dict(sorted({**counts, "retried": sum(counts.values())}.items())) if counts else {}
-
-    def stop(self) -> None:
-        self.closing.set()
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a client that does not wait for a fault's end
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: Proxy
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def setup(self) -> None:
-        super().setup()
-        self.onward = http.client.HTTPConnection(self.server.target, timeout=60)
-
-    def finish(self) -> None:
-        self.onward.close()
-        super().finish()
-
-    def do_GET(self) -> None:
-        self._hand_on(b"")
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        fault = self.server.next_fault()
-        if fault is None:
-            self._hand_on(body)
-        elif fault == "hang":
-            self.close_connection = True
-            self.server.closing.wait(60)
-        elif fault == "reset":
-            self.close_connection = True
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-        elif fault == "500":
-            self._answer(500, b"injected")
-        else:
-            self._answer(200, b'{"version": 1, "scores": [0, 0, 0, ')
-
-    def _hand_on(self, body: bytes) -> None:
-        headers = {"Content-Type": self.headers.get("Content-Type", "application/json")}
-        self.onward.request(self.command, self.path, body or None, headers)
-        answer = self.onward.getresponse()
-        self._answer(answer.status, answer.read())
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
 
 def images_of(call: int) -> torch.Tensor:
@@ -214,7 +153,7 @@ def in_a_run(proxy: Proxy, requests: int) -> dict[str, Any]:
     prefix = "reward/http/"
     counted: Counter[str] = Counter()
     for row in table:
-        for key in (*COUNTED_AS.values(), "retried", "gave_up", "skipped", "unreachable"):
+        for key in (*(cause for _, cause in FAULTS.values()), "retried", "gave_up", "skipped", "unreachable"):
             counted[key] += int(float(row.get(prefix + key) or 0))
     return {
         "iterations": len(table),
@@ -259,12 +198,9 @@ def main() -> int:
         for name, measure in {"direct": direct, "run": in_a_run}.items():
             if name == "run" and not options.run:
                 continue
-            proxy = Proxy(url, options.share, options.seed)
-            try:
+            with Proxy(url, options.share, options.seed) as proxy:
                 asked = (proxy.url, options.requests, proxy) if name == "direct" else (proxy, options.requests)
                 results[name] = measure(*asked)  # type: ignore[operator]
-            finally:
-                proxy.stop()
     finally:
         process.terminate()
         process.wait()

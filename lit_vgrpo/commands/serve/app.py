@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,24 +29,24 @@ from lit_vgrpo.rewards.protocol import (
 
 RETRY_AFTER_S = 1
 DECODERS = 4
-"""Requests that are decoded at once; each takes its body several times over."""
+"""Requests decoded at the same time; each takes several times the memory of its body."""
 BODIES = 16
-"""Bodies of the largest size that are held at once, whole or in part."""
+"""Bodies of the largest size that are held at the same time, whole or in part."""
 
 
 def make_app(worker: Worker, name: str, token: str | None, max_request_bytes: int, limits: Limits) -> FastAPI:
-    """The application of one reward.
+    """Return the application of one reward.
 
     Args:
-        worker: scores what comes in.
-        name: of the reward, for answers.
-        token: what requests but those for ``/health`` must bring along as ``Authorization: Bearer``; None for none.
-        max_request_bytes: a larger request is refused with 413, as soon as it is.
-        limits: what a request may hold.
+        worker: scores the requests.
+        name: the reward's name in answers.
+        token: required as ``Authorization: Bearer`` everywhere but at ``/health``; None requires none.
+        max_request_bytes: a larger request is refused with 413 while it is read.
+        limits: limits of a request.
     """
     app = FastAPI(title="lit-vgrpo reward", openapi_url=None)
     decoding = asyncio.Semaphore(DECODERS)
-    room = _Room(BODIES * max_request_bytes)
+    room = _Room(max_request_bytes)
 
     def admit(request: Request) -> None:
         given = request.headers.get("authorization", "").encode("utf-8", errors="replace")
@@ -67,9 +67,9 @@ def make_app(worker: Worker, name: str, token: str | None, max_request_bytes: in
         admit(request)
         try:
             with ExitStack() as held:
-                with _Body(request, max_request_bytes, room) as body:
-                    parse = await _read(request, body, limits)
-                    async with decoding:  # in threads: it takes a while, and others go on
+                with room.counted(request) as counted:
+                    parse = await _read(counted, max_request_bytes, limits)
+                    async with decoding:  # in threads, so that others go on meanwhile
                         sent = await asyncio.to_thread(parse)
                         held.enter_context(worker.room_for(sent))
                         wanted = await asyncio.to_thread(sent.decoded)
@@ -89,13 +89,11 @@ def make_app(worker: Worker, name: str, token: str | None, max_request_bytes: in
     return app
 
 
-async def _read(request: Request, body: _Body, limits: Limits) -> Callable[[], EncodedRequest]:
-    """Read the body; what is returned parses it."""
-    limited = Request(request.scope, body.receive)
+async def _read(request: Request, most_bytes: int, limits: Limits) -> Callable[[], EncodedRequest]:
+    """Read the body and return the function that parses it."""
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        return partial(read_json_request, await limited.body(), limits)
-    form = limited.form(max_files=limits.max_images + 1, max_fields=1, max_part_size=body.most)
-    async with form as fields:
+        return partial(read_json_request, await request.body(), limits)
+    async with request.form(max_files=limits.max_images + 1, max_fields=1, max_part_size=most_bytes) as fields:
         text = fields.get("request")
         if not isinstance(text, str):
             raise ProtocolError("there is no field request")
@@ -105,47 +103,39 @@ async def _read(request: Request, body: _Body, limits: Limits) -> Callable[[], E
 
 
 class _Room:
-    """Bytes that may be held at once, and those that are."""
+    """Room for request bodies: ``most`` bytes for one, ``BODIES`` times that for all together."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.held = 0
 
+    @contextmanager
+    def counted(self, request: Request) -> Iterator[Request]:
+        """Count the body of a request while it arrives and until the block ends.
 
-class _Body:
-    """A request's body, counted while it comes in and until the block's end.
+        Raises:
+            HTTPException: 413, as soon as the body is larger than ``most``.
+            Busy: there is no room for it beside those of other requests.
+        """
+        read = 0
+        too_large = HTTPException(413, f"the request is larger than {self.most} bytes", {"Connection": "close"})
 
-    Raises:
-        HTTPException: 413, as soon as it is larger than ``most``.
-        Busy: there is no room for it beside those of other requests.
-    """
+        async def receive() -> Any:
+            nonlocal read
+            message = await request.receive()
+            size = len(message.get("body", b""))
+            read += size
+            self.held += size
+            if read > self.most:
+                raise too_large
+            if self.held > BODIES * self.most:
+                raise Busy(f"{self.held} bytes of requests are held already")
+            return message
 
-    def __init__(self, request: Request, most: int, room: _Room) -> None:
-        self.most = most
-        self._request = request
-        self._room = room
-        self._read = 0
         length = request.headers.get("content-length", "")
-        if length.isdigit() and int(length) > most:
-            raise self._too_large()
-
-    def __enter__(self) -> _Body:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._room.held -= self._read
-
-    async def receive(self) -> Any:
-        """The next message of the request."""
-        message = await self._request.receive()
-        size = len(message.get("body", b""))
-        self._read += size
-        self._room.held += size
-        if self._read > self.most:
-            raise self._too_large()
-        if self._room.held > self._room.most:
-            raise Busy(f"{self._room.held} bytes of requests are held already")
-        return message
-
-    def _too_large(self) -> HTTPException:
-        return HTTPException(413, f"the request is larger than {self.most} bytes", {"Connection": "close"})
+        if length.isdigit() and int(length) > self.most:
+            raise too_large
+        try:
+            yield Request(request.scope, receive)
+        finally:
+            self.held -= read

@@ -1,4 +1,4 @@
-"""HTTP connections that do not wait for ever."""
+"""HTTP connections that do not wait forever for a client."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_CONNECTIONS = 512
 HEAD_S = 10.0
-"""Until a connection's first request, or one that has begun, has its whole head."""
+"""Time for the head of a request, from the connection or the request's first byte on."""
 BODY_S = 60.0
-"""From a request's head to the last byte of its body."""
+"""Time from a request's head to the last byte of its body."""
 
 
 class BoundedProtocol(H11Protocol):
-    """Uvicorn's connection, closed with status 408 where a request is too long in coming.
+    """Uvicorn's connection, closed with status 408 where a request takes too long to arrive.
 
-    Uvicorn has a time-out for connections between two requests alone. A connection beyond ``MOST_CONNECTIONS`` is
-    closed at once.
+    Uvicorn itself only limits the time between two requests. A connection beyond ``MOST_CONNECTIONS`` is closed at
+    once.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _await(self, seconds: float | None) -> None:
-        """Give what is awaited now its time, once: bytes that come in between do not renew it."""
+        """Start the timer of what is awaited now; bytes that arrive meanwhile do not restart it."""
         if seconds == self._awaited:
             return
         self._awaited = seconds

@@ -1,4 +1,4 @@
-"""One thread that owns the reward and scores the requests of many together."""
+"""The thread that owns the reward and scores the requests of several clients together."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from lit_vgrpo.rewards.protocol import MEGAPIXEL, EncodedRequest, ScoreRequest
 
 MOST_WAITING_IMAGES = 1024
 MOST_WAITING_PIXELS = 256 * MEGAPIXEL
-"""The 1,024 images at 512 px; decoded, they take 805 MB."""
+"""1,024 images of 512 px; decoded, they take 805 MB."""
 BATCH_PIXELS = 32 * MEGAPIXEL
 """32 images of 1,024 px; in float32 they take 403 MB on the reward's device."""
 
 
 class Busy(RuntimeError):
-    """Too many images or pixels are waiting already."""
+    """There is no room for another request now."""
 
 
 class Stopping(RuntimeError):
-    """The server is going down."""
+    """The server is shutting down."""
 
 
 @dataclass
 class Scores:
-    """The scores of a request's images, in their order.
+    """The scores of a request's images, in order.
 
     Args:
         total: shape ``(B,)``, float32, NaN where an image failed.
-        errors: why, None elsewhere.
-        parts: each reward's own scores by name, ``(B,)``.
+        errors: why an image failed; None elsewhere.
+        parts: scores of each reward by name, ``(B,)``.
     """
 
     total: Tensor
@@ -56,16 +56,16 @@ class _Job:
 
 
 class Worker:
-    """Scores requests in the order in which they come, several in one call of the reward where they come together.
+    """Scores requests in order of arrival, several in one call of the reward where they arrive together.
 
-    Images of one call have the same size, and no more than ``BATCH_PIXELS`` unless one alone has; a request's are
-    scored in several calls where theirs differ.
+    The images of a call have the same size and at most ``BATCH_PIXELS``, unless a single image has more. A request
+    with images of several sizes takes several calls.
 
     Args:
-        reward: called from the worker's thread alone.
-        batch_size: most images in one call.
+        reward: called only from the worker's thread.
+        batch_size: images per call.
         max_wait_ms: how long the first request of a call waits for others.
-        device: where images are scored.
+        device: device of the images.
     """
 
     def __init__(self, reward: Weighted, batch_size: int, max_wait_ms: int, device: torch.device) -> None:
@@ -85,12 +85,12 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Images that are not scored yet, those that are being decoded among them."""
+        """Images that are not scored yet, including those being decoded."""
         return self._waiting
 
     @contextmanager
     def room_for(self, request: EncodedRequest) -> Iterator[None]:
-        """Count a request's images as waiting, from before they are decoded until they are scored.
+        """Count a request's images as waiting while the block runs: from before decoding until they are scored.
 
         Raises:
             Busy: too much is waiting.
@@ -113,7 +113,7 @@ class Worker:
                 self._pixels -= pixels
 
     def submit(self, request: ScoreRequest) -> Future[Scores]:
-        """Have a request scored.
+        """Queue a request and return the future of its scores.
 
         Raises:
             Stopping: the worker was closed.
@@ -126,7 +126,7 @@ class Worker:
         return job.done
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Refuse what is waiting; what is being scored has ``timeout_s`` to end."""
+        """Refuse waiting requests and give the current one ``timeout_s`` to finish."""
         with self._lock:
             self._is_closed = True
         self._jobs.put(None)
@@ -151,7 +151,7 @@ class Worker:
                     job.done.set_result(own)
 
     def _others(self, images: int) -> list[_Job]:
-        """What comes within the wait, as long as it fits into a batch."""
+        """Return the requests that arrive within the wait, until a batch is full."""
         found: list[_Job] = []
         until = time.monotonic() + self.max_wait_s
         while images < self.batch_size:
@@ -190,15 +190,9 @@ class Worker:
                 for place, is_ok in zip(chosen, batch.ok.tolist(), strict=True):
                     errors[place] = None if is_ok else why
         self.scored_images += len(images)
-        return _dealt_out(requests, total, errors, parts)
-
-
-def _dealt_out(
-    requests: list[ScoreRequest], total: Tensor, errors: list[str | None], parts: dict[str, Tensor]
-) -> list[Scores]:
-    scores, start = [], 0
-    for request in requests:
-        own = slice(start, start + len(request.images))
-        scores.append(Scores(total[own], errors[own], {name: part[own] for name, part in parts.items()}))
-        start += len(request.images)
-    return scores
+        scores, start = [], 0
+        for request in requests:
+            own = slice(start, start + len(request.images))
+            scores.append(Scores(total[own], errors[own], {name: part[own] for name, part in parts.items()}))
+            start = own.stop
+        return scores
