@@ -1,9 +1,8 @@
-"""How much the held-out images of one prompt differ."""
+"""Diversity of the held-out images of one prompt."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +12,6 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.distributed.gather import rows_of_all_ranks
 from lit_vgrpo.metrics.diversity import diversity
 from lit_vgrpo.metrics.features import FeatureNetwork, feature_network
-
-if TYPE_CHECKING:
-    pass
 from lit_vgrpo.runs.heldout import HeldOutModule
 
 PIXELS = "pixels"
@@ -25,14 +21,14 @@ SIDE = 32
 class HeldOutDiversity:
     """Logs ``heldout/diversity``: the mean distance between two images of one prompt, over the held-out prompts.
 
-    Without a network the distance is the root mean square difference of the pictures, in [0, 1], after they were scaled
-    to 32 x 32 pixels: it sees layout and colour, not what is drawn. With one it is the cosine distance of the features.
+    With ``pixels``, the distance is the root mean square difference of the images, in [0, 1], scaled down to 32 x 32
+    pixels: it measures layout and colour, not content. With a feature network, it is the cosine distance of features.
 
     Args:
-        features: ``pixels``, or a feature network as that of :class:`lit_vgrpo.callbacks.FID`.
+        features: ``pixels``, or a feature network as for :class:`lit_vgrpo.callbacks.FID`.
 
     Attributes:
-        of_prompts: the last evaluation's diversity of each prompt, NaN where fewer than two of its images are finite.
+        of_prompts: diversity of each prompt at the last evaluation; NaN if fewer than two of its images are finite.
     """
 
     def __init__(self, features: str = PIXELS) -> None:
@@ -42,7 +38,7 @@ class HeldOutDiversity:
         self._numbers: list[int] = []
 
     def check(self, images_per_prompt: int) -> list[str]:
-        """The faults that can be found without loading weights, one line each."""
+        """Return the faults that can be found without loading weights, one line each."""
         faults = [] if self.network is None else self.network.check()
         if images_per_prompt < 2:
             faults.append(
@@ -52,20 +48,16 @@ class HeldOutDiversity:
         return faults
 
     def start_over(self) -> None:
-        """Forget the images of an evaluation that was cut short."""
+        """Discard the images of an interrupted evaluation."""
         self._features, self._numbers = [], []
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
-        """Take a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
-        sound = images.isfinite().flatten(1).all(1)
-        found = self._features_of(images[sound]).cpu()
-        features = torch.full((len(images), found.shape[1]), math.nan)
-        features[sound.cpu()] = found
-        self._features.append(features)
+        """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
+        self._features.append(self._features_of(images).cpu())  # not finite for an image that is not
         self._numbers += batch.slots
 
     def compute(self, module: HeldOutModule) -> dict[str, float]:
-        """The diversity of all ranks' images since the last call, the same on every rank; starts over."""
+        """Return the diversity of all ranks' images, the same on every rank, and discard the images."""
         each = module.trainer.datamodule.heldout_images_per_prompt  # type: ignore[attr-defined]
         features = rows_of_all_ranks(torch.cat(self._features))
         prompts = rows_of_all_ranks(torch.tensor(self._numbers) // each).tolist()
@@ -81,6 +73,6 @@ class HeldOutDiversity:
 
 
 def small_pixels(images: Tensor) -> Tensor:
-    """Pictures ``(B, 3, H, W)`` in [0, 1] as vectors ``(B, 3072)`` whose Euclidean distance is in [0, 1]."""
+    """Return images ``(B, 3, H, W)`` in [0, 1] as vectors ``(B, 3072)`` whose Euclidean distance is in [0, 1]."""
     small = torch.nn.functional.adaptive_avg_pool2d(images.float(), SIDE).flatten(1)
     return small / small.shape[1] ** 0.5

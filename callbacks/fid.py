@@ -1,4 +1,4 @@
-"""Distance of the held-out images to real ones: FID and KID."""
+"""FID and KID of the held-out images."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import HeldOutDataset, held_out_fault
 from lit_vgrpo.data.prompts import read_prompts
 from lit_vgrpo.distributed.gather import raise_together
-from lit_vgrpo.metrics import FeatureSums, KeptFeatures, Reference, feature_network, frechet_distance, kernel_distance
+from lit_vgrpo.metrics import FrechetDistance, KeptFeatures, Reference, feature_network, kernel_distance
 from lit_vgrpo.metrics.reference import reference_faults, reference_statistics
 from lit_vgrpo.runs.heldout import HeldOutModule
 
 FIRST_OWN_IMAGE = 1 << 30
-"""Number of the first image of a set of its own: far above those of the held-out images, so that no noise is shared."""
+"""Number of the first image of ``prompts``, far above the held-out images' numbers: no initial noise is shared."""
 
 
 @checked
 class FID(L.Callback):
-    """Logs ``heldout/fid@N`` of N held-out images, and ``heldout/kid@N``; with the EMA's weights where there are any.
+    """Logs ``heldout/fid@N`` and ``heldout/kid@N`` of N held-out images, generated with EMA weights if there are any.
 
-    The held-out images of the data module cost no further sampling; ``prompts`` makes a set of its own instead. Every
-    rank sums the features of its own images in float64, and the sums are added up once an evaluation, so that each
-    image counts once on any number of ranks. The distance depends on N: compare equal N only.
+    The held-out images of the data module need no extra sampling; ``prompts`` generates a separate set instead. Each
+    rank sums the features of its own images in float64, so the result does not depend on the number of ranks. Both
+    distances depend on N: compare equal N only.
 
     Args:
         reference: folder of real images, or the ``.npz`` file of their statistics that
             ``python -m lit_vgrpo.metrics`` writes.
         features: ``inception`` (clean-fid's), a TorchScript file, or a folder or hub name of a vision model of
             transformers.
-        size: pixels of the square that images are resized to; null takes the network's own.
-        kid: log KID too, which keeps the features of all images: 8 kB each with Inception, on every rank.
-        every_n_evaluations: measure at every so manieth held-out evaluation, the first and the last always.
-        prompts: prompt file of a set of its own; null takes the held-out images.
-        images_per_prompt: images of each of those prompts.
-        batch_size: most of those images in one batch of a rank.
+        size: images are resized to ``size`` x ``size`` pixels; null uses the network's own size.
+        kid: log KID too, which keeps the features of all images on every rank: 8 kB per image with Inception.
+        every_n_evaluations: compute every N held-out evaluations, and always at the first and the last.
+        prompts: prompt file of a separate set of images; null uses the held-out images.
+        images_per_prompt: images per prompt of that set.
+        batch_size: images per batch and rank of that set.
 
     Raises:
-        ValueError: a number that is too small, or a size that the network cannot take.
+        ValueError: a number is too small, or the network does not support the size.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FID(L.Callback):
         self.evaluations = 0
         self._trainer: L.Trainer | None = None
         self._statistics: Reference | None = None
-        self._sums: FeatureSums | None = None
+        self._fid: FrechetDistance | None = None
         self._kept: KeptFeatures | None = None
         self._has_warned = False
         self._has_ended = False
@@ -77,7 +77,7 @@ class FID(L.Callback):
         return self._generate_state_key(reference=self.reference, features=self.network.source, prompts=self.prompts)
 
     def check(self, world_size: int = 1) -> list[str]:
-        """The faults that can be found without loading weights, one line each."""
+        """Return the faults that can be found without loading weights, one line each."""
         faults = [*self.network.check(), *reference_faults(self.reference)]
         if self.prompts is None:
             return faults
@@ -98,7 +98,7 @@ class FID(L.Callback):
         faults = self.check(trainer.world_size)
         if not getattr(getattr(trainer, "datamodule", None), "has_heldout", False):
             faults.append("FID is measured at held-out evaluations, and there are none. Set data.heldout.")
-        # a file may be missing on one machine only: then all ranks stop, and none waits
+        # a file may be missing on one machine only: all ranks stop together
         raise_together(ValueError(faults[0]) if faults else None)
         self._trainer = trainer
         if self not in pl_module.heldout_observers:
@@ -109,7 +109,7 @@ class FID(L.Callback):
         self._prepare(pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._sums, self._kept = None, None  # of an evaluation that was cut short
+        self._fid, self._kept = None, None  # of an evaluation that was interrupted
         self._prepare(pl_module)
 
     on_test_start = on_validation_start
@@ -118,12 +118,12 @@ class FID(L.Callback):
         self._has_ended = True
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
-        """Take a batch of this rank's held-out images; nothing where a set of its own is made."""
+        """Add a batch of this rank's held-out images, unless ``prompts`` is set."""
         if self.prompts is None and self._is_due:
             self._add(images, batch.slots)
 
     def compute(self, module: HeldOutModule) -> dict[str, float]:
-        """The distances of this evaluation's images, the same on every rank; empty where it is not due."""
+        """Return the distances of this evaluation's images, the same on every rank; empty if none are due."""
         is_due, self.evaluations = self._is_due, self.evaluations + 1
         if not is_due:
             return {}
@@ -133,7 +133,7 @@ class FID(L.Callback):
         try:
             return self._distances(module)
         finally:
-            self._sums, self._kept = None, None
+            self._fid, self._kept = None, None
 
     def state_dict(self) -> dict[str, Any]:
         return {"evaluations": self.evaluations}
@@ -152,23 +152,27 @@ class FID(L.Callback):
         if trainer is None:
             return True
         epochs_end = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
-        # not trainer.should_stop: a signal sets it on one rank before another, and all must agree
+        # not trainer.should_stop: a signal may set it on one rank before the others
         return self._has_ended or epochs_end or 0 <= trainer.max_steps <= trainer.global_step
 
     def _prepare(self, pl_module: L.LightningModule) -> None:
-        """Load the network and the reference, once; all ranks together."""
+        """Load the network and the reference once, on all ranks together."""
         if self._statistics is None:
             self.network.to(pl_module.device)
             self._statistics = reference_statistics(self.reference, self.network, keep_features=self.kid)
 
+    def _metrics(self) -> tuple[FrechetDistance, KeptFeatures]:
+        # made anew for each evaluation: a state made in Lightning's inference mode cannot be updated outside it
+        if self._fid is None or self._kept is None:
+            self._fid, self._kept = FrechetDistance(self.network.dimension), KeptFeatures(self.network.dimension)
+        return self._fid, self._kept
+
     def _add(self, images: Tensor, numbers: list[int]) -> None:
+        fid, kept = self._metrics()
         features = self.network(images)
-        if self._sums is None:
-            self._sums = FeatureSums(self.network.dimension)
-            self._kept = KeptFeatures(self.network.dimension) if self.kid else None
-        self._sums.add(features)
-        if self._kept is not None:
-            self._kept.add(features, numbers)
+        fid.update(features, real=False)
+        if self.kid:
+            kept.add(features, numbers)
 
     def _generate(self, module: HeldOutModule, prompts: str) -> None:
         rank, world_size = module.global_rank, module.trainer.world_size
@@ -181,18 +185,21 @@ class FID(L.Callback):
             self._add(images[: len(batch.slots)], batch.slots)
 
     def _distances(self, module: HeldOutModule) -> dict[str, float]:
-        assert self._statistics is not None
-        sums = (self._sums or FeatureSums(self.network.dimension)).reduced()
-        if sums.count <= sums.dimension and not self._has_warned:
+        reference = self._statistics
+        assert reference is not None
+        fid, kept = self._metrics()
+        fid.add_up_ranks()
+        fid.set_reference(reference.mean, reference.cov)
+        count, dimension = fid.count, self.network.dimension
+        if count <= dimension and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"FID of {sums.count} images with {sums.dimension} features is biased upwards. Compare it with equal "
+                f"FID of {count} images with {dimension} features is biased upwards. Compare it with equal "
                 "numbers of images only, or use kid=true."
             )
-        values = {f"heldout/fid@{sums.count}": frechet_distance(sums, self._statistics)}
+        values = {f"heldout/fid@{count}": fid.compute().item()}
         if self.kid:
-            kept = (self._kept or KeptFeatures(self.network.dimension)).gathered()
-            assert self._statistics.features is not None
+            assert reference.features is not None
             device = module.device if module.device.type == "cuda" else torch.device("cpu")  # MPS has no float64
-            values[f"heldout/kid@{sums.count}"] = kernel_distance(kept.to(device), self._statistics.features)
+            values[f"heldout/kid@{count}"] = kernel_distance(kept.gathered().to(device), reference.features)
         return values

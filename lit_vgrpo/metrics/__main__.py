@@ -1,4 +1,4 @@
-"""``python -m lit_vgrpo.metrics FOLDER FILE.npz``: the statistics of a folder of images, for ``FID.reference``."""
+"""Write the statistics of a folder of images for ``FID.reference``: ``python -m lit_vgrpo.metrics FOLDER FILE.npz``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lit_vgrpo.system.hub import LoadError
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Write the file; 2 for a mistake, with one line that says which."""
+    """Write the file and return 0, or 2 after a one-line error."""
     parser = argparse.ArgumentParser(prog="python -m lit_vgrpo.metrics", description=__doc__)
     parser.add_argument("folder", help="folder of images")
     parser.add_argument("file", help=f"the {STATISTICS_SUFFIX} file to write")
     parser.add_argument("--features", default=INCEPTION, help="inception, a TorchScript file or a transformers folder")
-    parser.add_argument("--size", type=int, help="pixels of the square that images are resized to")
-    parser.add_argument("--kid", action="store_true", help="keep every image's features, for KID")
+    parser.add_argument("--size", type=int, help="images are resized to SIZE x SIZE pixels")
+    parser.add_argument("--kid", action="store_true", help="keep the features of every image, for KID")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(args)
     if not options.file.endswith(STATISTICS_SUFFIX):

@@ -1,4 +1,4 @@
-"""How much the images of one prompt differ."""
+"""Diversity of the images of one prompt."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def mean_pairwise_distance(features: Tensor, distance: Distance = "cosine") -> float:
-    """Mean distance between two different images of one prompt, in float64.
+    """Return the mean distance between two images of one prompt, in float64.
 
     Args:
         features: shape ``(n, D)``.
         distance: ``cosine`` (0 for equal directions, 2 for opposite ones) or ``euclidean``.
 
     Returns:
-        NaN for fewer than two images.
+        The mean over all pairs; NaN for fewer than two images.
+
+    Raises:
+        ValueError: the distance is unknown.
 
     >>> mean_pairwise_distance(torch.eye(3))
     1.0
@@ -40,15 +43,15 @@ def mean_pairwise_distance(features: Tensor, distance: Distance = "cosine") -> f
 
 
 def diversity(features: Tensor, prompts: Sequence[Key], distance: Distance = "cosine") -> dict[Key, float]:
-    """The mean pairwise distance within each prompt's images.
+    """Return the mean pairwise distance of each prompt's images.
 
     Args:
         features: shape ``(N, D)``.
-        prompts: what each image was made for, N of them: the prompt or its number.
+        prompts: each image's prompt, or its number; length N.
         distance: as in :func:`mean_pairwise_distance`.
 
     Returns:
-        One number a prompt, in order of first appearance; NaN for a prompt with one image.
+        One value per prompt, in order of first appearance; NaN for a prompt with one image.
     """
     members: dict[Key, list[int]] = {}
     for index, prompt in enumerate(prompts):

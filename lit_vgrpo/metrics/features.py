@@ -1,4 +1,4 @@
-"""Networks that turn pictures into feature vectors, fed as clean-fid feeds its own."""
+"""Feature networks for FID, KID and diversity, with clean-fid's preprocessing."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class FeatureNetwork(ABC):
-    """A frozen network from pictures to features; building one loads nothing, the first call does.
+    """A frozen network that extracts features of pictures; its weights are loaded on first use.
 
     Args:
         source: where the weights are.
-        side: pixels of the square that every picture is resized to; ``None`` takes the network's own.
-        batch_size: pictures of every forward pass; fewer are filled up, so that features have the same bits anywhere.
+        side: pictures are resized to ``side`` x ``side`` pixels; ``None`` uses the network's own size.
+        batch_size: pictures per forward pass. Smaller batches are padded, so that features are the same to the bit.
 
     Attributes:
         device: where the network runs; see :meth:`to`.
@@ -56,50 +56,50 @@ class FeatureNetwork(ABC):
 
     @abstractmethod
     def check(self) -> list[str]:
-        """The faults that can be found without loading weights, one line each."""
+        """Return the faults that can be found without loading weights, one line each."""
 
     @abstractmethod
     def _load(self) -> Any:
-        """The model on the CPU; also sets ``side`` where it is not set."""
+        """Return the model on the CPU; also set ``side`` if it is not set."""
 
     @abstractmethod
     def _forward(self, pixels: Tensor) -> Tensor:
-        """Features ``(B, D)`` of resized pixels ``(B, 3, side, side)``, float32 in [0, 255]."""
+        """Return features ``(B, D)`` of resized pixels ``(B, 3, side, side)``, float32 in [0, 255]."""
 
     @abstractmethod
     def _files(self) -> Iterable[Path]:
-        """The files that make the network what it is."""
+        """Return the files that identify the network: its weights and configuration."""
 
     @cached_property
     def name(self) -> str:
-        """What statistics are labelled with: the network's name, a hash of its files, and the side in pixels."""
+        """Label of its statistics: the network's name, a hash of its files, and the side in pixels."""
         self.load()
         digest = hashlib.sha256()
         for file in self._files():
             digest.update(file_sha256(file).encode())
         return f"{Path(self.source).name}@{digest.hexdigest()[:16]}/{self.side}"
 
-    def made(self, name: str) -> bool:
-        """Whether features labelled ``name`` are this network's, also where its file was called otherwise."""
+    def has_made(self, name: str) -> bool:
+        """Return whether features labelled ``name`` are this network's, even if its file was renamed."""
         return name.partition("@")[2] == self.name.partition("@")[2]
 
     @cached_property
     def dimension(self) -> int:
-        """Length ``D`` of a feature vector, found by looking at one black picture."""
+        """Length ``D`` of a feature vector, found from the features of one black picture."""
         return self.of_pixels([np.zeros((8, 8, 3), dtype=np.uint8)]).shape[1]
 
     def load(self) -> None:
-        """Load the weights; a second call does nothing.
+        """Load the weights, unless they are loaded already.
 
         Raises:
-            LoadError: one of the faults of :meth:`check`, or files that do not hold what they should.
+            LoadError: a fault of :meth:`check`, or files that hold no such network.
         """
         if self._model is not None:
             return
         for fault in self.check():
             raise LoadError(fault)
         with warnings.catch_warnings():
-            # TorchScript is what clean-fid's network is published in, however deprecated
+            # deprecated, but clean-fid publishes its network as TorchScript
             warnings.filterwarnings("ignore", message=".*torch.jit.*", category=FutureWarning)
             model = self._load()
         for parameter in model.parameters():
@@ -107,20 +107,20 @@ class FeatureNetwork(ABC):
         self._model = model.eval().to(self.device)
 
     def to(self, device: torch.device | str) -> FeatureNetwork:
-        """Move to a device; returns itself."""
+        """Move the network to a device and return it."""
         self.device = torch.device(device)
         if self._model is not None:
             self._model.to(self.device)
         return self
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Features of images, which are first rounded to what a file would hold.
+        """Return the features of images, which are first rounded to 8 bits like a saved file.
 
         Args:
             images: shape ``(B, 3, H, W)``, float in [0, 1], on any device.
 
         Returns:
-            Shape ``(B, D)``, float32, on ``device``; NaN where an image is not finite, which a file would show black.
+            Shape ``(B, D)``, float32, on ``device``; NaN for an image that is not finite.
         """
         features = self.of_pixels(list(to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()))
         is_unfit = ~images.isfinite().flatten(1).all(1)
@@ -128,7 +128,7 @@ class FeatureNetwork(ABC):
 
     @torch.no_grad()
     def of_pixels(self, pictures: Sequence[Pixels]) -> Tensor:
-        """Features ``(B, D)``, float32, of pictures ``(H, W, 3)`` in uint8, which may differ in size."""
+        """Return features ``(B, D)``, float32, of pictures ``(H, W, 3)`` in uint8, which may differ in size."""
         self.load()
         assert self.side is not None
         parts = []
@@ -138,7 +138,7 @@ class FeatureNetwork(ABC):
         return torch.cat(parts) if parts else torch.zeros(0, self.dimension, dtype=torch.float32, device=self.device)
 
     def _features(self, pixels: Tensor) -> Tensor:
-        # whatever precision the trainer runs in: autocast would change the statistics
+        # the trainer's autocast would change the statistics
         with torch.autocast(self.device.type, enabled=False):
             features = self._forward(pixels.permute(0, 3, 1, 2).contiguous().to(self.device))
         if features.ndim > 2:
@@ -152,7 +152,7 @@ class FeatureNetwork(ABC):
 
 
 class TorchScriptFeatures(FeatureNetwork):
-    """A TorchScript file of a network from ``(B, 3, side, side)`` in [0, 255] to ``(B, D)``; 299 pixels by default."""
+    """A TorchScript network from ``(B, 3, side, side)`` in [0, 255] to ``(B, D)``; 299 pixels by default."""
 
     def __init__(self, source: str, side: int | None = None, batch_size: int = BATCH_SIZE) -> None:
         super().__init__(source, INCEPTION_SIDE if side is None else side, batch_size)
@@ -181,16 +181,12 @@ class TorchScriptFeatures(FeatureNetwork):
         return [self.path]
 
 
-class InceptionFeatures(FeatureNetwork):
-    """The Inception network of clean-fid, whose features FID is defined on: 2048 of them."""
+class InceptionFeatures(TorchScriptFeatures):
+    """clean-fid's Inception network, on whose 2048 features FID is defined; torch.hub's cache holds its file."""
 
     def __init__(self, batch_size: int = BATCH_SIZE) -> None:
-        super().__init__(INCEPTION, INCEPTION_SIDE, batch_size)
-
-    @property
-    def path(self) -> Path:
-        """Where the weights are looked for: beside those that torch.hub downloads."""
-        return Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
+        super().__init__(INCEPTION, batch_size=batch_size)
+        self.path = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
 
     def check(self) -> list[str]:
         if self.path.is_file():
@@ -211,19 +207,12 @@ class InceptionFeatures(FeatureNetwork):
                 f"{self.path} is not clean-fid's Inception network. Remove it and fetch it anew."
             ) from error
 
-    def _forward(self, pixels: Tensor) -> Tensor:
-        features: Tensor = self._model(pixels)
-        return features
-
-    def _files(self) -> list[Path]:
-        return [self.path]
-
 
 class TransformersFeatures(FeatureNetwork):
     """A vision model of transformers (CLIP, SigLIP, DINOv2, ...): its image embedding, or else its pooled output.
 
-    Pictures are resized to a square as clean-fid does, whatever the model's own processor would cut away, and then
-    normalised with the processor's mean and deviation.
+    Pictures are resized to a square by clean-fid's filter, without the processor's crop, and then normalised with the
+    processor's mean and standard deviation.
     """
 
     def check(self) -> list[str]:
@@ -268,16 +257,16 @@ class TransformersFeatures(FeatureNetwork):
 
 
 def feature_network(source: str = INCEPTION, size: int | None = None, batch_size: int = BATCH_SIZE) -> FeatureNetwork:
-    """The feature network that a recipe names.
+    """Return the feature network that a recipe names, without loading it.
 
     Args:
         source: ``inception`` (clean-fid's), a TorchScript file (``.pt``, ``.pts``), or a folder or hub name of a
             vision model of transformers.
-        size: pixels of the square that every picture is resized to; ``None`` takes the network's own.
-        batch_size: pictures of every forward pass; fewer are filled up, so that features have the same bits anywhere.
+        size: pictures are resized to ``size`` x ``size`` pixels; ``None`` uses the network's own size.
+        batch_size: pictures per forward pass; see :class:`FeatureNetwork`.
 
     Raises:
-        ValueError: a size that the network cannot take.
+        ValueError: the network does not support this size.
     """
     if source == INCEPTION:
         if size not in (None, INCEPTION_SIDE):
@@ -291,7 +280,7 @@ def feature_network(source: str = INCEPTION, size: int | None = None, batch_size
 
 
 def clean_resize(picture: Pixels, side: int) -> npt.NDArray[np.float32]:
-    """A picture ``(H, W, 3)`` as ``(side, side, 3)``, float32 in [0, 255]: clean-fid's antialiased bicubic filter."""
+    """Resize a picture ``(H, W, 3)`` to ``(side, side, 3)``, float32 in [0, 255], by clean-fid's bicubic filter."""
     from cleanfid.resize import make_resizer
 
     resized: npt.NDArray[np.float32] = make_resizer("PIL", False, "bicubic", (side, side))(picture)

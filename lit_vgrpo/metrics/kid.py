@@ -1,25 +1,29 @@
-"""Kernel inception distance, which has no bias in the number of images."""
+"""Kernel inception distance, which is unbiased in the number of images."""
 
 from __future__ import annotations
 
 import math
+import warnings
 
-import numpy as np
 import torch
 from torch import Tensor
+from torchmetrics.image.kid import KernelInceptionDistance
 
 from lit_vgrpo.distributed.gather import rows_of_all_ranks
 
 
 class KeptFeatures:
-    """Features of one rank's images with the images' numbers, kept on the CPU in float32.
+    """Features of one rank's images and the images' numbers, kept on the CPU in float32.
 
-    KID needs them all: 10,000 images with Inception's 2048 features are 82 MB, gathered on every rank.
+    KID needs all of them: 10,000 images with Inception's 2048 features are 82 MB, gathered on every rank.
+    torchmetrics would gather them batch by batch, in the order of ranks, and hang if a rank has fewer batches.
+
+    Args:
+        dimension: length D of a feature vector.
     """
 
     def __init__(self, dimension: int) -> None:
-        self.dimension = dimension
-        self._features: list[Tensor] = []
+        self._features = [torch.zeros(0, dimension)]
         self._numbers: list[int] = []
 
     def add(self, features: Tensor, numbers: list[int]) -> None:
@@ -28,9 +32,8 @@ class KeptFeatures:
         self._numbers += numbers
 
     def gathered(self) -> Tensor:
-        """All ranks' features ``(N, D)`` in the order of the images' numbers; every rank must ask."""
-        local = torch.cat([torch.zeros(0, self.dimension, dtype=torch.float32), *self._features])
-        features = rows_of_all_ranks(local)
+        """Return all ranks' features ``(N, D)``, sorted by image number; every rank must call it."""
+        features = rows_of_all_ranks(torch.cat(self._features))
         numbers = rows_of_all_ranks(torch.tensor(self._numbers, dtype=torch.int64))
         return features[numbers.argsort(stable=True)]
 
@@ -38,41 +41,32 @@ class KeptFeatures:
 def kernel_distance(
     features: Tensor, reference: Tensor, subsets: int = 100, subset_size: int = 1000, seed: int = 0
 ) -> float:
-    """Squared maximum mean discrepancy with the kernel ``(x.y / D + 1)^3``, unbiased, the mean over random subsets.
+    """Return torchmetrics' KID in float64, the mean over random subsets, as in clean-fid.
 
     Args:
         features: shape ``(n, D)``.
         reference: shape ``(m, D)``.
-        subsets: how many subsets.
-        subset_size: images in one, at most as many as there are on either side.
-        seed: of the subsets.
+        subsets: number of subsets.
+        subset_size: images per subset, at most as many as there are on either side.
+        seed: seed of the subsets; torch's global random state stays as it is.
 
     Returns:
-        About 0 for sets of one distribution, also slightly below; NaN for fewer than two images on a side.
+        About 0 for two samples of one distribution, possibly slightly below; NaN for fewer than two images on a side.
 
     Source:
-        arXiv 1801.01401; subsets as clean-fid takes them.
+        arXiv 1801.01401.
     """
     size = min(len(features), len(reference), subset_size)
     if size < 2:
         return math.nan
     if size == len(features) == len(reference):
-        subsets = 1  # every subset is the whole
-    x, y = features.double(), reference.to(features.device).double()
-    draw = np.random.RandomState(seed)
-    total = 0.0
-    for _ in range(subsets):
-        some_x = x[torch.from_numpy(draw.choice(len(x), size, replace=False)).to(x.device)]
-        some_y = y[torch.from_numpy(draw.choice(len(y), size, replace=False)).to(y.device)]
-        total += _squared_discrepancy(some_x, some_y)
-    return total / subsets
-
-
-def _squared_discrepancy(x: Tensor, y: Tensor) -> float:
-    size, dimension = x.shape
-
-    def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return (a @ b.T / dimension + 1) ** 3
-
-    within = kernel(x, x).fill_diagonal_(0).sum() + kernel(y, y).fill_diagonal_(0).sum()
-    return (within / (size * (size - 1)) - 2 * kernel(x, y).mean()).item()
+        subsets = 1  # every subset is the whole set
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*will save all extracted features")
+        metric = KernelInceptionDistance(torch.nn.Identity(), subsets, size, sync_on_compute=False)
+    metric.update(features.double(), real=False)
+    metric.update(reference.to(features.device).double(), real=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        mean, _ = metric.compute()
+    return float(mean)

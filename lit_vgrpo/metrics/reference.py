@@ -1,4 +1,4 @@
-"""What generated images are compared with: the features' statistics of a folder of images, or a file of them."""
+"""Feature statistics of the reference images, from a folder or an ``.npz`` file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from lit_vgrpo.distributed.gather import objects_of_all_ranks, raise_together, rank_and_world_size
 from lit_vgrpo.metrics.features import FeatureNetwork, InceptionFeatures, Pixels
-from lit_vgrpo.metrics.fid import FeatureSums
+from lit_vgrpo.metrics.fid import FrechetDistance
 from lit_vgrpo.metrics.kid import KeptFeatures
 from lit_vgrpo.system.paths import resolve_path
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".jpg", ".jpeg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 PROGRAM_FORMAT = "EPS"
-"""A format that Pillow runs Ghostscript for, whatever the file is called."""
+"""A format for which Pillow runs Ghostscript, whatever the file's suffix."""
 MOST_EXPANSION = 20
-"""How many times its size an ``.npz`` file may unpack to; statistics are noise, which hardly shrinks."""
+"""Largest ratio of unpacked to packed size of an ``.npz`` file; statistics are noise, which hardly compresses."""
 STATISTICS_SUFFIX = ".npz"
 _OURS = ("mean", "cov", "count", "network", "images_sha256", "sha256")
 _CLEAN_FID = ("mu", "sigma")
@@ -37,10 +37,10 @@ class Reference:
     Attributes:
         mean: shape ``(D,)``, float64.
         cov: shape ``(D, D)``, float64.
-        count: number of images; ``None`` in a file of clean-fid's, which does not say.
+        count: number of images; ``None`` for clean-fid's files, which do not record it.
         network: name of the feature network.
-        images_sha256: hash of the images' names and contents; empty where unknown.
-        features: shape ``(count, D)``, float32, in the order of the images' names; for KID, otherwise ``None``.
+        images_sha256: hash of the images' names and contents; empty if unknown.
+        features: shape ``(count, D)``, float32, sorted by image name; for KID, otherwise ``None``.
     """
 
     mean: Tensor
@@ -51,7 +51,7 @@ class Reference:
     features: Tensor | None = None
 
     def save(self, path: str | Path) -> None:
-        """Write to an ``.npz`` file, whole or not at all."""
+        """Write an ``.npz`` file atomically."""
         arrays = {
             "mean": self.mean.numpy(),
             "cov": self.cov.numpy(),
@@ -73,13 +73,12 @@ class Reference:
 
     @classmethod
     def load(cls, path: str | Path, network: FeatureNetwork) -> Reference:
-        """Read a file that :meth:`save` wrote, or one of clean-fid's for its Inception network.
+        """Read a file written by :meth:`save`, or one of clean-fid's for its Inception network.
 
         Raises:
-            ValueError: it is no such file, was changed, or was made with another feature network.
+            ValueError: the file holds no statistics, was changed, or was made with another feature network.
         """
-        path = Path(path)
-        arrays = _arrays(path)
+        arrays = _arrays(Path(path))
         if not set(_OURS) <= set(arrays):
             if not isinstance(network, InceptionFeatures):
                 raise ValueError(
@@ -91,7 +90,7 @@ class Reference:
         if _digest(arrays) != recorded:
             raise ValueError(f"{path} does not match its own hash {recorded[:16]}: it was changed. Make it anew.")
         made_with = str(arrays["network"])
-        if not network.made(made_with):
+        if not network.has_made(made_with):
             raise ValueError(
                 f"{path} was made with the feature network {made_with}, not with {network.name}. "
                 "Set features to that network, or make the file anew."
@@ -108,7 +107,7 @@ class Reference:
 
 
 def reference_faults(source: str | Path) -> list[str]:
-    """What is wrong with a reference, as far as it shows without a feature network, one line each."""
+    """Return what is wrong with a reference, as far as can be told without a feature network, one line each."""
     try:
         path = resolve_path(source)
         if path.suffix.lower() == STATISTICS_SUFFIX:
@@ -121,18 +120,17 @@ def reference_faults(source: str | Path) -> list[str]:
 
 
 def reference_statistics(source: str | Path, network: FeatureNetwork, keep_features: bool = False) -> Reference:
-    """The statistics of a folder of images, each rank taking its share, or those of an ``.npz`` file.
+    """Return the statistics of a folder of images, which the ranks share, or those of an ``.npz`` file.
 
-    Every rank must ask, and what fails on one is raised on all. Each image is hashed with its name, so that a saved
-    file says what it was made from.
+    Every rank must call it; an error on one rank is raised on all of them.
 
     Args:
-        source: the folder, searched through all levels, or the file.
+        source: the folder, searched recursively, or the file.
         network: the feature network.
         keep_features: keep every image's features too, for KID.
 
     Raises:
-        ValueError: a fault of :func:`reference_faults`, an image that cannot be read, or a file that does not fit.
+        ValueError: a fault of :func:`reference_faults`, an unreadable image, or a file that does not fit the network.
         LoadError: the network cannot be loaded.
     """
     path = resolve_path(source)
@@ -147,46 +145,38 @@ def reference_statistics(source: str | Path, network: FeatureNetwork, keep_featu
         error = failure
     raise_together(error)
     assert local is not None
-    return local if isinstance(local, Reference) else local.reduced()
+    return local if isinstance(local, Reference) else local.reference()
 
 
 class _Share:
-    """One rank's share of a folder: every so manieth image, by name."""
+    """One rank's images of a folder: every ``world_size``-th, by name."""
 
     def __init__(self, folder: Path, network: FeatureNetwork, keep_features: bool) -> None:
         rank, world_size = rank_and_world_size()
         files = image_files(folder)
         self.names = [file.relative_to(folder).as_posix() for file in files]
         self.network = network
-        self.sums = FeatureSums(network.dimension)
+        self.sums = FrechetDistance(network.dimension)
         self.kept = KeptFeatures(network.dimension) if keep_features else None
         self.hashes: dict[int, str] = {}
-        numbers = range(rank, len(files), world_size)
+        numbers = list(range(rank, len(files), world_size))
         for start in range(0, len(numbers), network.batch_size):
-            self._add(files, list(numbers[start : start + network.batch_size]))
+            batch = numbers[start : start + network.batch_size]
+            pictures, hashes = zip(*(_read(files[number]) for number in batch), strict=True)
+            self.hashes |= dict(zip(batch, hashes, strict=True))
+            features = network.of_pixels(pictures)
+            self.sums.update(features, real=True)
+            if self.kept is not None:
+                self.kept.add(features, batch)
 
-    def _add(self, files: list[Path], numbers: list[int]) -> None:
-        pictures = []
-        for number in numbers:
-            picture, self.hashes[number] = _read(files[number])
-            pictures.append(picture)
-        features = self.network.of_pixels(pictures)
-        self.sums.add(features)
-        if self.kept is not None:
-            self.kept.add(features, numbers)
-
-    def reduced(self) -> Reference:
-        total = self.sums.reduced()
+    def reference(self) -> Reference:
+        """Return the statistics of all ranks' images."""
+        self.sums.add_up_ranks()
         hashes = {number: sha for share in objects_of_all_ranks(self.hashes) for number, sha in share.items()}
         listing = "".join(f"{name}\0{hashes[number]}\n" for number, name in enumerate(self.names))
-        return Reference(
-            mean=total.mean,
-            cov=total.cov,
-            count=total.count,
-            network=self.network.name,
-            images_sha256=hashlib.sha256(listing.encode()).hexdigest(),
-            features=self.kept.gathered() if self.kept is not None else None,
-        )
+        images_sha256 = hashlib.sha256(listing.encode()).hexdigest()
+        features = self.kept.gathered() if self.kept is not None else None
+        return Reference(*self.sums.reference_moments(), self.network.name, images_sha256, features)
 
 
 def _from_file(path: Path, network: FeatureNetwork, keep_features: bool) -> Reference:
@@ -202,10 +192,10 @@ def _from_file(path: Path, network: FeatureNetwork, keep_features: bool) -> Refe
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images of a folder and of those within it, by their names.
+    """Return the images of a folder and its subfolders, sorted by name.
 
     Raises:
-        ValueError: no such folder, or fewer than two images in it.
+        ValueError: the folder does not exist, or holds fewer than two images.
     """
     if not folder.is_dir():
         raise ValueError(f"reference={folder} is neither a folder nor a {STATISTICS_SUFFIX} file. Give one of them.")

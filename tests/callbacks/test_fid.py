@@ -10,7 +10,7 @@ from processes import run_ranks
 
 from lit_vgrpo.callbacks import EMA, FID, RunSummary, averaged_weights
 from lit_vgrpo.callbacks.fid import FIRST_OWN_IMAGE
-from lit_vgrpo.metrics import FeatureSums, feature_network, frechet_distance, kernel_distance, reference_statistics
+from lit_vgrpo.metrics import FrechetDistance, feature_network, kernel_distance, reference_statistics
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.hub import LoadError
 
@@ -66,9 +66,10 @@ def train(folder, tmp_path, callbacks, iterations=2, data=None, ckpt=None, **opt
 def distances(images, script, real):
     network = feature_network(script)
     reference = reference_statistics(real, network, keep_features=True)
-    features, sums = network(images), FeatureSums(network.dimension)
-    sums.add(features)
-    return frechet_distance(sums, reference), kernel_distance(features, reference.features)
+    features, fid = network(images), FrechetDistance(network.dimension)
+    fid.update(features, real=False)
+    fid.update(reference.features, real=True)
+    return fid.compute().item(), kernel_distance(features, reference.features)
 
 
 def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, script, real):

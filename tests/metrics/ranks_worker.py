@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lit_vgrpo.distributed.gather import raise_together
-from lit_vgrpo.metrics import FeatureSums, KeptFeatures, feature_network, reference_statistics
+from lit_vgrpo.metrics import FrechetDistance, KeptFeatures, feature_network, reference_statistics
 
 
 def main(spec, rank):
@@ -18,17 +18,22 @@ def main(spec, rank):
     features = torch.tensor(spec["features"], dtype=torch.float64)
     numbers = list(range(len(features)))
     share = numbers[:4] if rank == 0 else numbers[4:]
-    sums, kept = FeatureSums(features.shape[1]), KeptFeatures(features.shape[1])
-    sums.add(features[share])
+    sums, kept = FrechetDistance(features.shape[1]), KeptFeatures(features.shape[1])
+    for is_real in (False, True):
+        sums.update(features[share], real=is_real)
     kept.add(features[share], [len(features) - number for number in share])
-    total = sums.reduced()
-    found = {"count": total.count, "cov": total.cov.tolist(), "kept": kept.gathered().tolist()}
+    sums.add_up_ranks()
+    _, cov, count = sums.reference_moments()
+    found = {"count": [sums.count, count], "cov": cov.tolist(), "kept": kept.gathered().tolist()}
+    sums.set_reference(torch.zeros(features.shape[1]).double(), cov)
+    found["distance"] = sums.compute().item()
     # a rank without any image takes part like the others
-    some, none = KeptFeatures(2), FeatureSums(2)
+    some, none = KeptFeatures(2), FrechetDistance(2)
     if rank == 0:
         some.add(torch.ones(1, 2), [0])
-        none.add(torch.ones(1, 2))
-    found["one"] = [some.gathered().tolist(), none.reduced().count]
+        none.update(torch.ones(1, 2), real=False)
+    none.add_up_ranks()
+    found["one"] = [some.gathered().tolist(), none.count]
     network = feature_network(spec["script"])
     reference = reference_statistics(spec["real"], network, keep_features=True)
     reference.save(Path(spec["out"], f"{rank}.npz"))

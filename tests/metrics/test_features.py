@@ -90,9 +90,9 @@ def test_the_name_is_that_of_the_weights(script, torch_network, tmp_path):
     copied = tmp_path / "renamed.pt"
     copied.write_bytes(script.read_bytes())
     network = feature_network(str(script))
-    assert network.made(feature_network(str(copied)).name)
+    assert network.has_made(feature_network(str(copied)).name)
     other = save_script(nn.Sequential(torch_network, nn.ReLU()), tmp_path / script.name)
-    assert not network.made(feature_network(str(other)).name)
+    assert not network.has_made(feature_network(str(other)).name)
 
 
 def test_inception_is_clean_fids(inception_home, folders):

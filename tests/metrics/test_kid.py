@@ -14,18 +14,36 @@ def both():
     return torch.randn(40, 5, generator=generator), torch.randn(30, 5, generator=generator) + 0.5
 
 
-def test_equals_clean_fid_with_the_same_subsets(both):
+def subsets_error(features, reference, size, subsets=100):
+    """Standard error of the mean over random subsets of this size, from clean-fid's own subsets one by one."""
+    np.random.seed(1)
+    arrays = reference.numpy(), features.numpy()
+    found = [clean_fid.kernel_distance(*arrays, num_subsets=1, max_subset_size=size) for _ in range(100)]
+    return np.std(found) / subsets**0.5
+
+
+def test_equals_clean_fid_on_whole_sets(both):
+    x, y = both[0][:30], both[1]
+    expected = clean_fid.kernel_distance(y.numpy(), x.numpy())
+    assert kernel_distance(x, y) == pytest.approx(expected, rel=1e-4)
+
+
+def test_equals_clean_fid_on_subsets(both):
+    """Other subsets are drawn, so the difference is that of two means over 1000 of them."""
     np.random.seed(3)
-    expected = clean_fid.kernel_distance(both[1].numpy(), both[0].numpy(), num_subsets=7, max_subset_size=20)
-    assert kernel_distance(*both, subsets=7, subset_size=20, seed=3) == pytest.approx(expected, rel=1e-4)
+    expected = clean_fid.kernel_distance(both[1].numpy(), both[0].numpy(), num_subsets=1000, max_subset_size=20)
+    error = 2**0.5 * subsets_error(*both, 20, subsets=1000)
+    assert error < 0.03 * expected
+    assert kernel_distance(*both, subsets=1000, subset_size=20, seed=3) == pytest.approx(expected, abs=4 * error)
 
 
 def test_equals_clean_fid_on_folders(folders, network):
     features = [reference_statistics(folder, network, keep_features=True).features for folder in folders]
     np.random.seed(0)
     expected = clean_fid.kernel_distance(features[1].numpy(), features[0].numpy())
-    assert expected > 0
-    assert kernel_distance(*features) == pytest.approx(expected, rel=1e-3)
+    error = 2**0.5 * subsets_error(*features, 17)
+    assert expected > 20 * error
+    assert kernel_distance(*features) == pytest.approx(expected, abs=4 * error)
 
 
 def test_the_whole_sets_by_hand():
@@ -38,6 +56,17 @@ def test_the_whole_sets_by_hand():
 def test_seeds_fix_the_subsets(both):
     distances = [kernel_distance(*both, subsets=3, subset_size=10, seed=seed) for seed in (1, 1, 2)]
     assert distances[0] == distances[1] != distances[2]
+
+
+def test_the_random_state_stays(both):
+    before = torch.get_rng_state()
+    kernel_distance(*both, subsets=2, subset_size=10)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_it_says_nothing_of_memory(both, recwarn):
+    kernel_distance(*both)
+    assert not recwarn.list
 
 
 def test_one_distribution_is_at_distance_zero():

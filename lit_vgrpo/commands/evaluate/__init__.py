@@ -1,1 +1,1 @@
-"""``lightning eval``: what a run's weights are worth on held-out prompts."""
+"""``lightning eval``: scores of a run's weights on held-out prompts."""

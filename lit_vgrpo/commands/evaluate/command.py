@@ -26,14 +26,14 @@ from lit_vgrpo.runs.saved_weights import REFERENCE, SavedWeights
 from lit_vgrpo.system.hub import LoadError
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null", "trainer.inference_mode=false")
-"""Nothing is logged or continued, and weights and images stay ordinary tensors, as in training."""
+"""Nothing is logged or resumed, and weights and images are not inference tensors, as in training."""
 
 
 def evaluate(args: Sequence[str]) -> int:
-    """Score the held-out prompts with a run's weights: ``RUN [--ema] [--reference] [key=value ...]``.
+    """Score a run's weights on held-out prompts: ``RUN [--ema] [--reference] [key=value ...]``.
 
     Returns:
-        0; 1 when no image could be scored; 2 for a mistake in what was typed; 130 after Ctrl-C.
+        0; 1 if no image could be scored; 2 for a mistake in the command line; 130 after Ctrl-C.
     """
     try:
         return guarded(_evaluate, args)
@@ -57,7 +57,7 @@ def _evaluate(args: Sequence[str]) -> int:
     module = HeldOutEvaluation(
         cli.model, rows, data.heldout_images_per_prompt, data.eval_batch_size, saved, options.variants, fids, network
     )
-    # The recipe's own train, save and log into the run folder: none of them has a part here.
+    # The recipe's callbacks and loggers train, save and log into the run directory.
     cli.trainer.callbacks, cli.trainer.loggers = [], []  # type: ignore[attr-defined]
     try:
         cli.trainer.validate(module, verbose=False)
@@ -85,10 +85,10 @@ def _evaluate(args: Sequence[str]) -> int:
 
 
 def heldout_rows(cli: RecipeCLI) -> Rows:
-    """The held-out prompts; the training prompts need not be there, nor fit this number of ranks.
+    """Return the held-out prompts; the training prompts may be missing, or not fit the number of ranks.
 
     Raises:
-        UserError: there are none, or something else of the recipe cannot work.
+        UserError: there are no held-out prompts, or the recipe is invalid.
     """
     data = cli.datamodule
     if not data.has_heldout:
@@ -109,13 +109,13 @@ def heldout_rows(cli: RecipeCLI) -> Rows:
 
 
 def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], FeatureNetwork | None, dict[str, str]]:
-    """What measures images without a reward, and what is not measured and why.
+    """Return the image metrics besides rewards, and why the others are missing.
 
     Returns:
-        The recipe's FID callbacks, or the one that was asked for; the network of the diversity; ``{metric: reason}``.
+        The recipe's FID callbacks, or one from the options; the feature network of the diversity; ``{metric: reason}``.
 
     Raises:
-        UserError: one of them cannot work.
+        UserError: a metric's check fails.
     """
     fids = [callback for callback in cli.trainer.callbacks if isinstance(callback, FID)]  # type: ignore[attr-defined]
     if options.fid_reference is not None or (fids and options.features is not None):
@@ -137,7 +137,7 @@ def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], 
 
 
 def _fid_asked_for(options: EvaluateOptions, own: FID | None) -> FID:
-    """The recipe's FID with what was typed in its place."""
+    """Return the recipe's FID, changed by the options."""
     reference = options.fid_reference or (own.reference if own is not None else "")
     if own is None:
         # A file of statistics need not hold what KID needs.
@@ -154,7 +154,7 @@ def _fid_asked_for(options: EvaluateOptions, own: FID | None) -> FID:
 
 
 def description(cli: RecipeCLI, options: EvaluateOptions, saved: SavedWeights, prompts: int) -> dict[str, Any]:
-    """What was evaluated and how."""
+    """Return what was evaluated and how, for the JSON."""
     data, weights = cli.datamodule, cli.model.observed.weight_of
     return {
         "run": str(options.run),

@@ -17,13 +17,13 @@ INSTEAD = {"ckpt_path": "--checkpoint FILE", "run_dir": "--out FILE.json", "name
 
 @dataclass(kw_only=True)
 class EvaluateOptions(RunOptions):
-    """Options of ``lightning eval``; the words are overlays and overrides of the run's recipe.
+    """Options of ``lightning eval``; other arguments override the run's recipe.
 
     Attributes:
         reference: Evaluate the reference too.
-        features: Feature network of FID and diversity; ``None`` takes that of the recipe's FID.
-        fid_reference: Real images, or a file of their statistics; ``None`` takes those of the recipe's FID.
-        out: JSON file to write; where it exists, the first free name like it is taken.
+        features: Feature network of FID and diversity; ``None`` uses that of the recipe's FID.
+        fid_reference: Real images, or a file of their statistics; ``None`` uses those of the recipe's FID.
+        out: JSON file to write, under the next free name if it exists.
     """
 
     subcommand: ClassVar[str] = "eval"

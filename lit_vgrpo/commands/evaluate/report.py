@@ -1,4 +1,4 @@
-"""What an evaluation says: intervals, differences, the JSON, the CSV and the table."""
+"""Report of an evaluation: intervals, differences, the JSON, the CSV and the table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INTERVAL = {"level": LEVEL, "resamples": RESAMPLES, "of": "prompts"}
 
 
 def interval(values: Sequence[float], prompts: Sequence[int]) -> dict[str, Any]:
-    """Mean and bootstrap interval of the values that are numbers; whole prompts are resampled.
+    """Return the mean and its bootstrap interval, without NaN values; whole prompts are resampled.
 
     >>> interval([1.0, 3.0, math.nan], [0, 0, 1])
     {'mean': 2.0, 'low': 2.0, 'high': 2.0, 'count': 2, 'failed': 1}
@@ -39,16 +39,16 @@ def interval(values: Sequence[float], prompts: Sequence[int]) -> dict[str, Any]:
 
 
 def rewards_of(scores: ImageScores) -> dict[str, Tensor]:
-    """The weighted sum as ``reward``, then every reward by its name."""
+    """Return the weighted sum as ``reward``, and each reward by its name."""
     return {"reward": scores.total, **scores.parts}
 
 
 def results(scores: Mapping[str, ImageScores], images_per_prompt: int) -> dict[str, Any]:
-    """Means with intervals for each set of weights, and differences to the reference, image by image.
+    """Return the means with intervals of each set of weights, and its differences to the reference image by image.
 
     Args:
-        scores: of the same images for each set of weights: same prompts, same noise.
-        images_per_prompt: image ``i`` was made for prompt ``i // images_per_prompt``.
+        scores: for each set of weights, the scores of the same images: same prompts, same noise.
+        images_per_prompt: image ``i`` was generated for prompt ``i // images_per_prompt``.
     """
     found: dict[str, Any] = {"variants": {}}
     measured = {variant: _measured(own, images_per_prompt) for variant, own in scores.items()}
@@ -67,7 +67,7 @@ def results(scores: Mapping[str, ImageScores], images_per_prompt: int) -> dict[s
 
 
 def _measured(scores: ImageScores, images_per_prompt: int) -> dict[str, tuple[Tensor, list[int]]]:
-    """What has a mean: values, in float64, and the number of each one's prompt."""
+    """Return ``{metric: (values, prompts)}``: float64 values and the number of each one's prompt."""
     prompts = [image // images_per_prompt for image in scores.image_ids]
     found = {name: (values.double(), prompts) for name, values in rewards_of(scores).items()}
     if scores.features is not None:
@@ -80,10 +80,10 @@ def _measured(scores: ImageScores, images_per_prompt: int) -> dict[str, tuple[Te
 
 
 def write(report: dict[str, Any], scores: Mapping[str, ImageScores], wanted: Path) -> tuple[Path, Path]:
-    """Write the JSON and, beside it, a CSV with a line for each image; never over an earlier evaluation.
+    """Write the JSON and a CSV with one line per image; never overwrite an earlier evaluation.
 
     Raises:
-        OSError: a file cannot be written.
+        OSError: a file cannot be created.
     """
     lines = io.StringIO(newline="")
     writer = csv.writer(lines)
@@ -99,7 +99,7 @@ def write(report: dict[str, Any], scores: Mapping[str, ImageScores], wanted: Pat
 
 
 def _reserved(wanted: Path) -> Path:
-    """``eval.json``, ``eval-2.json``, ...: the first that does not exist, created empty."""
+    """Create the first of ``eval.json``, ``eval-2.json``, ... that does not exist, and return it."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for stem in candidates(wanted.with_suffix("")):
         path = stem.with_name(stem.name + wanted.suffix)
@@ -114,14 +114,14 @@ def _reserved(wanted: Path) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """NaN, which JSON does not know, as null."""
+    """Replace NaN, which JSON cannot hold, by null."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def table(report: dict[str, Any]) -> str:
-    """A line for each number and a column for each set of weights."""
+    """Return the table for the terminal: one line per metric, one column per set of weights."""
     lines = [["", *report["variants"]], *_mean_lines(report), *_distance_lines(report), *_difference_lines(report)]
     widths = [max(len(line[column]) for line in lines if column < len(line)) for column in range(len(lines[0]))]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]

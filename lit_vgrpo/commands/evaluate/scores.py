@@ -1,8 +1,7 @@
-"""The held-out images of a run's weights, scored one by one."""
+"""Per-image scores of the held-out images of a run's weights."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,15 +28,15 @@ from lit_vgrpo.runs.saved_weights import REFERENCE, SavedWeights
 
 @dataclass
 class ImageScores:
-    """The scores of one set of weights, image by image in the order of their numbers.
+    """Per-image scores of one set of weights, sorted by image number.
 
     Args:
-        image_ids: the images' numbers over all ranks.
-        prompts: one for each image.
-        total: shape ``(N,)``, float32: the weighted sum; NaN where the image failed.
-        parts: each reward's own scores, shape ``(N,)``, NaN where it failed.
-        errors: the last failure of each reward that failed somewhere.
-        features: shape ``(N, D)``, NaN where the image is not finite; ``None`` without a feature network.
+        image_ids: numbers of the images, unique over all ranks.
+        prompts: one prompt per image.
+        total: weighted sum of the rewards, shape ``(N,)``, float32; NaN for failed images.
+        parts: scores of each reward, shape ``(N,)``; NaN for failed images.
+        errors: last error of each reward that failed for some image.
+        features: shape ``(N, D)``, NaN for images that are not finite; ``None`` without a feature network.
         distances: metrics of all images together, such as ``fid@N``.
     """
 
@@ -51,7 +50,7 @@ class ImageScores:
 
     @classmethod
     def joined(cls, shares: list[ImageScores]) -> ImageScores:
-        """The shares of several batches or ranks as one, in the order of the images' numbers."""
+        """Join the shares of several batches or ranks, sorted by image number."""
         ids = [number for share in shares for number in share.image_ids]
         prompts = [prompt for share in shares for prompt in share.prompts]
         order = sorted(range(len(ids)), key=ids.__getitem__)
@@ -67,17 +66,17 @@ class ImageScores:
 
 
 class HeldOutEvaluation(VGRPOModule):
-    """Scores the held-out images of each set of weights: one validation step of Lightning is one set.
+    """Module that scores the held-out images of each set of weights, one set per validation step.
 
     Args:
         module: the run's module, whose policy, rewards, sampling and seed are used.
         rows: the held-out prompts.
-        images_per_prompt: images of each.
-        batch_size: most images in one batch of a rank.
+        images_per_prompt: images per prompt.
+        batch_size: images per batch and rank, at most.
         saved: the checkpoint.
         variants: the sets of weights by name.
-        fids: measure the distance to real images.
-        network: gives the features in which images of one prompt are compared; ``None`` compares none.
+        fids: FID callbacks, fed with the held-out images.
+        network: feature network for the diversity; ``None`` leaves it out.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class HeldOutEvaluation(VGRPOModule):
         network: FeatureNetwork | None,
     ) -> None:
         spec = module.evaluation or module.objective.rollout_spec(0).as_ode()
-        # The copies of the weights that a training method keeps play no part here: this one keeps none.
+        # VGRPO keeps no copies of the weights, which other objectives may, and which an evaluation does not need.
         super().__init__(
             module.policy,
             VGRPO(spec),
@@ -154,7 +153,7 @@ class HeldOutEvaluation(VGRPOModule):
         for fid in self.fids:
             fid.update(images, batch)
         scores = RewardBatch.joined([self.observed.score(images, batch.prompts, batch.rows)])
-        features = None if self.feature_network is None else _features(self.feature_network, images)
+        features = None if self.feature_network is None else self.feature_network(images).cpu()
         return ImageScores(batch.slots, batch.prompts, scores.total, scores.parts, scores.errors, features)
 
     @contextmanager
@@ -166,14 +165,6 @@ class HeldOutEvaluation(VGRPOModule):
         copy.load_state_dict(self.saved.tensors[variant])
         with copy.swapped_into(self.policy):
             yield
-
-
-def _features(network: FeatureNetwork, images: Tensor) -> Tensor:
-    sound = images.isfinite().flatten(1).all(1)
-    found = network(images[sound]).cpu()
-    features = torch.full((len(images), found.shape[1]), math.nan)
-    features[sound.cpu()] = found
-    return features
 
 
 class _Variants(Dataset[str]):
