@@ -14,11 +14,12 @@ from PIL import Image
 
 
 class FaultServer:
-    """Answers each POST as the next entry of ``plan`` says, and with the mean pixel of each image after that.
+    """Answers each POST with the next entry of ``plan``, and with ``then`` after the last one.
 
     Args:
-        plan: what the next requests get, functions of the handler such as those below.
-        pages: what a GET gets by its path: a status and a body.
+        plan: answers to the next requests, functions of the handler such as those below.
+        pages: answers to GET by path: a status and a body, or a function of the handler.
+        then: answer to all other requests; None answers with the mean pixel of each image.
     """
 
     def __init__(self, plan=(), pages=None, then=None):
@@ -83,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         owner = self.server.owner
-        body = self.rfile.read(int(self.headers["Content-Length"])) if self.headers["Content-Length"] else _chunks(self)
+        body = self.rfile.read(int(self.headers["Content-Length"]))
         with owner.lock:
             owner.requests.append((dict(self.headers), body))
             behave = owner.plan.pop(0) if owner.plan else owner.then
@@ -106,17 +107,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def _chunks(handler):
-    body = b""
-    while size := int(handler.rfile.readline(), 16):
-        body += handler.rfile.read(size)
-        handler.rfile.readline()
-    handler.rfile.readline()
-    return body
-
-
 def pixel_means(body, content_type):
-    """The mean pixel of each image of a request in [0, 1], read without the package under test."""
+    """Return the mean pixel of each image of a request in [0, 1], without the package under test."""
     if content_type.startswith("multipart/"):
         boundary = re.search("boundary=(.+)", content_type).group(1).encode()
         parts = [part.split(b"\r\n\r\n", 1) for part in body.split(b"--" + boundary)[1:-1]]
@@ -148,7 +140,7 @@ def _for_seconds(handler, piece):
 
 
 def drip(handler):
-    """Never silent for long, and not done for long."""
+    """Send a byte now and then, so that no single read takes long."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
     _for_seconds(handler, b" ")
 

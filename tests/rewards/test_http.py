@@ -12,10 +12,11 @@ import pytest
 import torch
 from fault_server import FaultServer, answering
 
-from lit_vgrpo.rewards import RewardError, Weighted
+from lit_vgrpo.rewards import RewardError, Weighted, http
 from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.http import HTTPReward
 from lit_vgrpo.rewards.link import seconds_of
+from lit_vgrpo.rewards.protocol import json_request
 from lit_vgrpo.rewards.remote import LONGEST_PAUSE_S, Transport
 
 
@@ -73,6 +74,27 @@ def test_several_requests_are_under_way_at_once(batch):
         reward = HTTPReward(server.url, batch_size=1, connection=patient(max_connections=4))
         torch.testing.assert_close(reward(*batch), means(batch[0]), rtol=0, atol=1e-6)
         reward.close()
+
+
+def test_a_body_is_made_when_its_turn_comes(batch, monkeypatch):
+    made, answered, held = [], [], []
+
+    def make(*request):
+        made.append(request)
+        return json_request(*request)
+
+    def behave(handler):
+        held.append(len(made) - len(answered))
+        answered.append(handler)
+        faults.scores(handler)
+
+    monkeypatch.setattr(http, "json_request", make)
+    with FaultServer(then=behave) as server:
+        reward = HTTPReward(server.url, batch_size=1, connection=patient(max_connections=2))
+        assert reward(*batch).isfinite().all()
+        reward.close()
+    assert len(made) == 10
+    assert max(held) <= 2
 
 
 FAULTS = {
