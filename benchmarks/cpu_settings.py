@@ -1,7 +1,7 @@
 """The tests under other CPU kernels, other numbers of threads, and with prompts in another order.
 
     python benchmarks/cpu_settings.py                        # all of `make test`, once for each setting
-    python benchmarks/cpu_settings.py tests/test_ranks.py    # or what pytest is given
+    python benchmarks/cpu_settings.py tests/distributed/test_ranks.py    # or what pytest is given
 
 Prints a table, and ends with status 1 where a test failed. A setting that this machine does not know changes nothing:
 ``ATEN_CPU_CAPABILITY=avx512`` on a CPU without, say.

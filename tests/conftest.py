@@ -26,10 +26,10 @@ LONGEST_FIRST = (
         "test_methods",
         "test_policies",
         "test_export",
-        "test_interrupt",
+        "test_checkpoint",
         "test_speed",
     ),
-    *("test_cli", "test_estimate", "test_compare", "test_families", "test_fid", "test_evaluate", "test_overlays"),
+    *("test_run", "test_estimate", "test_compare", "test_families", "test_fid", "test_evaluate", "test_overlays"),
     *("test_estimate_room", "test_ocr", "test_kill_and_resume", "test_curriculum", "test_watchdog", "test_multi_node"),
 )
 """Files that take long: started last, one of them would keep a worker busy while the others have nothing to do."""
@@ -79,7 +79,7 @@ def forked_python(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def device():
-    """``PRETEND_GPU=1 python -m pytest tests/test_resume.py`` runs tests on a pretended GPU."""
+    """``PRETEND_GPU=1 python -m pytest tests/runs/test_resume.py`` runs tests on a pretended GPU."""
     if os.environ.get("PRETEND_GPU"):
         from support.pretended_gpu import pretended_gpu
 

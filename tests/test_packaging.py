@@ -8,7 +8,7 @@ import pytest
 
 from lit_vgrpo.system.paths import shipped_root
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 
 
 def test_both_commands_are_ours():

@@ -2,7 +2,7 @@
 
     with pretended_gpu():
         policy.to("cuda")                           # also Trainer(accelerator="gpu")
-    PRETEND_GPU=1 python -m pytest tests/test_resume.py   # a whole file on it; see tests/conftest.py
+    PRETEND_GPU=1 python -m pytest tests/runs/test_resume.py   # a whole file on it; see tests/conftest.py
 
 Every tensor stays in the CPU's memory. One on the GPU has a mark on its storage, so that its views, its detached self
 and what autograd saves of it are there too. A mode around every call into torch reads the marks: it answers questions

@@ -1,6 +1,6 @@
 """Run by processes.run_ranks or torchrun: trains what each job names on its ranks, and writes what came out of it.
 
-    torchrun --nproc-per-node 2 tests/ranks.py POLICY_FOLDER OUT JOB [JOB ...]
+    torchrun --nproc-per-node 2 tests/support/ranks.py POLICY_FOLDER OUT JOB [JOB ...]
 
 A job is ``name|key=value,...``: a name of all_methods.METHODS, "skip" or "stop", and options of the data module;
 ``middle=1`` saves within iteration 1 after its first update. A checkpoint OUT/name.ckpt is continued.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from processes import PYTHON
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kill_and_resume.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_and_resume.py"
 WORDS = [
     "trainer.max_epochs=12",
     "trainer.callbacks=[EMA,{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]",

@@ -10,7 +10,7 @@ from processes import run_ranks
 
 from lit_vgrpo.system.paths import resolve_path
 
-SCRIPT = Path(__file__).with_name("ranks.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "ranks.py"
 CHECKPOINT = "shipped:assets/tiny_sd3"
 TWO = "iterations=2"
 THREE_UPDATES, TWO_UPDATES, SPLIT = (

@@ -198,7 +198,10 @@ def test_the_csv_has_a_line_for_every_image(evaluated):
 def test_two_ranks_find_the_same(inside, evaluated, strategy):
     report, scores = evaluated
     words = ["runs/tiny", "--ema", "--reference", "--out=two.json", "trainer.devices=2", f"trainer.strategy={strategy}"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [PYTHON, "-m", "lit_vgrpo", "eval", *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)

@@ -142,7 +142,7 @@ def drawn(place, tmp_path_factory, request):
             images[name] = own_image(policy, family), starts[family]
             jobs.append(job_of(name, family, policy, folder, printed(source, "--to", str(to), *options)))
         (folder / "jobs.json").write_text(json.dumps(jobs))
-        script = str(Path(__file__).with_name("plain_diffusers.py"))
+        script = str(Path(__file__).parents[1] / "support" / "plain_diffusers.py")
         done = subprocess.run([BARE, script, folder / "jobs.json"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: (torch.load(folder / f"{name}.image"), *images[name]) for name in images}

@@ -14,7 +14,7 @@ from lit_vgrpo.commands.curriculum import Curriculum, is_curriculum
 from lit_vgrpo.commands.run import run
 from lit_vgrpo.config.recipe import Command
 
-ROOT = Path(__file__).parents[1] / "recipes"
+ROOT = Path(__file__).parents[2] / "recipes"
 FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not in ("compare", "strategy")]
 CURRICULA = [path for path in FILES if is_curriculum(path)]
 RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have their own tests

@@ -8,7 +8,7 @@ from processes import run_ranks
 
 from lit_vgrpo.metrics import Reference, reference_statistics
 
-WORKER = Path(__file__).parent / "ranks_worker.py"
+WORKER = Path(__file__).parent / "gather_worker.py"
 
 
 @pytest.fixture(scope="module")
