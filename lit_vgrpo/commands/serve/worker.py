@@ -190,9 +190,9 @@ class Worker:
                 for place, is_ok in zip(chosen, batch.ok.tolist(), strict=True):
                     errors[place] = None if is_ok else why
         self.scored_images += len(images)
-        scores, start = [], 0
+        split, start = [], 0
         for request in requests:
             own = slice(start, start + len(request.images))
-            scores.append(Scores(total[own], errors[own], {name: part[own] for name, part in parts.items()}))
+            split.append(Scores(total[own], errors[own], {name: part[own] for name, part in parts.items()}))
             start = own.stop
-        return scores
+        return split
