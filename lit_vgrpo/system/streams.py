@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any
 
+from lit_vgrpo.errors import say
+
 
 class Output(io.FileIO):
     """Standard stream that never fails: what a closed pipe or terminal, or a full disk, does not take is dropped.
@@ -30,7 +32,7 @@ class Output(io.FileIO):
         """Return True and warn if a file lacks part of what was printed."""
         sys.stdout.flush()
         if self._lost is not None:
-            print(f"Not all of the output could be written: {self._lost.strerror}.", file=sys.stderr)
+            say(f"Not all of the output could be written: {self._lost.strerror}.", error=True)
         return self._lost is not None
 
 
