@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 import fault_server
 
 from lit_vgrpo.rewards import Connection, HTTPReward, JPEGCompressibility

@@ -1,4 +1,5 @@
 import base64
+import gc
 import http.client
 import json
 import os
@@ -15,6 +16,7 @@ import torch
 import uvicorn
 from helpers import Brightness, free_port
 from processes import PYTHON
+from starlette.requests import Request
 
 from lit_vgrpo import __version__
 from lit_vgrpo.cli import main
@@ -358,6 +360,19 @@ def test_bodies_that_are_held_are_bounded_together(monkeypatch):
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         for _ in range(5):  # what was held has been given back
             assert httpx.post(serving.url, content=body_of(make_images(2)[0]), timeout=30).status_code == 200
+
+
+def test_a_body_is_let_go_before_its_images_are_scored():
+    reward = Recorded()
+    with Serving(reward) as serving:
+        reward.go_on.clear()
+        threads, answers = post_in_threads(serving.url, [body_of(make_images(2)[0])])
+        assert reward.started.wait(20)
+        held = [item for item in gc.get_objects() if type(item) is Request and hasattr(item, "_body")]
+        reward.go_on.set()
+        threads[0].join(20)
+    assert answers[0].status_code == 200
+    assert not held
 
 
 HEAD = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n"

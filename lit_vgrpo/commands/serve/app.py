@@ -73,7 +73,7 @@ def make_app(worker: Worker, name: str, token: str | None, max_request_bytes: in
                         sent = await asyncio.to_thread(parse)
                         held.enter_context(worker.room_for(sent))
                         wanted = await asyncio.to_thread(sent.decoded)
-                    del parse, sent
+                    del counted, parse, sent
                 scores = await asyncio.wrap_future(worker.submit(wanted))
         except StarletteHTTPException:  # FastAPI's own are of that kind, and so is one of a form with too many files
             raise
