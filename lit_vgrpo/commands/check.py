@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from typing_extensions import Self, override
 
 from lit_vgrpo.commands.curriculum import Curriculum, Stage, is_curriculum, merged_faults
 from lit_vgrpo.commands.estimate.room import NotEstimated, gpu_memory_of, memory_report
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
-from lit_vgrpo.commands.run import LINKED, TOP_LEVEL, build, guarded
+from lit_vgrpo.commands.run import LINKED, TOP_LEVEL, build_recipe, guarded
 from lit_vgrpo.commands.untrusted import list_untrusted
+from lit_vgrpo.config.arguments import flag, option
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.config.schema import sound_parts
 from lit_vgrpo.data.prompts import prompt_faults
@@ -19,13 +23,32 @@ from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.policies.pipeline_folder import weight_files
 from lit_vgrpo.system.paths import resolve_path
 
-MEMORY = "--memory"
-UNTRUSTED = "--untrusted"
 SMALLEST_NEED = 100 * 2**20
 CHECKPOINTS_AT_ONCE = 4
 """The last one, the one before it, the best one, and the one being written."""
 COPIES_OF_WEIGHTS = 4
 """Weights, Adam's two moments and the average, in the checkpoint of a fully trained network."""
+
+
+@dataclass(kw_only=True)
+class CheckOptions(Command):
+    """Options of ``lightning check``.
+
+    Attributes:
+        memory: Size of the GPU to compare with, in bytes; ``None`` takes this machine's.
+        untrusted: List what the recipe names instead of checking it.
+    """
+
+    subcommand: ClassVar[str] = "check"
+
+    memory: int | None = option(read=gpu_memory_of)
+    untrusted: bool = flag()
+
+    @classmethod
+    @override
+    def parse(cls, args: Sequence[str]) -> Self:
+        # Without a value, the error shows how to write a size.
+        return super().parse([*args, ""] if args and args[-1] == "--memory" else args)
 
 
 def check(args: Sequence[str]) -> int:
@@ -37,32 +60,15 @@ def check(args: Sequence[str]) -> int:
     Returns:
         0, or 2 with all errors on stderr, a line each.
     """
-    return guarded(_check, args)
+    return guarded(_check, CheckOptions, args)
 
 
-def _check(args: Sequence[str]) -> int:
-    if UNTRUSTED in args:
-        return list_untrusted([word for word in args if word != UNTRUSTED])
-    args, gpu_memory = without_memory(args)
-    command = Command.parse(args)
-    if is_curriculum(command.recipe):
-        return _check_stages(Curriculum.of(command), gpu_memory)
-    return _check_recipe(args, gpu_memory)
-
-
-def without_memory(args: Sequence[str]) -> tuple[list[str], int | None]:
-    """Take ``--memory SIZE`` out of the arguments; return the others and the size in bytes.
-
-    Raises:
-        UserError: The size is missing or not valid.
-
-    >>> without_memory(["tiny_shapes", "--memory", "1GiB", "name=a"])
-    (['tiny_shapes', 'name=a'], 1073741824)
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(MEMORY, nargs="?", const="")
-    found, rest = parser.parse_known_args(list(args))
-    return rest, None if found.memory is None else gpu_memory_of(found.memory)
+def _check(options: CheckOptions) -> int:
+    if options.untrusted:
+        return list_untrusted(options)
+    if is_curriculum(options.recipe):
+        return _check_stages(Curriculum.of(options), options.memory)
+    return _check_recipe(options, options.memory)
 
 
 def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
@@ -70,7 +76,7 @@ def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
     for stage in curriculum.stages:
         say(f"Stage {stage.number} of {len(curriculum.stages)}: {stage.name}")
         try:
-            _check_recipe(curriculum.check_words(stage), gpu_memory)
+            _check_recipe(Command.parse(curriculum.check_words(stage)), gpu_memory)
         except UserError as error:
             found.append((stage, error.faults))
     if found:
@@ -78,11 +84,11 @@ def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
     return 0
 
 
-def _check_recipe(args: Sequence[str], gpu_memory: int | None) -> int:
+def _check_recipe(command: Command, gpu_memory: int | None) -> int:
     try:
-        cli = build(args, make_folder=False)
+        cli = build_recipe(command, make_folder=False)
     except UserError as error:
-        raise UserError(*error.faults, *further_faults(args)) from error
+        raise UserError(*error.faults, *further_faults(command)) from error
     faults = [*cli.faults(), *disk_faults(cli)]
     if not cli.datamodule.sizes.faults(cli.trainer.world_size):
         say(cli.plan())
@@ -102,10 +108,10 @@ def _check_recipe(args: Sequence[str], gpu_memory: int | None) -> int:
     return 0
 
 
-def further_faults(args: Sequence[str]) -> list[str]:
+def further_faults(command: Command) -> list[str]:
     """Return the errors in files, checkpoints and rewards of a recipe that cannot be built."""
     try:
-        recipe = read_recipe(Command.parse(args))
+        recipe = read_recipe(command)
     except UserError:
         return []
     parts = sound_parts(recipe, TOP_LEVEL, LINKED)

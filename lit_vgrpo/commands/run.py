@@ -7,6 +7,7 @@ import logging
 import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -14,6 +15,7 @@ from lit_vgrpo.commands.curriculum import is_curriculum
 from lit_vgrpo.commands.curriculum_runner import run_curriculum
 from lit_vgrpo.commands.recipe_cli import LINKED, TOP_LEVEL, RecipeCLI, say_on_first
 from lit_vgrpo.commands.training import train
+from lit_vgrpo.config.arguments import Options
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, early_faults, recipe_faults
 from lit_vgrpo.config.trainer_options import trainer_faults
@@ -31,14 +33,20 @@ EXPECTED_WARNINGS = (
     ".*all_gather is deprecated.*",
     ".*LeafSpec.*is deprecated.*",
 )
+Given = TypeVar("Given", bound=Options)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
-    """Parse a recipe and build its module, data and trainer, without loading weights.
+    """Parse the arguments after a subcommand and build the recipe, see :func:`build_recipe`."""
+    return build_recipe(Command.parse(args), make_folder)
+
+
+def build_recipe(command: Command, make_folder: bool = True) -> RecipeCLI:
+    """Build module, data and trainer of a recipe without loading weights.
 
     Args:
-        args: Arguments after the subcommand.
+        command: Recipe, overlays and overrides.
         make_folder: Create the run folder.
 
     Raises:
@@ -49,7 +57,6 @@ def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
     import_from_here()
-    command = Command.parse(args)
     recipe = read_recipe(command)
     try:
         early = early_faults(command.overrides, recipe, TOP_LEVEL, LINKED)
@@ -71,14 +78,20 @@ def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
         raise UserError(fault) from error
 
 
-def guarded(body: Callable[[Sequence[str]], int], args: Sequence[str], stopped: str | None = None) -> int:
-    """Run a subcommand; report errors of the user on stderr with the status 2, a failed reward or full disk with 1.
+def guarded(body: Callable[[Given], int], options: type[Given], args: Sequence[str], stopped: str | None = None) -> int:
+    """Parse the options of a subcommand and run it; turn errors into lines on stderr and an exit status.
 
     Args:
+        body: The subcommand.
+        options: Class of its options.
+        args: Arguments after the subcommand's name.
         stopped: Line to report after Ctrl-C, with the status 130; ``None`` raises KeyboardInterrupt.
+
+    Returns:
+        The status of ``body``; 2 for an error of the user, 1 for a failed reward or a full disk.
     """
     try:
-        return body(args)
+        return body(options.parse(args))
     except UserError as error:
         if is_first_process():
             report(error.faults)
@@ -105,14 +118,13 @@ def run(args: Sequence[str]) -> int:
     Returns:
         Exit status: 0, 1 when training failed, 2 for a mistake in the recipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
-    return guarded(_run, args)
+    return guarded(_run, Command, args)
 
 
-def _run(args: Sequence[str]) -> int:
-    command = Command.parse(args)
+def _run(command: Command) -> int:
     if is_curriculum(command.recipe):
         return run_curriculum(command)
-    cli = build(args)
+    cli = build_recipe(command)
     try:
         faults = cli.faults()
         if faults:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -65,13 +65,13 @@ class Findings:
                 yield "  none"
 
 
-def list_untrusted(args: Sequence[str]) -> int:
+def list_untrusted(command: Command) -> int:
     """Print what ``RECIPE.yaml [OVERLAY.yaml ...] [key=value ...]`` names, without importing or reading any of it.
 
     Raises:
         UserError: A recipe cannot be read, or an interpolation names no key.
     """
-    command, findings = Command.parse(args), Findings()
+    findings = Findings()
     if is_curriculum(command.recipe):
         curriculum = Curriculum.of(command)
         for stage in curriculum.stages:

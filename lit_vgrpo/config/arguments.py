@@ -120,8 +120,8 @@ class Options:
                 raise UserError(f"--{name} takes no value. Write --{name}.")
             elif name not in options and key in cls.refused:
                 raise UserError(f"{word} {cls.refused[key]}")
-            elif cls.takes_overrides and not equals and get_close_matches(name, flags, cutoff=0.75):
-                raise UserError(f"{word} is not an option. Did you mean --{nearest(name, flags)}?")
+            elif cls.takes_overrides and not equals and get_close_matches(name, options, cutoff=0.75):
+                raise UserError(f"{word} is not an option. Did you mean --{nearest(name, options)}?")
             elif not (name in options or "." in name or cls.takes_overrides):
                 raise UserError(f"--{name} is not an option of {cls.subcommand}. {suggestion(name, options)}")
             elif not equals and not pending:

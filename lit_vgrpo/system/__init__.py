@@ -1,1 +1,1 @@
-"""Files, the hub, signals and memory of the machine."""
+"""Files, the hub, signals, standard streams and memory of the machine."""

@@ -22,11 +22,10 @@ def compare(args: Sequence[str]) -> int:
     Returns:
         Exit status: 0, 1 when a run failed, 2 for a mistake in what was typed or in a recipe, 130 after Ctrl-C.
     """
-    return guarded(_compare, args)
+    return guarded(_compare, CompareOptions, args)
 
 
-def _compare(args: Sequence[str]) -> int:
-    options = CompareOptions.parse(args)
+def _compare(options: CompareOptions) -> int:
     found = entrants(options)
     with locked(options.out):
         runs = runs_of(options, found)

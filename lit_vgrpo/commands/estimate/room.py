@@ -123,7 +123,7 @@ def gpu_memory_of(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", text.strip(), re.IGNORECASE)
     size = round(float(found[1]) * 2**30) if found else 0
     if size <= 0:
-        raise UserError(f"--memory {text} is no size of a GPU. Write it as --memory 80GiB.")
+        raise UserError(f"{text} is no size of a GPU. Write it as --memory 80GiB.")
     return size
 
 

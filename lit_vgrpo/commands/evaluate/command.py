@@ -36,15 +36,14 @@ def evaluate(args: Sequence[str]) -> int:
         0; 1 if no image could be scored; 2 for a mistake in the command line; 130 after Ctrl-C.
     """
     try:
-        return guarded(_evaluate, args)
+        return guarded(_evaluate, EvaluateOptions, args)
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the one into the other
         if is_first_process():
             say("Stopped: nothing was written.", error=True)
         return 130
 
 
-def _evaluate(args: Sequence[str]) -> int:
-    options = EvaluateOptions.parse(args)
+def _evaluate(options: EvaluateOptions) -> int:
     saved = SavedWeights.read(options.checkpoint or last_good(options.run, say_on_first))
     for variant in options.variants:
         saved.require(variant)

@@ -77,11 +77,10 @@ def export(args: Sequence[str]) -> int:
     Returns:
         0; 2 for an error in the arguments, or a folder that cannot be written; 130 after Ctrl-C.
     """
-    return guarded(_export, args, stopped="Stopped: nothing was written.")
+    return guarded(_export, ExportOptions, args, stopped="Stopped: nothing was written.")
 
 
-def _export(args: Sequence[str]) -> int:
-    options = ExportOptions.parse(args)
+def _export(options: ExportOptions) -> int:
     recipe = recipe_of(options.run, options.words, ["model.policy"], "an export")
     policy = build_policy(recipe)
     refuse_misfit(policy, options)

@@ -112,11 +112,10 @@ def sample_images(args: Sequence[str]) -> int:
     Returns:
         0; 2 for an error in the arguments, or a folder that cannot be written; 130 after Ctrl-C.
     """
-    return guarded(_sample, args, stopped="Stopped. The images named so far are whole.")
+    return guarded(_sample, SampleOptions, args, stopped="Stopped. The images named so far are whole.")
 
 
-def _sample(args: Sequence[str]) -> int:
-    options = SampleOptions.parse(args)
+def _sample(options: SampleOptions) -> int:
     recipe = recipe_of(options.run, options.words, USED, "sampling")
     policy, spec = build_policy(recipe), spec_of(recipe, options)
     if spec.solver not in policy.solvers:

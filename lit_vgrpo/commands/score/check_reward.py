@@ -48,11 +48,10 @@ def check_reward(args: Sequence[str]) -> int:
     Returns:
         0; 1 where a reward is constant or failed; 2 for a mistake in the recipe; 130 after Ctrl-C.
     """
-    return guarded(_check_reward, args, stopped="Stopped: nothing was written.")
+    return guarded(_check_reward, CheckRewardOptions, args, stopped="Stopped: nothing was written.")
 
 
-def _check_reward(args: Sequence[str]) -> int:
-    options = CheckRewardOptions.parse(args)
+def _check_reward(options: CheckRewardOptions) -> int:
     num_prompts, each = options.num_prompts, options.images_per_prompt
     cli = build([*options.words, *OVERRIDES], make_folder=False)
     files = find_pictures([options.images])[: num_prompts * each] if options.images is not None else []

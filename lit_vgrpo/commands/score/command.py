@@ -96,11 +96,10 @@ def score(args: Sequence[str]) -> int:
         0; 1 when an image has no score; 2 for an error in the arguments, found before weights are loaded; 130 after
         Ctrl-C.
     """
-    return guarded(_score, args, stopped="Stopped: nothing was written.")
+    return guarded(_score, ScoreOptions, args, stopped="Stopped: nothing was written.")
 
 
-def _score(args: Sequence[str]) -> int:
-    options = ScoreOptions.parse(args)
+def _score(options: ScoreOptions) -> int:
     reward = build_reward(options.reward)
     files = find_pictures(options.pictures)
     rows = options.rows_for(files)
