@@ -118,17 +118,18 @@ class Options:
                 texts[name] = []
             elif name in flags:
                 raise UserError(f"--{name} takes no value. Write --{name}.")
-            elif name not in options and key in cls.refused:
+            elif name in options and (equals or pending):
+                texts.setdefault(name, []).append(text if equals else pending.pop(0))
+            elif name in options:
+                raise UserError(f"--{name} has no value. Write --{name} VALUE.")
+            elif key in cls.refused:
                 raise UserError(f"{word} {cls.refused[key]}")
             elif cls.takes_overrides and not equals and get_close_matches(name, options, cutoff=0.75):
                 raise UserError(f"{word} is not an option. Did you mean --{nearest(name, options)}?")
-            elif not (name in options or "." in name or cls.takes_overrides):
+            elif not cls.takes_overrides and "." not in name:
                 raise UserError(f"--{name} is not an option of {cls.subcommand}. {suggestion(name, options)}")
             elif not equals and not pending:
-                form = f"--{name} VALUE" if name in options else f"{key}=VALUE"
-                raise UserError(f"{word} has no value. Write {form}.")
-            elif name in options:
-                texts.setdefault(name, []).append(text if equals else pending.pop(0))
+                raise UserError(f"{word} has no value. Write {key}=VALUE.")
             else:
                 words.append(f"{key}={text if equals else pending.pop(0)}")
         return texts, words
