@@ -90,7 +90,7 @@ class CollapseStop(StopsRun):
     # --- what is a collapse ----------------------------------------------------------------------------------------
 
     def _flat(self, module: L.LightningModule) -> str | None:
-        """What to say where groups have had no spread for too long."""
+        """Return the warning for groups without spread for too many iterations, or ``None``."""
         assert isinstance(module, VGRPOModule)
         record = module.record
         if record is None or not module.objective.needs_reward:
@@ -108,7 +108,7 @@ class CollapseStop(StopsRun):
         )
 
     def _fallen(self, trainer: L.Trainer, module: L.LightningModule) -> str | None:
-        """What to say where the held-out reward has been far below its best for too long; each evaluation counts once.
+        """Return the warning for a held-out reward far below its best for too long; each evaluation counts once.
 
         It needs the unit, hence the rewards of an iteration.
         """

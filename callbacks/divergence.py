@@ -31,7 +31,7 @@ class Measurement:
 
 
 def finite_mean(values: Sequence[float]) -> float:
-    """The mean of the values that are finite; NaN where none is.
+    """Return the mean of the values that are finite; NaN where none is.
 
     >>> finite_mean([1.0, math.nan, 3.0])
     2.0

@@ -86,7 +86,7 @@ class EMA(L.Callback):
 
     @contextmanager
     def applied(self, pl_module: L.LightningModule) -> Iterator[None]:
-        """The averaged weights in place of the trained ones; without any effect before training or when nested."""
+        """Put the averaged weights in place of the trained ones; no effect before training or when nested."""
         if self.average is None or self._swapped:
             yield
             return
@@ -98,7 +98,7 @@ class EMA(L.Callback):
             self._swapped = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole average, on rank 0 where it is sharded; all ranks must call it."""
+        """Return the whole average, on rank 0 where it is sharded; all ranks must call it."""
         if self.average is None:
             return {}
         return {"num_updates": self.num_updates, "average": self.average.state_dict()}
@@ -116,7 +116,7 @@ def _steps_done(pl_module: L.LightningModule) -> int:
 
 @contextmanager
 def averaged_weights(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[None]:
-    """The weights of the trainer's EMA callback; the trained ones where there is none."""
+    """Return the weights of the trainer's EMA callback; the trained ones where there is none."""
     with ExitStack() as stack:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EMA):

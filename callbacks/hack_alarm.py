@@ -74,7 +74,7 @@ class RewardHackAlarm(StopsRun):
         return self._generate_state_key(watches=list(self.watches))
 
     def check(self, module: VGRPOModule, data: PromptDataModule) -> list[str]:
-        """The faults that can be found without loading weights, one line each."""
+        """Return the faults that can be found without loading weights, one line each."""
         faults = []
         if not data.has_heldout:
             faults.append("RewardHackAlarm looks at held-out images, and there are none. Set data.heldout.")
@@ -140,7 +140,7 @@ class RewardHackAlarm(StopsRun):
 
     @staticmethod
     def _values(module: VGRPOModule, name: str) -> list[float]:
-        """A held-out metric image by image, or its mean where it is of all images together."""
+        """Return a held-out metric image by image, or its mean where it is of all images together."""
         of_images = module.heldout_scores.get(name)
         return [module.heldout[name]] if of_images is None else of_images.tolist()
 

@@ -97,12 +97,12 @@ class SampleGrid(L.Callback):
 
 
 def held_out_prompts(trainer: L.Trainer, number: int) -> list[str]:
-    """The first different held-out prompts of the trainer's data module, on every rank the same."""
+    """Return the first different held-out prompts of the trainer's data module, on every rank the same."""
     return trainer.datamodule.heldout_prompts()[:number]  # type: ignore[attr-defined]
 
 
 def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels: int) -> Image.Image:
-    """A labelled picture of ``images (rows, columns, 3, H, W)`` in [0, 1], a prompt above each row.
+    """Return a labelled picture of ``images (rows, columns, 3, H, W)`` in [0, 1], a prompt above each row.
 
     Args:
         labels: what stands above the first columns.

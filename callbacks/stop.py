@@ -31,7 +31,7 @@ class StopsRun(L.Callback):
 
 
 def what_is_best(trainer: L.Trainer) -> str:
-    """The best checkpoint of a run, and how training goes on from it."""
+    """Say which checkpoint of a run is the best, and how to go on from it."""
     folder = Path(trainer.default_root_dir)
     file = folder / CHECKPOINTS / BEST
     kept = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, RunCheckpoint)]

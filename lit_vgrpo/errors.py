@@ -23,7 +23,7 @@ class UserError(Exception):
 
 
 def without_controls(text: object) -> str:
-    """The text with ``?`` for what a terminal obeys instead of showing it: escape sequences, changes of direction.
+    r"""Return the text with ``?`` for escape sequences and changes of direction, which a terminal would obey.
 
     Line ends and tabs stay, and so do the joiners that some scripts and emoji need.
 
@@ -34,7 +34,7 @@ def without_controls(text: object) -> str:
 
 
 def one_line(text: object) -> str:
-    """The text with every run of white space turned into one blank, and without control characters.
+    r"""Return the text with every run of white space turned into one blank, and without control characters.
 
     >>> one_line("two\\n   lines")
     'two lines'
@@ -43,7 +43,7 @@ def one_line(text: object) -> str:
 
 
 def printable(body: bytes, most: int) -> str:
-    """The first letters of something that came from outside, in one line and safe to print.
+    r"""Return the first letters of something that came from outside, in one line and safe to print.
 
     >>> printable(b"a\\n\\x1b[31mb", 9)
     'a ?[31mb'
@@ -52,7 +52,7 @@ def printable(body: bytes, most: int) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant, or ``None``.
+    """Return the known word that was probably meant, or ``None``.
 
     >>> nearest("num_mc_sample", ["clip", "num_mc_samples"])
     'num_mc_samples'
@@ -85,7 +85,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_option(key: str, owner: str, options: Iterable[str]) -> str:
-    """The message for a key that ``owner`` does not have.
+    """Return the message for a key that ``owner`` does not have.
 
     >>> unknown_option("model.objective.num_mc_sample", "VGRPO", ["num_mc_samples", "clip"])
     'model.objective.num_mc_sample is not an option of VGRPO. Did you mean num_mc_samples?'
@@ -94,7 +94,7 @@ def unknown_option(key: str, owner: str, options: Iterable[str]) -> str:
 
 
 def with_key(key: str, options: Iterable[str], error: object) -> str:
-    """A constructor's own message, with the dotted key in front of the argument that it starts with.
+    """Return a constructor's own message, with the dotted key in front of the argument that it starts with.
 
     >>> with_key("data", ["group_size"], "group_size=1 has no spread. Use 2 or more.")
     'data.group_size=1 has no spread. Use 2 or more.'
@@ -121,7 +121,7 @@ def with_key(key: str, options: Iterable[str], error: object) -> str:
 
 
 def with_full_keys(key: str, options: Iterable[str], message: str) -> str:
-    """A message that names options of a part, with the part's own key in front of each.
+    """Return a message that names options of a part, with the part's own key in front of each.
 
     >>> with_full_keys("data", ["limit", "heldout"], "limit=3 has no effect. Set heldout to a file.")
     'data.limit=3 has no effect. Set data.heldout to a file.'
@@ -132,7 +132,7 @@ def with_full_keys(key: str, options: Iterable[str], message: str) -> str:
 
 
 def from_parser(error: BaseException) -> str:
-    """The last resort for a message that nothing explains better: the innermost cause, and the class it is about."""
+    """Return the innermost cause and its class, for an error that nothing explains better."""
     root = error
     while (inner := root.__cause__ or root.__context__) is not None:
         root = inner

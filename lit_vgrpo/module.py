@@ -151,7 +151,7 @@ class VGRPOModule(HeldOutModule):
         self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """The metrics of every iteration and a look at checkpoints before they are loaded, in every Trainer."""
+        """Add the metrics of every iteration, and the check of checkpoints before they are loaded."""
         there = tuple(type(callback) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         return [cls() for cls in (RewardLogger, ResumeGuard) if not any(issubclass(own, cls) for own in there)]
 
@@ -196,7 +196,7 @@ class VGRPOModule(HeldOutModule):
         return loss
 
     def _iteration_of(self, batch: PromptBatch) -> Iteration:
-        """The iteration that a step belongs to: the one under way, a new one, or the rest of a saved one."""
+        """Return the step's iteration: the current one, a new one, or the rest of a saved one."""
         self._batch = batch
         if (saved := self._saved_iteration) is not None:
             self._iteration = Iteration.restored(saved, batch, self.objective.rollout_device or self.device)

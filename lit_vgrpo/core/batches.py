@@ -27,7 +27,7 @@ def filled(rows: Tensor, size: int) -> Tensor:
 
 
 def in_batches(of_batch: Callable[..., Tensor], size: int, *columns: Tensor) -> Tensor:
-    """What ``of_batch`` makes of rows, always ``size`` of them at a time.
+    """Return ``of_batch`` of all rows, computed with exactly ``size`` rows at a time.
 
     A matrix product or a convolution of another number of rows may take another kernel, which rounds otherwise. With
     a last smaller batch, the last bits of a row would depend on how rows are spread over calls and ranks.

@@ -42,7 +42,7 @@ class PassLedger:
             self._phase = before
 
     def training_counts(self) -> dict[str, dict[str, int]]:
-        """The counts of all phases but those of evaluation and of drawing samples."""
+        """Return the counts of all phases but those of evaluation and of drawing samples."""
         return {name: count for name, count in self.counts.items() if name not in ("evaluation", "samples")}
 
     def training_passes(self) -> int:

@@ -33,7 +33,7 @@ def to_pil(images: Tensor) -> list[Image.Image]:
 
 
 def centre_cropped(images: Tensor, size: int) -> Tensor:
-    """The middle square of pictures, its side scaled to ``size`` and normalised as CLIP's.
+    """Return the middle square of pictures, its side scaled to ``size`` and normalised as CLIP's.
 
     On the CPU torchvision resizes uint8 as PIL does, but for one level in at most 0.5 % of the pixels. Elsewhere it
     goes through floats, and 10 to 22 % of the pixels differ from PIL's, by up to 8 levels.

@@ -31,11 +31,11 @@ class ProbabilityPath(ABC):
 
     @abstractmethod
     def snap(self, t: Tensor) -> Tensor:
-        """The nearest time at which the network is defined (identity for continuous paths)."""
+        """Return the nearest time at which the network is defined (identity for continuous paths)."""
 
     @abstractmethod
     def target(self, x: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """What a perfect network would predict at ``z_t``; shape of ``x``."""
+        """Return the prediction of a perfect network at ``z_t``; shape of ``x``."""
 
     @abstractmethod
     def to_x(self, prediction: Tensor, z: Tensor, t: Tensor) -> Tensor:
@@ -112,11 +112,11 @@ class VariancePreserving(ProbabilityPath):
         self.alphas_cumprod = torch.cat([torch.ones(1), alphas_cumprod.detach().float().cpu()])
 
     def index(self, t: Tensor) -> Tensor:
-        """The discrete timestep ``k`` of ``t``, int64; -1 stands for the clean latent."""
+        """Return the discrete timestep ``k`` of ``t``, int64; -1 stands for the clean latent."""
         return (t.double() * self.num_timesteps).round().long() - 1
 
     def time(self, k: Tensor) -> Tensor:
-        """The inverse of :meth:`index`, float32."""
+        """Return the inverse of :meth:`index`, float32."""
         return ((k.double() + 1) / self.num_timesteps).float()
 
     def coefficients(self, t: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class Range:
     small: str = "is too small"
 
     def __str__(self) -> str:
-        """The range in words.
+        """Describe the range in words.
 
         >>> print(Range(least=1), Range(above=0, example=0.1), Range(least=0, below=1), Range(1, 95), sep=" / ")
         1 or more / a number above 0 such as 0.1 / a number in [0, 1) / 1 to 95
@@ -130,7 +130,7 @@ def declared(source: Any) -> Mapping[str, Any]:
 
 
 def range_errors(name: str, value: Any, hint: Any) -> Iterator[TypeError | ValueError]:
-    """What is wrong with the numbers of an argument: at most one error.
+    """Yield the error of an argument's numbers: at most one.
 
     Args:
         name: of the argument, for the message.
@@ -145,7 +145,7 @@ def range_errors(name: str, value: Any, hint: Any) -> Iterator[TypeError | Value
 
 
 def _faults(value: Any, hint: Any) -> Iterator[tuple[type[TypeError | ValueError], Any, str, str]]:
-    """The kind of error, the number that is wrong, the reason, and what to use."""
+    """Yield the kind of error, the wrong number, the reason, and what to use."""
     options = options_of(hint)
     ranges = [(option.__origin__, limit) for option in options for limit in _limits(option)]
     words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
@@ -168,7 +168,7 @@ def _faults(value: Any, hint: Any) -> Iterator[tuple[type[TypeError | ValueError
 
 
 def _items(values: Sequence[Any], hint: Any) -> list[tuple[Any, Any]]:
-    """The entries of a list or tuple with their type hints."""
+    """Return the entries of a list or tuple with their type hints."""
     hints = typing.get_args(hint)
     if typing.get_origin(hint) is tuple and len(hints) == len(values):
         return list(zip(values, hints, strict=True))
@@ -176,7 +176,7 @@ def _items(values: Sequence[Any], hint: Any) -> list[tuple[Any, Any]]:
 
 
 def options_of(hint: Any) -> list[Any]:
-    """The members of a union, ranges and all; a hint that is none, alone."""
+    """Return the members of a union, ranges and all; a hint that is none, alone."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         return [option for argument in typing.get_args(hint) for option in options_of(argument)]
     return [hint]

@@ -57,13 +57,13 @@ class IterationRecord:
             self.metrics.setdefault(name, []).append(values)
 
     def first_update(self, name: str) -> Tensor | None:
-        """A metric's values for all of this rank's images in the first update, in the order of ``local_group_ids``."""
+        """Return a metric of all this rank's images in the first update, in the order of ``local_group_ids``."""
         if name not in self.metrics or not self.is_whole:
             return None
         return torch.cat(self.metrics[name])[: len(self.local_group_ids)]
 
     def mean(self, name: str) -> float | None:
-        """A metric's mean over all steps."""
+        """Return a metric's mean over all steps."""
         return float(torch.cat(self.metrics[name]).mean()) if name in self.metrics else None
 
 

@@ -28,7 +28,7 @@ class Conditioning:
         return Conditioning({name: value[rows] for name, value in self.tensors.items()})
 
     def expand(self, size: int) -> Conditioning:
-        """A single row, repeated as a view."""
+        """Return a single row, repeated as a view."""
         return Conditioning({name: value.expand(size, *value.shape[1:]) for name, value in self.tensors.items()})
 
     def to(self, device: torch.device | str) -> Conditioning:
@@ -90,13 +90,13 @@ class RolloutSpec:
         return stop + tail_steps(self.steps - stop, self.tail)
 
     def as_ode(self) -> RolloutSpec:
-        """The same number of steps without noise: how held-out images of an SDE method are sampled."""
+        """Return the ODE with as many steps, by which held-out images of an SDE method are sampled."""
         if not self.is_sde:
             return self
         return RolloutSpec(ODE_OF[self.solver], self.steps, self.guidance)
 
     def faults(self) -> list[str]:
-        """Settings that cannot work together, a line each."""
+        """List settings that cannot work together, a line each."""
         where = "model.objective.rollout"
         if self.is_sde:
             return []
@@ -222,7 +222,7 @@ class Experience:
     def of(
         cls, rollout: Rollout, advantages: Tensor, pairs: Pairs | None = None, extras: dict[str, Tensor] | None = None
     ) -> Experience:
-        """A rollout's images with their advantages, beside which everything else is the method's own."""
+        """Return a rollout's images with their advantages, beside which everything else is the method's own."""
         return cls(
             latents=rollout.latents,
             advantages=advantages.to(rollout.latents.device),
@@ -233,7 +233,7 @@ class Experience:
         )
 
     def to(self, device: torch.device) -> Experience:
-        """The same on another device, with only the shared rows that it uses; itself where it is there already."""
+        """Return the experience on another device with only the rows it uses; itself if it is there already."""
         if self.latents.device == device:
             return self
         used, rows = torch.unique(self.rows, return_inverse=True)
@@ -247,7 +247,7 @@ class Experience:
         )
 
     def select(self, index: slice | Tensor) -> Experience:
-        """The rows of some images, e.g. a micro-batch."""
+        """Return the rows of some images, e.g. a micro-batch."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("latents", "advantages", "rows"):
             values[name] = values[name][index]
@@ -256,7 +256,7 @@ class Experience:
         return Experience(**values)
 
     def micro_batches(self, size: int) -> list[Experience]:
-        """The rows cut into micro-batches of ``size`` images, in order."""
+        """Return the rows cut into micro-batches of ``size`` images, in order."""
         return [self.select(slice(start, start + size)) for start in range(0, len(self), size)]
 
 

@@ -22,13 +22,13 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def shape_of(parameter: Any) -> torch.Size:
-    """The shape of the whole parameter."""
+    """Return the shape of the whole parameter."""
     return torch.Size(parameter.ds_shape) if _is_zero3(parameter) else parameter.shape
 
 
 @torch.no_grad()
 def local(parameter: Any) -> Tensor:
-    """This rank's own values, to be read, or written to through :func:`write`."""
+    """Return this rank's own values, to be read, or written to through :func:`write`."""
     if isinstance(parameter, DTensor):
         return parameter.to_local()
     if _is_zero3(parameter):
@@ -60,7 +60,7 @@ def _forget_gathered(parameters: Iterable[Any]) -> None:
 
 @torch.no_grad()
 def gradients(parameters: Iterable[Any]) -> list[Tensor]:
-    """This rank's gradients, or its shards of them, as they are when an optimizer step is due.
+    """Return this rank's gradients, or its shards of them, as they are when an optimizer step is due.
 
     ZeRO has reduced them by then and keeps them outside ``.grad``.
     """
@@ -78,7 +78,7 @@ def gradients(parameters: Iterable[Any]) -> list[Tensor]:
 
 @torch.no_grad()
 def cut(parameter: Any, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor of the parameter's shape, as long as :func:`local`."""
+    """Return this rank's part of a whole tensor of the parameter's shape, as long as :func:`local`."""
     if isinstance(parameter, DTensor):
         return laid_out_as(parameter, whole).to_local()
     if _is_zero3(parameter):
@@ -89,7 +89,7 @@ def cut(parameter: Any, whole: Tensor) -> Tensor:
 
 
 def laid_out_as(parameter: DTensor, whole: Tensor) -> DTensor:
-    """A whole tensor, which every rank has, sharded as the parameter is."""
+    """Return a whole tensor, which every rank has, sharded as the parameter is."""
     mesh = parameter.device_mesh
     # None: every rank takes its own part of what it has, so nothing is sent.
     return distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
@@ -97,7 +97,7 @@ def laid_out_as(parameter: DTensor, whole: Tensor) -> DTensor:
 
 @torch.no_grad()
 def full(parameter: Any, values: Tensor) -> Tensor:
-    """The whole of what every rank holds ``values`` of, laid out as :func:`local` is; all ranks must call it.
+    """Return the whole of what every rank holds ``values`` of, laid out as :func:`local` is; all ranks must call it.
 
     Returns:
         On rank 0 the whole tensor, on the CPU where it had to be gathered. On the other ranks only its shape, on the

@@ -33,7 +33,7 @@ class Plan:
     is_settled: bool = True  # False while a micro-batch size of "auto" has still to be chosen
 
     def table(self, passes_per_image: Mapping[str, int] | None = None) -> str:
-        """The plan as aligned text.
+        """Return the plan as aligned text.
 
         Args:
             passes_per_image: network passes an image by phase, such as ``{"rollout": 10, "train": 4}``; each phase adds
@@ -98,11 +98,11 @@ class Sizes:
         return self.micro_batch_size != "auto" and self.micro_batch_size % self.group_size == 0
 
     def images_per_share(self, world_size: int) -> int:
-        """The images of one update on a rank, of which a micro-batch is a part."""
+        """Return the images of one update on a rank, of which a micro-batch is a part."""
         return self.prompts_per_iteration * self.group_size // world_size // self._shares
 
     def smallest(self, world_size: int) -> Sizes:
-        """The same with as few prompts as can be shared out; a micro-batch takes as much memory as before."""
+        """Return the sizes with the fewest prompts that divide over ranks; a micro-batch needs the same memory."""
         prompts, updates = self.prompts_per_iteration, self.updates_per_iteration
         for fewer in range(1, prompts):
             smaller = replace(self, prompts_per_iteration=fewer)
@@ -113,13 +113,13 @@ class Sizes:
         return self
 
     def value_faults(self) -> list[str]:
-        """The faults that do not depend on the number of ranks, one line each."""
+        """List the errors that do not depend on the number of ranks, one line each."""
         hints = declared(type(self).__init__)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return [str(error) for name, value in values.items() for error in range_errors(name, value, hints[name])]
 
     def update_of(self, slot: int, member: int) -> int:
-        """The update that trains on image ``member`` of group ``slot``, where every update takes its own share.
+        """Return the update that trains on image ``member`` of group ``slot``, where every update takes its own share.
 
         Whole groups are dealt out in turn where there are enough of them, else the images of each group, so that an
         update trains on the same images on any number of ranks.
@@ -132,7 +132,7 @@ class Sizes:
         return (slot * self.group_size + member) * updates // (self.prompts_per_iteration * self.group_size)
 
     def rank_share(self, world_size: int, rank: int) -> tuple[range, range]:
-        """The group slots of a rank, and which images of each it makes: all of them, unless groups are cut."""
+        """Return the group slots of a rank, and which images of each it makes: all of them, unless groups are cut."""
         plan = self.plan(world_size)
         if plan.ranks_per_group == 1:
             first = rank * plan.groups_per_rank
@@ -196,7 +196,7 @@ class Sizes:
         return []
 
     def plan(self, world_size: int) -> Plan:
-        """What one iteration is on ``world_size`` ranks.
+        """Return the plan of an iteration on ``world_size`` ranks.
 
         Raises:
             ValueError: the sizes do not fit this world size (the first of :meth:`faults`).

@@ -12,7 +12,7 @@ from lit_vgrpo.core.sharding import cut, full, local, write
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, by name."""
+    """Return the parameters that training changes, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -71,7 +71,7 @@ class Snapshot:
             write(parameters, kept)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole tensors, on rank 0 where they are sharded; all ranks must call it."""
+        """Return the whole tensors, on rank 0 where they are sharded; all ranks must call it."""
         return {name: full(p, self.tensors[name]) for name, p in self._parameters_of(self._module).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -81,7 +81,7 @@ class Snapshot:
             self.tensors[name].copy_(cut(p, state[name]))
 
     def _parameters_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The module's trainable parameters, after the copy has followed them into shards.
+        """Return the module's trainable parameters, after the copy has followed them into shards.
 
         DeepSpeed cuts ZeRO-3's parameters only after the model is configured, when copies of it exist already.
         """

@@ -76,7 +76,7 @@ def cps_step(velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_level
 
 
 def dance_step(velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_level: float) -> Transition:
-    """An Euler step plus a drift along the score, with a constant ``eta = noise_level``.
+    """Take an Euler step plus a drift along the score, with a constant ``eta = noise_level``.
 
     Source:
         arXiv 2505.07818.
@@ -155,7 +155,7 @@ def log_prob(solver: str, sample: Tensor, step: Transition) -> Tensor:
 
 
 def tail_steps(remaining: int, share: float) -> int:
-    """Steps of the re-gridded tail: ``share`` of those that remain, at least one where any remains."""
+    """Return steps of the re-gridded tail: ``share`` of those that remain, at least one where any remains."""
     return min(remaining, max(1, math.ceil(share * remaining))) if remaining else 0
 
 

@@ -17,7 +17,7 @@ ERROR_FLOOR = 1e-6
 
 
 def seeded_generator(*key: int) -> torch.Generator:
-    """A CPU generator whose stream depends on nothing but ``key``: neither on rank nor on history."""
+    """Return a CPU generator whose stream depends on nothing but ``key``: neither on rank nor on history."""
     seed = np.random.SeedSequence([k & 0xFFFFFFFF for k in key]).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(seed) & 0x7FFFFFFFFFFFFFFF)
 
@@ -37,7 +37,7 @@ class Pairs:
     rows: Tensor
 
     def select(self, index: slice | Tensor) -> Pairs:
-        """The pairs of some of the images; the rows themselves are shared, not copied."""
+        """Return the pairs of some of the images; the rows themselves are shared, not copied."""
         return Pairs(self.times, self.noise, self.rows[index])
 
     def compact(self) -> Pairs:
@@ -46,7 +46,7 @@ class Pairs:
         return Pairs(self.times[used], self.noise[used], rows)
 
     def of_images(self) -> tuple[Tensor, Tensor]:
-        """``times (B, N)`` and ``noise (B, N, ...)``, one row an image."""
+        """Return ``times (B, N)`` and ``noise (B, N, ...)``, one row an image."""
         return self.times[self.rows], self.noise[self.rows]
 
     def to(self, device: torch.device | str) -> Pairs:
@@ -137,7 +137,7 @@ def surrogate(errors: Tensor) -> Tensor:
 
 
 def coefficient_of_variation(values: Tensor, group_ids: Tensor | None = None) -> float:
-    """Population std over mean of ``values (B,)``; with ``group_ids (B,)`` the mean of that over the groups.
+    """Return population std over mean of ``values (B,)``; with ``group_ids (B,)`` the mean of that over the groups.
 
     Source:
         The paper's diagnostic: overall, and within the groups whose images are compared with one another.

@@ -54,7 +54,7 @@ class IterationDataset(Dataset[PromptBatch]):
         )
 
     def _rows(self, iteration: int) -> Rows:
-        """This rank's rows; the steps of an iteration share them, and a stream cannot go back."""
+        """Return this rank's rows; the steps of an iteration share them, and a stream cannot go back."""
         if self._drawn[0] != iteration:
             start = iteration * self.plan.prompts_per_iteration
             self._drawn = iteration, self.prompts.rows(self.seed, [start + slot for slot in self.slots])

@@ -17,7 +17,7 @@ DEDUPLICATE = "data.deduplicate=true"
 
 
 def describe(sets: PromptSets) -> list[str]:
-    """What was read, in a line, and what is worth a second look, in one each."""
+    """Return a line about what was read, and one for each thing worth a second look."""
     lines = [f"Prompts: {_amount(sets)} from {_origin(sets)}{_heldout(sets)}{_dropped(sets)}."]
     if sets.shared:
         lines.append(
@@ -73,7 +73,7 @@ def _are(number: int) -> str:
 
 
 def prompts_fingerprint(sets: PromptSets) -> str:
-    """The same for the same training prompts in the same order, wherever their files lie: 64 hexadecimal digits.
+    """Return a fingerprint of the training prompts in their order, wherever their files lie: 64 hex digits.
 
     Every row counts with its fields. A text file that stays on disk counts byte by byte, which takes a second for each
     1 to 2 GB; of datasets, their length and the rows that are looked at before a run.

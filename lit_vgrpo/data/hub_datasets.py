@@ -20,7 +20,7 @@ _SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)+")
 
 
 def open_table(source: PromptSource, kind: Kind, streaming: bool = False) -> Any:
-    """The ``datasets.Dataset`` of a parquet file, a folder or a dataset of the hub: on disk, not in memory.
+    """Return the ``datasets.Dataset`` of a parquet file, a folder or a dataset of the hub: on disk, not in memory.
 
     Args:
         source: what to open.
@@ -69,7 +69,7 @@ def _one_split(found: Any, source: PromptSource) -> Any:
 
 
 def _hub_place(source: PromptSource) -> str:
-    """The hub name where the hub can be asked, else the folder that ``hf download`` filled."""
+    """Return the hub name where the hub can be asked, else the folder that ``hf download`` filled."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -106,7 +106,7 @@ def _downloaded(name: str) -> Path | None:
 
 
 def _missing_shard(folder: Path) -> str | None:
-    """A file that a download which was cut short left out, as far as the names of the others tell."""
+    """Return a file that a download which was cut short left out, as far as the names of the others tell."""
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     for file in sorted(files):
         match = _SHARD.fullmatch(file)

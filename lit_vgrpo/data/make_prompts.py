@@ -95,7 +95,7 @@ def make_prompts(count: int, seed: int = 0) -> list[str]:
 
 
 def files() -> dict[str, str]:
-    """The content of each shipped file; no prompt is both in a training file and in its held-out one."""
+    """Return the content of each shipped file; no prompt is both in a training file and in its held-out one."""
     images = make_prompts(TRAIN_COUNT + HELDOUT_COUNT)
     texts = {"pickscore": (images[:TRAIN_COUNT], images[TRAIN_COUNT:]), "ocr": ocr_prompts()}
     found = {f"{name}_{side}.txt": _lines(part) for name, parts in texts.items() for side, part in _sides(parts)}

@@ -12,7 +12,7 @@ from lit_vgrpo.data.tables import StreamedRows
 
 
 def place_in_mixture(position: int, weights: Sequence[int]) -> tuple[int, int]:
-    """The source of a place in the endless sequence of prompts, and how many places before it were that source's.
+    """Return the source of a place in the endless sequence of prompts, and how many earlier places it had.
 
     The sources are halved again and again; each half gets its share of the places, rounded. So after any number of
     places a source is at most half a place per halving away from its share, and nothing needs to be remembered.
@@ -37,7 +37,7 @@ def place_in_mixture(position: int, weights: Sequence[int]) -> tuple[int, int]:
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The same weights as whole numbers, exactly as they are written.
+    """Return the weights as whole numbers in exactly the written ratio.
 
     >>> whole_weights([0.1, 1, 2.5])
     [1, 10, 25]
@@ -61,7 +61,7 @@ class PromptMixture:
         self.weights = whole_weights(weights if weights is not None else [1.0] * len(sources))
 
     def rows(self, seed: int, positions: Sequence[int]) -> Rows:
-        """The rows at places of the endless sequence of prompts: a pure function of seed and place.
+        """Return the rows at places of the endless sequence of prompts: a pure function of seed and place.
 
         Args:
             seed: seed of the order; a stream has its own.

@@ -148,14 +148,14 @@ class PromptDataModule(L.LightningDataModule):
                 raise ValueError(fault)
 
     def train_dataloader(self) -> DataLoader[PromptBatch]:
-        """The steps of one iteration on this rank; ``sampler.set_epoch`` names the iteration."""
+        """Return the steps of one iteration on this rank; ``sampler.set_epoch`` names the iteration."""
         dataset = IterationDataset(self._loaded().training, self.sizes, self._world_size, self._rank, self.seed)
         first_step, self.first_step = self.first_step, 0  # of one iteration only
         sampler = GroupSampler(dataset, len(dataset), self._world_size, self._rank, self.seed, first_step)
         return _loader(dataset, sampler)
 
     def val_dataloader(self) -> DataLoader[PromptBatch] | list[Any]:
-        """This rank's share of the held-out images, each exactly once; an empty list without held-out prompts."""
+        """Return this rank's share of the held-out images, each once; an empty list without held-out prompts."""
         rows = self._loaded().heldout
         if rows is None:
             return []
@@ -176,15 +176,15 @@ class PromptDataModule(L.LightningDataModule):
         return loader
 
     def predict_dataloader(self) -> DataLoader[PromptBatch]:
-        """The held-out prompts; raises as :meth:`test_dataloader`."""
+        """Return the held-out prompts; raises as :meth:`test_dataloader`."""
         return self.test_dataloader()
 
     def heldout_prompts(self) -> list[str]:
-        """The different held-out prompts, in their order; the same on every rank."""
+        """Return the different held-out prompts, in their order; the same on every rank."""
         return list(dict.fromkeys(row["prompt"] for row in self._loaded().heldout or []))
 
     def heldout_rows(self) -> Rows:
-        """The held-out prompts; the training prompts are read only where these are split off from them.
+        """Return the held-out prompts; the training prompts are read only where these are split off from them.
 
         Raises:
             ValueError: they cannot be read.
@@ -210,14 +210,14 @@ class PromptDataModule(L.LightningDataModule):
         return {"file": name, "sha256": sha256(prompts.encode()).hexdigest()}
 
     def describe(self) -> list[str]:
-        """What was read, to be said before a run: a line, and one for everything that is worth a second look."""
+        """Return a line about what was read, and one for each thing worth a second look, to print before a run."""
         lines = describe(self._loaded())
         if self.heldout_limit is not None and not self.has_heldout:
             lines.append(f"data.heldout_limit={self.heldout_limit} has no effect: there are no held-out prompts.")
         return lines
 
     def fingerprint(self) -> str:
-        """The same for the same training prompts in the same order.
+        """Return a fingerprint of the training prompts in their order.
 
         Raises:
             ValueError: they cannot be read.
@@ -225,7 +225,7 @@ class PromptDataModule(L.LightningDataModule):
         return prompts_fingerprint(self._loaded())
 
     def training_rows(self) -> Iterator[Row]:
-        """The training rows for a look before a run: all, but only the first ones of what is not in memory."""
+        """Return the training rows for a look before a run: all, but only the first ones of what is not in memory."""
         return self._loaded().training_rows()
 
     @property

@@ -100,12 +100,12 @@ class PromptSets:
         self.training = PromptMixture(sources, [source.weight for source in choice.train])
 
     def training_rows(self) -> Iterator[Row]:
-        """The training rows, source by source; of one that is not in memory only the first ones."""
+        """Return the training rows, source by source; of one that is not in memory only the first ones."""
         for _, rows in self.sources():
             yield from islice(rows, checked_rows(rows))
 
     def sources(self) -> Iterator[tuple[PromptSource, Opened]]:
-        """The training sources with their rows."""
+        """Return the training sources with their rows."""
         return zip(self.choice.train, self.training.sources, strict=True)
 
     def _opened(self) -> list[Opened]:
@@ -175,7 +175,7 @@ class PromptSets:
         return sources
 
     def _keys(self, rows: Opened) -> Keys | None:
-        """The keys of a source; None for one that is not read whole."""
+        """Return the keys of a source; None for one that is not read whole."""
         if isinstance(rows, StreamedRows):
             return None
         if isinstance(rows, list) or self.choice.reads_all:
@@ -183,12 +183,12 @@ class PromptSets:
         return None
 
     def _taken(self, rows: Sequence[Row], keys: Keys, numbers: NDArray[np.int64]) -> list[tuple[int, Row]]:
-        """The held-out rows of a source with their keys, as many as can be used."""
+        """Return the held-out rows of a source with their keys, as many as can be used."""
         lowest = numbers[np.argsort(keys[numbers], kind="stable")][: self.choice.heldout_limit]
         return [(int(keys[number]), rows[number]) for number in lowest.tolist()]
 
     def _of_stream(self, rows: StreamedRows, fraction: float) -> list[tuple[int, Row]]:
-        """The same of a stream: its first ones."""
+        """Return a stream's first rows with their keys."""
 
         def is_aside(prompt: str) -> bool:
             return bool(held_out(prompt_keys([prompt]), fraction)[0])
@@ -199,7 +199,7 @@ class PromptSets:
 
 
 def limited_heldout(rows: Rows, choice: PromptChoice) -> Rows:
-    """The rows of a held-out file that the evaluation takes."""
+    """Return the rows of a held-out file that the evaluation takes."""
     if choice.deduplicate:
         firsts = first_of_each(prompt_keys(row[PROMPT] for row in rows))
         rows = [row for row, first in zip(rows, firsts, strict=True) if first]

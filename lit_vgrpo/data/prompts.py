@@ -41,7 +41,7 @@ def read_prompts(source: str | Path | PromptSource) -> list[dict[str, Any]]:
 
 
 def open_prompts(source: PromptSource, streaming: bool | None = None, seed: int = 0) -> Sequence[Row] | StreamedRows:
-    """The rows of a source, in memory or left where they are.
+    """Return the rows of a source, in memory or left where they are.
 
     Args:
         source: what to open.
@@ -66,7 +66,7 @@ def open_prompts(source: PromptSource, streaming: bool | None = None, seed: int 
 
 
 def prompt_faults(*given: object) -> list[str]:
-    """What keeps the sources in a recipe's plain values from being opened; values that are none are passed over."""
+    """List what keeps the sources in a recipe's plain values from being opened; other values are skipped."""
     faults = []
     for value in given:
         for entry in value if isinstance(value, list) else [value]:

@@ -32,7 +32,7 @@ class RowSequence(Sequence[Row]):
 
 
 def checked(row: Mapping[str, Any], source: PromptSource, where: str, need: str = "") -> Row:
-    """The row ``{"prompt": str, **fields}`` of what a file holds.
+    """Return the row ``{"prompt": str, **fields}`` of what a file holds.
 
     Args:
         row: its fields.
@@ -76,7 +76,7 @@ def prompt_fault(prompt: object) -> str | None:
 
 
 def type_name(value: object) -> str:
-    """What a value is, in the words of JSON."""
+    """Name a value's type as JSON does."""
     names = {list: "an array", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
@@ -100,7 +100,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value of a table without its empty cells, so that a row has the fields that it was written with."""
+    """Return a value of a table without its empty cells, so that a row has the fields that it was written with."""
     if isinstance(value, Mapping):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

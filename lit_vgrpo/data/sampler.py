@@ -25,7 +25,7 @@ def _shuffled_pass(key: str, dataset_size: int) -> Sequence[int]:
 
 
 def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -> int:
-    """The prompt at a position of the shuffled passes over a data set, laid end to end.
+    """Return the prompt at a position of the shuffled passes over a data set, laid end to end.
 
     Args:
         seed: seed of the order.
@@ -44,7 +44,7 @@ def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -
 
 
 def prompt_indices(seed: int, iteration: int, prompts_per_iteration: int, dataset_size: int) -> list[int]:
-    """The prompts of one iteration: the next stretch of shuffled passes over the data set.
+    """Return the prompts of one iteration: the next stretch of shuffled passes over the data set.
 
     No prompt comes twice within one pass, whatever the sizes; an iteration that needs more prompts than the data set
     has runs on into the next pass. The number of ranks plays no part.

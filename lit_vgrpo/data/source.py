@@ -76,7 +76,7 @@ else:
 
 
 def as_source(value: Source | Path, name: str = "") -> PromptSource:
-    """A path, or the options of a source, as the source.
+    """Return the source of a path or of a source's options.
 
     Args:
         value: what a recipe says.
@@ -112,7 +112,7 @@ def as_sources(value: Sources) -> list[PromptSource]:
 
 
 def kind_of(source: PromptSource) -> Kind:
-    """What stands at the source's path.
+    """Name the kind of what is at the source's path.
 
     Raises:
         PromptError: nothing does, or nothing that holds prompts, or an option does not go with it.

@@ -14,7 +14,7 @@ Keys = NDArray[np.uint64]
 
 
 def normalised(prompt: str) -> str:
-    """The prompt without what does not make it another one: case, white space, the way in which accents are stored.
+    r"""Return the prompt without what does not make it another: case, white space, the storage of accents.
 
     >>> normalised("A  Cafe\\u0301 ") == normalised("a caf\\u00e9")
     True
@@ -26,7 +26,7 @@ def normalised(prompt: str) -> str:
 
 
 def prompt_key(prompt: str) -> int:
-    """The first 64 bits of the SHA-256 of the normalised prompt.
+    """Return the first 64 bits of the SHA-256 of the normalised prompt.
 
     >>> prompt_key("a cat") == prompt_key(" A CAT")
     True
@@ -35,7 +35,7 @@ def prompt_key(prompt: str) -> int:
 
 
 def prompt_keys(prompts: Iterable[str]) -> Keys:
-    """The key of every prompt: shape ``(N,)``."""
+    """Return the key of every prompt: shape ``(N,)``."""
     return np.fromiter((prompt_key(prompt) for prompt in prompts), dtype=np.uint64)
 
 

@@ -119,7 +119,7 @@ class StreamedRows:
         return self._rows(self.table)
 
     def at(self, position: int) -> Row:
-        """The row at a position of the endless sequence of passes."""
+        """Return the row at a position of the endless sequence of passes."""
         if position < self._position or self._passes is None:
             self._passes, self._position = self._endless(), -1
         while self._position < position:
@@ -152,7 +152,7 @@ def _table_row(row: Any, source: PromptSource, where: str) -> Row:
 
 
 def _plain_columns(table: Any, source: PromptSource) -> list[str]:
-    """The columns that are no images, sounds or bytes."""
+    """Return the columns that are no images, sounds or bytes."""
     features = table.features
     if features is None:
         return list(table.column_names)

@@ -90,7 +90,7 @@ def put_in_place(draft: Path, path: Path, previous: Path | None = None) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A checkpoint's content; tensors stay on the disk until they are looked at.
+    """Return a checkpoint's content; tensors stay on the disk until they are looked at.
 
     Raises:
         CheckpointDamage: it is torn, unreadable, or lacks a part.
@@ -166,7 +166,7 @@ def verify_for_trainer(path: str | Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def averages(content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """The averaged weights that callbacks keep in a checkpoint."""
+    """Return the averaged weights that callbacks keep in a checkpoint."""
     states = content.get("callbacks", {}).values()
     return [state["average"] for state in states if isinstance(state, dict) and "average" in state]
 
@@ -182,13 +182,13 @@ _VERIFIED: set[tuple[object, ...]] = set()
 
 
 def _version(path: Path) -> tuple[object, ...]:
-    """The same for as long as nobody writes to a file or puts another in its place."""
+    """Return a value that stays the same until somebody writes to the file or replaces it."""
     found = path.stat()
     return str(path.resolve()), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _tensor_in(path: Path, record: str) -> str:
-    """The name of the tensor that is stored in a record ``NAME/data/NUMBER``, or the record's own."""
+    """Return the name of the tensor that is stored in a record ``NAME/data/NUMBER``, or the record's own."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         number = int(record.rpartition("/data/")[2])

@@ -38,7 +38,7 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's own ``state_dict``, whole on rank 0; all ranks must call it."""
+        """Return the optimizer's own ``state_dict``, whole on rank 0; all ranks must call it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         saved = optimizer.state_dict()
@@ -73,7 +73,7 @@ def shard(network: nn.Module, mesh: Any) -> None:
 
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:
-    """The innermost modules of the classes that diffusers says must not be split over devices.
+    """Return the innermost modules of the classes that diffusers says must not be split over devices.
 
     In a UNet such classes hold each other: one block that goes up has nearly half of SDXL's weights, which would all be
     gathered at once.

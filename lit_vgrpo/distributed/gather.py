@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """This rank and how many there are."""
+    """Return this rank and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if _is_group() else (0, 1)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum of every rank's tensor of one shape, on the CPU; one all-reduce."""
+    """Return the sum of every rank's tensor of one shape, on the CPU; one all-reduce."""
     if not _is_group():
         return values
     total = values.to(_device(), copy=True)

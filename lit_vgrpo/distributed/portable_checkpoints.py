@@ -51,7 +51,7 @@ class PortableCheckpoints(Strategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The trained weights, whole on rank 0; all ranks must call it."""
+        """Return the trained weights, whole on rank 0; all ranks must call it."""
         return {name: full(p, local(p)) for name, p in self._trained.items()}
 
     @override

@@ -20,7 +20,7 @@ def made_up_rollout(
     group_size: int,
     seed: int = 0,
 ) -> Rollout:
-    """A rollout of so many images in whole groups, on the conditioning's device; it draws from no global generator.
+    """Return a rollout of whole groups on the conditioning's device; it draws from no global generator.
 
     Args:
         conditioning: any number of rows; the groups take them in turn.

@@ -53,7 +53,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _held(values: Any) -> Iterator[Tensor]:
-    """The tensors of nested lists, tuples and dicts; of a sharded one the rank's shard.
+    """Return the tensors of nested lists, tuples and dicts; of a sharded one the rank's shard.
 
     Itself it claims to be as large as the whole. ``tree_leaves`` would do, and takes a fifth of the time of a pass.
     """

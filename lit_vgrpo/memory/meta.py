@@ -94,7 +94,7 @@ def _fused_attention(
 
 
 def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
-    """A loaded copy of a policy whose every weight is on the meta device; the policy itself stays unloaded.
+    """Return a loaded copy of a policy whose every weight is on the meta device; the policy itself stays unloaded.
 
     Args:
         device_type: the kind of device whose autocast it follows.
@@ -131,7 +131,7 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
 
 
 def _components(folder: Path, nulls: dict[str, None]) -> dict[str, nn.Module]:
-    """The pipeline's networks by name, each of its own configuration."""
+    """Return the pipeline's networks by name, each of its own configuration."""
     networks: dict[str, nn.Module] = {}
     for name, entry in json.loads((folder / INDEX).read_text()).items():
         if not isinstance(entry, list) or name in nulls or entry[0] is None:

@@ -114,7 +114,7 @@ def _elements(reward: ImageReward) -> int | None:
 
 
 def _config(checkpoint: str) -> Any:
-    """The configuration of a checkpoint whose ``config.json`` is on this machine; nothing is downloaded."""
+    """Return the configuration of a checkpoint whose ``config.json`` is on this machine; nothing is downloaded."""
     from transformers import AutoConfig
 
     path = file_at_hand(checkpoint, "config.json")

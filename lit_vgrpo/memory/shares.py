@@ -38,7 +38,7 @@ class Shares:
 def shares(
     policy: Policy, optimizer: OptimizerConfig | CustomOptimizer, strategy: Strategy, world_size: int, on_gpu: bool
 ) -> Shares:
-    """The network's share of a rank.
+    """Return the network's share of a rank.
 
     Args:
         policy: loaded, on any device.
@@ -97,7 +97,7 @@ def _is_8bit(optimizer: OptimizerConfig | CustomOptimizer) -> bool:
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
-    """A module's parameters and buffers."""
+    """Return a module's parameters and buffers."""
     return [*module.parameters(), *module.buffers()]
 
 

@@ -115,7 +115,7 @@ class AWM(Objective):
         return passes | dict.fromkeys(self._pulls(), self.num_times)
 
     def _pulls(self) -> dict[str, float]:
-        """The copies that the loss pulls to, and how strongly."""
+        """Return the copies that the loss pulls to, and how strongly."""
         weights = {"reference": self.kl_weight, "ema": self.ema_weight}
         return {name: weight for name, weight in weights.items() if weight > 0}
 

@@ -107,7 +107,7 @@ class Objective(ABC):
         return self.spec
 
     def check(self, sizes: Sizes) -> list[str]:
-        """Settings that cannot work together, a line each."""
+        """List settings that cannot work together, a line each."""
         return self.rollout_spec(0).faults()
 
     def policy_faults(self, policy: type[Policy]) -> list[str]:
@@ -141,7 +141,7 @@ class Objective(ABC):
         """Predictions an image by phase, beside the rollout's; one with guidance still counts once."""
 
     def guidance_in(self, use: Literal["training", "reference"], policy: Policy | None) -> float:
-        """The guidance scale of a use beside the rollout."""
+        """Return the guidance scale of a use beside the rollout."""
         if use == "reference" and self.reference_guidance is not None:
             return self.reference_guidance
         if self.training_guidance is not None:
@@ -153,7 +153,7 @@ class Objective(ABC):
         """Make whatever copies of the loaded policy the method keeps."""
 
     def acting(self, policy: Policy) -> AbstractContextManager[Any]:
-        """The weights that roll out: the policy's own, unless a method samples with a copy."""
+        """Put the weights that roll out in place: the policy's own, unless a method samples with a copy."""
         return nullcontext()
 
     def roll_out(self, policy: Policy, request: RolloutRequest, on_batch: BatchHook | None = None) -> Rollout:
@@ -183,7 +183,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        """The scalar loss of a micro-batch, and detached metrics, one value an image ``(M,)``."""
+        """Return the scalar loss of a micro-batch, and detached metrics, one value an image ``(M,)``."""
 
     def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:  # noqa: B027
         """Add to the micro-batches of one update what only the weights of that moment can say."""
@@ -197,7 +197,7 @@ class Objective(ABC):
 
     @contextmanager
     def with_copy(self, policy: Policy, name: str, ledger: PassLedger | None = None) -> Iterator[None]:
-        """The weights of ``copies[name]`` in place of the policy's, and the passes inside booked under that name."""
+        """Put the weights of ``copies[name]`` in place of the policy's, and book the passes inside under that name."""
         copy = self.copies[name]
         copy.to(policy.device)
         with (ledger or PassLedger()).phase(name), copy.swapped_into(policy):

@@ -87,7 +87,7 @@ class ChainObjective(Objective):
     # --- checks and cost -------------------------------------------------------------------------------------------
 
     def chain_faults(self) -> list[str]:
-        """What keeps this rollout from being trained on, a line each."""
+        """Return what keeps this rollout from being trained on, a line each."""
         spec, name, where = self.spec, type(self).__name__, "model.objective.rollout"
         if not spec.is_sde:
             known = " or ".join(FLOW_SDES if "flow" in self.path_kinds else VP_SDES)
@@ -172,7 +172,7 @@ class ChainObjective(Objective):
             experience.extras["old_mean"] = torch.cat(means)
 
     def _chosen(self, rollout: Rollout) -> dict[str, Tensor]:
-        """The trained steps of every image, by name; views of the trajectory where all of it is trained."""
+        """Return the trained steps of every image, by name; views of the trajectory where all of it is trained."""
         chain = rollout.trajectory
         assert chain is not None
         images, steps = chain.log_probs.shape

@@ -112,7 +112,7 @@ class DGPO(Objective):
         return faults
 
     def _advice(self) -> str:
-        """The values of ``noisiest`` that fit the sampler, in a sentence."""
+        """Return the values of ``noisiest`` that fit the sampler, in a sentence."""
         least, most = self.num_times, self.spec.steps
         if least > most:
             return f"Use model.objective.rollout.steps={self.noisiest}, or fewer num_times than {least}."
@@ -158,7 +158,7 @@ class DGPO(Objective):
     def _losses(
         self, policy: Policy, micro: Experience, use: Literal["training", "reference"] = "training"
     ) -> tuple[Tensor, Tensor]:
-        """The network's own predictions ``(M, N, ...)`` and ``l_i``, ``(M,)``."""
+        """Return the network's own predictions ``(M, N, ...)`` and ``l_i``, ``(M,)``."""
         guidance = self.guidance_in(use, policy)
         prediction, error, _ = predict_pairs(policy, micro, policy.path.prediction, None, guidance)
         return prediction, surrogate(denoising_error(error, self_normalised=False))
@@ -169,7 +169,7 @@ class DGPO(Objective):
             micro.extras["reference_prediction"] = prediction
 
     def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:
-        """What the old policy says, which moves with every update; and the groups' weights where they are spread."""
+        """Store the old policy's losses, which move with every update, and the weights of spread groups."""
         with self.with_copy(policy, "old", ledger):
             for micro in micros:
                 prediction, losses = self._losses(policy, micro)
@@ -185,7 +185,7 @@ class DGPO(Objective):
             micro.extras["group_weight"] = weight
 
     def _weights_of_spread_groups(self, micros: Sequence[Experience], losses: Tensor) -> Tensor:
-        """The weight of each image's group ``(B,)``, where groups lie in several micro-batches or on several ranks."""
+        """Return the weight of each image's group ``(B,)``, for groups spread over micro-batches or ranks."""
         own, _ = ids, sizes = _groups(micros)
         reference = _joined(micros, "reference_loss")
         advantages = torch.cat([micro.advantages for micro in micros])

@@ -62,7 +62,7 @@ def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool) -> Pairs:
 
 
 def pair_owners(rollout: Rollout, shared: bool) -> tuple[Tensor, Tensor]:
-    """The global numbers of the groups (or images) that own a row of pairs ``(K,)``, and each image's row ``(B,)``."""
+    """Return the global numbers of the groups or images with a row of pairs ``(K,)``, and each image's row ``(B,)``."""
     if shared:
         owners, rows = torch.unique(rollout.group_ids, return_inverse=True)
         return owners, rows
@@ -120,7 +120,7 @@ def squared_distance(prediction: Tensor, stored: Tensor) -> Tensor:
 
 
 def ode_faults(method: str, spec: RolloutSpec) -> list[str]:
-    """The refusal of an SDE by a method that trains on final latents alone: at most one line."""
+    """Refuse an SDE for a method that trains on final latents alone: at most one line."""
     if not spec.is_sde:
         return []
     return [

@@ -27,7 +27,7 @@ from lit_vgrpo.policies.base import Policy
 
 
 def prediction_distance(prediction: Tensor, stored: Tensor, scale: Tensor) -> Tensor:
-    """The KL to a stored policy on the same pairs: ``m((x_hat_theta - sg(x_hat_old))^2)``; ``(B, N, ...) -> (B, N)``.
+    """Return ``m((x_hat_theta - sg(x_hat_old))^2)``, the KL to a stored policy on its pairs; ``(B, N, ...) -> (B, N)``.
 
     Both estimates start from the same noisy latent, so they differ by ``scale`` times the predictions' difference.
     """

@@ -47,15 +47,15 @@ class OptimizerConfig:
             raise ValueError(f"model.optimizer.kind={self.kind!r} is not known. Use {' or '.join(KINDS)}.")
 
     def check(self) -> list[str]:
-        """What keeps the optimizer from being built, a line each."""
+        """List what keeps the optimizer from being built, a line each."""
         return [MISSING] if self.kind == "adamw8bit" and find_spec("bitsandbytes") is None else []
 
     def trial(self) -> torch.optim.Optimizer:
-        """A small one of its kind, to try a schedule on."""
+        """Return a small optimizer of this kind, to try a schedule on."""
         return torch.optim.AdamW([nn.Parameter(torch.zeros(2, 2))], lr=self.lr, betas=self.betas)
 
     def build(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """What ``configure_optimizers`` returns: the optimizer, and the schedule where there is one.
+        """Return what ``configure_optimizers`` returns: the optimizer, and the schedule where there is one.
 
         A checkpoint brings back the moments and how far the warm-up is, not these settings: they are those of the
         recipe that goes on.
@@ -98,7 +98,7 @@ class CustomOptimizer:
         self.make = direct(make)
 
     def check(self) -> list[str]:
-        """What keeps the optimizer from being built or used: at most one line."""
+        """List what keeps the optimizer from being built or used: at most one line."""
         try:
             optimizer = self.trial()
         except Exception as error:  # whatever its constructor raises
@@ -108,18 +108,18 @@ class CustomOptimizer:
         return []
 
     def trial(self) -> torch.optim.Optimizer:
-        """A small one of its kind."""
+        """Return a small optimizer of this kind."""
         return self.make([nn.Parameter(torch.zeros(2, 2))])
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of these weights; a checkpoint brings back its state, not its settings."""
+        """Return the optimizer of these weights; a checkpoint brings back its state, not its settings."""
         optimizer = self.make(list(parameters))
         optimizer.register_load_state_dict_pre_hook(with_own_settings)
         return optimizer
 
 
 def as_optimizer(optimizer: OptimizerConfig | OptimizerCallable | None) -> OptimizerConfig | CustomOptimizer:
-    """What builds the optimizer.
+    """Return the object that builds the optimizer.
 
     Raises:
         ValueError: settings of AdamW are wrong.

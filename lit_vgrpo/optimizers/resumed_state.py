@@ -16,7 +16,7 @@ CYCLED = ("betas", "momentum")
 
 
 def resumed_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group of a checkpoint with the settings of the one that it is loaded into.
+    """Return a parameter group of a checkpoint with the settings of the one that it is loaded into.
 
     The learning rate keeps its place in the warm-up.
 
@@ -31,7 +31,7 @@ def resumed_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str,
 
 
 def with_own_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's state as an optimizer loads it: with the optimizer's own settings.
+    """Return a checkpoint's state as an optimizer loads it: with the optimizer's own settings.
 
     Raises:
         ValueError: it is the state of another kind of optimizer.

@@ -43,7 +43,7 @@ class Schedule:
         return []
 
     def around(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What ``configure_optimizers`` returns."""
+        """Return what ``configure_optimizers`` returns."""
         scheduler = self.make(optimizer)
         options = inspect.signature(type(scheduler)).parameters
         self._asked = {name: copy(value) for name, value in vars(scheduler).items() if name in options}
@@ -63,7 +63,7 @@ class Schedule:
 
 
 def direct(make: Callable[..., T]) -> Callable[..., T]:
-    """The same, without the parser's functions around the class, which cannot be pickled.
+    """Return the factory without the parser's wrappers around the class, which cannot be pickled.
 
     >>> direct(partial(lambda call, cls, *args, **options: call(cls, *args, **options), map, dict, a=1))
     functools.partial(<class 'dict'>, a=1)

@@ -112,7 +112,7 @@ class Policy(PolicyContract):
     # --- the model -------------------------------------------------------------------------------------------------
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The one precision of the network, the same in rollout and training, whatever the trainer's own is.
+        """Compute in the network's own precision, in rollout and training alike, whatever the trainer's is.
 
         Without autocast's cache of weights in 16 bits, which lives as long as the outermost autocast: there it would
         outlast a swap of the weights, and a pass without gradient. A pass takes each weight once.
@@ -125,7 +125,7 @@ class Policy(PolicyContract):
         return folded_for_sampling(self)
 
     def forward(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
-        """The network's own prediction (velocity or noise), float32.
+        """Return the network's own prediction (velocity or noise), float32.
 
         Args:
             z: ``(B, C, h, w)``, float32.
@@ -151,7 +151,7 @@ class Policy(PolicyContract):
 
     @in_own_precision
     def negative(self) -> Conditioning:
-        """The embedding of the negative prompt, one row, computed once."""
+        """Return the embedding of the negative prompt, one row, computed once."""
         return self.prompt_encoder.negative()
 
     def prior(self, generators: Sequence[torch.Generator]) -> Tensor:
@@ -164,7 +164,7 @@ class Policy(PolicyContract):
         return self.prompt_encoder.encode(prompts)
 
     def encode_each(self, prompts: Sequence[str]) -> tuple[Conditioning, Tensor]:
-        """The embeddings of the different prompts, each encoded once, and the row of each prompt ``(B,)``."""
+        """Return the embeddings of the different prompts, each encoded once, and the row of each prompt ``(B,)``."""
         distinct = sorted(set(prompts))
         rows = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self.device)
         return self.encode(distinct), rows

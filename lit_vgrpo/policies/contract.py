@@ -157,17 +157,17 @@ class PolicyContract(nn.Module):
         return False
 
     def helpers(self) -> list[nn.Module]:
-        """The frozen parts: text encoders and VAE."""
+        """Return the frozen parts: text encoders and VAE."""
         return [c for c in self.pipeline.components.values() if isinstance(c, nn.Module) and c is not self.network]
 
     def encoders(self) -> list[nn.Module]:
-        """The frozen parts that read prompts."""
+        """Return the frozen parts that read prompts."""
         return [helper for helper in self.helpers() if helper is not self.pipeline.vae]
 
     # --- what a family says ----------------------------------------------------------------------------------------
 
     def misfit(self, parts: Parts) -> str | None:
-        """What of a pipeline's parts speaks against it, as a phrase that follows the pipeline's name, or ``None``.
+        """Return why a pipeline's parts do not fit, as a phrase that follows its name, or ``None``.
 
         Args:
             parts: by name, with the entries of their configurations, of which those left at a default may be absent.
@@ -179,24 +179,24 @@ class PolicyContract(nn.Module):
         """Components that are null in the folder's index: diffusers refuses the folder unless told of each."""
 
     def lora_names(self, layers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The adapter's tensors under the names that the family's pipeline reads."""
+        """Return the adapter's tensors under the names that the family's pipeline reads."""
         return layers
 
     def prompt_limit(self) -> tuple[Any, int, str]:
-        """The tokenizer that cuts long prompts, to how many tokens, and the name of its encoder."""
+        """Return the tokenizer that cuts long prompts, to how many tokens, and the name of its encoder."""
         tokenizer = self.pipeline.tokenizer
         return tokenizer, tokenizer.model_max_length, type(self.pipeline.text_encoder).__name__
 
     @abstractmethod
     def build_path(self) -> ProbabilityPath:
-        """The probability path of the loaded pipeline."""
+        """Return the probability path of the loaded pipeline."""
 
     @abstractmethod
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        """The family's embeddings by name, one row a prompt, all prompts of one length."""
+        """Return the family's embeddings by name, one row a prompt, all prompts of one length."""
 
     def encode_negative(self) -> dict[str, Tensor]:
-        """The embeddings of the negative prompt, one row; a family whose pipeline leaves an empty one out says how."""
+        """Return the embeddings of the negative prompt, one row; overridden where a pipeline omits an empty one."""
         return self.encode_prompts([self.negative_prompt])
 
     @abstractmethod
@@ -205,15 +205,15 @@ class PolicyContract(nn.Module):
 
     @abstractmethod
     def scheduler(self, solver: str, steps: int) -> Any:
-        """A fresh diffusers scheduler whose timesteps are set; ValueError for a solver the path does not have."""
+        """Return a fresh diffusers scheduler with its timesteps set; ValueError for a solver the path lacks."""
 
     @abstractmethod
     def scheduler_times(self, scheduler: Any) -> Tensor:
-        """The scheduler's timesteps as times in (0, 1], float32, ``(S,)``."""
+        """Return the scheduler's timesteps as times in (0, 1], float32, ``(S,)``."""
 
 
 def option_faults(options: dict[str, Any]) -> list[str]:
-    """What cannot be among the options that say what is trained, a line each."""
+    """List errors in the options that choose what is trained, a line each."""
     rank, dropout, only = options["lora_rank"], options["lora_dropout"], options["train_only"]
     alpha, targets = options["lora_alpha"], options["lora_targets"]
     faults = []

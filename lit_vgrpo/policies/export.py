@@ -82,7 +82,7 @@ def _save_adapter(
 def _layers_of_adapter(
     policy: PolicyContract, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The adapter's tensors by peft's names, its scale of alpha / rank multiplied into the B matrices.
+    """Return the adapter's tensors by peft's names, its scale of alpha / rank multiplied into the B matrices.
 
     Few programs look for alpha in a file's header: without it they take the scale for 1, as it is afterwards.
     """
@@ -110,7 +110,7 @@ def _save_pipeline(
 
 
 def _whole(network: Any, weights: Mapping[str, Tensor]) -> nn.Module:
-    """A network of the same kind around the given weights, which are not copied."""
+    """Return a network of the same kind around the given weights, which are not copied."""
     # FSDP2 puts a class of its own in front of the network's.
     kind: Any = next(cls for cls in type(network).__mro__ if cls.__module__.startswith("diffusers."))
     with torch.device("meta"):

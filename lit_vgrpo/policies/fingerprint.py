@@ -21,7 +21,7 @@ SAMPLED_VALUES = 4096
 
 
 def pipeline_fingerprint(policy: PolicyContract) -> dict[str, str]:
-    """A fingerprint of each part of the pipeline that a policy loads, from its files; the policy need not be loaded.
+    """Return a fingerprint of the files of each part of a policy's pipeline; it need not be loaded.
 
     Files of more than 64 MiB are sampled, see :func:`~lit_vgrpo.system.file_fingerprint.file_fingerprint`. Empty where
     not all of the parts are on this machine.
@@ -47,7 +47,7 @@ def pipeline_fingerprint(policy: PolicyContract) -> dict[str, str]:
 
 @torch.no_grad()
 def encoder_fingerprint(policy: PolicyContract) -> str:
-    """The same for the same embeddings, wherever the files lie: 64 hexadecimal digits.
+    """Return a fingerprint of the encoders, wherever their files lie: 64 hex digits.
 
     Covers the text encoders (class, config, type, weights, of which every large one is sampled), the tokenizers, the
     pipeline's own settings, and the options that the family adds to those of every policy.
@@ -85,7 +85,7 @@ def _family_options(policy: PolicyContract) -> Iterator[tuple[str, Any]]:
 
 
 def sampled(tensors: Iterable[Tensor]) -> bytes:
-    """Some bytes of every tensor, fetched from the device at once."""
+    """Return some bytes of every tensor, fetched from the device at once."""
     parts = []
     for tensor in tensors:
         flat = tensor.detach().flatten()
@@ -95,7 +95,7 @@ def sampled(tensors: Iterable[Tensor]) -> bytes:
 
 
 def _vocabulary(tokenizer: Any) -> list[object]:
-    """What makes a tokenizer's ids; not how it was last asked to cut and fill up."""
+    """Return what determines a tokenizer's ids, without its last truncation and padding."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         words: Any = sorted(tokenizer.get_vocab().items())

@@ -65,7 +65,7 @@ class FluxPolicy(Policy):
         return True if known is None else known
 
     def _embeds_guidance_on_disk(self) -> bool | None:
-        """What the network's config says, or ``None`` where it is not on this machine."""
+        """Return what the network's config says, or ``None`` where it is not on this machine."""
         folder = config_folder(self.checkpoint, self.revision)
         if folder is None:
             return None

@@ -88,7 +88,7 @@ class LatentDiffusionPolicy(Policy, ABC):
 
     @abstractmethod
     def added_conditions(self, z: Tensor, cond: Conditioning) -> dict[str, Tensor] | None:
-        """What the UNet takes beside the prompt's tokens, or ``None`` for nothing."""
+        """Return what the UNet takes beside the prompt's tokens, or ``None`` for nothing."""
 
     def scheduler(self, solver: str, steps: int) -> Any:
         scheduler = vp_scheduler(solver, self.pipeline.scheduler)

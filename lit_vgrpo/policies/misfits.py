@@ -14,7 +14,7 @@ TURBO = "EulerAncestralDiscreteScheduler"
 
 
 def channels_misfit(name: str, network: Config, vae: Config, packed: int = 1) -> str | None:
-    """A network that takes more than noisy latents, such as a mask or a picture to change.
+    """Refuse a network that takes more than noisy latents, such as a mask or an image to edit.
 
     Args:
         name: the network's in the pipeline.
@@ -30,7 +30,7 @@ def channels_misfit(name: str, network: Config, vae: Config, packed: int = 1) ->
 
 
 def flow_misfit(scheduler: Config) -> str | None:
-    """A scheduler that is not the one whose shift of the sigmas is known, or that draws noise at every step."""
+    """Refuse a scheduler with an unknown shift of the sigmas, or one that draws noise at every step."""
     kind = (scheduler or {}).get("_class_name")
     if kind is not None and kind != FLOW_SCHEDULER:
         return f"comes with {kind}: a rectified flow here has {FLOW_SCHEDULER}. Save the pipeline with that."
@@ -40,7 +40,7 @@ def flow_misfit(scheduler: Config) -> str | None:
 
 
 def noise_misfit(scheduler: Config, predictions: tuple[str, ...], policy: str) -> str | None:
-    """A noise schedule or a prediction that is not of the variance-preserving path.
+    """Refuse a noise schedule or prediction type that is not of the variance-preserving path.
 
     Args:
         predictions: what the network may predict, by the schedulers' names.
@@ -61,7 +61,7 @@ def noise_misfit(scheduler: Config, predictions: tuple[str, ...], policy: str) -
 
 
 def distillation(scheduler: Config) -> str | None:
-    """What tells that a network on the variance-preserving path was distilled to a few steps, or ``None``."""
+    """Return what tells that a network on the variance-preserving path was distilled to a few steps, or ``None``."""
     config = scheduler or {}
     kind = config.get("_class_name")
     if kind in DISTILLED:

@@ -14,7 +14,7 @@ from lit_vgrpo.policies.base import Policy
 
 
 def call_of(policy: Policy, prompts: Sequence[str], noise: Tensor, steps: int, guidance: float) -> dict[str, Any]:
-    """The arguments of a loaded policy's pipeline.
+    """Return the arguments of a loaded policy's pipeline.
 
     Args:
         noise: ``z_1`` of each prompt, ``(B, C, h, w)``.
@@ -63,7 +63,7 @@ def scheduler_of_the_pipeline(policy: Policy, solver: str, steps: int) -> Any:
 
 @contextmanager
 def pipeline_with(policy: Policy, scheduler: Any) -> Iterator[Any]:
-    """A policy's pipeline with another scheduler, and all of its parts on the network's device."""
+    """Return a policy's pipeline with another scheduler, and all of its parts on the network's device."""
     pipeline, own = policy.pipeline, policy.pipeline.scheduler
     try:
         pipeline.to(policy.device)

@@ -67,13 +67,13 @@ def folder_faults(policy: PolicyContract, folder: Path, is_whole: bool = True) -
 
 
 def misfit(policy: PolicyContract, parts: Parts) -> str | None:
-    """What of a pipeline of the right class a policy cannot work with, in a line, or ``None``."""
+    """Return what of a pipeline of the right class a policy cannot work with, in a line, or ``None``."""
     fault = policy.misfit(parts)
     return None if fault is None else f"{KEY}={policy.checkpoint} {fault}"
 
 
 def parts_in_memory(pipeline: Any) -> dict[str, dict[str, Any] | None]:
-    """The parts of a loaded pipeline that are of diffusers, or are left out."""
+    """Return the parts of a loaded pipeline that are of diffusers, or are left out."""
     parts: dict[str, dict[str, Any] | None] = {}
     for name, part in pipeline.components.items():
         kinds = [kind.__name__ for kind in type(part).__mro__ if kind.__module__.startswith("diffusers.")]
@@ -97,7 +97,7 @@ def null_components(folder: Path) -> dict[str, None]:
 
 
 def _index(folder: Path) -> dict[str, Any] | None:
-    """The folder's index, or ``None`` where there is none that can be read."""
+    """Return the folder's index, or ``None`` where there is none that can be read."""
     try:
         index = json.loads((folder / INDEX).read_text())
     except (OSError, ValueError):
@@ -106,7 +106,7 @@ def _index(folder: Path) -> dict[str, Any] | None:
 
 
 def _parts_on_disk(folder: Path, index: Mapping[str, Any]) -> dict[str, dict[str, Any] | None]:
-    """The parts that the index names, with what their configurations say where these are there."""
+    """Return the parts that the index names, with what their configurations say where these are there."""
     parts: dict[str, dict[str, Any] | None] = {}
     for name, entry in index.items():
         if not (isinstance(entry, list) and len(entry) == 2):
@@ -171,7 +171,7 @@ def _variant_fault(policy: PolicyContract, folder: Path, names: list[str]) -> st
 
 
 def weight_files(folder: Path, variant: str | None) -> list[Path]:
-    """The files that one variant of a part's weights is read from: safetensors where there are any."""
+    """Return the files that one variant of a part's weights is read from: safetensors where there are any."""
     files = [path for path, held in _weights(folder) if held == variant]
     return [path for path in files if path.suffix == ".safetensors"] or files
 
@@ -187,7 +187,7 @@ def _weights(folder: Path) -> list[tuple[Path, str | None]]:
 
 
 def _families(base: Any) -> Iterator[Any]:
-    """The classes below that are families themselves, however deep, the nearest last."""
+    """Return the classes below that are families themselves, however deep, the nearest last."""
     for cls in base.__subclasses__():
         yield from _families(cls)
         if "pipeline_class" in vars(cls):

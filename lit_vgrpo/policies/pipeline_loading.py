@@ -15,7 +15,7 @@ from lit_vgrpo.system.hub import LoadError, local_folder, only_errors_of, quiet_
 
 
 def read_pipeline(policy: PolicyContract) -> Any:
-    """A policy's pipeline with its weights, in the types that the policy trains and computes in.
+    """Return a policy's pipeline with its weights, in the types that the policy trains and computes in.
 
     Raises:
         LoadError: it cannot be downloaded, is damaged or is none of the policy's family.
@@ -44,7 +44,7 @@ def read_pipeline(policy: PolicyContract) -> Any:
 
 
 def fetch(policy: PolicyContract, family: Any) -> Path:
-    """The folder of a policy's pipeline, downloaded if it is a hub name and something of it is not in the cache.
+    """Return the folder of a policy's pipeline, downloaded if it is a hub name and something of it is not in the cache.
 
     Args:
         policy: need not be loaded.

@@ -28,7 +28,7 @@ def flow_scheduler(
     device: torch.device | None = None,
     euler_sigmas: Sequence[float] | None = None,
 ) -> Any:
-    """A scheduler on the rectified flow, with times: ``euler`` (the pipeline's own), ``dpm++`` (2M) or ``unipc``.
+    """Return a scheduler on the rectified flow: ``euler`` (the pipeline's own), ``dpm++`` (2M) or ``unipc``.
 
     Args:
         base: the pipeline's own scheduler, whose shift of the sigmas all solvers get.
@@ -68,7 +68,7 @@ def flow_scheduler(
 
 
 def dynamic_mu(base: Any, image_tokens: int) -> float | None:
-    """The logarithm ``mu`` of a shift that grows with the picture; ``None`` where the scheduler's shift is fixed.
+    """Return the logarithm ``mu`` of a shift that grows with the image; ``None`` for a fixed shift.
 
     Linear in the number of tokens, through the two points that the scheduler's config names.
     """
@@ -82,14 +82,14 @@ def dynamic_mu(base: Any, image_tokens: int) -> float | None:
 
 
 def static_shift(base: Any, mu: float | None) -> float:
-    """The factor ``s`` of ``s t / (1 + (s - 1) t)`` that moves the sigmas as the scheduler's own shift does."""
+    """Return the factor ``s`` of ``s t / (1 + (s - 1) t)`` that moves the sigmas as the scheduler's own shift does."""
     if mu is None:
         return base.config.shift
     return mu if base.config.get("time_shift_type") == "linear" else math.exp(mu)
 
 
 def vp_scheduler(solver: str, base: Any) -> Any:
-    """A scheduler on the variance-preserving path: ``ddim`` (eta 0) or ``dpm++`` (2M), on the pipeline's betas.
+    """Return a scheduler on the variance-preserving path: ``ddim`` (eta 0) or ``dpm++`` (2M), on the pipeline's betas.
 
     Raises:
         ValueError: the path does not have that solver.

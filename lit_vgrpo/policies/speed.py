@@ -63,7 +63,7 @@ def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor"
 
 
 def repeated_blocks(network: Any) -> list[nn.Module]:
-    """The blocks that diffusers names for compilation, or else those that it never splits over devices."""
+    """Return the blocks that diffusers names for compilation, or else those that it never splits over devices."""
     names = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None)
     return [module for module in network.modules() if type(module).__name__ in (names or ())]
 
@@ -113,7 +113,7 @@ def set_attention_backend(network: Any, name: str) -> None:
 
 
 def attention_processors(network: nn.Module) -> list[Any]:
-    """What computes the attention in each of a network's attention layers."""
+    """Return what computes the attention in each of a network's attention layers."""
     return [module.processor for module in network.modules() if hasattr(module, "processor")]
 
 

@@ -68,7 +68,7 @@ def _refuse_unmatched_targets(network: nn.Module, targets: Sequence[str]) -> Non
 
 
 def _ending(name: str) -> str:
-    """A layer's name within its block: the part after the last number that is not the last word."""
+    """Return a layer's name within its block: the part after the last number that is not the last word."""
     words = name.split(".")
     last = max((i for i, word in enumerate(words[:-1]) if word.isdigit()), default=-1)
     return ".".join(words[last + 1 :]) or name

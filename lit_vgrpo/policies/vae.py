@@ -23,7 +23,7 @@ def save_memory(vae: Any, *, slicing: bool, tiling: bool) -> None:
 
 
 def latent_side(name: str, pixels: int, vae_factor: int, patch_size: int) -> int:
-    """The latents along a side of so many pixels.
+    """Return the latents along a side of so many pixels.
 
     Args:
         name: ``height`` or ``width``, for the message.

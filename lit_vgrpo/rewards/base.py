@@ -42,7 +42,7 @@ class Reward(ABC):
     key: str | None = None
 
     def option(self, name: str) -> str:
-        """An option as messages name it: by the key to type, or by the class outside of recipes."""
+        """Return an option as messages name it: by the key to type, or by the class outside of recipes."""
         return name if self.key == "" else f"{self.key or type(self).__name__}.{name}"
 
     def found_at(self, key: str) -> Reward:
@@ -64,7 +64,7 @@ class Reward(ABC):
         """
 
     def check(self) -> list[str]:
-        """The faults that can be found without loading weights, one line each."""
+        """Return the faults that can be found without loading weights, one line each."""
         return []
 
     def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
@@ -76,7 +76,7 @@ class Reward(ABC):
         return None
 
     def take_counts(self) -> dict[str, int]:
-        """What happened since the last call of this method beside scores, such as retries by cause."""
+        """Return counts of events since the last call, such as retries by cause."""
         return {}
 
     def close(self) -> None:  # noqa: B027

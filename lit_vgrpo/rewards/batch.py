@@ -40,7 +40,7 @@ class RewardBatch:
 
     @classmethod
     def empty(cls, size: int) -> RewardBatch:
-        """What stands in where images are not scored at all."""
+        """Return the stand-in for images that are not scored at all."""
         return cls(torch.zeros(size), {}, torch.ones(size, dtype=torch.bool))
 
     @classmethod

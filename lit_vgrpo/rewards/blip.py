@@ -33,7 +33,7 @@ NAMES = {
 
 
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The published weights under the names that they have in :func:`blip_modules`."""
+    """Return the published weights under the names that they have in :func:`blip_modules`."""
     found = {}
     for name, weight in weights.items():
         for pattern, new in NAMES.items():

@@ -43,7 +43,7 @@ class CLIPReward(ModelReward):
 
     @abstractmethod
     def _scaled(self, cosines: Tensor) -> Tensor:
-        """The scores of cosines, shape ``(b,)``, float32."""
+        """Return the scores of cosines, shape ``(b,)``, float32."""
 
     def _file_faults(self) -> list[str | None]:
         model_fault = explain_unloadable(self.checkpoint, "config.json", self.option("checkpoint"))
@@ -123,5 +123,5 @@ def clip_fault(checkpoint: str, what_to_set: str) -> str | None:
 
 
 def embedding(features: Any) -> Tensor:
-    """The tensor of ``get_image_features``: transformers 5 returns an output object there, transformers 4 a tensor."""
+    """Return the tensor of ``get_image_features``, which transformers 5 wraps in an output object."""
     return features if isinstance(features, Tensor) else cast(Tensor, features.pooler_output)

@@ -41,7 +41,7 @@ class Part:
     normalise: tuple[float, float] | None = None
 
     def shaped(self, scores: Tensor) -> Tensor:
-        """What enters the sum, before the weight: cut, then normalised. NaN stays."""
+        """Return what enters the sum, before the weight: cut, then normalised. NaN stays."""
         if self.clip is not None and self.clip != (None, None):
             scores = scores.clamp(*self.clip)
         if self.normalise is not None:
@@ -155,7 +155,7 @@ class Weighted(Reward):
         return self
 
     def observing(self, other: Weighted | None) -> Weighted:
-        """The same sum with the parts of another beside it, at weight 0.
+        """Return this sum with another's parts beside it, at weight 0.
 
         Raises:
             ValueError: a name that both have.
@@ -187,7 +187,7 @@ class Weighted(Reward):
         return {name: fault for name, fault in faults.items() if fault is not None}
 
     def unknown_names(self, row: Mapping[str, Any]) -> list[str]:
-        """The rewards that a row names and that there are not."""
+        """Return the rewards that a row names and that there are not."""
         return [name for name in _named(row) if name not in self.part_names]
 
     def load(self) -> None:
@@ -242,7 +242,7 @@ class Weighted(Reward):
         return PartScores(scores, error, time.perf_counter() - start, part.reward.take_counts())
 
     def summed(self, scores: Mapping[str, PartScores], rows: Sequence[Mapping[str, Any]]) -> RewardBatch:
-        """The batch that the parts' scores make."""
+        """Return the batch that the parts' scores make."""
         applies = {
             part.name: torch.tensor([self._applies(part, row) for row in rows], dtype=torch.bool) for part in self.parts
         }
@@ -259,7 +259,7 @@ class Weighted(Reward):
         )
 
     def total(self, parts: Mapping[str, Tensor], applies: Mapping[str, Tensor]) -> Tensor:
-        """The weighted sum, ``(B,)``; NaN where a reward of non-zero weight that applies has failed."""
+        """Return the weighted sum, ``(B,)``; NaN where a reward of non-zero weight that applies has failed."""
         total = torch.zeros_like(parts[self.parts[0].name])
         for part in self.parts:
             if part.weight:
@@ -267,7 +267,7 @@ class Weighted(Reward):
         return total.masked_fill(~total.isfinite(), math.nan)
 
     def shaped(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """A part's scores as they enter the sum, before the weight."""
+        """Return a part's scores as they enter the sum, before the weight."""
         return next(part for part in self.parts if part.name == name).shaped(parts[name])
 
     def _applies(self, part: Part, row: Mapping[str, Any]) -> bool:
@@ -279,7 +279,7 @@ class Weighted(Reward):
 
 
 def as_weighted(reward: Reward) -> Weighted:
-    """A reward as a :class:`Weighted` of one; a ``Weighted`` as it is."""
+    """Return a reward as a :class:`Weighted` of one; a ``Weighted`` as it is."""
     return reward if isinstance(reward, Weighted) else Weighted([reward])
 
 

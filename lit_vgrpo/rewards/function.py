@@ -57,7 +57,7 @@ class PythonReward(Reward):
         self.options = dict(options or {})
 
     def check(self) -> list[str]:
-        """A module that cannot be imported, a name that it lacks, or arguments that the function does not take."""
+        """List a module that cannot be imported, a missing name, or arguments the function does not take."""
         try:
             self.load()
         except RewardError as error:

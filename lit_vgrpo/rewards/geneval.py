@@ -86,13 +86,13 @@ class GenEval(Reward):
         self._colors: ColorClassifier | None = None
 
     def check(self) -> list[str]:
-        """A missing folder or file, a model of another family, or weights that are neither cached nor reachable."""
+        """List a missing folder or file, a model of another family, or weights neither cached nor reachable."""
         of_detector = detector_fault(self.detector, self.option("detector"))
         of_clip = color_model_fault(self.clip, self.option("clip"))
         return [fault for fault in (of_detector, of_clip) if fault]
 
     def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
-        """A row without ``include``, or one that asks for what the detector or the rules do not know."""
+        """Refuse a row without ``include``, or one that asks for what the detector or the rules do not know."""
         if self._known is None:
             config = detector_config(self.detector)
             self._known = frozenset(class_names(config) if config else CLASSES)
@@ -126,7 +126,7 @@ class GenEval(Reward):
 
     @torch.no_grad()
     def judge(self, images: Tensor, rows: list[dict[str, Any]]) -> list[Verdict]:
-        """What is met and what is not, with the reasons.
+        """Return which conditions are met and which are not, with the reasons.
 
         Args:
             images: shape ``(B, 3, H, W)``, float in [0, 1].

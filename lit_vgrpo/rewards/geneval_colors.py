@@ -41,7 +41,7 @@ class ColorClassifier:
         self._directions: dict[str, Tensor] = {}
 
     def name(self, crops: list[Image.Image], labels: list[str]) -> list[str]:
-        """The colour of each crop.
+        """Return the colour of each crop.
 
         Args:
             crops: pictures of single objects, of any size.
@@ -69,7 +69,7 @@ class ColorClassifier:
 
 
 def object_crop(picture: Image.Image, detection: Detection) -> Image.Image:
-    """The object in its box, on grey where its mask is known; at least a pixel wide and high."""
+    """Return the object in its box, on grey where its mask is known; at least a pixel wide and high."""
     if detection.mask is not None:
         grey = Image.new("RGB", picture.size, BACKGROUND)
         picture = Image.composite(picture, grey, Image.fromarray(detection.mask))
@@ -80,7 +80,7 @@ def object_crop(picture: Image.Image, detection: Detection) -> Image.Image:
 
 
 def color_model_fault(checkpoint: str, what_to_set: str) -> str | None:
-    """What is wrong with a CLIP checkpoint, as far as can be seen without loading it, in one line, or None."""
+    """Return what is wrong with a CLIP checkpoint, as far as can be seen without loading it, in one line, or None."""
     return (
         explain_unloadable(checkpoint, "config.json", what_to_set)
         or clip_fault(checkpoint, what_to_set)

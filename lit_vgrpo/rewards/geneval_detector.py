@@ -47,7 +47,7 @@ class ObjectDetector:
         self._names = {int(number): official_name(label) for number, label in labels.items()}
 
     def find(self, images: Tensor, threshold: float) -> list[list[Detection]]:
-        """The objects of each picture above a confidence.
+        """Return the objects of each picture above a confidence.
 
         Args:
             images: shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as PIL does.
@@ -100,7 +100,7 @@ class ObjectDetector:
 
 
 def detector_config(checkpoint: str) -> dict[str, Any] | None:
-    """What ``config.json`` of a checkpoint says, or None where it is not at hand; nothing is downloaded."""
+    """Return what ``config.json`` of a checkpoint says, or None where it is not at hand; nothing is downloaded."""
     path = file_at_hand(checkpoint, "config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
@@ -110,7 +110,7 @@ def detector_config(checkpoint: str) -> dict[str, Any] | None:
 
 
 def class_names(config: dict[str, Any]) -> list[str]:
-    """The classes of a detector's configuration, by GenEval's names."""
+    """Return the classes of a detector's configuration, by GenEval's names."""
     return [official_name(label) for label in config.get("id2label", {}).values()]
 
 

@@ -110,7 +110,7 @@ class GenEvalRules:
         return min(self.threshold, self.counting_threshold)
 
     def keep(self, detections: Sequence[Detection], row: dict[str, Any]) -> dict[str, list[Detection]]:
-        """The objects that count for a row by their class, the most confident first."""
+        """Return the objects that count for a row by their class, the most confident first."""
         threshold = self.counting_threshold if row.get("tag") == "counting" else self.threshold
         by_class: dict[str, list[Detection]] = {}
         for detection in sorted(detections, key=lambda detection: -detection.score):
@@ -119,7 +119,7 @@ class GenEvalRules:
         return {label: self._apart(found[: self.max_objects]) for label, found in by_class.items()}
 
     def to_color(self, objects: dict[str, list[Detection]], row: dict[str, Any]) -> list[Detection]:
-        """The objects whose colour :meth:`judge` asks for."""
+        """Return the objects whose colour :meth:`judge` asks for."""
         asked: dict[int, Detection] = {}
         for need in row["include"]:
             found = _first(objects, need)
@@ -210,7 +210,7 @@ def overlap(a: Box, b: Box) -> float:
 
 
 def row_fault(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | None:
-    """What keeps a row from being judged, in one line, or None.
+    """Return what keeps a row from being judged, in one line, or None.
 
     Args:
         row: the official metadata: ``include``, a list of ``{"class", "count", "color", "position"}`` of which the

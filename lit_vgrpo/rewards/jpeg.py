@@ -39,7 +39,7 @@ class JPEGCompressibility(Reward):
         return -self.kilobytes(images)
 
     def kilobytes(self, images: Tensor) -> Tensor:
-        """The size of each image's file.
+        """Return the size of each image's file.
 
         Args:
             images: shape ``(B, 3, H, W)``, float in [0, 1].

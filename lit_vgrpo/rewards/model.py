@@ -51,7 +51,7 @@ class ModelReward(Reward):
         self._model: nn.Module | None = None
 
     def check(self) -> list[str]:
-        """A missing package or file, a model of another family, or weights that are neither cached nor reachable."""
+        """List a missing package or file, a model of another family, or weights neither cached nor reachable."""
         missing = self._missing_package()
         return [fault for fault in (missing, *self._file_faults()) if fault]
 
@@ -85,7 +85,7 @@ class ModelReward(Reward):
 
     @abstractmethod
     def _build(self) -> nn.Module:
-        """The model with its weights, on the CPU; what else is needed may be kept on the side."""
+        """Return the model with its weights, on the CPU; what else is needed may be kept on the side."""
 
     @abstractmethod
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
@@ -100,11 +100,11 @@ class ModelReward(Reward):
         """
 
     def _read(self, prompts: list[str]) -> Tensor:
-        """What a forward pass needs of each prompt, on the model's device; here nothing."""
+        """Return what a forward pass needs of each prompt, on the model's device; here nothing."""
         return torch.zeros(len(prompts), 0)
 
     def _file_faults(self) -> list[str | None]:
-        """What is wrong with the files, as far as can be seen without loading them."""
+        """Return what is wrong with the files, as far as can be seen without loading them."""
         return []
 
     def _texts(self, prompts: list[str]) -> Tensor:

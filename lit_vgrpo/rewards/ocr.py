@@ -75,7 +75,7 @@ class OCRReward(Reward):
         self._engine: RapidOCR | None = None
 
     def check(self) -> list[str]:
-        """A missing package, or one without the models."""
+        """List a missing package, or one without the models."""
         missing = [package for package in ("rapidocr", "onnxruntime") if find_spec(package) is None]
         if missing:
             return [f'OCRReward needs {" and ".join(missing)}. Run: pip install "lit-vgrpo[ocr]"']
@@ -137,7 +137,7 @@ class OCRReward(Reward):
         return scores
 
     def read(self, images: Tensor) -> list[str]:
-        """The text in each picture, lines joined by a blank; empty where there is none.
+        """Return the text in each picture, lines joined by a blank; empty where there is none.
 
         Args:
             images: shape ``(B, 3, H, W)``, float in [0, 1].
@@ -169,7 +169,7 @@ class OCRReward(Reward):
 
 
 def wanted_text(prompt: str, row: dict[str, Any]) -> str:
-    """The text that a picture of this prompt has to show, empty where none is given.
+    """Return the text that a picture of this prompt has to show, empty where none is given.
 
     >>> wanted_text('A sign that says "open" and a mug with “tea”', {})
     'open tea'
@@ -183,7 +183,7 @@ def wanted_text(prompt: str, row: dict[str, Any]) -> str:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """The fewest letters to replace, add or remove that turn one text into the other (Levenshtein).
+    """Return the fewest letters to replace, add or remove that turn one text into the other (Levenshtein).
 
     >>> edit_distance("kitten", "sitting")
     3

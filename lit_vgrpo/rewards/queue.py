@@ -65,7 +65,7 @@ class ScoreQueue:
         self._pending.append(_Pending(rows, {name: scores[name] for name in self.reward.part_names}))
 
     def take(self) -> RewardBatch:
-        """The scores of everything that was put in, in that order, as one batch; waits for the threads.
+        """Return the scores of everything that was put in, in that order, as one batch; waits for the threads.
 
         Raises:
             RewardError: a reward broke its contract, or cannot go on at all; nothing was put in.

@@ -113,7 +113,7 @@ def _colour(images: Tensor, weight: Tensor) -> Tensor:
 
 
 def _shape(weight: Tensor, x: Tensor, y: Tensor, area: Tensor) -> Tensor:
-    """The template that overlaps most, each drawn with the blob's own centroid and area."""
+    """Return the template that overlaps most, each drawn with the blob's own centroid and area."""
     overlaps = []
     for shape in SHAPES:
         template = coverage(shape, x, y, area)
@@ -153,7 +153,7 @@ def _dilate(mask: Tensor) -> Tensor:
 
 
 def _largest_blob(mask: Tensor) -> Tensor:
-    """The connected region around the place where the mask is densest, grown by up to 24 pixels."""
+    """Return the connected region around the place where the mask is densest, grown by up to 24 pixels."""
     density = F.avg_pool2d(mask.float()[:, None], 7, 1, 3)[:, 0].masked_fill(~mask, -1)
     blob = torch.zeros_like(mask)
     blob.flatten(1)[torch.arange(len(mask), device=mask.device), density.flatten(1).argmax(1)] = True

@@ -34,7 +34,7 @@ def file_fault(checkpoint: str, filename: str, what_to_set: str) -> str | None:
 
 
 def weights_path(checkpoint: str, filename: str, what_to_set: str) -> Path:
-    """The file of a checkpoint that :func:`file_fault` finds nothing wrong with; from the hub it is downloaded once.
+    """Return the file of a checkpoint that passed :func:`file_fault`; from the hub it is downloaded once.
 
     Raises:
         LoadError: the download failed.
@@ -54,7 +54,7 @@ def weights_path(checkpoint: str, filename: str, what_to_set: str) -> Path:
 
 
 def read_weights(path: Path, what_to_set: str) -> dict[str, Tensor]:
-    """The tensors of a file by name, on the CPU; those of ``state_dict`` where the file holds more.
+    """Return the tensors of a file by name, on the CPU; those of ``state_dict`` where the file holds more.
 
     Raises:
         LoadError: the file holds no tensors, or something that would have to be unpickled.
@@ -99,7 +99,7 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], path: Path, what_to_se
 
 
 def unloadable(checkpoint: str, error: Exception, remedy: str) -> LoadError:
-    """A library's own words on a checkpoint, cut to one line."""
+    """Return a library's own words on a checkpoint, cut to one line."""
     reason = one_line(str(error).strip().split("\n")[0]).rstrip(".") or type(error).__name__
     return LoadError(f"Cannot load {checkpoint}: {reason}. {remedy}")
 

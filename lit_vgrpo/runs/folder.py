@@ -24,7 +24,7 @@ BEST = "best.ckpt"
 
 
 def candidates(base: Path) -> Iterator[Path]:
-    """``base``, ``base-2``, ``base-3``, ...
+    """Yield ``base``, ``base-2``, ``base-3``, ...
 
     >>> from itertools import islice
     >>> [path.name for path in islice(candidates(Path("runs/demo")), 3)]
@@ -61,7 +61,7 @@ def reserve(base: Path) -> Path:
 
 
 def reopen(folder: Path) -> Path:
-    """The folder of a run that goes on; made where there is none yet.
+    """Return the folder of a run that goes on; made where there is none yet.
 
     Raises:
         UserError: the folder cannot be created.
@@ -115,7 +115,7 @@ def release(folder: Path) -> None:
 
 
 def is_first_process() -> bool:
-    """True in the one process, of all ranks, that owns the folder. Works before a Trainer exists."""
+    """Return True in the one process of all ranks that owns the folder; works before a Trainer exists."""
     ranks = [os.environ.get(key, "0") for key in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")]
     return all(rank in ("", "0") for rank in ranks)
 

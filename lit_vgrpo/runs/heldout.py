@@ -61,7 +61,7 @@ class HeldOutScores:
         self.queue.put(images, batch.prompts, batch.rows)
 
     def get(self, name: str) -> Tensor | None:
-        """A metric of the last evaluation image by image, ``(N,)`` in the order of their numbers, over all ranks.
+        """Return a metric of the last evaluation per image, ``(N,)`` in the order of their numbers, over all ranks.
 
         NaN where an image has none; ``None`` where the metric is not of single images.
         """
@@ -134,7 +134,7 @@ class HeldOutModule(L.LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """The module with the weights of a checkpoint; its parts are arguments, as in the constructor.
+        """Return the module with the weights of a checkpoint; its parts are arguments, as in the constructor.
 
         Raises:
             TypeError: a part is missing.

@@ -89,7 +89,7 @@ class Iteration:
 
     @classmethod
     def restored(cls, state: dict[str, Any], batch: PromptBatch, device: torch.device) -> Iteration:
-        """This rank's share of a saved iteration; its metrics are those of the updates that are left.
+        """Return this rank's share of a saved iteration; its metrics are those of the updates that are left.
 
         Raises:
             RuntimeError: the state is that of another iteration, or of other sizes.

@@ -55,7 +55,7 @@ def limit_fault(trainer: Any, sizes: Sizes) -> str | None:
 
 
 def settings_without_effect(trainer: Trainer, policy: Policy) -> list[str]:
-    """What does not do what it seems to, a line each; the optimizers must be there."""
+    """List trainer settings that have no effect, a line each; the optimizers must be there."""
     found = []
     precision, name = trainer.precision, str(policy.dtype).removeprefix("torch.")
     if precision == "bf16-mixed" or (precision == "16-mixed" and policy.dtype != torch.float16):

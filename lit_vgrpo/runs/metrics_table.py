@@ -161,7 +161,7 @@ def _is_whole(row: dict[Any, Any]) -> bool:
 
 
 def rows_up_to(progress: Progress | None) -> Keep:
-    """Keeps what was logged before a checkpoint; a run that goes on from there logs the rest again.
+    """Keep the rows logged before a checkpoint; a run that continues from there logs the rest again.
 
     >>> keep = rows_up_to(Progress(iterations=3, optimizer_steps=6, images=0, batches=0))
     >>> [keep({"step": step, "epoch": epoch}) for step, epoch in [("0", ""), ("5", "2"), ("7", "3"), ("8", "")]]

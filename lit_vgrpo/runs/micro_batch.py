@@ -76,7 +76,7 @@ def settle(module: HeldOutModule, optimizer: OptimizerConfig | CustomOptimizer) 
 
 
 def largest_that_fits(sizes: list[int], room: int, taken: Callable[[int], int]) -> tuple[int, int]:
-    """The largest of the sizes that was tried and needs no more than ``room``, and what it took.
+    """Return the largest of the sizes that was tried and needs no more than ``room``, and what it took.
 
     What a pass takes is the largest of several straight lines, so that a line through two sizes can only fall short:
     the next trial is where the line leads, but not too far away.
@@ -159,7 +159,7 @@ class Trial:
         return int(SAFE_SHARE * free) - later - (round(kept) if self.home.type == self.device.type else 0)
 
     def most_of_ranks(self, value: int) -> int:
-        """The largest value of any rank; all ranks must ask."""
+        """Return the largest value of any rank; all ranks must ask."""
         return int(self.module.all_ranks(torch.tensor([value])).max())
 
     @contextmanager
@@ -174,7 +174,7 @@ class Trial:
             self.module.ledger.load_state_dict(counts)
 
     def taken(self, images: int) -> int:
-        """The most that a step of so many images takes beside what is there, in bytes; ``TOO_MUCH`` where it fails."""
+        """Return the peak bytes of a step of so many images beside what is there; ``TOO_MUCH`` where it fails."""
         try:
             if self.device.type == "cuda":
                 with measured_memory() as use:
@@ -191,7 +191,7 @@ class Trial:
         return TOO_MUCH
 
     def run(self, images: int) -> None:
-        """What one micro-batch goes through, from its stored predictions to its gradients."""
+        """Run one micro-batch, from its stored predictions to its gradients."""
         policy, objective = self.module.policy, self.module.objective
         rollout = made_up_rollout(
             objective, policy.path, self.conditioning, policy.latent_shape, images, self.plan.group_size

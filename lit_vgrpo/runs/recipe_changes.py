@@ -66,7 +66,7 @@ class RecipeInCheckpoint(Callback):
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any], moved: Sequence[str] = ()) -> list[str]:
-    """The settings that must be the same and are not, a line each.
+    """Return the settings that must be the same and are not, a line each.
 
     Args:
         saved: the checkpoint's recipe, plain values with the defaults filled in.

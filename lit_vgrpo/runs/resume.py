@@ -100,7 +100,7 @@ class Resumption:
 
 
 def resumed_folder(recipe: Path, run_dir: str | None) -> Path:
-    """The run folder that ``--resume`` is about.
+    """Return the run folder that ``--resume`` is about.
 
     Args:
         recipe: the recipe that was typed.
@@ -162,13 +162,13 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The file that was written last; nothing is read."""
+    """Return the file that was written last; nothing is read."""
     files = [path for path in _files(folder) if path.is_file()]
     return max(files, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def how_to_resume(folder: Path) -> str:
-    """What to type to go on.
+    """Return the command that continues a run.
 
     >>> how_to_resume(Path("runs/demo"))
     'Continue: lightning run runs/demo/config.yaml --resume'
@@ -177,7 +177,7 @@ def how_to_resume(folder: Path) -> str:
 
 
 def last_words(folder: Path) -> str:
-    """What is left of a run that ended, and how it goes on."""
+    """Say what an ended run left, and how to continue it."""
     checkpoint = newest_checkpoint(folder)
     left = "Nothing was saved yet." if checkpoint is None else f"The last checkpoint is {checkpoint}."
     return f"{left} {how_to_resume(folder)}"

@@ -57,7 +57,7 @@ class RewardLogger(L.Callback):
         pl_module.log_dict(self._global(pl_module), on_step=False, on_epoch=True, batch_size=1)
 
     def _local(self, module: HeldOutModule, seconds: float) -> dict[str, float]:
-        """What each rank sees of its own images, to be averaged."""
+        """Return metrics of this rank's images, to be averaged over ranks."""
         record = _record(module)
         metrics = {"policy/loss": float(torch.stack(record.losses).mean())} if record.losses else {}
         for name in record.metrics:
@@ -75,7 +75,7 @@ class RewardLogger(L.Callback):
         return metrics
 
     def _global(self, module: HeldOutModule) -> dict[str, float]:
-        """What is already the same on every rank."""
+        """Return metrics that are the same on every rank."""
         record = _record(module)
         passes = module.ledger.training_passes()
         metrics = {

@@ -11,7 +11,7 @@ from lit_vgrpo.runs.resume import last_good_checkpoint
 
 
 def find_run(text: str) -> tuple[Path, Path | None]:
-    """The run that a folder, its config.yaml or one of its checkpoints names, and the checkpoint if it was one.
+    """Return the run that a folder, its config.yaml or one of its checkpoints names, and the checkpoint if it was one.
 
     Raises:
         UserError: it names no run.
@@ -33,7 +33,7 @@ def find_run(text: str) -> tuple[Path, Path | None]:
 
 
 def find_checkpoint(text: str, run: Path) -> Path:
-    """A checkpoint by its path, or by its name in the run's folder of checkpoints.
+    """Return a checkpoint by its path, or by its name in the run's folder of checkpoints.
 
     Raises:
         UserError: there is none.
@@ -47,7 +47,7 @@ def find_checkpoint(text: str, run: Path) -> Path:
 
 
 def last_good(run: Path, say: Callable[[str], None]) -> Path:
-    """The checkpoint that :func:`~lit_vgrpo.runs.resume.last_good_checkpoint` finds.
+    """Return the checkpoint that :func:`~lit_vgrpo.runs.resume.last_good_checkpoint` finds.
 
     Raises:
         UserError: there is none, or none is sound.
@@ -59,7 +59,7 @@ def last_good(run: Path, say: Callable[[str], None]) -> Path:
 
 
 def no_checkpoint(run: Path) -> str:
-    """What to say of a run that has not saved anything."""
+    """Return the message for a run that has not saved anything."""
     return f"{run} holds no checkpoint yet. Train it: lightning run {run / CONFIG_NAME} --resume"
 
 

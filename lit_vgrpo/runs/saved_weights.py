@@ -68,7 +68,7 @@ class SavedWeights:
         return [f"{self.path} is a checkpoint of another policy: {difference} Use the recipe that wrote it."]
 
     def difference(self, variant: str, policy: Policy) -> str | None:
-        """What differs between the tensors of a variant and those that a policy trains, as a sentence."""
+        """Return what differs between the tensors of a variant and those that a policy trains, as a sentence."""
         saved, own = self.tensors[variant], trainable_parameters(policy)
         shapes = {name: (saved[name].shape, shape_of(own[name])) for name in own.keys() & saved.keys()}
         odd = sorted(own.keys() ^ saved.keys()) or sorted(n for n, (there, here) in shapes.items() if there != here)

@@ -122,7 +122,7 @@ class IterationScores:
 
 
 def _statistics(scores: Tensor, applies: Tensor, group_ids: Tensor) -> dict[str, float]:
-    """What the images say that the reward applies to."""
+    """Return the statistics of the images that a reward applies to."""
     asked = scores[applies]
     valid = asked[~asked.isnan()]
     return {

@@ -78,7 +78,7 @@ def load_start(policy: Policy) -> None:
 
 
 def start_fingerprint(policy: Policy) -> dict[str, str]:
-    """A fingerprint of the weights that a policy starts from, and that are its reference when its run goes on.
+    """Return a fingerprint of the weights that a policy starts from, and that are its reference when its run goes on.
 
     Raises:
         LoadError: there are none, or not any more.
@@ -92,7 +92,7 @@ def start_fingerprint(policy: Policy) -> dict[str, str]:
 
 
 def _saved(start_from: str, start_weights: str, say: Callable[[str], None]) -> tuple[SavedWeights, str]:
-    """The checkpoint that a run starts from, and which of its weights are meant.
+    """Return the checkpoint that a run starts from, and which of its weights are meant.
 
     Args:
         say: takes a line for every checkpoint that is skipped.

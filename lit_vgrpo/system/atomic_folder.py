@@ -36,7 +36,7 @@ def vacant_folder(text: str) -> Path:
 
 @contextmanager
 def written_whole(folder: Path, option: str) -> Iterator[Path]:
-    """A draft beside a vacant folder, which takes its place at the end of the block.
+    """Yield a draft beside a vacant folder, and rename it into place at the end of the block.
 
     Raises:
         UserError: the disk is full, or does not let itself be written to.
@@ -50,7 +50,7 @@ def written_whole(folder: Path, option: str) -> Iterator[Path]:
 
 @contextmanager
 def drafted(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """A draft beside a folder, which takes its place at the end of the block.
+    """Yield a draft beside a folder, and rename it into place at the end of the block.
 
     Where the block raises, the draft is removed; where the process is killed, it is left under a name of its own.
 

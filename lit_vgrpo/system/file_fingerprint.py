@@ -29,7 +29,7 @@ NOT_OF_THE_MODEL = (
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):
@@ -38,7 +38,7 @@ def file_sha256(path: Path) -> str:
 
 
 def file_fingerprint(path: Path) -> str:
-    """The SHA-256 of a file of up to 64 MiB; of a larger one that of its size and of samples.
+    """Return the SHA-256 of a file of up to 64 MiB; of a larger one that of its size and of samples.
 
     Of safetensors the header and the beginning of every tensor are among the samples. Of a zip file, such as torch
     writes, the checksums of all its parts are taken instead: they stand together at its end.
@@ -73,7 +73,7 @@ def _tensors(path: Path, file: BinaryIO) -> Iterable[int]:
 
 
 def folder_fingerprint(folder: Path, weights: Sequence[Path] | None = None) -> str:
-    """The same for the same model or tokenizer, wherever its folder lies and whichever version saved it.
+    """Return a fingerprint of a model or tokenizer, wherever its folder lies and whichever version saved it.
 
     Args:
         folder: whose JSON files, vocabularies and weights count.
@@ -97,7 +97,7 @@ def folder_fingerprint(folder: Path, weights: Sequence[Path] | None = None) -> s
 
 
 def of_the_model(config: Any) -> Any:
-    """A configuration without the entries that say where a model came from."""
+    """Return a configuration without the entries that say where a model came from."""
     if not isinstance(config, dict):
         return config
     return {key: of_the_model(value) for key, value in config.items() if key not in NOT_OF_THE_MODEL}

@@ -64,7 +64,7 @@ def only_errors_of(*names: str) -> Iterator[None]:
 
 
 def local_folder(checkpoint: str) -> Path | None:
-    """The folder that a checkpoint names, or None where it is a hub name such as ``owner/name``.
+    """Return the folder that a checkpoint names, or None where it is a hub name such as ``owner/name``.
 
     A name that is both is the folder, as in diffusers and transformers. A path that does not exist is returned too.
 
@@ -77,12 +77,12 @@ def local_folder(checkpoint: str) -> Path | None:
 
 
 def source_of(checkpoint: str) -> str:
-    """What ``from_pretrained`` is given for a checkpoint: its folder, or its hub name."""
+    """Return what ``from_pretrained`` is given for a checkpoint: its folder, or its hub name."""
     return str(local_folder(checkpoint) or checkpoint)
 
 
 def cached_file(checkpoint: str, filename: str, revision: str | None = None) -> Path | None:
-    """A hub repository's file in the hub's cache, or None where it is not there."""
+    """Return a hub repository's file in the hub's cache, or None where it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(checkpoint, filename, revision=revision)
@@ -90,7 +90,7 @@ def cached_file(checkpoint: str, filename: str, revision: str | None = None) -> 
 
 
 def file_at_hand(checkpoint: str, filename: str, revision: str | None = None) -> Path | None:
-    """A checkpoint's file on this machine, in its folder or the hub's cache, or None; nothing is downloaded."""
+    """Return a checkpoint's file on this machine, in its folder or the hub's cache, or None; nothing is downloaded."""
     folder = local_folder(checkpoint)
     path = cached_file(checkpoint, filename, revision) if folder is None else folder / filename
     return path if path is not None and path.is_file() else None

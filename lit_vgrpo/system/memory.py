@@ -51,7 +51,7 @@ def measured_memory() -> Iterator[MemoryUse]:
 
 
 def device_name(device: torch.device) -> str:
-    """A device for a reader: a GPU by its name, a CPU by its architecture and torch's threads."""
+    """Describe a device: a GPU by its name, a CPU by its architecture and torch's threads."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
         return f"{torch.cuda.get_device_name(device)} ({memory:.0f} GiB, {device})"
@@ -62,7 +62,7 @@ def device_name(device: torch.device) -> str:
 
 
 def idle_gpu(device: torch.device) -> str | None:
-    """A GPU that is there while another kind of device is used, by its name."""
+    """Return a GPU that is there while another kind of device is used, by its name."""
     return torch.cuda.get_device_name() if device.type == "cpu" and torch.cuda.is_available() else None
 
 
@@ -88,13 +88,13 @@ def peak_resident_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """The machine's memory that a process may still take; all of it where the system does not say."""
+    """Return the machine's memory that a process may still take; all of it where the system does not say."""
     known = _kilobytes("MemAvailable", _MACHINE)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known is None else known
 
 
 def _kilobytes(name: str, account: Path = _STATUS) -> int | None:
-    """A line of Linux's own account of the process or of the machine, in bytes."""
+    """Return a line of Linux's own account of the process or of the machine, in bytes."""
     try:
         lines = account.read_text().splitlines()
     except OSError:

@@ -15,7 +15,7 @@ CONFIG_NAME = "config.yaml"
 
 
 def shipped_root() -> Path:
-    """The folder of the recipes, prompts and tiny pipelines that are installed with the package."""
+    """Return the folder of the recipes, prompts and tiny pipelines that are installed with the package."""
     return Path(str(files("lit_vgrpo.recipes")))
 
 

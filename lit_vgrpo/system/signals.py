@@ -191,7 +191,7 @@ _listening: StopRequests | None = None
 
 
 def _stop_listening_in_a_fork() -> None:
-    """A process that a reward forks would count its parent's signals twice, and could not be terminated."""
+    """Restore signals in a process that a reward forks, which would else count its parent's and never end."""
     if _listening is not None:
         signal.set_wakeup_fd(-1)
         for number in map(signal.Signals.__getitem__, STOP_SIGNALS):

@@ -49,17 +49,17 @@ class Overlay:
     sweep: dict[str, list[Any]] = field(default_factory=dict)
 
     def part(self, settings: str) -> dict[str, Any]:
-        """The recipe part of ``published`` or ``tuned`` settings."""
+        """Return the recipe part of ``published`` or ``tuned`` settings."""
         return copy.deepcopy(self.published) if settings == "published" else merged(self.published, self.tuned)
 
 
 def shipped_methods() -> dict[str, Path]:
-    """The overlays installed with the package, by name."""
+    """Return the overlays installed with the package, by name."""
     return {path.stem: path for path in sorted((shipped_root() / "compare").glob("*.yaml"))}
 
 
 def find_overlay(text: str) -> Path:
-    """The file of a method: a shipped name, or the path of one's own overlay.
+    """Return the file of a method: a shipped name, or the path of one's own overlay.
 
     Raises:
         UserError: there is none of that name.
@@ -157,7 +157,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def as_component(value: Any) -> dict[str, Any]:
-    """A class given by its name alone, written out as ``class_path`` and ``init_args``."""
+    """Write out a class given by its name alone as ``class_path`` and ``init_args``."""
     node: dict[str, Any] = {"class_path": value} if isinstance(value, str) else copy.deepcopy(dict(value))
     return {**node, "init_args": dict(node.get("init_args") or {})}
 
@@ -174,7 +174,7 @@ def common_rollout(base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_overlay(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """The base recipe with a method in it.
+    """Return the base recipe with a method in it.
 
     The overlay's objective replaces the base's; its ``rollout`` is laid over the base's solver, steps and guidance.
     Everything else merges key by key. Held-out images are sampled with the base's evaluation, or else with its ODE.
@@ -194,7 +194,7 @@ def with_overlay(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, 
 
 
 def for_race(recipe: Mapping[str, Any], iterations: int, evaluate_every: int) -> dict[str, Any]:
-    """The recipe without what a race has no use for: samples, exports, checkpoints, extra loggers."""
+    """Return the recipe without what a race has no use for: samples, exports, checkpoints, extra loggers."""
     result = copy.deepcopy(dict(recipe))
     for key in ("name", "run_dir", "seed_everything"):
         result.pop(key, None)

@@ -125,7 +125,7 @@ def _of_overlay(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
 
 
 def swept(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
-    """The points of an overlay's grid, each with the published settings for everything else."""
+    """Return the points of an overlay's grid, each with the published settings for everything else."""
     found = []
     for number, values in enumerate(itertools.product(*overlay.sweep.values())):
         changed = dict(zip(overlay.sweep, values, strict=True))
@@ -141,7 +141,7 @@ def _recipe(options: CompareOptions, part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tuned_part(changed: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``tuned:`` block of an overlay that takes over the swept values."""
+    """Return the ``tuned:`` block of an overlay that takes over the swept values."""
     part: dict[str, Any] = {"model": {"objective": {"class_path": objective["class_path"]}}}
     for key, value in changed.items():
         put(part, key, value)
@@ -152,7 +152,7 @@ def tuned_part(changed: Mapping[str, Any], objective: Mapping[str, Any]) -> dict
 
 
 def _lost_overrides(options: CompareOptions, found: Iterable[Entrant]) -> list[str]:
-    """Overrides that a method's overlay sets anew, so that they would have no effect."""
+    """Return overrides that a method's overlay sets anew, so that they would have no effect."""
     faults = {}
     before = dict(leaves(options.base))
     for entrant in found:
@@ -172,7 +172,7 @@ def _lost_overrides(options: CompareOptions, found: Iterable[Entrant]) -> list[s
 
 
 def _with_init_args(key: str) -> str:
-    """The key as it stands in a recipe, where ``init_args`` may have been left out."""
+    """Return the key as it stands in a recipe, where ``init_args`` may have been left out."""
     rest = key.removeprefix("model.objective.")
     return (
         key if rest == key or rest.split(".")[0] in ("init_args", "class_path") else f"model.objective.init_args.{rest}"
@@ -195,7 +195,7 @@ def _build_faults(found: Iterable[Entrant]) -> list[str]:
 
 
 def recipe_text(entrant: Entrant, path: str) -> str:
-    """The merged recipe as a file that ``lightning run`` takes."""
+    """Return the merged recipe as a file that ``lightning run`` takes."""
     what = ", ".join(f"{key}={value}" for key, value in entrant.changed.items()) or f"{entrant.settings} settings"
     body = yaml.safe_dump(entrant.recipe, sort_keys=False, width=120)
     return f"# {entrant.method}, {what}, merged for a comparison\n#   lightning run {path}\n{body}"
@@ -228,6 +228,6 @@ def runs_of(options: CompareOptions, found: Iterable[Entrant]) -> list[Run]:
 
 
 def fingerprint(recipe: Mapping[str, Any], seed: int) -> str:
-    """A number that changes with anything in the recipe, its iterations included, and with the seed."""
+    """Return a number that changes with anything in the recipe, its iterations included, and with the seed."""
     text = json.dumps(merged(recipe, {"seed_everything": seed}), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -54,7 +54,7 @@ class Status:
             self.heldout = self.heldout if heldout is None else heldout
 
     def text(self) -> str:
-        """The run in a line."""
+        """Return the run in a line."""
         total = self.run.iterations
         filled = BAR_WIDTH * min(self.iteration, total) // total
         shown = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {self.iteration:>3}/{total}"
@@ -66,7 +66,7 @@ class Status:
 
 
 def number(text: str | None) -> float | None:
-    """The number in a table's cell, ``None`` for an empty or a torn one.
+    """Return the number in a table's cell, ``None`` for an empty or a torn one.
 
     >>> number("0.5"), number(""), number(None), number("0.5e")
     (0.5, None, None, None)
@@ -125,7 +125,7 @@ class Display:
         self._width = max((len(status.run.name) for status in statuses), default=0)
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._erase()
         print(without_controls(text), file=self.stream, flush=True)
         self.refresh()

@@ -25,7 +25,7 @@ NOTE = (
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """An aligned table; the first two columns are words, the others numbers.
+    """Return an aligned table; the first two columns are words, the others numbers.
 
     >>> print(markdown_table(["a", "b", "n"], [["x", "y", "1"]]))
     | a | b | n |
@@ -69,7 +69,7 @@ def reward_table(rows: Sequence[Row]) -> str:
 
 
 def target_table(rows: Sequence[Row], target: float) -> str:
-    """What it took each method to reach a held-out reward."""
+    """Return the cost of each method to reach a held-out reward."""
     header = ["method", "settings", "reached", "iterations", "CPU s", "wall s", "passes", "images", "CPU s / V-GRPO's"]
     lines = []
     for row in rows:
@@ -107,7 +107,7 @@ def verdict(rows: Sequence[Row], target: float) -> str:
 
 
 def faults_text(curves: Sequence[Curve]) -> str:
-    """The runs that failed, a line each; empty where none did."""
+    """Return the runs that failed, a line each; empty where none did."""
     lines = [f"{c.method} {c.settings}, seed {c.seed}, failed: {c.fault}" for c in curves if c.fault]
     return "\n".join(lines)
 
@@ -142,7 +142,7 @@ def write_report(options: CompareOptions, rows: Sequence[Row]) -> str:
 
 
 def setting(options: CompareOptions) -> dict[str, Any]:
-    """What was asked for, and on what it ran."""
+    """Return what was asked for, and the machine it ran on."""
     return {
         "command": options.line,
         "recipe": options.command.recipe.stem,
@@ -158,7 +158,7 @@ def setting(options: CompareOptions) -> dict[str, Any]:
 
 
 def as_plain(row: Row) -> dict[str, Any]:
-    """A row as plain values."""
+    """Return a row as plain values."""
     return {
         "method": row.method,
         "settings": row.settings,
@@ -197,7 +197,7 @@ def _reward(value: float | None) -> str:
 
 
 def _amount(value: float | None) -> str:
-    """A cost: one decimal below a hundred, thousands marked.
+    """Format a cost: one decimal below a hundred, thousands marked.
 
     >>> _amount(12.345), _amount(123456.7), _amount(None)
     ('12.3', '123,457', '-')

@@ -39,7 +39,7 @@ class Curve:
 
 
 def curves_of(statuses: Sequence[Status]) -> list[Curve]:
-    """What the runs wrote into their summaries; a failed run has no evaluations."""
+    """Return what the runs wrote into their summaries; a failed run has no evaluations."""
     curves = []
     for status in statuses:
         run = status.run
@@ -54,7 +54,7 @@ def _is_number(value: Any) -> bool:
 
 
 def cost_of(evaluations: Sequence[Evaluation], target: float) -> dict[str, float] | None:
-    """What it took to reach a held-out reward for the first time.
+    """Return the cost of reaching a held-out reward for the first time.
 
     Between the last evaluation below the target and the first one at or above it, every cost is taken to grow linearly
     with the reward.

@@ -38,7 +38,7 @@ class Stopped(Exception):
 
 
 def summary_of(run: Run) -> dict[str, Any] | None:
-    """The run's ``summary.json``, or ``None`` where there is none that can be read."""
+    """Return the run's ``summary.json``, or ``None`` where there is none that can be read."""
     try:
         summary = json.loads((run.folder / "summary.json").read_text())
     except (OSError, ValueError):
@@ -56,7 +56,7 @@ def is_finished(run: Run) -> bool:
 
 
 def _shortcoming(run: Run) -> str:
-    """What keeps a run's result from being used; empty for a complete one."""
+    """Return why a run's result cannot be used; empty for a complete one."""
     summary = summary_of(run)
     if summary is None:
         return "it wrote no summary.json"
@@ -174,7 +174,7 @@ def _shown(value: Any) -> str:
 
 
 def last_error(log: Path, returncode: int) -> str:
-    """What a failed process said last: the line that ends its traceback, or else its last line."""
+    """Return a failed process's last words: the line that ends its traceback, or else its last line."""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hint = " Out of memory? Try --jobs 1." if name == "SIGKILL" else ""
@@ -213,7 +213,7 @@ def _signal_group(process: subprocess.Popen[bytes], signum: int) -> None:
 
 @contextmanager
 def _listening() -> Iterator[list[int]]:
-    """The signals to stop that have come so far; nothing is interrupted, so no process is started and then lost."""
+    """Return the stop signals received so far; nothing is interrupted, so no started process is lost."""
     caught: list[int] = []
     with heard_by(lambda signum, frame: caught.append(signum)):
         yield caught

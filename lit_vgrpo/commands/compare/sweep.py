@@ -55,7 +55,7 @@ def trials_of(entrants: Sequence[Entrant], curves: Sequence[Curve]) -> list[Tria
 
 
 def best_of(trials: Sequence[Trial]) -> dict[str, Trial | None]:
-    """The highest final reward of each method, the first of equals; ``None`` where no point was finished."""
+    """Return the highest final reward of each method, the first of equals; ``None`` where no point was finished."""
     best: dict[str, Trial | None] = {}
     for trial in trials:
         method = trial.entrant.method
@@ -66,7 +66,7 @@ def best_of(trials: Sequence[Trial]) -> dict[str, Trial | None]:
 
 
 def tuned_block(trial: Trial) -> str:
-    """The lines to paste into the overlay."""
+    """Return the lines to paste into the overlay."""
     part = {"tuned": tuned_part(trial.entrant.changed, trial.entrant.recipe["model"]["objective"])}
     return yaml.safe_dump(part, sort_keys=False, width=120)
 

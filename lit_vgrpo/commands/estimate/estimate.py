@@ -67,7 +67,7 @@ class Estimate:
 
 
 def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
-    """What a recipe needs, without what a library takes for itself.
+    """Estimate what a recipe needs, without what libraries take for themselves.
 
     Args:
         device: of a rank; ``None`` takes the one that the recipe would use here.
@@ -120,7 +120,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
 
 
 def _evaluation(cli: RecipeCLI, policy: Policy, peak_of: Callable[[Pass], int], own: Shares, averages: int) -> int:
-    """The peak of a batch of held-out images; the average is swapped in for it where there is one."""
+    """Return the peak of a batch of held-out images; the average is swapped in for it where there is one."""
     module, data = cli.model, cli.datamodule
     spec = module.evaluation or module.objective.rollout_spec(0).as_ode()
     images = len(data.heldout_rows()) * data.heldout_images_per_prompt
@@ -159,7 +159,7 @@ def peak_of_pass(policy: Policy, asked: Pass, cond: Conditioning | None = None) 
 
 
 def _decoding(policy: Policy, images: int) -> int:
-    """The peak of decoding one of the VAE's batches, and all of the images before and after they are put together."""
+    """Return the peak of decoding one of the VAE's batches, with all images before and after concatenation."""
     at_once = policy.decode_batch_size
     with torch.no_grad(), AutocastOnMeta(), LiveMemory() as live:
         decoded = policy.decode(torch.empty(at_once, *policy.latent_shape, device="meta"))

@@ -56,7 +56,7 @@ class Room:
 
 
 def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, list[str]]:
-    """The estimate as text, and the fault where the recipe needs more than its device has.
+    """Return the estimate as text, and the fault where the recipe needs more than its device has.
 
     The sizes must fit the world size.
 
@@ -93,7 +93,7 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
 
 
 def room_of(cli: RecipeCLI, gpu_memory: int | None = None) -> Room:
-    """The device of a rank: all of a GPU's memory less a reserve, or a rank's part of this machine's that is free.
+    """Return a rank's device: a GPU's memory less a reserve, or the rank's part of this machine's free memory.
 
     A GPU may be in use by others just now; what it has is a property of the machine.
     """
@@ -128,7 +128,7 @@ def gpu_memory_of(text: str) -> int:
 
 
 def remedy(cli: RecipeCLI, found: Estimate, device: torch.device) -> str:
-    """What to type next: the first thing that is not done yet and lowers the phase that needs most."""
+    """Return what to set next: the first option not yet used that lowers the largest phase."""
     policy, plan, phase = cli.model.policy, cli.datamodule.sizes.plan(cli.trainer.world_size), found.peak_phase
     on_gpu = device.type == "cuda"
     rollout = at_most(plan.images_per_iteration, cli.model.rollout_batch_size) or plan.images_per_rank
