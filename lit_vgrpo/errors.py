@@ -23,7 +23,7 @@ class UserError(Exception):
 
 
 def without_controls(text: object) -> str:
-    r"""Return the text with ``?`` for escape sequences and changes of direction, which a terminal would obey.
+    """Return the text with ``?`` for escape sequences and changes of direction, which a terminal would obey.
 
     Line ends and tabs stay, and so do the joiners that some scripts and emoji need.
 
@@ -34,7 +34,7 @@ def without_controls(text: object) -> str:
 
 
 def one_line(text: object) -> str:
-    r"""Return the text with every run of white space turned into one blank, and without control characters.
+    """Return the text with every run of white space turned into one blank, and without control characters.
 
     >>> one_line("two\\n   lines")
     'two lines'
@@ -43,7 +43,7 @@ def one_line(text: object) -> str:
 
 
 def printable(body: bytes, most: int) -> str:
-    r"""Return the first letters of something that came from outside, in one line and safe to print.
+    """Return the first letters of something that came from outside, in one line and safe to print.
 
     >>> printable(b"a\\n\\x1b[31mb", 9)
     'a ?[31mb'

@@ -14,7 +14,7 @@ Keys = NDArray[np.uint64]
 
 
 def normalised(prompt: str) -> str:
-    r"""Return the prompt without what does not make it another: case, white space, the storage of accents.
+    """Return the prompt without what does not make it another: case, white space, the storage of accents.
 
     >>> normalised("A  Cafe\\u0301 ") == normalised("a caf\\u00e9")
     True
