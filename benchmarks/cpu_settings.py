@@ -19,7 +19,8 @@ from pathlib import Path
 
 SETTINGS: list[dict[str, str]] = [
     {},
-    {"ATEN_CPU_CAPABILITY": "default"},
+    # torch packs bfloat16 by what oneDNN finds, which must not be more than its own kernels then know
+    {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     {"MKL_CBWR": "COMPATIBLE"},
     {"OMP_NUM_THREADS": "2"},

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 
 import lightning as L
 import pytest
@@ -73,11 +74,19 @@ def test_the_anchor_moves_once_an_iteration(tiny_sd3, tmp_path):
 
 
 def test_the_gradient_is_that_of_the_whole_iteration(tiny_sd3, tmp_path):
-    """Micro-batches only cut memory: the weights after training are those of one large batch."""
-    small, _ = train(tiny_sd3, tmp_path, data={"micro_batch_size": 2})
-    large, _ = train(tiny_sd3, tmp_path, data={"micro_batch_size": 8})
+    """Micro-batches only cut memory: the step is that of one large batch.
+
+    By plain SGD, since Adam makes a whole step of a gradient that is only rounding. Passes of other sizes round
+    otherwise: 1e-4 of the largest entry is a hundred times what float32 loses.
+    """
+    plain = {"optimizer": partial(torch.optim.SGD, lr=1.0)}
+    small, _ = train(tiny_sd3, tmp_path, 1, data={"micro_batch_size": 2}, **plain)
+    large, _ = train(tiny_sd3, tmp_path, 1, data={"micro_batch_size": 8}, **plain)
+    start = large.reference.tensors
+    step = max(float((value - start[name]).abs().max()) for name, value in weights(large).items())
+    assert step > 1e-4
     for name, value in weights(small).items():
-        torch.testing.assert_close(value, weights(large)[name], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(value, weights(large)[name], rtol=0, atol=1e-4 * step)
 
 
 def test_same_seed_same_run_other_seed_other_run(tiny_sd3, tmp_path):
