@@ -28,12 +28,12 @@ class Counting:
     """Counts the rollouts of a module's objective."""
 
     def __init__(self, objective):
-        self.calls, self._collect = 0, objective.collect
-        objective.collect = self
+        self.calls, self._roll_out = 0, objective.roll_out
+        objective.roll_out = self
 
     def __call__(self, *args, **kwargs):
         self.calls += 1
-        return self._collect(*args, **kwargs)
+        return self._roll_out(*args, **kwargs)
 
 
 def run(folder, tmp_path, make, iterations, callbacks=(), ckpt=None, **data):

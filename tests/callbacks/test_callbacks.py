@@ -185,7 +185,7 @@ def test_a_run_that_reached_its_steps_is_finished(tiny_sd3, tmp_path):
 
 def test_a_failed_run_leaves_a_summary(tiny_sd3, tmp_path):
     module = make_module(tiny_sd3)
-    module.score = None
+    module.collect = None
     with pytest.raises(TypeError):
         make_trainer(tmp_path, 1, [RunSummary()]).fit(module, datamodule=make_data())
     assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "failed"

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from zlib import crc32
 
 import scorer_files
 import torch
@@ -114,11 +115,10 @@ class StandIns:
 
 
 def judge():
-    """A server that knows the recipes' judge and gives 2 and 4 in turn."""
-    answers = iter(range(10**6))
+    """A server that knows the recipes' judge and gives each image a score from 1 to 5, whatever came before."""
 
     def answer(handler):
-        text = f"Final Score: {2 + 2 * (next(answers) % 2)}"
+        text = f"Final Score: {1 + crc32(handler.body) % 5}"
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         return answering({"id": "1", "object": "chat.completion", "choices": [choice]})(handler)
 
