@@ -1,7 +1,7 @@
 # make demo    train the tiny recipe in a fresh .venv
 # make test    run the tests
 # make test-all  the slow ones too, with coverage: every strategy, launcher and rank
-# make lint    ruff and mypy
+# make lint    ruff, mypy, and who may import whom
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
