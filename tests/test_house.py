@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[1]
 CALLBACKS = sorted((ROOT / "callbacks").glob("*.py"))
 PACKAGE = sorted((ROOT / "lit_vgrpo").rglob("*.py"))
 MAY_IMPORT_CALLBACKS = ("commands", "cli.py", "__init__.py")
-ONE_OF_A_KIND = ("__init__.py", "__main__.py", "unet.py", "adamw8bit.py")
-"""Small because there is no more to say: a family, or a class whose library is optional."""
+ONE_OF_A_KIND = ("__init__.py", "__main__.py", "unet.py", "adamw8bit.py", "ddpo.py")
+"""Small because there is no more to say: a family, a method, or a class whose library is optional."""
 
 
 def imported(path):

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, PositiveFloat, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, PositiveFloat, Range, checked
 from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_TIMES
 from lit_vgrpo.core.sizes import Sizes
@@ -19,16 +19,9 @@ from lit_vgrpo.core.surrogate import (
     schedule_times,
     seeded_generator,
 )
-from lit_vgrpo.objectives.base import Objective, PrepareContext, require
-from lit_vgrpo.objectives.pairs import (
-    TimeSource,
-    ode_faults,
-    pairs_at,
-    predict_pairs,
-    squared_distance,
-    stored_errors,
-    stored_predictions,
-)
+from lit_vgrpo.objectives.base import PrepareContext, require
+from lit_vgrpo.objectives.forward import ForwardObjective
+from lit_vgrpo.objectives.pairs import TimeSource, pairs_at, squared_distance, stored_errors
 from lit_vgrpo.policies.base import Policy
 
 Weighting = Literal["power", "uniform", "time", "time_squared"]
@@ -54,17 +47,15 @@ def log_likelihood(errors: Tensor, times: Tensor, weighting: Weighting = "power"
 
 @checked
 @dataclass(eq=False)
-class AWM(Objective):
+class AWM(ForwardObjective):
     """AWM: the clipped ratio of every (image, time), and a pull to the start and to a slowly moving copy.
 
-    Defined on a rectified flow only. With one update an iteration the policy is its own behaviour policy, and its
-    stored likelihoods need no passes. Predictions of the start and of the copy are kept for a whole iteration; each
-    is as large as the latents times ``num_times``.
+    Defined on a rectified flow only. With one update per iteration the policy is its own behaviour policy, so the old
+    likelihoods need no passes. The predictions of the start and of the copy are kept for a whole iteration; each is as
+    large as the latents times ``num_times``.
 
     Args:
-        rollout: how images are sampled; any ODE solver. The default of ten steps is that of the other methods here; the
-            public code takes 14.
-        num_times: times an image, one in each equal part of the schedule, shared by the images of a micro-batch.
+        num_times: times per image, one in each equal part of the schedule, shared by the images of a micro-batch.
         weighting: see :func:`log_likelihood`.
         power: exponent of the power weighting.
         clip: half-width of the ratio's trust region; null for none. 1.0, nearly no bound, is what the public code sets.
@@ -77,14 +68,14 @@ class AWM(Objective):
         ema_decay_max: the bound of that.
         times: draw from the sampler's own times, or from the continuous schedule. The first is our reading.
         time_shift: resolution shift of the continuous schedule.
-        training_guidance: guidance of the network while it is trained; null is 1, or the rollout's where the network
-            embeds the scale, as FLUX.1-dev's does.
-        reference_guidance: guidance of the start's weights; null takes the training's.
+
+    The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The default of ten sampling
+    steps is that of the other methods here; the public code takes 14.
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec(steps=10)
 
-    rollout: RolloutSpec | None = None
     num_times: Annotated[int, Range(1, 1000, example=6)] = 6
     weighting: Weighting = "power"
     power: Annotated[float, Range(above=0, most=1, example=0.25)] = 0.25
@@ -96,17 +87,11 @@ class AWM(Objective):
     ema_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3
     times: TimeSource = "sampler"
     time_shift: PositiveFloat = 1.0
-    training_guidance: GuidanceScale | None = None
-    reference_guidance: GuidanceScale | None = None
 
     def __post_init__(self) -> None:
         known = get_args(Weighting)
         require(self.weighting in known, "weighting", self.weighting, f"Use {', '.join(known[:-1])} or {known[-1]}")
-        self.rollout = self.rollout or RolloutSpec(steps=10)
         super().__post_init__()
-
-    def check(self, sizes: Sizes) -> list[str]:
-        return super().check(sizes) + ode_faults("AWM", self.spec)
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
         passes = {"update": sizes.uses_per_image * self.num_times}
@@ -131,9 +116,7 @@ class AWM(Objective):
                 errors = stored_errors(context, experience, "v", None, self.guidance_in("training", policy))
             experience.extras["old_log_likelihood"] = self._log_likelihood(experience, errors)
         for name in self._pulls():
-            guidance = self.guidance_in("reference" if name == "reference" else "training", policy)
-            with self.with_copy(policy, name, context.ledger):
-                experience.extras[f"{name}_prediction"] = stored_predictions(context, experience, guidance)
+            experience.extras[f"{name}_prediction"] = self.copy_predictions(context, experience, name)
         return experience
 
     def _draw_times(self, rollout: Rollout, micro_batch_size: int) -> Tensor:
@@ -150,7 +133,7 @@ class AWM(Objective):
         return log_likelihood(mean_over_pixels(error.square(), 2), times, self.weighting, self.power)
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        prediction, error, _ = predict_pairs(policy, micro, "v", None, self.guidance_in("training", policy))
+        prediction, error, _ = self.predict(policy, micro, "v")
         log_q = self._log_likelihood(micro, error)
         log_ratio = log_q - micro.extras.get("old_log_likelihood", log_q.detach())
         gain = clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip).mean(dim=1)

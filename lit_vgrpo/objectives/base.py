@@ -7,7 +7,7 @@ from the module of the last class, where a string from a base class would mean n
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -77,6 +77,7 @@ class Objective(ABC):
     advantage_aggregate: ClassVar[AdvantageAggregate] = "rewards"
     path_kinds: ClassVar[tuple[str, ...]] = ("flow", "vp")
     trains_on_sampling_steps: ClassVar[bool] = False
+    default_rollout: ClassVar[RolloutSpec | None] = None
 
     rollout: RolloutSpec | None = None
     training_guidance: float | None = None
@@ -90,7 +91,12 @@ class Objective(ABC):
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Start without copies and updates; a subclass that is a dataclass calls it from its own."""
+        """Take the method's own rollout where none is given, and start without copies and updates.
+
+        A dataclass that defines ``__post_init__`` itself must call this one.
+        """
+        if self.rollout is None and self.default_rollout is not None:
+            self.rollout = replace(self.default_rollout)
         self.rollout_device: torch.device | None = None
         self.copies: dict[str, Snapshot] = {}
         self.num_updates = 0

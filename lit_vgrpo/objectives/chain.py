@@ -1,11 +1,12 @@
 """What the methods share that train on the sampling chain: a clipped ratio for every step that took noise."""
 
-from dataclasses import replace
-from typing import ClassVar
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, Range
 from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
@@ -24,33 +25,36 @@ def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:
     return mean_over_pixels((mean - reference_mean).square() / (2 * diffusion.square()), 2)
 
 
+@dataclass(eq=False)
 class ChainObjective(Objective):
-    """Base of the methods whose actions are the SDE steps of a rollout.
+    """Base of the methods whose actions are the SDE steps of a rollout; holds the options that all of them have.
 
     An experience's ``extras`` hold for each image its ``K`` trained steps: ``before`` and ``after (B, K, C, h, w)``,
     ``t``, ``t_next``, ``second_time`` and ``log_prob (B, K)``, and where needed ``old_mean`` and ``reference_mean``.
     The old log-probabilities are those of the rollout, so there are no extra passes for them by default.
 
-    A method is a dataclass with those of these options that it has; the others stay as they are here.
-
-    Attributes:
-        rollout: how images are sampled; an SDE of the policy's path.
+    Args:
+        rollout: how images are sampled; an SDE of the policy's path. Null takes the method's published one.
         clip: half-width of the ratio's trust region; null for none.
         advantage_clip: bound on the advantages; null for none.
-        kl_weight: weight of the KL to the weights of the start; 0 switches it and its passes off.
-        training_guidance: guidance of the network while it is trained; null takes the rollout's. With another one the
-            old log-probabilities are computed anew, in passes of their own.
-        reference_guidance: guidance of the start's weights; null takes the training's.
-        recompute_old: compute the old log-probabilities anew in the training's batches, in passes of their own. In 16
-            bits those of the rollout's batches are rounded otherwise, and the ratio is not quite 1 before an update.
+        kl_weight: weight of the KL of each step to the starting weights; 0 switches it and its passes off.
+        training_guidance: guidance scale of the policy during training; null takes the rollout's. With any other scale
+            the old log-probabilities are recomputed, in passes of their own.
+        reference_guidance: guidance scale of the starting weights; null takes the training's.
+        recompute_old: recompute the old log-probabilities in the training's batches, in passes of their own. In 16-bit
+            precision those of the rollout's batches round differently, so the ratio is not exactly 1 before an update.
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
     trains_on_sampling_steps: ClassVar[bool] = True
 
-    clip: float | None = None
-    advantage_clip: float | None = None
-    kl_weight: float = 0.0
+    rollout: RolloutSpec | None = None
+    _: KW_ONLY
+    clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4
+    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
+    kl_weight: NonNegativeFloat = 0.0
+    training_guidance: GuidanceScale | None = None
+    reference_guidance: GuidanceScale | None = None
     recompute_old: bool = False
 
     # --- which steps -----------------------------------------------------------------------------------------------

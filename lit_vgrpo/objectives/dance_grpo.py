@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageStd
-from lit_vgrpo.core.ranges import GuidanceScale, Range, checked
+from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.rollout import Rollout, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_STEPS, image_generators
 from lit_vgrpo.objectives.chain import ChainObjective
@@ -23,27 +23,16 @@ class DanceGRPO(ChainObjective):
     :class:`~lit_vgrpo.objectives.ddpo.DDPO`.
 
     Args:
-        rollout: how images are sampled; null is dance_sde with 16 steps and shared initial noise.
-        clip: half-width of the ratio's trust region; null for none.
-        train_fraction: share of the steps that is trained, drawn for each image and iteration, rounded down; the last
+        train_fraction: share of the steps that are trained, drawn per image and iteration and rounded down; the last
             step is never among them.
-        advantage_clip: bound on the advantages; null for none.
-        training_guidance: guidance of the network while it is trained; null takes the rollout's.
-        recompute_old: see :class:`~lit_vgrpo.objectives.chain.ChainObjective`.
+
+    The other options are those of :class:`~lit_vgrpo.objectives.chain.ChainObjective`; the paper has no KL.
     """
 
     advantage_std: ClassVar[AdvantageStd] = "group"
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dance_sde", steps=16, shared_noise=True)
 
-    rollout: RolloutSpec | None = None
-    clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4
     train_fraction: Annotated[float, Range(above=0, most=1, example=0.6)] = 0.6
-    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
-    training_guidance: GuidanceScale | None = None
-    recompute_old: bool = False
-
-    def __post_init__(self) -> None:
-        self.rollout = self.rollout or RolloutSpec("dance_sde", steps=16, shared_noise=True)
-        super().__post_init__()
 
     def num_trained_steps(self, spec: RolloutSpec) -> int:
         # The small term keeps 0.29 * 100 from being 28.

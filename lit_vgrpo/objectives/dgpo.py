@@ -3,39 +3,23 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, NonNegativeInt, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, Range, checked
 from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_TIMES
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import denoising_error, seeded_generator, surrogate
-from lit_vgrpo.objectives.base import Objective, PrepareContext, require
-from lit_vgrpo.objectives.pairs import ode_faults, pairs_at, predict_pairs, squared_distance
+from lit_vgrpo.objectives.base import PrepareContext, require
+from lit_vgrpo.objectives.forward import ForwardObjective
+from lit_vgrpo.objectives.groups import cut_group, group_weights, groups_of, joined
+from lit_vgrpo.objectives.pairs import pairs_at, squared_distance
 from lit_vgrpo.policies.base import Policy
-
-
-def group_weights(
-    losses: Tensor, reference_losses: Tensor, advantages: Tensor, group_ids: Tensor, group_size: Tensor, beta: float
-) -> Tensor:
-    """``sigmoid(z_g)`` of each image's group, detached, ``z_g = (beta / G) sum_{i in g} A_i (l_i - l_ref_i)``.
-
-    Args:
-        losses: ``l_i``, ``(B,)``; whole groups, in any order. So are the others.
-        group_size: ``G`` of each image's group, ``(B,)``, int64.
-
-    Returns:
-        Shape ``(B,)``, in (0, 1).
-    """
-    _, index = torch.unique(group_ids, return_inverse=True)
-    gains = advantages * (losses.detach() - reference_losses) / group_size
-    sums = torch.zeros(int(index.max()) + 1, device=gains.device).index_add(0, index, gains)
-    return torch.sigmoid(beta * sums[index])
 
 
 def gone_far_enough(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip: float) -> Tensor:
@@ -46,7 +30,7 @@ def gone_far_enough(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip
 
 @checked
 @dataclass(eq=False)
-class DGPO(Objective):
+class DGPO(ForwardObjective):
     """DGPO: the group's images as one preference, weighted by how far it is from being satisfied.
 
     ``l_i`` is the mean over the update's times of ``m((target - prediction)^2)``, in the network's own prediction:
@@ -54,12 +38,11 @@ class DGPO(Objective):
     over, the noise of an eps-network (as in Diffusion-DPO) or the velocity of a v-network. Both the stop and the
     weight of a group act on that mean.
 
-    A group must be whole in every update. Where a micro-batch does not hold whole groups, the update's images first
-    pass through the network once more without gradient, to know each group's weight; take a ``micro_batch_size`` that
-    is a multiple of ``group_size`` to save that.
+    A group must be whole in every update. Where a micro-batch does not hold whole groups, the update's images pass
+    through the network once more without gradient, to know each group's weight; a ``micro_batch_size`` that is a
+    multiple of ``group_size`` saves that.
 
     Args:
-        rollout: how images are sampled; any ODE solver. The paper uses DPM-Solver++ with 10 steps.
         num_times: times of an iteration, the same for all images and ranks.
         noisiest: how many of the sampler's noisiest times they are drawn from, without repetition.
         beta: 100 (OCR, GenEval) or 10 (PickScore): how soon a satisfied group stops to pull.
@@ -70,12 +53,13 @@ class DGPO(Objective):
         old_decay_rate: ``old <- d old + (1 - d) theta`` after each of n gradient steps, ``d = min(max, rate n)``.
         old_decay_max: the bound of that.
         behaviour_from_step: gradient step from which the old policy rolls out: 200 (500 for GenEval).
-        training_guidance: guidance of the network while it is trained; null is 1, or the rollout's where the network
-            embeds the scale, as FLUX.1-dev's does.
-        reference_guidance: guidance of the start's weights; null takes the training's.
+
+    The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The paper samples with
+    DPM-Solver++ in 10 steps.
     """
 
-    rollout: RolloutSpec | None = None
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
+
     num_times: Annotated[int, Range(1, 1000, example=4)] = 4
     noisiest: Annotated[int, Range(1, 1000, example=7)] = 7
     beta: Annotated[float, Range(above=0, example=100)] = 100.0
@@ -85,18 +69,15 @@ class DGPO(Objective):
     old_decay_rate: NonNegativeFloat = 0.001
     old_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3
     behaviour_from_step: NonNegativeInt = 200
-    training_guidance: GuidanceScale | None = None
-    reference_guidance: GuidanceScale | None = None
 
     def __post_init__(self) -> None:
         at_least = f"Use {self.num_times} (num_times) or more"
         require(self.noisiest >= self.num_times, "noisiest", self.noisiest, at_least)
         require(self.reference in ("frozen", "moving"), "reference", self.reference, "Use frozen or moving")
-        self.rollout = self.rollout or RolloutSpec("dpm++", steps=10)
         super().__post_init__()
 
     def check(self, sizes: Sizes) -> list[str]:
-        faults = super().check(sizes) + ode_faults("DGPO", self.spec)
+        faults = super().check(sizes)
         if self.noisiest > self.spec.steps:
             faults.append(
                 f"model.objective.noisiest={self.noisiest} is more than the sampler's {self.spec.steps} times. "
@@ -159,8 +140,7 @@ class DGPO(Objective):
         self, policy: Policy, micro: Experience, use: Literal["training", "reference"] = "training"
     ) -> tuple[Tensor, Tensor]:
         """Return the network's own predictions ``(M, N, ...)`` and ``l_i``, ``(M,)``."""
-        guidance = self.guidance_in(use, policy)
-        prediction, error, _ = predict_pairs(policy, micro, policy.path.prediction, None, guidance)
+        prediction, error, _ = self.predict(policy, micro, policy.path.prediction, use=use)
         return prediction, surrogate(denoising_error(error, self_normalised=False))
 
     def _store_reference(self, micro: Experience, prediction: Tensor, losses: Tensor) -> None:
@@ -176,7 +156,7 @@ class DGPO(Objective):
                 micro.extras["old_loss"] = losses
                 if self.reference == "moving":
                     self._store_reference(micro, prediction, losses)
-        if all(_cut_group(*_groups([micro])) is None for micro in micros):
+        if all(cut_group(*groups_of([micro])) is None for micro in micros):
             return
         with (ledger or PassLedger()).phase("group"), torch.no_grad():
             losses = torch.cat([self._losses(policy, micro)[1] for micro in micros])
@@ -186,15 +166,15 @@ class DGPO(Objective):
 
     def _weights_of_spread_groups(self, micros: Sequence[Experience], losses: Tensor) -> Tensor:
         """Return the weight of each image's group ``(B,)``, for groups spread over micro-batches or ranks."""
-        own, _ = ids, sizes = _groups(micros)
-        reference = _joined(micros, "reference_loss")
+        own, _ = ids, sizes = groups_of(micros)
+        reference = joined(micros, "reference_loss")
         advantages = torch.cat([micro.advantages for micro in micros])
-        if _cut_group(ids, sizes) is not None:
+        if cut_group(ids, sizes) is not None:
             # Every rank gets here or none, since all hold equal parts.
             ids, sizes, losses, reference, advantages = (
                 self.all_ranks(values).to(own.device) for values in (ids, sizes, losses, reference, advantages)
             )
-            cut = _cut_group(ids, sizes)
+            cut = cut_group(ids, sizes)
             if cut is not None:
                 raise ValueError(
                     "An update holds {} of the {} images of group {}, but DGPO compares whole groups. "
@@ -209,7 +189,7 @@ class DGPO(Objective):
         weights = micro.extras.get("group_weight")
         if weights is None:
             weights = group_weights(
-                losses, micro.extras["reference_loss"], micro.advantages, *_groups([micro]), self.beta
+                losses, micro.extras["reference_loss"], micro.advantages, *groups_of([micro]), self.beta
             )
         stop = gone_far_enough(losses, micro.extras["old_loss"], micro.advantages, self.clip)
         preference = weights * micro.advantages * torch.where(stop, losses.detach(), losses)
@@ -228,23 +208,3 @@ class DGPO(Objective):
         super().after_update(policy)
         decay = min(self.old_decay_max, self.old_decay_rate * self.num_updates)
         self.copies["old"].move_towards(policy, decay)
-
-
-def _joined(micros: Sequence[Experience], name: str) -> Tensor:
-    return torch.cat([micro.extras[name] for micro in micros])
-
-
-def _groups(micros: Sequence[Experience]) -> tuple[Tensor, Tensor]:
-    """Group ids and group sizes of the images, each ``(B,)``, int64."""
-    return _joined(micros, "group_ids"), _joined(micros, "group_size")
-
-
-def _cut_group(ids: Tensor, sizes: Tensor) -> tuple[int, int, int] | None:
-    """How many images of a group are there, how many it has, and its id, for the first that is not whole."""
-    groups, index, counts = torch.unique(ids, return_inverse=True, return_counts=True)
-    whole = torch.empty_like(counts).scatter_(0, index, sizes)
-    short = (counts != whole).nonzero()
-    if not len(short):
-        return None
-    k = int(short[0])
-    return int(counts[k]), int(whole[k]), int(groups[k])

@@ -1,12 +1,12 @@
 """Flow-GRPO (arXiv 2505.05470): GRPO over the sampling chain of a flow model."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
 from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_STEPS
 from lit_vgrpo.core.solvers import Transition
@@ -38,35 +38,28 @@ class FlowGRPO(ChainObjective):
     """Flow-GRPO, with its later variants: Fast, CPS (choose ``rollout.solver=cps``) and GRPO-Guard.
 
     Args:
-        rollout: how images are sampled; null is flow_sde with 10 steps and guidance 4.5.
         clip: half-width of the ratio's trust region; null takes the solver's published one (1e-4, cps 1e-5).
-        kl_weight: weight of the KL to the weights of the start; published .04 (OCR, GenEval) and .01 (PickScore).
-        fast: noise only in a short window, which alone is trained; its place is drawn anew for each iteration, from all
-            that leave the last step out.
+        kl_weight: weight of the KL to the starting weights; published: 0.04 (OCR, GenEval) and 0.01 (PickScore).
+        fast: add noise only in a short window, and train that window alone; its place is drawn for each iteration, from
+            all that leave the last step out.
         fast_window: steps of that window.
         guard: GRPO-Guard's ratio, and each step's surrogate divided by its ``h``.
-        advantage_clip: bound on the advantages; null for none.
-        training_guidance: guidance of the network while it is trained; null takes the rollout's.
-        recompute_old: see :class:`~lit_vgrpo.objectives.chain.ChainObjective`.
-        reference_guidance: guidance of the start's weights; null takes the training's.
+
+    The other options are those of :class:`~lit_vgrpo.objectives.chain.ChainObjective`.
     """
 
-    rollout: RolloutSpec | None = None
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("flow_sde", steps=10, guidance=4.5)
+
     clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = None
     kl_weight: NonNegativeFloat = 0.04
     fast: bool = False
     fast_window: Annotated[int, Range(1, 1000, example=2)] = 2
     guard: bool = False
-    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
-    reference_guidance: GuidanceScale | None = None
-    training_guidance: GuidanceScale | None = None
-    recompute_old: bool = False
 
     def __post_init__(self) -> None:
-        self.rollout = self.rollout or RolloutSpec("flow_sde", steps=10, guidance=4.5)
-        if self.clip is None:
-            self.clip = PUBLISHED_CLIP.get(self.rollout.solver, DEFAULT_CLIP)
         super().__post_init__()
+        if self.clip is None:
+            self.clip = PUBLISHED_CLIP.get(self.spec.solver, DEFAULT_CLIP)
 
     @property
     def window(self) -> tuple[str, int] | None:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 import torch
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
-from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, NonNegativeInt, PositiveInt, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, checked
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_STEPS
 from lit_vgrpo.core.surrogate import seeded_generator
@@ -27,7 +27,6 @@ class MixGRPO(ChainObjective):
     last step.
 
     Args:
-        rollout: how images are sampled; null is flow_sde with 25 steps and shared initial noise.
         window_size: steps that take noise and are trained.
         window_strategy: ``progressive`` moves by ``window_stride`` every ``window_interval`` iterations and starts over
             at the end; ``decay`` does so with shorter stays at later places, ``max(1, tau0 exp(-k relu(l - l0)))``
@@ -40,18 +39,14 @@ class MixGRPO(ChainObjective):
         flash: sample what follows the window with DPM-Solver++ 2M in fewer steps. The cost of a rollout then grows as
             the window moves.
         flash_share: share of those steps that is kept.
-        clip: half-width of the ratio's trust region; null for none.
-        advantage_clip: bound on the advantages; null for none.
-        kl_weight: weight of the KL to the weights of the start; the paper has none.
-        training_guidance: guidance of the network while it is trained; null takes the rollout's.
-        recompute_old: see :class:`~lit_vgrpo.objectives.chain.ChainObjective`.
-        reference_guidance: guidance of the start's weights; null takes the training's.
+
+    The other options are those of :class:`~lit_vgrpo.objectives.chain.ChainObjective`; the paper has no KL.
     """
 
     advantage_std: ClassVar[AdvantageStd] = "group"
     advantage_aggregate: ClassVar[AdvantageAggregate] = "advantages"
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("flow_sde", steps=25, shared_noise=True)
 
-    rollout: RolloutSpec | None = None
     window_size: Annotated[int, Range(1, 1000, example=4)] = 4
     window_strategy: WindowStrategy = "progressive"
     window_stride: PositiveInt = 1
@@ -60,17 +55,10 @@ class MixGRPO(ChainObjective):
     decay_from: NonNegativeInt = 13
     flash: bool = False
     flash_share: Annotated[float, Range(above=0, most=1, example=0.4)] = 0.4
-    clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4
-    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
-    kl_weight: NonNegativeFloat = 0.0
-    reference_guidance: GuidanceScale | None = None
-    training_guidance: GuidanceScale | None = None
-    recompute_old: bool = False
 
     def __post_init__(self) -> None:
         known = get_args(WindowStrategy)
         require(self.window_strategy in known, "window_strategy", self.window_strategy, f"Use {' or '.join(known)}")
-        self.rollout = self.rollout or RolloutSpec("flow_sde", steps=25, shared_noise=True)
         super().__post_init__()
 
     @property

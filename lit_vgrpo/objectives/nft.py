@@ -2,26 +2,20 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
 from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_TIMES, image_generators
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import denoising_error, mean_over_pixels, surrogate
-from lit_vgrpo.objectives.base import Objective, PrepareContext, require
-from lit_vgrpo.objectives.pairs import (
-    ode_faults,
-    pairs_at,
-    predict_pairs,
-    squared_distance,
-    stored_errors,
-    stored_predictions,
-)
+from lit_vgrpo.objectives.base import PrepareContext, require
+from lit_vgrpo.objectives.forward import ForwardObjective
+from lit_vgrpo.objectives.pairs import pairs_at, squared_distance, stored_errors
 from lit_vgrpo.policies.base import Policy
 
 ABSOLUTE_FLOOR = 1e-5
@@ -76,48 +70,44 @@ def _self_normalised(error: Tensor) -> Tensor:
 
 @checked
 @dataclass(eq=False)
-class DiffusionNFT(Objective):
+class DiffusionNFT(ForwardObjective):
     """DiffusionNFT: images come from a slowly moving copy, and each trains at nearly all of the sampler's times.
 
-    On a rectified flow this is the paper's method. It is carried over to a variance-preserving path by combining the
-    network's own predictions, noise or velocity, where the paper combines velocities, and by measuring the combined
-    prediction's error in x as there. At a fixed ``z_t`` the error in x is a factor times the prediction's own error:
-    ``t`` on a flow, ``b`` for a v-network and ``b / a``, bounded by ``scale_cap``, for an eps-network. So one line of
-    arithmetic on errors serves all of them.
+    On a rectified flow this is the paper's method. On a variance-preserving path, to which we carry it over, the
+    network's own predictions (noise or velocity) are combined where the paper combines velocities, and the error of the
+    combination is measured in x as there. At a fixed ``z_t`` that is the prediction's own error times a factor: ``t``
+    on a flow, ``b`` for a v-network, ``b / a`` bounded by ``scale_cap`` for an eps-network.
 
     The old policy's errors and the reference's predictions are kept for a whole iteration; each is as large as the
     latents times the number of times.
 
     Args:
-        rollout: how images are sampled; any ODE solver. The paper uses 10 steps without guidance.
         beta: 1.0 (the paper's for GenEval, PickScore and HPS); 0.1 for OCR and for several rewards.
         decay_type: how fast the copy that rolls out follows, see :func:`nft_decay`.
-        num_times: times an image, drawn from the sampler's own without repetition; null takes all but one.
+        num_times: times per image, drawn from the sampler's own without repetition; null takes all but one.
         advantage_clip: bound of the advantages, and weight of the loss, so that an image's weight is its advantage.
         kl_weight: weight of the squared distance to the start's predictions; 0 saves the reference's passes.
         scale_cap: bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Ours.
-        training_guidance: guidance of the network while it is trained; null is 1, or the rollout's where the network
-            embeds the scale, as FLUX.1-dev's does.
-        reference_guidance: guidance of the start's weights; null takes the training's.
+
+    The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The paper samples 10 steps
+    without guidance.
     """
 
-    rollout: RolloutSpec | None = None
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec(steps=10)
+
     beta: Annotated[float, Range(above=0, example=1)] = 1.0
     decay_type: Literal[0, 1, 2] = 1
     num_times: Annotated[int, Range(1, 1000)] | None = None
     advantage_clip: Annotated[float, Range(above=0, example=5)] = 5.0
     kl_weight: NonNegativeFloat = 1e-4
     scale_cap: Annotated[float, Range(above=0, example=5)] | None = 5.0
-    training_guidance: GuidanceScale | None = None
-    reference_guidance: GuidanceScale | None = None
 
     def __post_init__(self) -> None:
         require(self.decay_type in (0, 1, 2), "decay_type", self.decay_type, "Use 0, 1 or 2")
-        self.rollout = self.rollout or RolloutSpec(steps=10)
         super().__post_init__()
 
     def check(self, sizes: Sizes) -> list[str]:
-        faults = super().check(sizes) + ode_faults("DiffusionNFT", self.spec)
+        faults = super().check(sizes)
         steps = self.spec.steps
         if self.num_times is None and steps < 2:
             faults.append(
@@ -160,13 +150,11 @@ class DiffusionNFT(Objective):
             guidance = self.guidance_in("training", policy)
             experience.extras["old_error"] = stored_errors(context, experience, "x", self.scale_cap, guidance)
         if "reference" in self.copies:
-            with self.with_copy(policy, "reference", context.ledger):
-                guidance = self.guidance_in("reference", policy)
-                experience.extras["reference_prediction"] = stored_predictions(context, experience, guidance)
+            experience.extras["reference_prediction"] = self.copy_predictions(context, experience, "reference")
         return experience
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        prediction, error, _ = predict_pairs(policy, micro, "x", self.scale_cap, self.guidance_in("training", policy))
+        prediction, error, _ = self.predict(policy, micro, "x", self.scale_cap)
         share = optimality(micro.advantages, self.advantage_clip)
         contrast = surrogate(contrastive_error(error, micro.extras["old_error"], share, self.beta))
         distance = torch.zeros_like(contrast)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.probability_paths import Space, expand
-from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.rollout import Experience, Rollout
 from lit_vgrpo.core.sampling import STREAM_PAIRS, image_generators
 from lit_vgrpo.core.surrogate import Pairs, draw_pairs, mean_over_pixels, surrogate
 from lit_vgrpo.objectives.base import PrepareContext
@@ -117,13 +117,3 @@ def stored_errors(
 def squared_distance(prediction: Tensor, stored: Tensor) -> Tensor:
     """``m((v_theta - v_stored)^2)`` between a network's predictions, mean over the pairs; ``(B, N, ...) -> (B,)``."""
     return surrogate(mean_over_pixels((prediction - stored).square(), 2))
-
-
-def ode_faults(method: str, spec: RolloutSpec) -> list[str]:
-    """Refuse an SDE for a method that trains on final latents alone: at most one line."""
-    if not spec.is_sde:
-        return []
-    return [
-        f"model.objective.rollout.solver={spec.solver} is an SDE, but {method} trains on final images alone and "
-        f"samples with an ODE. Use {spec.as_ode().solver}."
-    ]

@@ -2,14 +2,14 @@
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import soft_clip
 from lit_vgrpo.core.probability_paths import Space
-from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, PositiveFloat, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, PositiveFloat, Range, checked
 from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
@@ -21,8 +21,9 @@ from lit_vgrpo.core.surrogate import (
     ratio_metrics,
     surrogate,
 )
-from lit_vgrpo.objectives.base import Objective, PrepareContext
-from lit_vgrpo.objectives.pairs import TimeSource, predict_pairs, rollout_pairs
+from lit_vgrpo.objectives.base import PrepareContext
+from lit_vgrpo.objectives.forward import ForwardObjective
+from lit_vgrpo.objectives.pairs import TimeSource, rollout_pairs
 from lit_vgrpo.policies.base import Policy
 
 
@@ -39,11 +40,10 @@ _STORED = frozenset({"old_surrogate", "kl_prediction"})
 
 @checked
 @dataclass(eq=False)
-class VGRPO(Objective):
+class VGRPO(ForwardObjective):
     """V-GRPO with its three variance reductions and three controls of the gradient step, each switchable.
 
     Args:
-        rollout: how images are sampled; any ODE solver of the policy's path.
         num_mc_samples: pairs (t, eps) an image (N_MC).
         share_pairs: one set of pairs for all images of a group (variance reduction 1).
         stratify: one time in each of N_MC equal parts of the schedule (variance reduction 2).
@@ -57,11 +57,13 @@ class VGRPO(Objective):
         kl_weight: weight beta of the distance to the behaviour policy, or to the anchor where there is one.
         anchor_decay: let the KL's other side be a slowly moving copy, ``copy <- d copy + (1 - d) weights`` after each
             iteration; null keeps the behaviour policy. Not in the paper.
-        training_guidance: guidance of the network while it is trained; null is 1, or the rollout's where the network
-            embeds the scale, as FLUX.1-dev's does.
+
+    The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective`.
     """
 
-    rollout: RolloutSpec | None = None
+    needs_ode: ClassVar[bool] = False  # any sampler will do: only the final latents are trained on
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec()
+
     num_mc_samples: Annotated[int, Range(1, 1000, example=4)] = 4
     share_pairs: bool = True
     stratify: bool = True
@@ -74,11 +76,6 @@ class VGRPO(Objective):
     soft_clip: Annotated[float, Range(above=0, example=3)] | None = None
     kl_weight: NonNegativeFloat = 0.0
     anchor_decay: Annotated[float, Range(least=0, below=1, example=0.3)] | None = None
-    training_guidance: GuidanceScale | None = None
-
-    def __post_init__(self) -> None:
-        self.rollout = self.rollout or RolloutSpec()
-        super().__post_init__()
 
     def check(self, sizes: Sizes) -> list[str]:
         faults = super().check(sizes)
@@ -124,19 +121,15 @@ class VGRPO(Objective):
             with context.ledger.phase("old"):
                 experience.extras |= self._stored(context, experience, wanted)
         if self.anchor is not None:
-            with self.with_copy(context.policy, "anchor", context.ledger):
-                experience.extras |= self._stored(context, experience, {"kl_prediction"})
+            experience.extras["kl_prediction"] = self.copy_predictions(context, experience, "anchor")
         return experience
-
-    def _predict(self, policy: Policy, micro: Experience) -> tuple[Tensor, Tensor, Tensor]:
-        return predict_pairs(policy, micro, self.space, self.scale_cap, self.guidance_in("training", policy))
 
     @torch.no_grad()
     def _stored(self, context: PrepareContext, experience: Experience, wanted: Set[str]) -> dict[str, Tensor]:
-        """Return what is wanted of the present weights, and no more: predictions are as large as all pairs."""
+        """Return what is wanted of the current weights, and no more: predictions are as large as all pairs."""
         stored: dict[str, list[Tensor]] = {name: [] for name in wanted}
         for micro in experience.micro_batches(context.micro_batch_size):
-            prediction, error, _ = self._predict(context.policy, micro)
+            prediction, error, _ = self.predict(context.policy, micro, self.space, self.scale_cap)
             if "old_surrogate" in wanted:
                 stored["old_surrogate"].append(surrogate(denoising_error(error, self.self_normalise)))
             if "kl_prediction" in wanted:
@@ -144,7 +137,7 @@ class VGRPO(Objective):
         return {name: torch.cat(parts) for name, parts in stored.items()}
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        prediction, error, scale = self._predict(policy, micro)
+        prediction, error, scale = self.predict(policy, micro, self.space, self.scale_cap)
         elbo = surrogate(denoising_error(error, self.self_normalise))
         log_ratio = micro.extras.get("old_surrogate", elbo.detach()) - elbo
         objective = clipped_surrogate(log_ratio, micro.advantages, self.clip)

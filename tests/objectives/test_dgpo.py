@@ -25,7 +25,8 @@ from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.objectives import DGPO
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.dgpo import gone_far_enough, group_weights
+from lit_vgrpo.objectives.dgpo import gone_far_enough
+from lit_vgrpo.objectives.groups import group_weights
 
 
 def small(**options):

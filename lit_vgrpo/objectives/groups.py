@@ -1,0 +1,47 @@
+"""Groups of images in the micro-batches of an update: which are whole, and how much each one weighs."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.core.rollout import Experience
+
+
+def group_weights(
+    losses: Tensor, reference_losses: Tensor, advantages: Tensor, group_ids: Tensor, group_size: Tensor, beta: float
+) -> Tensor:
+    """``sigmoid(z_g)`` of each image's group, detached, ``z_g = (beta / G) sum_{i in g} A_i (l_i - l_ref_i)``.
+
+    Args:
+        losses: ``l_i``, ``(B,)``; whole groups, in any order. So are the others.
+        group_size: ``G`` of each image's group, ``(B,)``, int64.
+
+    Returns:
+        Shape ``(B,)``, in (0, 1).
+    """
+    _, index = torch.unique(group_ids, return_inverse=True)
+    gains = advantages * (losses.detach() - reference_losses) / group_size
+    sums = torch.zeros(int(index.max()) + 1, device=gains.device).index_add(0, index, gains)
+    return torch.sigmoid(beta * sums[index])
+
+
+def joined(micros: Sequence[Experience], name: str) -> Tensor:
+    """Return one of the extras of all images, ``(B, ...)``."""
+    return torch.cat([micro.extras[name] for micro in micros])
+
+
+def groups_of(micros: Sequence[Experience]) -> tuple[Tensor, Tensor]:
+    """Return the images' group ids and group sizes, each ``(B,)``, int64."""
+    return joined(micros, "group_ids"), joined(micros, "group_size")
+
+
+def cut_group(ids: Tensor, sizes: Tensor) -> tuple[int, int, int] | None:
+    """Return the first group that is not whole as (images present, group size, id), or ``None``."""
+    groups, index, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    whole = torch.empty_like(counts).scatter_(0, index, sizes)
+    short = (counts != whole).nonzero()
+    if not len(short):
+        return None
+    k = int(short[0])
+    return int(counts[k]), int(whole[k]), int(groups[k])
