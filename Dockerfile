@@ -1,9 +1,9 @@
 # docker build -t lit-vgrpo .
 # docker run --gpus all -v "$PWD:/home/trainer/work" lit-vgrpo run tiny_shapes trainer.accelerator=gpu
-# torch's wheel brings CUDA's libraries itself; of the machine it needs the driver and the NVIDIA container toolkit.
+# torch's wheel includes the CUDA libraries; the host needs the driver and the NVIDIA container toolkit.
 FROM python:3.12-slim-bookworm
 
-# g++ compiles what torch.compile and DeepSpeed make at run time; pinned versions vanish from the mirrors.
+# g++ compiles code that torch.compile and DeepSpeed generate at run time; pinned versions vanish from the mirrors.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \

@@ -1,7 +1,7 @@
 # make demo    train the tiny recipe in a fresh .venv
 # make test    run the tests
-# make test-all  the slow ones too, with coverage: every strategy, launcher and rank
-# make lint    ruff, mypy, and who may import whom
+# make test-all  run the slow tests too, with coverage: every strategy, launcher and rank
+# make lint    run ruff, mypy and import-linter
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,16 +29,16 @@ lint: $(VENV)/installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-# A stamp, so that a second call installs nothing. torch and torchvision come as one pair from the index: see README.
+# A stamp file, so that a second call installs nothing. pip chooses torch and torchvision as a pair: see README.
 $(VENV)/installed: pyproject.toml
-	@echo "Installing into $(VENV): about 6 GB, two minutes and more"
+	@echo "Installing into $(VENV): about 6 GB, two minutes or more"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -e ".[test]"
 	touch $@
 
-# All of the above and more, in one go.
+# Includes all of the above.
 $(VENV)/installed-dev: pyproject.toml
-	@echo "Installing into $(VENV): about 6 GB, two minutes and more"
+	@echo "Installing into $(VENV): about 6 GB, two minutes or more"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -e ".[dev]"
 	touch $(VENV)/installed $@
