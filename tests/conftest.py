@@ -12,7 +12,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 from processes import PYTHON
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, which tests press
+# A shell's background job ignores Ctrl-C, and nohup SIGHUP; tests send both.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 pytest.register_assert_rewrite("policies.contract")  # so that its asserts say what was compared
 
 

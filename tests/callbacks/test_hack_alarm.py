@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import warnings
 
 import pytest
@@ -114,7 +115,7 @@ def test_diversity_of_features_and_of_images_that_are_not_finite(tmp_path):
 # --- real runs -------------------------------------------------------------------------------------------------------
 
 
-def hacked(tmp_path, callbacks, iterations=8, ckpt=None):
+def hacked(tmp_path, callbacks, iterations=8, ckpt=None, heldout_limit=8):
     """The tiny task trained to be easily compressed: blank pictures, which hold no shape."""
     module = make_module(
         "shipped:assets/tiny_sd3",
@@ -123,9 +124,8 @@ def hacked(tmp_path, callbacks, iterations=8, ckpt=None):
         heldout_reward=ShapesReward(),
         optimizer=OptimizerConfig(lr=1e-3),
     )
-    data = make_data(
-        prompts_per_iteration=8, group_size=4, micro_batch_size=32, heldout_limit=8, heldout_images_per_prompt=4
-    )
+    heldout = {"heldout_limit": heldout_limit, "heldout_images_per_prompt": 4}
+    data = make_data(prompts_per_iteration=8, group_size=4, micro_batch_size=32, **heldout)
     options = {"gradient_clip_val": 1.0, "enable_checkpointing": True}
     trainer = make_trainer(tmp_path, iterations, [RunCheckpoint(), *callbacks, RunSummary()], **options)
     with warnings.catch_warnings(record=True) as said:
@@ -135,17 +135,17 @@ def hacked(tmp_path, callbacks, iterations=8, ckpt=None):
 
 
 def test_a_run_that_hacks_its_reward_is_stopped_and_says_why(tmp_path, capfd):
-    alarm = RewardHackAlarm(action="stop", diversity="pixels", min_diversity_drop=0.3, patience=2)
-    trainer, _ = hacked(tmp_path, [alarm])
+    alarm = RewardHackAlarm(action="stop", diversity="pixels", min_diversity_drop=0.1, patience=2)
+    trainer, _ = hacked(tmp_path, [alarm], heldout_limit=12)
     assert trainer.current_epoch == 2
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["outcome"] == "reward hacking"
     lines = [line for line in capfd.readouterr().err.splitlines() if "hacking" in line]
     assert lines == [summary["reason"]]
-    start = "Reward hacking? Since iteration 0 heldout/reward rose from -0.9"
-    assert lines[0].startswith(start)
-    assert "while heldout/untrained_reward fell from 0.5" in lines[0]
-    assert "while heldout/diversity fell from 0.1" in lines[0]
+    assert lines[0].startswith("Reward hacking? Since iteration 0 heldout/reward rose from -0.")
+    for name in ("untrained_reward", "diversity"):
+        before, after = re.search(rf"while heldout/{name} fell from (0\.\d+) to (0\.\d+)", lines[0]).groups()
+        assert float(after) < 0.7 * float(before)
     # the start is not among the checkpoints: of those after it, the first was the best
     best = tmp_path / "checkpoints/best.ckpt"
     assert f"Best checkpoint: {best} (heldout/untrained_reward 0." in lines[0]

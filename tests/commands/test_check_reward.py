@@ -41,8 +41,8 @@ def cells(out):
 
 
 def test_images_of_the_recipes_own_policy_are_scored(recipe, capsys):
-    words = [recipe, "model.heldout_reward=ShapesReward", "--num-prompts", "2", "--images-per-prompt", "3"]
-    status = main(["check-reward", *words])
+    heldout = "model.heldout_reward={python: trial_rewards:constant}"
+    status = main(["check-reward", recipe, heldout, "--num-prompts", "2", "--images-per-prompt", "3"])
     said = capsys.readouterr()
     assert said.out.startswith("6 images made by the recipe's policy in ")
     table = cells(said.out)
@@ -52,13 +52,12 @@ def test_images_of_the_recipes_own_policy_are_scored(recipe, capsys):
     mean, std, low, high = map(float, jpeg[2:6])
     assert low < mean < high < 0 < std
     assert jpeg[6:8] == ["0", "0%"]
-    assert table["shapes"][1] == "0"
+    assert table["constant"][1] == "0"
     assert table["total"][1:6] == [f"{value:.4f}" for value in (mean, std, low, high)] + ["0"]
     assert "Rewards of an iteration, 4 images a rank: about " in said.out
-    # a random network draws no shapes
     assert status == 1
     assert said.err.splitlines() == [
-        "shapes is constant (0) on 6 images, and nothing is learned from it. "
+        "constant is constant (0.25) on 6 images, and nothing is learned from it. "
         "Look at the prompts, or try more with --num-prompts."
     ]
     assert not Path("runs").exists()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers import prompt_file
 from processes import PYTHON
 
 from lit_vgrpo.commands.recipe_cli import fixed_seed
@@ -115,7 +116,7 @@ def test_a_run_leaves_a_folder_that_is_itself_a_recipe(tiny_recipe, capsys):
     assert list((folder / "tensorboard").glob("events*"))
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert saved["data"]["micro_batch_size"] == 4
-    assert saved["data"]["train"].startswith("shipped:")
+    assert saved["data"]["train"] == prompt_file("shapes_train.jsonl")
     assert "seed" not in saved["model"]
 
     assert run([str(folder / "config.yaml")]) == 0

@@ -1,10 +1,11 @@
 import pytest
+from helpers import prompt_file
 
 from lit_vgrpo.commands.check import check
 from lit_vgrpo.commands.evaluate.command import heldout_rows
 from lit_vgrpo.commands.run import build
 
-SHIPPED = "train: shipped:prompts/shapes_train.jsonl"
+SHIPPED = f"train: {prompt_file('shapes_train.jsonl')}"
 
 
 @pytest.fixture
