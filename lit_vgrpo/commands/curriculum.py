@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lit_vgrpo.config.recipe import RESUME, STAGES, Command, find_overlay, find_recipe, loaded
-from lit_vgrpo.config.shorthand import expanded_override
+from lit_vgrpo.config.arguments import is_override
+from lit_vgrpo.config.recipe import RESUME, STAGES, Command, find_recipe, loaded
 from lit_vgrpo.errors import UserError, nearest, unknown_option
 from lit_vgrpo.runs.folder import CONFIG_NAME
+from lit_vgrpo.runs.resume import read_summary
 from lit_vgrpo.system.paths import shipped_root, write_whole
 
-KEYS = (STAGES, "name", "run_dir", "overlays", "overrides")
+EXAMPLES = {"overlays": "[strategy/zero2]", "overrides": "[trainer.devices=8]"}
+KEYS = (STAGES, "name", "run_dir", *EXAMPLES)
 START = "model.policy.start_from"
-OF_A_STAGE = re.compile(r"stage(\d+)\.(.+)")
+OF_A_STAGE = re.compile(r"stage(\d+)\.([^=]+=.*)", re.DOTALL)
 MEANT_FOR_A_STAGE = re.compile(r"stages?[._-]?(\d+)(?:[._-](.+))?")
-OWN = {
-    "name": "is that of the curriculum; its stages are numbered and named after their recipes",
-    "run_dir": "is that of the curriculum, whose stages are folders in it",
-    "ckpt_path": "is of one run alone. Use --resume",
+FIXED = {
+    STAGES: "the stages are those of the file. Write a file of your own.",
+    "name": "name is that of the curriculum; its stages are numbered and named after their recipes.",
+    "run_dir": "run_dir is that of the curriculum, whose stages are folders in it.",
+    "ckpt_path": "ckpt_path is of one run alone. Use --resume.",
+    START: f"stages start from the one before. Only stage1.{START} is free.",
 }
+"""Keys of a recipe that its place in a curriculum decides."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,8 @@ class Stage:
     """One run of a curriculum.
 
     Attributes:
-        number: its position, from 1.
-        recipe: its recipe's file.
+        number: Its position, from 1.
+        recipe: Its recipe's file.
     """
 
     number: int
@@ -49,127 +54,96 @@ class Stage:
         """Name of its run folder."""
         return f"{self.number}_{self.name}"
 
+    def outcome(self, run: Path) -> str | None:
+        """Return how its run ended, in a curriculum's run folder; ``None`` without a ``summary.json``."""
+        return (read_summary(run / self.folder) or {}).get("outcome")
 
-@dataclass(frozen=True)
-class Settings:
-    """Overlays and ``(key, text)`` overrides, in the order they apply; ``stage2.key`` is for the second stage alone."""
+    def is_done(self, run: Path) -> bool:
+        """Return ``True`` if it has run to its end."""
+        return self.outcome(run) == "finished"
 
-    overlays: list[Path] = field(default_factory=list)
-    overrides: list[tuple[str, str]] = field(default_factory=list)
+    def own(self, settings: Iterable[str]) -> list[str]:
+        """Return the overrides for this stage alone, as they were typed."""
+        return [word for word in settings if _for_stage(word)[0] == self.number]
 
-    def words(self, stage: Stage) -> list[str]:
-        """Return the arguments that follow a stage's recipe; those for it alone come last."""
-        of_all = [f"{key}={text}" for key, text in self.overrides if not OF_A_STAGE.fullmatch(key)]
-        own = [word.partition(".")[2] for word in self.of(stage)]
-        return [*map(str, self.overlays), *of_all, *own]
-
-    def of(self, stage: Stage) -> list[str]:
-        """Return the overrides for one stage alone, as they were typed."""
-        found = [(OF_A_STAGE.fullmatch(key), f"{key}={text}") for key, text in self.overrides]
-        return [word for match, word in found if match and int(match[1]) == stage.number]
-
-    def faults(self, count: int) -> list[str]:
-        """Return what is wrong with the overrides of a curriculum of ``count`` stages, one line each."""
-        found = []
-        for key, _ in self.overrides:
-            match = OF_A_STAGE.fullmatch(key)
-            number, own_key = (int(match[1]), match[2]) if match else (None, key)
-            if own_key == STAGES:
-                found.append(f"{key} cannot be set: the stages are those of the file. Write a file of your own.")
-            elif number is None and (meant := MEANT_FOR_A_STAGE.fullmatch(key)):
-                found.append(
-                    f"{key} is not an option. For stage {meant[1]} write stage{meant[1]}.{meant[2] or 'KEY'}=VALUE."
-                )
-            elif number is not None and not 1 <= number <= count:
-                found.append(f"{key} is for stage {number}, but there are stages 1 to {count}. Correct the number.")
-            elif own_key in OWN and (number is not None or own_key == "ckpt_path"):
-                found.append(f"{key} cannot be set: {own_key} {OWN[own_key]}.")
-            elif own_key == START and number != 1:
-                found.append(f"{key} cannot be set: stages start from the one before. Only stage1.{START} is free.")
-        return found
+    def words(self, settings: Sequence[str]) -> list[str]:
+        """Return the settings that apply to this stage; those for it alone come last."""
+        shared = [word for word in settings if _for_stage(word)[0] is None]
+        return [*shared, *(_for_stage(word)[1] for word in self.own(settings))]
 
 
 @dataclass(frozen=True)
 class Curriculum:
     """A curriculum's file and the command line that runs it.
 
+    Settings are overlays, then overrides as ``key=value``; ``stage2.key=value`` is for the second stage alone.
+
     Attributes:
-        file: the curriculum's file.
-        name: name of the run folder.
-        run_dir: run folder to ask for.
-        stages: in the order they run.
-        saved: settings in the file.
-        typed: settings on the command line, which apply after those in the file.
+        file: The curriculum's file.
+        name: Name of the run folder.
+        run_dir: Run folder to ask for.
+        stages: In the order they run.
+        saved: Settings in the file.
+        typed: Settings on the command line, which apply after those in the file.
     """
 
     file: Path
     name: str
     run_dir: Path
     stages: list[Stage]
-    saved: Settings
-    typed: Settings
+    saved: list[str]
+    typed: list[str]
 
     @classmethod
     def of(cls, command: Command) -> Curriculum:
         """Read the file that a command names.
 
         Raises:
-            UserError: names everything that is wrong with the file and the overrides.
+            UserError: With every error in the file and the overrides.
         """
-        content = loaded(command.recipe)
-        typed = dict(command.overrides)
+        file, content, given = command.recipe, loaded(command.recipe), dict(command.overrides)
         faults = [unknown_option(str(key), "a curriculum", KEYS) for key in content if key not in KEYS]
-        stages = [] if faults and STAGES not in content else _stages(content.get(STAGES), command.recipe, faults)
-        saved = Settings(_overlays(content.get("overlays"), faults), _overrides(content.get("overrides"), faults))
-        own = [(key, text) for key, text in command.overrides if key not in ("name", "run_dir")]
-        settings = Settings(list(command.overlays), own)
+        stages = [] if faults and STAGES not in content else _stages(content.get(STAGES), file, faults)
+        saved = _saved(content, file, faults)
+        typed = [word for word in _settings(command) if not word.startswith(("name=", "run_dir="))]
         if stages:
-            faults += [fault for part in (saved, settings) for fault in part.faults(len(stages))]
+            faults += [fault for word in (*saved, *typed) for fault in _misplaced(word, len(stages))]
         if faults:
             raise UserError(*faults)
-        name = str(typed.get("name") or content.get("name") or command.recipe.stem)
-        run_dir = Path(typed.get("run_dir") or content.get("run_dir") or Path("runs") / name).expanduser()
-        return cls(command.recipe, name, run_dir, stages, saved, settings)
+        name = str(given.get("name") or content.get("name") or file.stem)
+        run_dir = Path(given.get("run_dir") or content.get("run_dir") or Path("runs") / name).expanduser()
+        return cls(file, name, run_dir, stages, saved, typed)
 
     def check_words(self, stage: Stage) -> list[str]:
         """Return the arguments that check a stage before any has run: everything but its initial weights."""
-        words = [*self.saved.words(stage), *self.typed.words(stage)]
-        return [str(stage.recipe), *words, f"run_dir={self.run_dir / stage.folder}"]
+        settings = [*stage.words(self.saved), *stage.words(self.typed)]
+        return [str(stage.recipe), *settings, f"run_dir={self.run_dir / stage.folder}"]
 
     def run_words(self, stage: Stage, run: Path) -> list[str]:
         """Return the arguments of ``lightning run`` that start a stage or resume it.
 
         Args:
-            run: the curriculum's run folder, absolute.
+            stage: One of the stages.
+            run: The curriculum's run folder, absolute.
         """
-        folder, start = run / stage.folder, []
-        if stage.number > 1:
-            start.append(f"{START}={run / self.stages[stage.number - 2].folder}")
+        folder, typed = run / stage.folder, stage.words(self.typed)
+        start = [f"{START}={run / self.stages[stage.number - 2].folder}"] if stage.number > 1 else []
         if (folder / CONFIG_NAME).is_file():  # which holds what the file says already
-            return [str(folder / CONFIG_NAME), *self.typed.words(stage), *start, RESUME]
-        words = [*self.saved.words(stage), *self.typed.words(stage), f"run_dir={folder}", *start]
+            return [str(folder / CONFIG_NAME), *typed, *start, RESUME]
         # A folder without a recipe was made by a start that failed; it is not to become a second one.
-        return [str(stage.recipe), *words, *([RESUME] if folder.is_dir() else [])]
-
-    def outcome(self, stage: Stage, run: Path) -> str | None:
-        """Return how a stage's run ended according to its ``summary.json``; ``None`` where there is none."""
-        try:
-            summary = json.loads((run / stage.folder / "summary.json").read_text())
-        except (OSError, ValueError):
-            return None
-        return summary.get("outcome") if isinstance(summary, dict) else None
-
-    def is_done(self, stage: Stage, run: Path) -> bool:
-        """Return ``True`` if a stage has run to its end."""
-        return self.outcome(stage, run) == "finished"
+        resume = [RESUME] if folder.is_dir() else []
+        return [str(stage.recipe), *stage.words(self.saved), *typed, f"run_dir={folder}", *start, *resume]
 
     def write(self, run: Path) -> None:
         """Write ``config.yaml``: a curriculum that includes the typed settings."""
-        overlays = [_written(path) for path in (*self.saved.overlays, *self.typed.overlays)]
-        overrides = [f"{key}={text}" for key, text in (*self.saved.overrides, *self.typed.overrides)]
-        content: dict[str, Any] = {STAGES: [_written(stage.recipe) for stage in self.stages], "name": self.name}
-        content |= {"overlays": overlays} if overlays else {}
-        content |= {"overrides": overrides} if overrides else {}
+        settings = [*self.saved, *self.typed]
+        content = {
+            STAGES: [_written(stage.recipe) for stage in self.stages],
+            "name": self.name,
+            "overlays": [_written(Path(word)) for word in settings if not is_override(word)],
+            "overrides": [word for word in settings if is_override(word)],
+        }
+        content = {key: value for key, value in content.items() if value}
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_whole(run / CONFIG_NAME, f"# lightning run {run / CONFIG_NAME} {RESUME}\n{text}")
 
@@ -190,52 +164,68 @@ def _stages(value: Any, file: Path, faults: list[str]) -> list[Stage]:
     found = []
     for number, text in enumerate(value, start=1):
         try:
-            if not isinstance(text, str):
-                raise UserError(f"{text!r} is no recipe's name or path.")
-            recipe = _find(file, text)
-            if is_curriculum(recipe):
-                raise UserError(f"{text} is a curriculum itself. List its stages instead.")
-            found.append(Stage(number, recipe))
+            found.append(Stage(number, _stage_recipe(file, text)))
         except UserError as error:
             faults.append(f"Stage {number} of {file}: {error}")
     return found if len(found) == len(value) else []
 
 
-def _find(file: Path, text: str) -> Path:
+def _stage_recipe(file: Path, text: Any) -> Path:
     """Return the recipe of that name in the curriculum's own folder, or else the shipped one."""
-    beside = next((path for path in (file.parent / text, file.parent / f"{text}.yaml") if path.is_file()), None)
+    if not isinstance(text, str):
+        raise UserError(f"{text!r} is no recipe's name or path.")
+    recipe = next((path for path in (file.parent / text, file.parent / f"{text}.yaml") if path.is_file()), None)
     try:
-        return beside or find_recipe(text)
+        recipe = recipe or find_recipe(text)
     except UserError:
-        guess = nearest(Path(text).stem, [path.stem for path in file.parent.glob("*.yaml") if path.stem != file.stem])
-        if guess is None:
+        beside = (path.stem for path in file.parent.glob("*.yaml") if path.stem != file.stem)
+        if (guess := nearest(Path(text).stem, beside)) is None:
             raise
         raise UserError(f"{text} is no recipe: no such file, and not a shipped name. Did you mean {guess}?") from None
+    if is_curriculum(recipe):
+        raise UserError(f"{text} is a curriculum itself. List its stages instead.")
+    return recipe
 
 
-def _overlays(value: Any, faults: list[str]) -> list[Path]:
-    if value is None:
+def _saved(content: dict[Any, Any], file: Path, faults: list[str]) -> list[str]:
+    """Return the settings in a curriculum's file."""
+    words: list[str] = []
+    for key, example in EXAMPLES.items():
+        value = content.get(key) or []
+        if not isinstance(value, list):
+            faults.append(f"{key}={json.dumps(value)} is not a list. Write {key}: {example}.")
+        else:
+            words += map(str, value)
+    try:
+        return _settings(Command(words=[str(file), *words]))
+    except UserError as error:
+        faults += error.faults
         return []
-    if not isinstance(value, list):
-        faults.append(f"overlays={json.dumps(value)} is not a list. Write overlays: [strategy/zero2].")
-        return []
-    found = []
-    for text in value:
-        try:
-            found.append(find_overlay(str(text)))
-        except UserError as error:
-            faults.append(str(error))
-    return found
 
 
-def _overrides(value: Any, faults: list[str]) -> list[tuple[str, str]]:
-    if value is None:
+def _settings(command: Command) -> list[str]:
+    return [*map(str, command.overlays), *(f"{key}={text}" for key, text in command.overrides)]
+
+
+def _for_stage(word: str) -> tuple[int | None, str]:
+    """Return the stage that a setting is for, ``None`` for all of them, and the setting without that prefix."""
+    match = OF_A_STAGE.fullmatch(word)
+    return (int(match[1]), match[2]) if match else (None, word)
+
+
+def _misplaced(word: str, count: int) -> list[str]:
+    """Return what is wrong with a setting in a curriculum of ``count`` stages."""
+    number, own = _for_stage(word)
+    key, own_key = word.partition("=")[0], own.partition("=")[0]
+    if not is_override(word) or (own_key == START and number == 1):
         return []
-    words = value if isinstance(value, list) else [value]
-    found = [str(word).partition("=") for word in words]
-    wrong = [word for word, (key, equals, _) in zip(words, found, strict=True) if not key or not equals]
-    faults += [f"overrides: {word!r} is not key=value. Write overrides: [trainer.devices=8]." for word in wrong]
-    return [(key, expanded_override(key, text)) for key, _, text in found]
+    if number is not None and not 1 <= number <= count:
+        return [f"{key} is for stage {number}, but there are stages 1 to {count}. Correct the number."]
+    if own_key in FIXED:
+        return [f"{key} cannot be set: {FIXED[own_key]}"]
+    if number is None and (meant := MEANT_FOR_A_STAGE.fullmatch(key)):
+        return [f"{key} is not an option. For stage {meant[1]} write stage{meant[1]}.{meant[2] or 'KEY'}=VALUE."]
+    return []
 
 
 def _written(path: Path) -> str:

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 
-from lit_vgrpo.commands.curriculum import Curriculum, Settings, Stage
+from lit_vgrpo.commands.curriculum import START, Curriculum, Stage
 from lit_vgrpo.config.recipe import RESUME, Command
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.runs.folder import CONFIG_NAME, FolderLock, candidates, is_first_process, release, reserve
@@ -83,9 +83,11 @@ def run_curriculum(command: Command) -> int:
         command.recipe, command.overrides = run / CONFIG_NAME, [*command.overrides, ("run_dir", str(run))]
     curriculum, child, lock = Curriculum.of(command), Child(), FolderLock()
     with child.listening():
-        if curriculum.typed != Settings() or not command.resume:  # else it was checked when it was started
+        if curriculum.typed or not command.resume:  # else it was checked when it was started
             _say(f"Checking all {len(curriculum.stages)} stages.")
-            status = child.run(check_words(curriculum), quiet=True)
+            # In a process of its own: what it imports would otherwise stay in memory during all stages.
+            words = [str(curriculum.file), *curriculum.typed, f"run_dir={curriculum.run_dir}"]
+            status = child.run(["check", *words], quiet=True)
             if status != FINISHED:
                 return status
         if not command.resume:
@@ -104,8 +106,8 @@ def _run_stages(curriculum: Curriculum, run: Path, child: Child) -> int:
     count = len(curriculum.stages)
     for stage in curriculum.stages:
         what = f"Stage {stage.number} of {count} ({stage.name})"
-        if curriculum.is_done(stage, run):
-            kept = curriculum.typed.of(stage)
+        if stage.is_done(run):
+            kept = stage.own(curriculum.typed)
             _say(f"{what} is finished" + (f", and {', '.join(kept)} has no effect." if kept else "."))
             continue
         if child.stopped_by is not None:
@@ -116,21 +118,16 @@ def _run_stages(curriculum: Curriculum, run: Path, child: Child) -> int:
         if status != FINISHED:
             _say(f"{what} {how_it_ended(status)}. {_how_to_go_on(run)}", error=True)
             return status
-        if not curriculum.is_done(stage, run):
-            _say(f"{what} {_ended_early(curriculum, stage, run)}", error=True)
+        if not stage.is_done(run):
+            _say(
+                f"{what} ended early ({stage.outcome(run) or 'no summary.json'}), so the next was not started. "
+                f"{_how_to_go_on(run)} To take it as it is, run the rest as a curriculum of its own with "
+                f"stage1.{START}={run / stage.folder}.",
+                error=True,
+            )
             return FAILED
     _say(f"All {count} stages are finished. The result is {run / curriculum.stages[-1].folder}.")
     return FINISHED
-
-
-def check_words(curriculum: Curriculum) -> list[str]:
-    """Return the arguments that check all stages, so that the last one's errors show before the first one runs.
-
-    This runs in its own process: what it imports would otherwise stay in memory during all stages.
-    """
-    overrides = [f"{key}={text}" for key, text in curriculum.typed.overrides]
-    overlays = [str(path) for path in curriculum.typed.overlays]
-    return ["check", str(curriculum.file), *overlays, *overrides, f"run_dir={curriculum.run_dir}"]
 
 
 def new_run(curriculum: Curriculum) -> Path:
@@ -205,14 +202,6 @@ def _processes() -> int:
     """Return how many processes were started to run this together."""
     counts = [os.environ.get(key, "") for key in ("WORLD_SIZE", "SLURM_NTASKS")]
     return max([1, *(int(count) for count in counts if count.isdecimal())])
-
-
-def _ended_early(curriculum: Curriculum, stage: Stage, run: Path) -> str:
-    folder, first = run / stage.folder, "stage1.model.policy.start_from"
-    return (
-        f"ended before its time ({curriculum.outcome(stage, run) or 'no summary.json'}), so the next was not started. "
-        f"{_how_to_go_on(run)} To take it as it is, run the rest as a curriculum of its own with {first}={folder}."
-    )
 
 
 def _how_to_go_on(run: Path) -> str:

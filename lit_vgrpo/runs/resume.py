@@ -91,12 +91,18 @@ class Resumption:
         """Whether also what belongs to the end is done: the summary is what is written last."""
         if not self.is_at_end(trainer):
             return False
-        try:
-            summary = json.loads((self.folder / SUMMARY_NAME).read_text())
-        except (OSError, ValueError):
-            return False
+        summary = read_summary(self.folder) or {}
         assert self.progress is not None
         return (summary.get("outcome"), summary.get("iterations")) == ("finished", self.progress.iterations)
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Return a run's ``summary.json``; ``None`` where there is none that can be read."""
+    try:
+        summary = json.loads((folder / SUMMARY_NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) else None
 
 
 def resumed_folder(recipe: Path, run_dir: str | None) -> Path:

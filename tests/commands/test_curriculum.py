@@ -95,7 +95,8 @@ def test_a_check_needs_no_earlier_run(here):
         ("stages: [first]", ["stage_1=2"], "stage_1 is not an option. For stage 1 write stage1.KEY=VALUE."),
         ("stages: [first, 3]", [], "Stage 2 of x.yaml: 3 is no recipe's name or path."),
         ("stages: [first, both]", [], "Stage 2 of x.yaml: both is a curriculum itself. List its stages instead."),
-        ("stages: [first]\noverrides: {a: 1}", [], "overrides: {'a': 1} is not key=value. Write overrides: ["),
+        ("stages: [first]\noverrides: {a: 1}", [], 'overrides={"a": 1} is not a list. Write overrides: [trainer.devic'),
+        ("stages: [first]\noverrides: [a.b]", [], "a.b is no overlay: no such file, and not a shipped name."),
         ("stages: [first]\noverrides: [stage0.a=1]", [], "stage0.a is for stage 0, but there are stages 1 to 1."),
         ("stages: [first]\noverlays: zero2", [], 'overlays="zero2" is not a list. Write overlays: [strategy/zero2].'),
         (
@@ -131,7 +132,7 @@ def test_the_first_stage_may_start_from_an_earlier_run(here):
     assert not is_curriculum(here / "first.yaml")
 
 
-def test_other_verbs_say_that_it_is_several_recipes(here):
+def test_other_subcommands_say_that_it_is_several_recipes(here):
     with pytest.raises(UserError, match="both.yaml is a curriculum of several recipes. Give one of its stages"):
         read_recipe(Command.parse(["both.yaml"]))
 
@@ -157,8 +158,8 @@ def test_a_stage_is_done_when_it_finished_and_else_goes_on_where_it_was_left(her
     found, out = curriculum("both.yaml", "a=1"), here / "out"
     first, second = found.stages
     finish(out / "1_first")
-    assert found.is_done(first, out)
-    assert not found.is_done(second, out)
+    assert first.is_done(out)
+    assert not second.is_done(out)
     assert "--resume" not in found.run_words(second, out)
     (out / "2_second").mkdir()  # a start that failed before it wrote its recipe
     assert found.run_words(second, out)[-3:] == [
@@ -168,7 +169,7 @@ def test_a_stage_is_done_when_it_finished_and_else_goes_on_where_it_was_left(her
     (out / "2_second" / "x").rename(out / "3")
     (out / "2_second").rmdir()
     (out / "3").rename(out / "2_second")
-    assert not found.is_done(second, out)
+    assert not second.is_done(out)
     config = str(out / "2_second" / CONFIG_NAME)
     assert found.run_words(second, out) == [config, "a=1", f"model.policy.start_from={out}/1_first", "--resume"]
 
@@ -177,7 +178,7 @@ def test_a_stage_is_done_when_it_finished_and_else_goes_on_where_it_was_left(her
 def test_a_stage_that_ended_early_is_not_done(here, outcome):
     found = curriculum("both.yaml")
     finish(here / "out" / "1_first", outcome)
-    assert not found.is_done(found.stages[0], here / "out")
+    assert not found.stages[0].is_done(here / "out")
 
 
 def test_a_run_folder_holds_the_curriculum_with_what_was_typed(here):

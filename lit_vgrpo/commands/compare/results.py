@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from lit_vgrpo.commands.compare.progress import Status
-from lit_vgrpo.commands.compare.runner import summary_of
+from lit_vgrpo.runs.resume import read_summary
 
 COSTS = ("iteration", "cpu_seconds", "train_seconds", "passes", "images")
 """What an evaluation says about how much had been spent until then; all cumulative, training only."""
@@ -43,7 +43,7 @@ def curves_of(statuses: Sequence[Status]) -> list[Curve]:
     curves = []
     for status in statuses:
         run = status.run
-        summary = (summary_of(run) or {}) if status.state != "failed" else {}
+        summary = (read_summary(run.folder) or {}) if status.state != "failed" else {}
         scored = [e for e in summary.get("evaluations", []) if _is_number(e.get("reward"))]
         curves.append(Curve(run.method, run.settings, run.seed, scored, status.fault))
     return curves

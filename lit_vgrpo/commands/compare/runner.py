@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -17,6 +16,8 @@ from typing import Any
 from lit_vgrpo.commands.compare.plan import Run
 from lit_vgrpo.commands.compare.progress import Display, Status, duration
 from lit_vgrpo.errors import UserError, one_line
+from lit_vgrpo.runs.folder import FolderLock
+from lit_vgrpo.runs.resume import read_summary
 from lit_vgrpo.system.signals import heard_by
 
 POLL_S = 0.2
@@ -37,17 +38,8 @@ class Stopped(Exception):
         self.signum = signum
 
 
-def summary_of(run: Run) -> dict[str, Any] | None:
-    """Return the run's ``summary.json``, or ``None`` where there is none that can be read."""
-    try:
-        summary = json.loads((run.folder / "summary.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return summary if isinstance(summary, dict) else None
-
-
 def is_finished(run: Run) -> bool:
-    """Whether this very run, same recipe and seed, is there and complete."""
+    """Return ``True`` if a run of this recipe and seed is there and complete."""
     try:
         same = run.fingerprint_file.read_text() == run.fingerprint
     except OSError:
@@ -57,7 +49,7 @@ def is_finished(run: Run) -> bool:
 
 def _shortcoming(run: Run) -> str:
     """Return why a run's result cannot be used; empty for a complete one."""
-    summary = summary_of(run)
+    summary = read_summary(run.folder)
     if summary is None:
         return "it wrote no summary.json"
     if summary.get("outcome") != "finished" or summary.get("iterations") != run.iterations:
@@ -84,7 +76,8 @@ def run_all(runs: Sequence[Run], jobs: int) -> list[Status]:
     waiting = [status for status in statuses if status.state == "waiting"]
     active: dict[int, tuple[Status, subprocess.Popen[bytes]]] = {}
     refreshed = 0.0
-    with _listening() as caught:
+    caught: list[int] = []  # nothing is interrupted, so no started process is lost
+    with heard_by(lambda signum, frame: caught.append(signum)):
         try:
             while waiting or active:
                 if caught:
@@ -142,7 +135,7 @@ def clear_the_way(run: Run) -> Path | None:
     """
     if not run.folder.exists():
         return None
-    summary = summary_of(run)
+    summary = read_summary(run.folder)
     if run.fingerprint_file.exists() and (summary is None or summary.get("outcome") != "finished"):
         shutil.rmtree(run.folder)
         return None
@@ -164,7 +157,7 @@ def _finish(status: Status, returncode: int, display: Display) -> None:
         display.say(f"{run.name} failed: {fault} (see {run.log})")
         return
     status.state, status.iteration = "finished", run.iterations
-    summary = summary_of(run) or {}
+    summary = read_summary(run.folder) or {}
     start, end = (_shown(summary.get(f"heldout_reward_{when}")) for when in ("start", "end"))
     display.say(f"{run.name}: held-out {start} -> {end} in {duration(status.seconds)}")
 
@@ -212,36 +205,19 @@ def _signal_group(process: subprocess.Popen[bytes], signum: int) -> None:
 
 
 @contextmanager
-def _listening() -> Iterator[list[int]]:
-    """Return the stop signals received so far; nothing is interrupted, so no started process is lost."""
-    caught: list[int] = []
-    with heard_by(lambda signum, frame: caught.append(signum)):
-        yield caught
-
-
-@contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a comparison's folder, so that no second one writes to it.
 
     Raises:
-        UserError: another process holds it, or it cannot be made.
+        UserError: Another process holds it, or it cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "w")  # noqa: SIM115  held open as long as the lock
     except OSError as error:
         raise UserError(f"Cannot create {folder}: {error.strerror}. Set --out /another/folder.") from error
+    lock = FolderLock()
+    lock.take(folder)
     try:
-        import fcntl
-    except ImportError:  # not on Windows
-        with file:
-            yield
-        return
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(
-                f"Another comparison is writing to {folder}. Wait for it, or set --out to another folder."
-            ) from error
         yield
+    finally:
+        lock.release()

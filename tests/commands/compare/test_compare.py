@@ -13,7 +13,7 @@ from lit_vgrpo.commands.compare.command import compare
 from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.commands.compare.plan import entrants, runs_of
 from lit_vgrpo.commands.compare.progress import Display, Status, totals
-from lit_vgrpo.commands.compare.runner import clear_the_way, is_finished, last_error
+from lit_vgrpo.commands.compare.runner import clear_the_way, is_finished, last_error, locked
 
 
 @pytest.fixture
@@ -167,14 +167,10 @@ def _children(pid):
 
 
 def test_a_folder_in_use_is_refused(tiny_recipe, tmp_path, capsys):
-    import fcntl
-
-    (tmp_path / "race").mkdir()
-    with open(tmp_path / "race" / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        words = ["--methods", "vgrpo", "--settings", "published", "--out", "race"]
+    words = ["--methods", "vgrpo", "--settings", "published", "--out", "race"]
+    with locked(tmp_path / "race"):
         assert compare([str(tiny_recipe), *words]) == 2
-    assert "Another comparison is writing to race." in capsys.readouterr().err
+    assert "Another process is still writing to race." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
