@@ -31,6 +31,7 @@ from lit_vgrpo.core.rollout import RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "tools"))
 SMALL = (
     *("data.prompts_per_iteration=2", "data.group_size=4", "data.micro_batch_size=4", "trainer.max_epochs=2"),
     *("data.heldout_limit=2", "data.heldout_images_per_prompt=1", "data.eval_batch_size=2"),
@@ -130,8 +131,7 @@ def _seconds(place: Place, name: str, recipe: str, *words: str) -> Row:
 
 def _with_fid(place: Place) -> Row:
     from PIL import Image
-
-    from lit_vgrpo.tiny.build import build_clip
+    from tiny_pipelines import build_clip
 
     real = place.folder / "real"
     real.mkdir()
@@ -291,7 +291,7 @@ def real_recipe(place: Place) -> list[str]:
 
     The text encoders have their real widths and one layer each: they take a few seconds of an iteration at most.
     """
-    from lit_vgrpo.tiny.build import build_clip, build_sd3
+    from tiny_pipelines import build_clip, build_sd3
 
     policy, reward = place.folder / "sd35m", place.folder / "pickscore"
     if not policy.exists():

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 ROWS, SIDE, RANK = 6, 128, 16
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 
 def main() -> None:
@@ -48,8 +49,7 @@ def main() -> None:
 def build(place: Path) -> dict[str, str]:
     """Pipelines of tens of millions of parameters with random weights, 128 px."""
     from diffusers import SD3Transformer2DModel, UNet2DConditionModel
-
-    from lit_vgrpo.tiny.build import build_sd3, build_unet
+    from tiny_pipelines import build_sd3, build_unet
 
     sizes: dict[str, dict[str, Any]] = {
         "SD3": {

@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,34 +47,13 @@ from lit_vgrpo.policies.speed import compile_network
 from lit_vgrpo.system.memory import measured_memory
 from lit_vgrpo.system.paths import write_whole
 
+sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
+from real_architectures import FLUX_DEV, SD35_MEDIUM
+
 RESULTS = Path(__file__).parent / "results" / "policy_speed.json"
-SD35_MEDIUM = {
-    "num_layers": 24,
-    "num_attention_heads": 24,
-    "attention_head_dim": 64,
-    "sample_size": 128,
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "joint_attention_dim": 4096,
-    "caption_projection_dim": 1536,
-    "pooled_projection_dim": 2048,
-    "pos_embed_max_size": 384,
-    "qk_norm": "rms_norm",
-    "dual_attention_layers": tuple(range(13)),
-}
-FLUX_DEV = {
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "num_attention_heads": 24,
-    "attention_head_dim": 128,
-    "in_channels": 64,
-    "joint_attention_dim": 4096,
-    "pooled_projection_dim": 768,
-    "guidance_embeds": True,
-}
+SD35M, FLUX = (sizes["transformer"] for sizes in (SD35_MEDIUM, FLUX_DEV))
 TINY = {
-    **SD35_MEDIUM,
+    **SD35M,
     "num_layers": 2,
     "num_attention_heads": 2,
     "attention_head_dim": 16,
@@ -140,8 +120,8 @@ class Model:
 
 
 MODELS = {
-    "sd35m": Model(SD3Policy, StableDiffusion3Pipeline, SD3Transformer2DModel, SD35_MEDIUM, 77 + 256, 1.0, 512),
-    "flux": Model(FluxPolicy, FluxPipeline, FluxTransformer2DModel, FLUX_DEV, 512, 3.5, 512),
+    "sd35m": Model(SD3Policy, StableDiffusion3Pipeline, SD3Transformer2DModel, SD35M, 77 + 256, 1.0, 512),
+    "flux": Model(FluxPolicy, FluxPipeline, FluxTransformer2DModel, FLUX, 512, 3.5, 512),
     "tiny": Model(SD3Policy, StableDiffusion3Pipeline, SD3Transformer2DModel, TINY, 4, 1.0, 64),
 }
 

@@ -59,9 +59,9 @@ def threads():
 @pytest.fixture(scope="session")
 def tiny():
     """The builders. Imported here, since the process that hands tests out to workers needs no torch."""
-    from lit_vgrpo.tiny import build
+    import tiny_pipelines
 
-    return build
+    return tiny_pipelines
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The tiny tasks: rendered shapes and words, and real small pipelines to learn them."""
+"""The tiny tasks: rendered shapes and printed words."""
 
 from lit_vgrpo.tiny.shapes import ShapesImages
 from lit_vgrpo.tiny.words import WordImages

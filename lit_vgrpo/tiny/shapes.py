@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -174,16 +172,3 @@ def prompt_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
                 row = {"prompt": prompt_of(colour, shape, place), "colour": colour, "shape": shape, "place": place}
                 (heldout if (len(PLACES) * j + k) % len(COLOURS) == i else train).append(row)
     return train, heldout
-
-
-def write_prompts(folder: str | Path) -> list[Path]:
-    """Write ``shapes_{train,heldout,all}.jsonl`` into a folder and return their paths; all is for pre-training."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    train, heldout = prompt_rows()
-    paths = []
-    for name, rows in (("train", train), ("heldout", heldout), ("all", train + heldout)):
-        path = folder / f"shapes_{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        paths.append(path)
-    return paths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -121,15 +120,3 @@ def prompt_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Return the prompts of 75 words to train on, and of 16 that are held out."""
     train, heldout = ([{"prompt": prompt_of(word)} for word in words] for words in (TRAIN, HELDOUT))
     return train, heldout
-
-
-def write_prompts(folder: str | Path) -> list[Path]:
-    """Write ``words_{train,heldout}.jsonl`` into a folder and return their paths."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, rows in zip(("train", "heldout"), prompt_rows(), strict=True):
-        path = folder / f"words_{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        paths.append(path)
-    return paths

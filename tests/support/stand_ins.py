@@ -14,10 +14,10 @@ import yaml
 from diffusers import AutoencoderKL
 from fault_server import FaultServer, answering
 from geneval_models import save_segmenter
+from tiny_pipelines import build_clip, build_flux, build_sd3, build_sdxl, build_unet
 
 from lit_vgrpo.config.recipe import find_recipe
 from lit_vgrpo.rewards.geneval_rules import CLASSES
-from lit_vgrpo.tiny.build import build_clip, build_flux, build_sd3, build_sdxl, build_unet
 
 BUILDERS = {"SD3Policy": build_sd3, "UNetPolicy": build_unet, "SDXLPolicy": build_sdxl, "FluxPolicy": build_flux}
 STARTS = {

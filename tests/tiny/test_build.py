@@ -3,14 +3,14 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
+from make_tiny import main
+from tiny_pipelines import build_clip, build_sd3, build_unet
+from tiny_text import clip_tokenizer, t5_tokenizer, task_words, text_encoder_with_projection
+from tiny_vae import new_vae, normalise_latents, random_pictures, train_vae
 from torch import nn
 from transformers import CLIPModel, CLIPProcessor
 
-from lit_vgrpo.tiny.__main__ import main
-from lit_vgrpo.tiny.build import build_clip, build_sd3, build_unet
 from lit_vgrpo.tiny.shapes import prompt_rows
-from lit_vgrpo.tiny.text import clip_tokenizer, t5_tokenizer, task_words, text_encoder_with_projection
-from lit_vgrpo.tiny.vae import new_vae, normalise_latents, random_pictures, train_vae
 
 PROMPTS = ["a red circle on the left", "a blue square at the top"]
 
@@ -121,7 +121,7 @@ def test_training_the_autoencoder_repeats_and_learns() -> None:
 
 def test_start_takes_the_autoencoder_of_another_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = build_sd3(tmp_path / "source", seed=7, small=True)
-    assert main(["start", str(tmp_path / "start"), "--kind", "unet", "--vae", str(source)]) == 0
+    main([str(tmp_path / "start"), "--kind", "unet", "--vae", str(source)])
     written = StableDiffusionPipeline.from_pretrained(tmp_path / "start").vae
     assert torch.equal(written.quant_conv.weight, load_sd3(source).vae.quant_conv.weight)
     assert str(tmp_path / "start") in capsys.readouterr().out

@@ -3,9 +3,9 @@ from collections import Counter
 
 import pytest
 import torch
+from make_prompts import files
 
 from lit_vgrpo.system.paths import shipped_root
-from lit_vgrpo.tiny.__main__ import main
 from lit_vgrpo.tiny.shapes import (
     CHOICES,
     PLACES,
@@ -55,13 +55,11 @@ def test_split_holds_every_value_in_both_parts() -> None:
             assert len(set(counts.values())) == 1
 
 
-def test_shipped_prompts_are_the_generated_ones(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prompts", str(tmp_path)]) == 0
+def test_shipped_prompts_are_the_generated_ones() -> None:
     for name, rows in zip(("train", "heldout"), prompt_rows(), strict=True):
-        written = (tmp_path / f"shapes_{name}.jsonl").read_text(encoding="utf-8")
+        written = files()[f"shapes_{name}.jsonl"]
         assert written == (shipped_root() / "prompts" / f"shapes_{name}.jsonl").read_text(encoding="utf-8")
         assert [json.loads(line) for line in written.splitlines()] == rows
-    assert "shapes_train.jsonl" in capsys.readouterr().out
 
 
 def test_rendering_depends_on_the_generator_alone() -> None:

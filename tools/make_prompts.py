@@ -1,6 +1,6 @@
-"""Writes the shipped prompts, the same on every run; those for image quality are our own words in our own templates.
+"""Write the shipped prompts, the same on every run; those for image quality are our own words in our own templates.
 
-python -m lit_vgrpo.data.make_prompts recipes/prompts
+python tools/make_prompts.py recipes/prompts
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from lit_vgrpo.data.make_geneval import geneval_rows
-from lit_vgrpo.data.make_ocr import ocr_prompts
+from make_geneval import geneval_rows
+from make_ocr import ocr_prompts
+
+from lit_vgrpo.tiny import shapes, words
 
 T = TypeVar("T")
 TRAIN_COUNT, HELDOUT_COUNT = 400, 60
@@ -95,12 +97,18 @@ def make_prompts(count: int, seed: int = 0) -> list[str]:
 
 
 def files() -> dict[str, str]:
-    """Return the content of each shipped file; no prompt is both in a training file and in its held-out one."""
+    """Return the content of each shipped file; no prompt is both in a training file and in its held-out one.
+
+    ``shapes_all.jsonl`` holds both, to pre-train on.
+    """
     images = make_prompts(TRAIN_COUNT + HELDOUT_COUNT)
     texts = {"pickscore": (images[:TRAIN_COUNT], images[TRAIN_COUNT:]), "ocr": ocr_prompts()}
     found = {f"{name}_{side}.txt": _lines(part) for name, parts in texts.items() for side, part in _sides(parts)}
-    rows = _sides(geneval_rows())
-    return found | {f"geneval_{side}.jsonl": _lines(json.dumps(row) for row in part) for side, part in rows}
+    pictures, signs = shapes.prompt_rows(), words.prompt_rows()
+    rows = {"geneval": geneval_rows(), "shapes": pictures, "words": signs}
+    tables = {f"{name}_{side}": part for name, parts in rows.items() for side, part in _sides(parts)}
+    tables["shapes_all"] = [*pictures[0], *pictures[1]]
+    return found | {f"{name}.jsonl": _lines(json.dumps(row) for row in part) for name, part in tables.items()}
 
 
 def write(folder: Path) -> None:
@@ -146,5 +154,5 @@ def _one(draw: random.Random) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("Give the folder to write to: python -m lit_vgrpo.data.make_prompts recipes/prompts")
+        sys.exit("Give the folder to write to: python tools/make_prompts.py recipes/prompts")
     write(Path(sys.argv[1]))

@@ -1,4 +1,8 @@
-"""Small diffusers pipelines with fresh random denoisers: real folders, a few megabytes each."""
+"""Small diffusers pipelines with fresh random denoisers: real folders, a few megabytes each.
+
+A builder writes to ``folder``, which it creates, and takes the ``seed`` of all random weights, a trained ``vae``
+(``None`` writes an untrained one, for tests) and ``small``, which asks for a still smaller denoiser.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from torch import nn
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer, CLIPVisionConfig
-
-from lit_vgrpo.tiny.text import (
+from tiny_text import (
     EOS,
     clip_tokenizer,
     t5_encoder,
@@ -32,7 +33,10 @@ from lit_vgrpo.tiny.text import (
     text_encoder,
     text_encoder_with_projection,
 )
-from lit_vgrpo.tiny.vae import LATENT_CHANNELS, LATENT_SIZE, new_vae
+from tiny_vae import LATENT_CHANNELS, LATENT_SIZE, new_vae
+from torch import nn
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer, CLIPVisionConfig
+
 from lit_vgrpo.tiny.words import LETTERS, PROMPT
 
 _TEXT_WIDTH = 32
@@ -66,9 +70,6 @@ def build_sd3(
     Without T5 it loads with ``from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)``, as such folders do.
 
     Args:
-        folder: where to write; made if absent.
-        seed: of all random weights.
-        vae: a trained autoencoder; ``None`` writes an untrained one, for tests.
         small: a transformer of about 0.05 M parameters instead of 0.6 M.
         t5: add a small T5 encoder.
         shift: of the scheduler's timestep grid.
@@ -116,9 +117,6 @@ def build_unet(
     """Write a `StableDiffusionPipeline` folder: 32 x 32 pictures, 8 x 8 x 8 latents.
 
     Args:
-        folder: where to write; made if absent.
-        seed: of all random weights.
-        vae: a trained autoencoder; ``None`` writes an untrained one, for tests.
         small: a UNet of about 0.1 M parameters instead of 1 M.
         prediction_type: what the scheduler takes the network's output for.
     """
@@ -140,9 +138,6 @@ def build_sdxl(
     """Write a `StableDiffusionXLPipeline` folder: 32 x 32 pictures, 8 x 8 x 8 latents.
 
     Args:
-        folder: where to write; made if absent.
-        seed: of all random weights.
-        vae: a trained autoencoder; ``None`` writes an untrained one, for tests.
         small: a UNet of about 0.08 M parameters instead of 1.4 M.
         prediction_type: what the scheduler takes the network's output for.
     """
@@ -178,9 +173,6 @@ def build_flux(
     The pipeline's own size is 128 latents a side, 512 pixels: give a height and a width wherever one is used.
 
     Args:
-        folder: where to write; made if absent.
-        seed: of all random weights.
-        vae: a trained autoencoder; ``None`` writes an untrained one, for tests.
         small: a transformer of about 0.08 M parameters instead of 0.7 M.
         guidance_embeds: the network takes the guidance scale as an input, as FLUX.1-dev does.
         dynamic_shift: the scheduler's shift grows with the picture, as FLUX.1-dev's does; else it is 1, as schnell's.
