@@ -74,7 +74,8 @@ class FID(L.Callback):
 
     @property
     def state_key(self) -> str:
-        return self._generate_state_key(reference=self.reference, features=self.network.source, prompts=self.prompts)
+        parts = {"reference": self.reference, "features": self.network.source, "prompts": self.prompts}
+        return f"{type(self).__qualname__}{parts}"
 
     def check(self, world_size: int = 1) -> list[str]:
         """Return the faults that can be found without loading weights, one line each."""

@@ -71,7 +71,8 @@ class RewardHackAlarm(StopsRun):
 
     @property
     def state_key(self) -> str:
-        return self._generate_state_key(watches=list(self.watches))
+        parts = {"watches": list(self.watches)}
+        return f"{type(self).__qualname__}{parts}"
 
     def check(self, module: VGRPOModule, data: PromptDataModule) -> list[str]:
         """Return the faults that can be found without loading weights, one line each."""

@@ -18,11 +18,11 @@ from lit_vgrpo.core.nonfinite import NonFinite, NonFiniteGuard
 from lit_vgrpo.core.ranges import BatchSize, Seed, checked
 from lit_vgrpo.core.records import Evaluation, IterationRecord, timed
 from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
-from lit_vgrpo.core.sharding import gradients
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.distributed.registry import strategy_faults
+from lit_vgrpo.distributed.zero import local_gradients
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.optimizers.optimizer import OptimizerCallable, OptimizerConfig, as_optimizer
 from lit_vgrpo.optimizers.schedule import LRSchedulerCallable, Schedule
@@ -91,7 +91,7 @@ class VGRPOModule(HeldOutModule):
         self.schedule = None if lr_scheduler is None else Schedule(lr_scheduler)
         self.advantage_std: AdvantageStd = advantage_std or objective.advantage_std
         self.advantage_aggregate: AdvantageAggregate = advantage_aggregate or objective.advantage_aggregate
-        self.objective.rollout_device = None if rollout_device is None else torch.device(rollout_device)
+        self.rollout_device = None if rollout_device is None else torch.device(rollout_device)
         self.evaluate_at_start = evaluate_at_start
         self.guard = NonFiniteGuard(non_finite)
         self.reference: Snapshot | None = None
@@ -143,9 +143,8 @@ class VGRPOModule(HeldOutModule):
         if self.reference is not None:
             return
         load_policy(self.policy)
-        self.ledger.attach(self.policy.network)
-        self.ledger.ranks = self.trainer.world_size if self._trainer is not None else 1
-        self.objective.all_ranks = self.all_ranks
+        self.ledger.attach(self.policy.network, self.trainer.world_size if self.has_trainer else 1)
+        self.objective.connect(self.all_ranks, self.rollout_device)
         self.objective.setup(self.policy)
         # A method that needs the start holds it already; one copy of it is enough.
         self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")
@@ -199,7 +198,7 @@ class VGRPOModule(HeldOutModule):
         """Return the step's iteration: the current one, a new one, or the rest of a saved one."""
         self._batch = batch
         if (saved := self._saved_iteration) is not None:
-            self._iteration = Iteration.restored(saved, batch, self.objective.rollout_device or self.device)
+            self._iteration = Iteration.restored(saved, batch, self.rollout_device or self.device)
             self._saved_iteration = None
         elif batch.is_first:
             self._iteration = self.collect(batch)
@@ -286,7 +285,7 @@ class VGRPOModule(HeldOutModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = list(trainable_parameters(self.policy).values())
         # A gradient scaler looks for overflows itself, and finding one now and then is how it works.
-        found = [] if self._scale is not None else gradients(parameters)
+        found = [] if self._scale is not None else local_gradients(parameters)
         self._is_refused = self.guard.refuses(found, self.all_ranks, self._place)
         assert self._iteration is not None
         self._iteration.record.skipped_updates = self.guard.skipped if self.guard.action == "skip" else None
@@ -371,7 +370,7 @@ class VGRPOModule(HeldOutModule):
         self.images_seen, self.guard.skipped = state["images_seen"], state["skipped_updates"]
         self.stopwatch.load_state_dict(state["stopwatch"])
         self.evaluations = [Evaluation(**values) for values in state["evaluations"]]
-        if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+        if not self.has_trainer or self.trainer.state.fn != TrainerFn.FITTING:
             return  # only the weights are wanted
         self._resumed = True
         self._saved_iteration = state["iteration"]

@@ -61,7 +61,6 @@ def test_written_shards_are_there_before_they_are_gathered(monkeypatch):
     done = []
     monkeypatch.setattr(get_accelerator(), "synchronize", lambda *args: done.append("waited"), raising=False)
     partition = torch.zeros(4)
-    forget = SimpleNamespace(empty_partition_cache=lambda: done.append(partition.tolist()))
-    parameter = SimpleNamespace(ds_tensor=partition, _z3_optimizer=forget)
+    parameter = SimpleNamespace(ds_tensor=partition, forget_gathered=lambda: done.append(partition.tolist()))
     write({"w": parameter}, {"w": torch.ones(4)})
     assert done == ["waited", [1.0] * 4]

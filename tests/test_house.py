@@ -1,6 +1,7 @@
 """Rules of the house that import-linter cannot see: the folder of callbacks, and the sizes of files."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,21 @@ PACKAGE = sorted((ROOT / "lit_vgrpo").rglob("*.py"))
 MAY_IMPORT_CALLBACKS = ("commands", "cli.py", "__init__.py")
 ONE_OF_A_KIND = ("__init__.py", "__main__.py", "unet.py", "adamw8bit.py", "ddpo.py")
 """Small because there is no more to say: a family, a method, or a class whose library is optional."""
+MAY_BE_INTIMATE = ("lit_vgrpo/distributed/*.py", "lit_vgrpo/runs/checkpoint.py")
+"""Where private names of Lightning and DeepSpeed may stand, beside the version in which they were read."""
+PUBLIC_PRIVATE = ("_exit", "_asdict")
+"""Names of the standard library that are public all the same."""
+OF_TORCH = (
+    "_cdata",
+    "_version",
+    "_local_tensor",
+    "_parameters",
+    "_buffers",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+OF_DIFFUSERS = ("_optional_components",)
+SETTABLE = ("should_stop", "accumulate_grad_batches", "callbacks", "loggers", "checkpoint_io")
+"""Attributes of a Trainer and its strategy that Lightning's own callbacks set, or that have a setter."""
 
 
 def imported(path):
@@ -39,3 +55,49 @@ def test_a_file_is_neither_a_stub_nor_a_tome(path):
     lines = len(path.read_text().splitlines())
     assert lines <= 400
     assert lines >= 40 or path.name in ONE_OF_A_KIND
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+@cache
+def names(path):
+    """The private names that a file defines (functions, classes, variables, attributes of self) and that it uses."""
+    defined, used = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            overrides = "override" in map(ast.unparse, node.decorator_list)
+            (used if overrides else defined).add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            is_own = isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+            (defined if is_own else used).add(node.attr)
+    return set(filter(is_private, defined)), set(filter(is_private, used))
+
+
+def is_intimate(path):
+    return any(path.relative_to(ROOT).match(pattern) for pattern in MAY_BE_INTIMATE)
+
+
+OTHERS = [path for path in [*PACKAGE, *CALLBACKS] if not is_intimate(path)]
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_names_of_lightning_and_deepspeed_stay_where_their_version_is_noted(path):
+    imports = [name for name in imported(path) if name.startswith(("lightning", "pytorch_lightning", "deepspeed"))]
+    assert not [name for name in imports if any(is_private(part) for part in name.split("."))]
+    # What a file does not define comes from a class of ours that it imports, or is a library's.
+    ours = {name.rpartition(".")[0] for name in imported(path) if name.startswith("lit_vgrpo.")}
+    bases = [ROOT / f"{name.replace('.', '/')}.py" for name in ours]
+    known = [*path.parent.glob("*.py"), *(base for base in bases if base.is_file())]
+    foreign = names(path)[1].difference(*(names(other)[0] for other in known))
+    assert not foreign - {*PUBLIC_PRIVATE, *OF_TORCH, *OF_DIFFUSERS}
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_attribute_of_a_trainer_is_set_that_has_no_public_way(path):
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    set_here = [node for node in nodes if isinstance(node.ctx, ast.Store) and "trainer" in ast.unparse(node.value)]
+    assert not [ast.unparse(node) for node in set_here if node.attr not in SETTABLE]

@@ -93,10 +93,12 @@ class RecipeCLI(LightningCLI):
         self.lock = FolderLock()
         self.checkpoints = RunCheckpoint()
         self.resumption: Resumption | None = None
-        self.carried = RecipeInCheckpoint({})
+        self.carried = RecipeInCheckpoint()
         self.guard = ResumeGuard(allow_changes=False)
         self.allowed_changes: list[str] = []
         self.unscorable: list[UnscorablePrompts] = []
+        # Only save_hyperparameters reads it, which neither class calls; to make it takes a tenth of the building time.
+        self.config_dump: dict[str, Any] = {}
         with parser_config(command) as (config, self.note):
             super().__init__(
                 VGRPOModule,
@@ -152,17 +154,12 @@ class RecipeCLI(LightningCLI):
         return self.config.ckpt_path
 
     @override
-    def _dump_config(self) -> None:
-        # Only save_hyperparameters reads it, which neither class calls; it takes a tenth of the building time.
-        self.config_dump = {}
-
-    @override
     def instantiate_classes(self) -> None:
         trains = self.make_folder  # before it is narrowed to the first rank
         super().instantiate_classes()
         try:
             if trains or self.ckpt_path is not None:
-                self.carried.recipe = self.plain_recipe()
+                self.carried.carry(self.plain_recipe())
             self._check_checkpoint()
         except UserError:
             self.give_back()
@@ -202,10 +199,9 @@ class RecipeCLI(LightningCLI):
             checkpoint = read_sound(Path(path))
         except CheckpointDamage as damage:
             raise UserError(f"{what} {damage}. Give another checkpoint of its folder.") from damage
-        self.guard.inputs = inputs_of(self.model, self.datamodule)
-        allowed = self.guard.allow_changes = self.config.allow_changes
-        self.allowed_changes = refuse_changes(checkpoint, self.carried.recipe, self.guard.inputs, allowed, what)
-        self.guard.said = self.allowed_changes
+        inputs, allowed = inputs_of(self.model, self.datamodule), self.config.allow_changes
+        self.allowed_changes = refuse_changes(checkpoint, self.carried.recipe, inputs, allowed, what)
+        self.guard.expect(inputs, allowed, self.allowed_changes)
         progress = Progress.of(checkpoint)
         if self.resumption is None and progress.is_finished(self.trainer.max_epochs, self.trainer.max_steps):
             limit = "max_epochs" if progress.is_finished(self.trainer.max_epochs, max_steps=-1) else "max_steps"
@@ -255,7 +251,7 @@ class RecipeCLI(LightningCLI):
             self.checkpoints = own[0]
         elif self.config.trainer.enable_checkpointing is not False:
             if any(isinstance(callback, ModelCheckpoint) for callback in chosen):
-                self.checkpoints.every_n_iterations = 0
+                self.checkpoints = RunCheckpoint(every_n_iterations=0)
             callbacks.append(self.checkpoints)
         return callbacks
 

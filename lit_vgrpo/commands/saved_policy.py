@@ -16,7 +16,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.runs.folder import CONFIG_NAME
 from lit_vgrpo.runs.saved_run import find_checkpoint, find_run, last_good
 from lit_vgrpo.runs.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedWeights
-from lit_vgrpo.runs.start import load_policy as load_with_start
+from lit_vgrpo.runs.start import load_policy
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import import_from_here
 
@@ -96,7 +96,7 @@ def build_policy(recipe: dict[str, Any]) -> Policy:
     return policy
 
 
-def load_policy(policy: Policy, saved: SavedWeights | None, variant: str) -> Policy:
+def load_saved_policy(policy: Policy, saved: SavedWeights | None, variant: str) -> Policy:
     """Load a policy and its saved weights.
 
     Args:
@@ -105,12 +105,11 @@ def load_policy(policy: Policy, saved: SavedWeights | None, variant: str) -> Pol
     Raises:
         UserError: Something cannot be loaded, or the checkpoint belongs to another policy.
     """
-    # Chosen for the machine of the run, and not worth their start-up time for a few images.
-    policy.compile_network, policy.attention_backend = False, None
+    policy.ignore_speed()
     if variant != REFERENCE:
-        policy.start_from = None  # the checkpoint holds all trained weights
+        policy.ignore_start()
     try:
-        load_with_start(policy)
+        load_policy(policy)
     except (LoadError, ModuleNotFoundError) as error:
         raise UserError(str(error)) from error
     if variant != REFERENCE:

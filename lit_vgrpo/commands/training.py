@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.callbacks import RunSummary
 from lit_vgrpo.data import PromptError
+from lit_vgrpo.distributed.trainer_internals import call_train_hooks_at_end
 from lit_vgrpo.errors import UserError, one_line, report, say
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.runs.folder import is_first_process
@@ -42,7 +42,7 @@ def train(cli: RecipeCLI) -> int:
         try:
             with checkpoints.listening(watch):
                 if cli.resumption is not None and cli.resumption.is_at_end(cli.trainer):
-                    close(cli.trainer)
+                    call_train_hooks_at_end(cli.trainer)  # the evaluation, export and summary of the end
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.ckpt_path)
         except (SystemExit, KeyboardInterrupt):
             if not checkpoints.interrupted and not checkpoints.terminated:
@@ -79,22 +79,6 @@ def leave_together() -> None:
 def _say_it_failed(cli: RecipeCLI) -> None:
     if is_first_process():
         say(f"Training failed. {last_words(cli.folder)}", error=True)
-
-
-def close(trainer: Trainer) -> None:
-    """Let a run that has no iteration left still run its end: evaluation, export, summary.
-
-    Lightning's loop calls no hook then.
-    """
-    loop = trainer.fit_loop
-    run = loop.run
-
-    def run_to_the_end() -> None:
-        run()
-        loop.on_run_start()
-        loop.on_run_end()
-
-    loop.run = run_to_the_end  # type: ignore[method-assign]
 
 
 def _refusal(cli: RecipeCLI, error: Exception) -> UserError | None:

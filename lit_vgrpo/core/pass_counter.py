@@ -24,7 +24,9 @@ class PassLedger:
         self.counts: dict[str, dict[str, int]] = {}
         self._phase = "update"
 
-    def attach(self, network: nn.Module) -> None:
+    def attach(self, network: nn.Module, ranks: int = 1) -> None:
+        """Count a network's passes, each for all ranks."""
+        self.ranks = ranks
         network.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -54,26 +54,8 @@ def _forget_gathered(parameters: Iterable[Any]) -> None:
             from deepspeed.accelerator import get_accelerator
 
             get_accelerator().synchronize()
-            parameter._z3_optimizer.empty_partition_cache()  # of the whole model
+            parameter.forget_gathered()  # of the whole model; distributed/zero.py sets it
             return
-
-
-@torch.no_grad()
-def gradients(parameters: Iterable[Any]) -> list[Tensor]:
-    """Return this rank's gradients, or its shards of them, as they are when an optimizer step is due.
-
-    ZeRO has reduced them by then and keeps them outside ``.grad``.
-    """
-    found: list[Tensor | None] = []
-    for parameter in parameters:
-        if _is_zero3(parameter):
-            found.append(parameter._z3_optimizer.get_local_fp32_grad_for_param(parameter))
-        elif hasattr(parameter, "_hp_mapping"):
-            part = parameter._hp_mapping  # None where all of it belongs to other ranks
-            found.append(part and part.get_lp_grad_fragment(parameter._index_in_param_group))
-        elif parameter.grad is not None:
-            found.append(local(parameter.grad))
-    return [gradient for gradient in found if gradient is not None]
 
 
 @torch.no_grad()

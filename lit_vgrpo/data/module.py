@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
 from typing import Annotated, Any, Literal
 
@@ -106,7 +107,7 @@ class PromptDataModule(L.LightningDataModule):
         self.heldout_limit = heldout_limit
         self.eval_batch_size = eval_batch_size
         self.seed = seed
-        self.first_step = 0  # where the first iteration goes on, when a run continues in the middle of one
+        self._first_step = 0
         self._small_sizes: Sizes | None = None
         self._sets: PromptSets | None = None
 
@@ -117,12 +118,17 @@ class PromptDataModule(L.LightningDataModule):
             return self._sizes
         return self._small_sizes or self._sizes.smallest(self._world_size)
 
-    @sizes.setter
-    def sizes(self, sizes: Sizes) -> None:
+    def settle(self, micro_batch_size: int) -> None:
+        """Replace ``micro_batch_size="auto"`` by a number."""
+        sizes = replace(self.sizes, micro_batch_size=micro_batch_size)
         if self._is_tried:
             self._small_sizes = sizes
         else:
             self._sizes = sizes
+
+    def start_at(self, step: int) -> None:
+        """Let the next training loader, and no later one, start at a step of its iteration."""
+        self._first_step = step
 
     @property
     def _is_tried(self) -> bool:
@@ -150,7 +156,7 @@ class PromptDataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[PromptBatch]:
         """Return the steps of one iteration on this rank; ``sampler.set_epoch`` names the iteration."""
         dataset = IterationDataset(self._loaded().training, self.sizes, self._world_size, self._rank, self.seed)
-        first_step, self.first_step = self.first_step, 0  # of one iteration only
+        first_step, self._first_step = self._first_step, 0
         sampler = GroupSampler(dataset, len(dataset), self._world_size, self._rank, self.seed, first_step)
         return _loader(dataset, sampler)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from torch import Tensor
 from typing_extensions import override
 
+from lit_vgrpo.distributed.trainer_internals import is_on_this_machine
 from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX, sync_folder
 
 RECIPE_KEY, INPUTS_KEY = "lit_vgrpo_recipe", "lit_vgrpo_inputs"
@@ -34,7 +34,7 @@ class FileCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if not _is_local_file_protocol(path):
+        if not is_on_this_machine(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         path = Path(path)
@@ -134,15 +134,17 @@ def verify(path: Path) -> None:
 
 
 def read_sound(path: Path) -> dict[str, Any]:
-    """Read a checkpoint as :func:`read` does, after comparing every byte and looking at every weight.
+    """Read a checkpoint as :func:`read` does, after comparing every byte and looking at every weight once.
 
     Raises:
         CheckpointDamage: it is torn, unreadable or damaged, lacks a part, or holds a weight that is not finite.
     """
     content = read(path)
     verify(path)
-    for weights in (content["state_dict"], *averages(content)):
-        _refuse_non_finite(weights)
+    if (version := _version(path)) not in _FINITE:
+        for weights in (content["state_dict"], *averages(content)):
+            _refuse_non_finite(weights)
+        _FINITE.add(version)
     return content
 
 
@@ -156,7 +158,7 @@ def verify_for_trainer(path: str | Path, weights: Mapping[str, Tensor]) -> None:
     Raises:
         RuntimeError: it is damaged, or a weight is not finite.
     """
-    if not _is_local_file_protocol(path) or Path(path).is_dir():
+    if not is_on_this_machine(path) or Path(path).is_dir():
         return
     try:
         verify(Path(path))
@@ -179,6 +181,8 @@ def _refuse_non_finite(weights: Mapping[str, Tensor]) -> None:
 
 
 _VERIFIED: set[tuple[object, ...]] = set()
+_FINITE: set[tuple[object, ...]] = set()
+"""Versions of files that this process has looked at."""
 
 
 def _version(path: Path) -> tuple[object, ...]:
@@ -194,7 +198,7 @@ def _tensor_in(path: Path, record: str) -> str:
         number = int(record.rpartition("/data/")[2])
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError):
         return record
-    # torch.save numbers the storages in the order in which it meets them
+    # torch.save (2.15) numbers the storages in the order in which it meets them, and tells them apart by _cdata
     names: dict[int, str] = {}
     for name, tensor in _tensors(content, ""):
         names.setdefault(tensor.untyped_storage()._cdata, name)

@@ -40,7 +40,7 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's own ``state_dict``, whole on rank 0; all ranks must call it."""
         if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
+            optimizer = optimizer.optimizer
         saved = optimizer.state_dict()
         state = {
             index: {key: full(v, v.to_local()) if isinstance(v, DTensor) else v for key, v in values.items()}

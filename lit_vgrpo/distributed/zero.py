@@ -1,9 +1,9 @@
-"""DeepSpeed ZeRO as a Lightning strategy."""
+"""DeepSpeed ZeRO as a Lightning strategy; its private names are those of lightning 2.6.6 and deepspeed 0.19.8."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -13,13 +13,12 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_vgrpo.core.ranges import PositiveInt, checked
-from lit_vgrpo.core.sharding import cut
+from lit_vgrpo.core.sharding import cut, local
 from lit_vgrpo.distributed.portable_checkpoints import PortableCheckpoints
 from lit_vgrpo.optimizers.resumed_state import resumed_group
 
@@ -122,10 +121,10 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self.precision_plugin = StoredPrecision("32-true")
         super().setup(trainer)
-        if self.stage == 3 and trainer.state.fn != TrainerFn.FITTING:
-            # Without an optimizer DeepSpeed leaves out the link by which other weights are swapped in.
+        if self.stage == 3:
+            # For core/sharding.py, when other weights are swapped in.
             for parameter in self.deepspeed_engine.module.parameters():
-                parameter._z3_optimizer = self.deepspeed_engine.optimizer
+                parameter.forget_gathered = self.deepspeed_engine.optimizer.empty_partition_cache
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -207,3 +206,23 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
                     safe_set_local_optimizer_state(parameter, cut(parameter, value), key)
                 else:
                     safe_set_full_optimizer_state(parameter, value, key)
+
+
+@torch.no_grad()
+def local_gradients(parameters: Iterable[Any]) -> list[Tensor]:
+    """Return this rank's gradients, or its shards of them, as they are when an optimizer step is due.
+
+    ZeRO has reduced them by then and keeps them outside ``.grad``; other strategies' are taken from there.
+    """
+    found: list[Tensor | None] = []
+    for parameter in parameters:
+        if hasattr(parameter, "ds_tensor"):  # ZeRO-3
+            from deepspeed.utils import safe_get_local_grad
+
+            found.append(safe_get_local_grad(parameter))
+        elif hasattr(parameter, "_hp_mapping"):  # ZeRO-1 and 2, which have public access only to whole gradients
+            part = parameter._hp_mapping  # None where all of it belongs to other ranks
+            found.append(part and part.get_lp_grad_fragment(parameter._index_in_param_group))
+        elif parameter.grad is not None:
+            found.append(local(parameter.grad))
+    return [gradient for gradient in found if gradient is not None]

@@ -76,8 +76,8 @@ def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
         policy: loaded, on any device; only its path is used.
     """
     method, network = copy.copy(objective), _StandIn(policy)
-    method.rollout_device, method.copies = None, {}
-    method.all_ranks = lambda values: values
+    method.copies = {}
+    method.connect(lambda values: values, rollout_device=None)
     stand_in: Any = network
     method.setup(stand_in)
     whole = _prepared(method, stand_in, plan.images_per_rank, plan)

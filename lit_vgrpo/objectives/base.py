@@ -155,6 +155,10 @@ class Objective(ABC):
         as_sampled = self.trains_on_sampling_steps or (policy is not None and policy.embeds_guidance)
         return self.rollout_spec(0).guidance if as_sampled else 1.0
 
+    def connect(self, all_ranks: Callable[[Tensor], Tensor], rollout_device: torch.device | None) -> None:
+        """Take what a trainer's module knows; called before :meth:`setup`. See the attributes."""
+        self.all_ranks, self.rollout_device = all_ranks, rollout_device
+
     def setup(self, policy: Policy) -> None:  # noqa: B027
         """Make whatever copies of the loaded policy the method keeps."""
 

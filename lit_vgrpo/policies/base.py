@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from lit_vgrpo.core.batches import in_batches
 from lit_vgrpo.core.rollout import Conditioning
 from lit_vgrpo.policies.contract import PolicyContract, PutStart
 from lit_vgrpo.policies.export import save_policy
-from lit_vgrpo.policies.fold import folded_for_sampling
+from lit_vgrpo.policies.fold import FoldedLora, is_folded_for_sampling
 from lit_vgrpo.policies.pipeline_folder import misfit, null_components, parts_in_memory, pipeline_faults
 from lit_vgrpo.policies.pipeline_loading import read_pipeline
 from lit_vgrpo.policies.placement import cast, in_own_precision, place, with_cpu_default
@@ -41,21 +41,26 @@ class Policy(PolicyContract):
         """Faults that can be found without reading weights, a line each; empty when there are none."""
         return [] if self.loaded else pipeline_faults(self)
 
-    @with_cpu_default
-    def load(self, put_start: PutStart | None = None) -> Policy:
-        """Read the weights and put the adapter in; does nothing the second time.
-
-        Args:
-            put_start: replaces the trained weights by those of the run that ``start_from`` names.
+    def load(self) -> Policy:
+        """Check, read the weights and put the adapter in; does nothing the second time.
 
         Raises:
             LoadError: the checkpoint is missing, damaged or of another family, or an option does not fit it.
-            RuntimeError: ``start_from`` is given and ``put_start`` is not.
+            RuntimeError: ``start_from`` is given, which :func:`lit_vgrpo.runs.start.load_policy` knows.
+        """
+        for fault in self.check():
+            raise LoadError(fault)
+        return self.read()
+
+    @with_cpu_default
+    def read(self, put_start: PutStart | None = None) -> Policy:
+        """Load as :meth:`load` does, where :meth:`check` has found nothing; does nothing the second time.
+
+        Args:
+            put_start: replaces the trained weights by those of the run that ``start_from`` names.
         """
         if self.loaded:
             return self
-        for fault in self.check():
-            raise LoadError(fault)
         self._put_start = put_start
         pipeline = read_pipeline(self)
         with quiet_libraries():
@@ -69,7 +74,8 @@ class Policy(PolicyContract):
             LoadError: the pipeline is none of the family's, or an option does not fit it.
             RuntimeError: ``start_from`` is given, and the policy was not loaded with its weights.
         """
-        if self.start_from is not None and self._put_start is None:
+        put_start = self._put_start
+        if self.start_from is not None and put_start is None:
             raise RuntimeError(
                 f"start_from={self.start_from} names a run, which a policy does not read by itself. "
                 "Call lit_vgrpo.runs.start.load_policy(policy) in place of policy.load()."
@@ -93,8 +99,8 @@ class Policy(PolicyContract):
         if self.trains_all:
             cast(self.network, torch.float32)
         choose_trained(self)
-        if self.start_from is not None and self._put_start is not None:
-            self._put_start(self)
+        if put_start is not None:
+            put_start(self)
         if self.gradient_checkpointing:
             self.network.enable_gradient_checkpointing()
         speed_up(self)
@@ -121,8 +127,11 @@ class Policy(PolicyContract):
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=enabled, cache_enabled=False)
 
     def sampling(self) -> AbstractContextManager[None]:
-        """Inside, images are sampled by an ODE: the adapter is folded into the weights where it may be."""
-        return folded_for_sampling(self)
+        """Return the context in which an ODE samples images: the adapter is merged into the weights where it may be."""
+        if not is_folded_for_sampling(self):
+            return nullcontext()
+        self.folded = self.folded or FoldedLora(self.network)
+        return self.folded.applied()
 
     def forward(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
         """Return the network's own prediction (velocity or noise), float32.

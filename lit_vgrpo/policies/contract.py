@@ -135,6 +135,14 @@ class PolicyContract(nn.Module):
         self.pipeline: Any = None
         self.folded: Any = None  # made when first used
 
+    def ignore_start(self) -> None:
+        """Load without the run of ``start_from``, since a checkpoint's weights come after."""
+        self.start_from = None
+
+    def ignore_speed(self) -> None:
+        """Load without ``compile`` and ``attention_backend``, which take long to start and were chosen elsewhere."""
+        self.compile_network, self.attention_backend = False, None
+
     @property
     def trains_all(self) -> bool:
         """Whether all of the network's weights are trained, and none is frozen."""

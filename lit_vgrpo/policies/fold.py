@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,21 +72,18 @@ class FoldedLora:
         self._versions = [weight(layer)._version for layer in self._layers]
 
 
-def folded_for_sampling(policy: PolicyContract) -> AbstractContextManager[None]:
-    """Return a context with the policy's adapter merged, where ``fold_lora`` allows it; else one that does nothing.
+def is_folded_for_sampling(policy: PolicyContract) -> bool:
+    """Return ``True`` where ``fold_lora`` asks for the merged adapter, or leaves it open and nothing is in the way.
 
     Raises:
         LoadError: ``fold_lora=true`` asks for what cannot be done.
     """
     if policy.fold_lora is False or (policy.fold_lora is None and policy.lora_rank is None):
-        return nullcontext()
-    if fault := fold_fault(policy):
-        if policy.fold_lora:
-            raise LoadError(fault)
-        return nullcontext()
-    if policy.folded is None:
-        policy.folded = FoldedLora(policy.network)
-    return policy.folded.applied()
+        return False
+    fault = fold_fault(policy)
+    if fault is not None and policy.fold_lora:
+        raise LoadError(fault)
+    return fault is None
 
 
 def lora_layers(network: nn.Module) -> list[Any]:

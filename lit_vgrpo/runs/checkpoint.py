@@ -93,6 +93,11 @@ class RunCheckpoint(Checkpoint):
             finally:
                 self._requests = None
 
+    def ask_to_stop(self, status: int, waits: bool) -> None:
+        """Let the run save and end: after the iteration where it ``waits``, else after the micro-batch."""
+        self.interrupted, self.terminated = self.interrupted or waits, self.terminated or not waits
+        self.status = status
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_requests": None}  # ranks that are spawned have none to listen for
 
@@ -230,8 +235,9 @@ class RunCheckpoint(Checkpoint):
         """
         path = Path(trainer.default_root_dir) / CHECKPOINTS / name
         with self._requests.held() if self._requests is not None else nullcontext():
+            # What Trainer.save_checkpoint does (lightning 2.6.6), without its barrier, in which the others would wait
+            # for a rank that failed.
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-            # Without the barrier of Trainer.save_checkpoint, in which the others would wait for a rank that failed.
             self.unsaved = trainer.strategy.broadcast(self._write(trainer, checkpoint, path))
             if name != BEST:
                 self.saved = None if self.unsaved is not None else path
@@ -296,11 +302,7 @@ class _Requests(StopRequests):
 
     @override
     def obey(self, signum: int) -> None:
-        if signum == signal.SIGINT and not self._has_30_s:
-            self._checkpoints.interrupted = True
-        else:
-            self._checkpoints.terminated = True
-        self._checkpoints.status = 128 + self.signals[0]
+        self._checkpoints.ask_to_stop(128 + self.signals[0], waits=signum == signal.SIGINT and not self._has_30_s)
         if self.is_urgent and not self._has_raised:
             self._has_raised = True
             raise KeyboardInterrupt if signum == signal.SIGINT else SIGTERMException

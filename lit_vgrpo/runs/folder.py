@@ -10,6 +10,7 @@ from types import ModuleType
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lit_vgrpo.distributed.trainer_internals import move_root_dir
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.paths import CONFIG_NAME as CONFIG_NAME
 
@@ -138,7 +139,7 @@ class RunFolder(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         folder = trainer.strategy.broadcast(trainer.default_root_dir)
-        trainer._default_root_dir = folder  # type: ignore[attr-defined]  # set by the Trainer, read-only in public
+        move_root_dir(trainer, folder)
         agreed = trainer.strategy.broadcast(self.ckpt_path)
         if trainer.strategy.reduce_boolean_decision(agreed != self.ckpt_path, all=False):
             raise RuntimeError(

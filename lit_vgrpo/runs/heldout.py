@@ -168,15 +168,23 @@ class HeldOutModule(L.LightningModule):
     @in_own_precision
     def generate(self, prompts: Sequence[str], image_ids: list[int], images: int = 0) -> Tensor:
         """Held-out images ``(B, 3, H, W)`` in [0, 1], by the seed and ``image_ids``; ``images``: of all ranks."""
-        spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self._trainer else 0).as_ode()
+        spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self.has_trainer else 0).as_ode()
         conditioning, rows = self.policy.encode_each(prompts)
         noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
         latents, _ = sample(self.policy, conditioning, rows, spec, noise, at_most(images, self.rollout_batch_size))
         return self.policy.decode(latents)
 
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a trainer holds the module."""
+        try:
+            return self.trainer is not None
+        except RuntimeError:  # Lightning's way to say so
+            return False
+
     def all_ranks(self, values: Tensor) -> Tensor:
         """Concatenate every rank's ``(B, ...)`` in rank order, on the CPU."""
-        if self._trainer is None or self.trainer.world_size == 1:
+        if not self.has_trainer or self.trainer.world_size == 1:
             return values.cpu()
         gathered: Any = self.all_gather(values.to(self.device))
         return gathered.flatten(0, 1).cpu()

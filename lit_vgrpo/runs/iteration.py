@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class Iteration:
         if batch.order is None:
             return cls(experience, image_ids, record, batch.micro_batch_size)
         order = torch.tensor(batch.order)
-        record.local_group_ids = record.local_group_ids[order]
+        record = replace(record, local_group_ids=record.local_group_ids[order])
         own = experience.select(order.to(experience.latents.device))
         return cls(own, image_ids[order], record, batch.micro_batch_size)
 
@@ -156,4 +156,4 @@ def rewind(progress: dict[str, Any], datamodule: PromptDataModule, world_size: i
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
     progress["current"] = dict.fromkeys(progress["current"], steps)
     progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
-    datamodule.first_step = steps
+    datamodule.start_at(steps)

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lit_vgrpo.core.sharding import shape_of
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.distributed.trainer_internals import count_iterations
 from lit_vgrpo.policies.base import Policy
 
 
@@ -29,8 +30,7 @@ def keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
         raise ValueError(fault)
     if trainer.fast_dev_run:
         iterations = int(trainer.fast_dev_run)
-        trainer.limit_train_batches = 1.0
-        trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = iterations, -1
+        count_iterations(trainer, iterations)
         images = sizes.plan(trainer.world_size).images_per_iteration
         rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.core.saving import save_hparams_to_yaml
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lit_vgrpo.runs.folder import candidates
@@ -33,62 +34,79 @@ class MetricsTable(CSVLogger):
         # name and version empty: the table lies in the run folder itself
         super().__init__(folder, name="", version="", flush_logs_every_n_steps=1)
         self._keep = keep
+        self._table: _Table | None = None
 
     @property
     @override
     @rank_zero_experiment
-    def experiment(self) -> ExperimentWriter:
-        if not isinstance(self._experiment, _Writer):
-            os.makedirs(self.root_dir, exist_ok=True)
-            self._experiment = _Writer(self.log_dir, self._keep)
-        return self._experiment
+    def experiment(self) -> Any:
+        if self._table is None:
+            self._table = _Table(Path(self.log_dir), self._keep)
+        return self._table
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if self._table is not None:
+            self._table.save()
 
 
-class _Writer(ExperimentWriter):
-    """Lightning's writer, but that it replaces the file in one step where it must, and keeps rows a full disk refuses.
+class _Table:
+    """A CSV file that is replaced in one step when its columns change; rows that a full disk refuses are kept.
 
     Attributes:
-        waits: rows could not be written and wait for the next time.
+        metrics: rows that are not in the file yet.
+        waits: they could not be written.
     """
 
-    def __init__(self, folder: str, keep: Keep | None) -> None:
-        self._keep = keep
-        self._columns: list[str] = []  # in the file
+    def __init__(self, folder: Path, keep: Keep | None) -> None:
+        self.metrics: list[dict[str, Any]] = []
         self.waits = False
-        super().__init__(log_dir=folder)
-        if keep is not None:
-            self.metrics_keys, rows = self._table_there()
-            if self.metrics_keys:
-                self._write([row for row in rows if keep(row)])
+        self._hparams: dict[str, Any] = {}
+        self._file = folder / "metrics.csv"
+        self._columns: list[str] = []
+        self._columns_in_file: list[str] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        if keep is None:
+            self._file.unlink(missing_ok=True)
+            return
+        self._columns, rows = self._read()
+        if self._columns:
+            self._write([row for row in rows if keep(row)])
 
-    @override
-    def _check_log_dir_exists(self) -> None:
-        if self._keep is None:
-            super()._check_log_dir_exists()
+    def log_hparams(self, params: dict[str, Any]) -> None:
+        """Write hyperparameters to ``hparams.yaml``."""
+        self._hparams |= params
+        save_hparams_to_yaml(self._file.with_name("hparams.yaml"), self._hparams)
 
-    @override
+    def log_metrics(self, metrics: dict[str, Tensor | float], step: int) -> None:
+        """Add a row, which :meth:`save` writes."""
+        row = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        self.metrics.append({**row, "step": step})
+
     def save(self) -> None:
+        """Write the rows that are not in the file yet; warn where that fails."""
         if not self.metrics:
             return
-        self._record_new_keys()
+        self._columns = sorted({*self._columns, *(name for row in self.metrics for name in row)})
         try:
-            if self._columns == self.metrics_keys:
+            if self._columns_in_file == self._columns:
                 self._append(self.metrics)
             else:
-                columns, rows = self._table_there()
-                self.metrics_keys = sorted({*self.metrics_keys, *columns})
+                columns, rows = self._read()
+                self._columns = sorted({*self._columns, *columns})
                 self._write([*rows, *self.metrics])
         except OSError as error:
             if not self.waits:
-                what = f"Cannot write {self.metrics_file_path}: {error.strerror}."
+                what = f"Cannot write {self._file}: {error.strerror}."
                 rank_zero_warn(f"{what} Training goes on, and the rows are written once there is room.")
-            self.waits, self._columns = True, []
+            self.waits, self._columns_in_file = True, []
             return
         self.metrics, self.waits = [], False
 
-    def _table_there(self) -> tuple[list[str], list[dict[str, str]]]:
-        """Columns and rows of the file; what is no table of a run is moved aside, and the table begins anew."""
-        path = Path(self.metrics_file_path)
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        """Return the file's columns and rows; a file that is not the table of a run is moved aside."""
+        path = self._file
         try:
             return read_table(path)
         except FileNotFoundError:
@@ -101,28 +119,28 @@ class _Writer(ExperimentWriter):
             return [], []
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
-        size = os.stat(self.metrics_file_path).st_size
+        size = os.stat(self._file).st_size
         try:
-            with open(self.metrics_file_path, "a", newline="") as file:
-                csv.DictWriter(file, fieldnames=self.metrics_keys).writerows(rows)
+            with self._file.open("a", newline="") as file:
+                csv.DictWriter(file, fieldnames=self._columns).writerows(rows)
         except OSError:
-            os.truncate(self.metrics_file_path, size)
+            os.truncate(self._file, size)
             raise
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        draft = Path(f"{self.metrics_file_path}.tmp")
+        draft = self._file.with_name(f"{self._file.name}.tmp")
         try:
             with draft.open("w", newline="") as file:
-                writer = csv.DictWriter(file, fieldnames=self.metrics_keys)
+                writer = csv.DictWriter(file, fieldnames=self._columns)
                 writer.writeheader()
                 writer.writerows(rows)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(draft, self.metrics_file_path)
+            os.replace(draft, self._file)
         except OSError:
             draft.unlink(missing_ok=True)
             raise
-        self._columns = list(self.metrics_keys)
+        self._columns_in_file = list(self._columns)
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:

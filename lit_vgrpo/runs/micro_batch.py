@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -65,7 +65,7 @@ def settle(module: HeldOutModule, optimizer: OptimizerConfig | CustomOptimizer) 
     with trial.without_trace():
         trial.run(1)  # what libraries take the first time and keep
         size, taken = largest_that_fits(divisors(share), room, lambda images: trial.most_of_ranks(trial.taken(images)))
-    trainer.datamodule.sizes = replace(sizes, micro_batch_size=size)
+    trainer.datamodule.settle(size)
     trainer.accumulate_grad_batches = 1
     accumulate(trainer, trainer.datamodule.sizes)
     if trainer.is_global_zero:

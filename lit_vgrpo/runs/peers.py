@@ -27,6 +27,7 @@ class Peers(Callback):
         self.processes: dict[int, int] = {}
         self.silent_s: dict[int, float] = {}
         self._states: dict[int, str] = {}
+        self._named: set[int] = set()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -69,6 +70,12 @@ class Peers(Callback):
             else:
                 said[rank] = f"{name} waits for a disk or a network drive, and the others for it."
         return said
+
+    def newly_silent(self, at_least_s: float) -> list[str]:
+        """Return :meth:`about`'s lines on ranks that were not silent at the last call, where this rank speaks."""
+        silent = self.about(at_least_s)
+        new, self._named = silent.keys() - self._named, set(silent)
+        return [silent[rank] for rank in sorted(new)] if self.speaks() else []
 
     def name(self, rank: int) -> str:
         """Return what to call a rank in a message."""

@@ -51,13 +51,17 @@ UNUSED_WORDS = {"start_weights": "trained", "kind": "adamw"}
 
 
 class RecipeInCheckpoint(Callback):
-    """Puts the recipe into every checkpoint, whoever saves it.
+    """Puts the recipe into every checkpoint, whichever callback saves it.
 
-    Args:
+    Attributes:
         recipe: plain values, defaults filled in.
     """
 
-    def __init__(self, recipe: dict[str, Any]) -> None:
+    def __init__(self) -> None:
+        self.recipe: dict[str, Any] = {}
+
+    def carry(self, recipe: dict[str, Any]) -> None:
+        """Put this recipe into the checkpoints from now on."""
         self.recipe = recipe
 
     @override

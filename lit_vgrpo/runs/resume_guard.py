@@ -35,6 +35,10 @@ class ResumeGuard(Callback):
         self.inputs: Inputs = {}
         self.said: list[str] = []
 
+    def expect(self, inputs: Inputs, allow_changes: bool, said: list[str]) -> None:
+        """Take what a look at the checkpoint has found; see the attributes."""
+        self.inputs, self.allow_changes, self.said = inputs, allow_changes, said
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Some strategies write in a way of their own and refuse another one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 
 from lit_vgrpo.errors import UserError, report
@@ -31,10 +32,13 @@ def load_policy(policy: Policy) -> Policy:
     Raises:
         LoadError: the checkpoint or that run cannot be used.
     """
-    if not policy.loaded:
-        for fault in policy_faults(policy):
-            raise LoadError(fault)
-    return policy.load(load_start)
+    if policy.loaded:
+        return policy
+    for fault in policy.check():
+        raise LoadError(fault)
+    if policy.start_from is None:
+        return policy.read()
+    return policy.read(partial(_put_start, *_saved(policy.start_from, policy.start_weights, _say_on_first)))
 
 
 def start_fault(start_from: str, start_weights: str) -> str | None:
@@ -46,20 +50,17 @@ def start_fault(start_from: str, start_weights: str) -> str | None:
     """
     try:
         _saved(start_from, start_weights, _say_nothing)
-    except (LoadError, ValueError) as error:
+    except LoadError as error:
         return str(error)
     return None
 
 
-def load_start(policy: Policy) -> None:
-    """Put the trained weights of the run that a policy starts from in place of its own; none without such a run.
+def _put_start(saved: SavedWeights, variant: str, policy: Policy) -> None:
+    """Put a variant of a run's weights in place of a loaded policy's own.
 
     Raises:
-        LoadError: there is no such run, or it trained other weights.
+        LoadError: the run trained other weights.
     """
-    if policy.start_from is None:
-        return
-    saved, variant = _saved(policy.start_from, policy.start_weights, _say_on_first)
     difference = saved.difference(variant, policy)
     if difference is not None:
         raise LoadError(
@@ -100,15 +101,17 @@ def _saved(start_from: str, start_weights: str, say: Callable[[str], None]) -> t
     Raises:
         LoadError: it cannot be used.
     """
-    path = resolve_path(start_from)
     variant = {"trained": TRAINED, "ema": AVERAGE}[start_weights]
     try:
+        path = resolve_path(start_from)
         if not (path.is_file() and path.suffix == ".ckpt"):
             run, _ = find_run(str(path))
             path = last_good(run, say)
         saved = SavedWeights.read(path)
     except UserError as error:
         raise LoadError(f"model.policy.start_from: {error}") from error
+    except ValueError as error:
+        raise LoadError(str(error)) from error
     if variant not in saved.tensors:
         raise LoadError(
             f"model.policy.start_weights=ema, but {path} holds no average: that run had no EMA callback. "

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from lit_vgrpo.commands.export.command import export
 from lit_vgrpo.commands.run import run
 from lit_vgrpo.commands.sample.command import image_of
-from lit_vgrpo.commands.saved_policy import build_policy, load_policy, recipe_of, saved_weights
+from lit_vgrpo.commands.saved_policy import build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.distributed.checkpoint_file import read, write
@@ -115,7 +115,7 @@ def loaded(run_folder, variant):
     run_folder = Path(run_folder)
     policy = build_policy(recipe_of(run_folder, [], ["model.policy"], "a test"))
     saved = saved_weights(run_folder, None, variant) if variant != "reference" else None
-    return load_policy(policy, saved, variant)
+    return load_saved_policy(policy, saved, variant)
 
 
 def own_image(policy, family):

@@ -128,7 +128,7 @@ def test_check_tells_every_fault(files, tmp_path):
 
 def test_only_the_first_loader_goes_on_in_the_middle(files):
     data = data_module(files)
-    data.first_step = 1
+    data.start_at(1)
     steps = [[batch.step for batch in data.train_dataloader()] for _ in range(2)]
     assert steps[0] == steps[1][1:]
     assert steps[1][0] == 0

@@ -92,7 +92,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     leave = on_gpu and module.policy.offload_encoders
     latent = 4 * torch.Size(policy.latent_shape).numel()
     models, unknown = scorers(module.observed.rewards, device)
-    kept = 0 if on_gpu and module.objective.rollout_device is not None else round(latent * asked.kept)
+    kept = 0 if on_gpu and module.rollout_device is not None else round(latent * asked.kept)
     parts = {
         **own.parts,
         "copies of the trained weights": copies * own.trained,

@@ -49,7 +49,7 @@ def _evaluate(options: EvaluateOptions) -> int:
         saved.require(variant)
     cli = build([str(options.run / CONFIG_NAME), *options.words, *OVERRIDES], make_folder=False)
     if REFERENCE not in options.variants:
-        cli.model.policy.start_from = None  # all that was trained comes from the checkpoint
+        cli.model.policy.ignore_start()
     rows = heldout_rows(cli)
     fids, network, missing = image_metrics(cli, options)
     data = cli.datamodule

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from lit_vgrpo.commands.run import guarded
-from lit_vgrpo.commands.saved_policy import RunOptions, build_policy, load_policy, recipe_of, saved_weights
+from lit_vgrpo.commands.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.config.arguments import flag, option
 from lit_vgrpo.errors import UserError, say, suggestion
 from lit_vgrpo.policies.base import Policy
@@ -85,7 +85,7 @@ def _export(options: ExportOptions) -> int:
     policy = build_policy(recipe)
     refuse_misfit(policy, options)
     saved = saved_weights(options.run, options.checkpoint, options.variant)
-    load_policy(policy, saved, options.variant)
+    load_saved_policy(policy, saved, options.variant)
     with written_whole(options.to, "--to") as draft:
         if options.merge:
             save_merged(policy, draft, options.dtype)

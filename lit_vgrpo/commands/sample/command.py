@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lit_vgrpo.commands.run import guarded
-from lit_vgrpo.commands.saved_policy import RunOptions, build_policy, load_policy, recipe_of, saved_weights
+from lit_vgrpo.commands.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.config.arguments import SEVERAL, flag, option, whole
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.core.nonfinite import all_finite
@@ -126,7 +126,7 @@ def _sample(options: SampleOptions) -> int:
     saved = None
     if options.variant != REFERENCE:
         saved = saved_weights(options.run, options.checkpoint, options.variant)
-    load_policy(policy, saved, options.variant)
+    load_saved_policy(policy, saved, options.variant)
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
     draw(policy, spec, options)
     return 0

@@ -1,0 +1,91 @@
+"""Changes to Lightning's Trainer that have no public way; private names are those of lightning 2.6.6."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from typing_extensions import override
+
+Child = subprocess.Popen[Any]
+
+
+def is_on_this_machine(path: Any) -> bool:
+    """Return ``True`` for a path in a local file system, ``False`` for one such as ``s3://...``."""
+    return _is_local_file_protocol(path)
+
+
+def move_root_dir(trainer: Trainer, folder: str) -> None:
+    """Change ``trainer.default_root_dir``, which the constructor sets, when only rank 0 knew the run folder then."""
+    trainer._default_root_dir = folder  # type: ignore[attr-defined]
+
+
+def count_iterations(trainer: Trainer, iterations: int) -> None:
+    """Let ``fast_dev_run``, which counts batches, run this many whole epochs."""
+    trainer.limit_train_batches = 1.0
+    trainer.fit_loop.max_epochs = iterations
+    trainer.fit_loop.epoch_loop.max_steps = -1
+
+
+def call_train_hooks_at_end(trainer: Trainer) -> None:
+    """Let ``fit`` call ``on_train_start`` and ``on_train_end`` where no epoch is left; Lightning's loop skips them."""
+    loop = trainer.fit_loop
+    run = loop.run
+
+    def run_to_the_end() -> None:
+        run()
+        loop.on_run_start()
+        loop.on_run_end()
+
+    loop.run = run_to_the_end  # type: ignore[method-assign]
+
+
+def script_launcher(strategy: Strategy) -> _SubprocessScriptLauncher | None:
+    """Return the launcher that starts this script once for each rank; ``None`` for any other."""
+    launcher = strategy.launcher
+    return launcher if type(launcher) is _SubprocessScriptLauncher else None
+
+
+def hand_over_children(strategy: Strategy, take: Callable[[list[Child]], None], environment: Mapping[str, str]) -> None:
+    """Replace Lightning's observer of the ranks that rank 0 starts, which kills rank 0 too, without a word.
+
+    Args:
+        take: is called with their processes, and with none once Lightning itself kills them.
+        environment: variables to set before they start.
+    """
+    launcher = script_launcher(strategy)
+    assert launcher is not None
+    strategy._launcher = _HandingOver(launcher, take, environment)
+
+
+class _HandingOver(_SubprocessScriptLauncher):
+    def __init__(
+        self,
+        launcher: _SubprocessScriptLauncher,
+        take: Callable[[list[Child]], None],
+        environment: Mapping[str, str],
+    ) -> None:
+        super().__init__(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+        self.take, self.environment = take, environment
+        self.children: list[Child] = []
+
+    @override
+    def _call_children_scripts(self) -> None:
+        os.environ.update(self.environment)
+        super()._call_children_scripts()
+        self.children, self.procs = self.procs, []  # an observer of no processes ends by itself
+        self.take(self.children)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        if signum == signal.SIGKILL:
+            self.take([])
+        for child in self.children:
+            child.send_signal(signum)
