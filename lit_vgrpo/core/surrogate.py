@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.times import ContinuousTimes, TimePool
+
 ERROR_FLOOR = 1e-6
 
 
@@ -53,42 +55,15 @@ class Pairs:
         return Pairs(self.times.to(device), self.noise.to(device), self.rows.to(device))
 
 
-def draw_levels(num_pairs: int, stratified: bool, generator: torch.Generator) -> Tensor:
-    """``(N,)`` positions on the schedule in [0, 1): one in each of N equal parts, or N independent ones."""
-    uniform = torch.rand(num_pairs, generator=generator)
-    if not stratified:
-        return uniform
-    return ((torch.arange(num_pairs) + uniform) / num_pairs).clamp(max=1 - 1e-6)
-
-
-def schedule_times(levels: Tensor, schedule: Tensor | None, shift: float = 1.0) -> Tensor:
-    """Map positions in [0, 1) to times.
-
-    Args:
-        levels: any shape, in [0, 1).
-        schedule: the sampler's own times ``(S,)``: position ``u`` takes its entry ``floor(u S)``. ``None`` draws from
-            the continuous schedule ``(0, 1]``, position 0 being the noisiest.
-        shift: resolution shift ``s t / (1 + (s - 1) t)`` of the continuous schedule (arXiv 2403.03206).
-
-    Returns:
-        Shape of ``levels``, float32.
-    """
-    if schedule is not None:
-        return schedule.to(levels.device)[(levels * len(schedule)).long().clamp(max=len(schedule) - 1)]
-    t = 1 - levels
-    return shift * t / (1 + (shift - 1) * t)
-
-
 def draw_pairs(
     generators: Sequence[torch.Generator],
     rows: Tensor,
     num_pairs: int,
     latent_shape: Sequence[int],
     *,
+    times: TimePool | None = None,
     stratified: bool = True,
-    schedule: Tensor | None = None,
-    shift: float = 1.0,
-) -> Pairs:
+) -> tuple[Pairs, Tensor]:
     """Draw one row of pairs for each generator.
 
     Args:
@@ -96,12 +71,20 @@ def draw_pairs(
         rows: shape ``(B,)``: the row of each image, e.g. its group's position.
         num_pairs: N_MC.
         latent_shape: ``(C, h, w)``.
+        times: where times are drawn from; ``None`` is the whole continuous schedule.
+        stratified: draw one time from each of N_MC parts of it.
+
+    Returns:
+        The pairs, and the importance weights of their times ``(K, N)``.
     """
-    times, noise = [], []
+    pool = ContinuousTimes() if times is None else times
+    drawn, weights, noise = [], [], []
     for generator in generators:
-        times.append(schedule_times(draw_levels(num_pairs, stratified, generator), schedule, shift))
+        t, weight = pool.draw(num_pairs, stratified, generator)
+        drawn.append(t)
+        weights.append(weight)
         noise.append(torch.randn(num_pairs, *latent_shape, generator=generator))
-    return Pairs(torch.stack(times).float(), torch.stack(noise), rows)
+    return Pairs(torch.stack(drawn).float(), torch.stack(noise), rows), torch.stack(weights)
 
 
 def mean_over_pixels(values: Tensor, keep: int) -> Tensor:

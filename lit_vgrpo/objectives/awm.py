@@ -6,22 +6,20 @@ from typing import Annotated, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import NonNegativeFloat, PositiveFloat, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
 from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_TIMES
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import (
     clipped_surrogate,
-    draw_levels,
     mean_over_pixels,
     ratio_metrics,
-    schedule_times,
     seeded_generator,
 )
 from lit_vgrpo.objectives.base import PrepareContext, require
-from lit_vgrpo.objectives.forward import ForwardObjective
-from lit_vgrpo.objectives.pairs import TimeSource, pairs_at, squared_distance, stored_errors
+from lit_vgrpo.objectives.forward import DrawnTimesObjective
+from lit_vgrpo.objectives.pairs import mean_over_pairs, pairs_at, squared_distance, stored_errors
 from lit_vgrpo.policies.base import Policy
 
 Weighting = Literal["power", "uniform", "time", "time_squared"]
@@ -47,7 +45,7 @@ def log_likelihood(errors: Tensor, times: Tensor, weighting: Weighting = "power"
 
 @checked
 @dataclass(eq=False)
-class AWM(ForwardObjective):
+class AWM(DrawnTimesObjective):
     """AWM: the clipped ratio of every (image, time), and a pull to the start and to a slowly moving copy.
 
     Defined on a rectified flow only. With one update per iteration the policy is its own behaviour policy, so the old
@@ -66,11 +64,10 @@ class AWM(ForwardObjective):
         ema_decay_rate: ``copy <- d copy + (1 - d) theta`` after an iteration, with n gradient steps done
             ``d = min(max, rate n)``.
         ema_decay_max: the bound of that.
-        times: draw from the sampler's own times, or from the continuous schedule. The first is our reading.
-        time_shift: resolution shift of the continuous schedule.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The default of ten sampling
-    steps is that of the other methods here; the public code takes 14.
+    The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective` and
+    :class:`~lit_vgrpo.objectives.forward.DrawnTimesObjective`. The default of ten sampling steps is that of the other
+    methods here (the public code takes 14), and to draw from the sampler's times is our reading.
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
@@ -85,8 +82,6 @@ class AWM(ForwardObjective):
     ema_weight: NonNegativeFloat = 1.0
     ema_decay_rate: NonNegativeFloat = 0.001
     ema_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3
-    times: TimeSource = "sampler"
-    time_shift: PositiveFloat = 1.0
 
     def __post_init__(self) -> None:
         known = get_args(Weighting)
@@ -109,8 +104,10 @@ class AWM(ForwardObjective):
 
     def prepare(self, context: PrepareContext) -> Experience:
         policy = context.policy
-        pairs = pairs_at(context, self._draw_times(context.rollout, context.micro_batch_size), shared=False)
+        times, weights = self._draw_times(context.rollout, context.micro_batch_size)
+        pairs = pairs_at(context, times, shared=False)
         experience = context.experience(pairs, advantages=context.advantages / self.advantage_scale)
+        self.weight_pairs(experience, weights.to(pairs.times.device))
         if context.updates > 1:
             with context.ledger.phase("old"):
                 errors = stored_errors(context, experience, "v", None, self.guidance_in("training", policy))
@@ -119,13 +116,20 @@ class AWM(ForwardObjective):
             experience.extras[f"{name}_prediction"] = self.copy_predictions(context, experience, name)
         return experience
 
-    def _draw_times(self, rollout: Rollout, micro_batch_size: int) -> Tensor:
-        """``(B, N)``, one draw a micro-batch: numbered over all ranks, so that the number of ranks does not matter."""
-        schedule = rollout.schedule.cpu() if self.times == "sampler" else None
+    @property
+    def strata(self) -> int:
+        return self.num_times
+
+    def _draw_times(self, rollout: Rollout, micro_batch_size: int) -> tuple[Tensor, Tensor]:
+        """Return the images' times and weights ``(B, N)``, one draw per micro-batch.
+
+        Micro-batches are numbered over all ranks, so that the number of ranks does not matter.
+        """
+        pool = self.time_pool(rollout)
         drawn, rows = torch.unique(rollout.image_ids // micro_batch_size, return_inverse=True)
         generators = [seeded_generator(rollout.seed, STREAM_TIMES, rollout.iteration, k) for k in drawn.tolist()]
-        levels = torch.stack([draw_levels(self.num_times, True, generator) for generator in generators])
-        return schedule_times(levels, schedule, self.time_shift)[rows]
+        times, weights = zip(*(pool.draw(self.num_times, True, generator) for generator in generators), strict=True)
+        return torch.stack(times)[rows], torch.stack(weights)[rows]
 
     def _log_likelihood(self, micro: Experience, error: Tensor) -> Tensor:
         assert micro.pairs is not None
@@ -136,8 +140,11 @@ class AWM(ForwardObjective):
         prediction, error, _ = self.predict(policy, micro, "v")
         log_q = self._log_likelihood(micro, error)
         log_ratio = log_q - micro.extras.get("old_log_likelihood", log_q.detach())
-        gain = clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip).mean(dim=1)
-        distances = {name: squared_distance(prediction, micro.extras[f"{name}_prediction"]) for name in self._pulls()}
+        weights = micro.extras.get("pair_weight")
+        gain = mean_over_pairs(clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip), weights)
+        distances = {
+            name: squared_distance(prediction, micro.extras[f"{name}_prediction"], weights) for name in self._pulls()
+        }
         loss = -gain.mean()
         for name, weight in self._pulls().items():
             loss = loss + weight * distances[name].mean()

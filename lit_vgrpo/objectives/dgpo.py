@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -44,7 +44,7 @@ class DGPO(ForwardObjective):
 
     Args:
         num_times: times of an iteration, the same for all images and ranks.
-        noisiest: how many of the sampler's noisiest times they are drawn from, without repetition.
+        noisiest: of how many of the sampler's noisiest times they are drawn, without repetition; null for all.
         beta: 100 (OCR, GenEval) or 10 (PickScore): how soon a satisfied group stops to pull.
         kl_weight: weight of the squared distance to the reference's predictions: 0.02, or 0.001.
         clip: how far an image's likelihood may move from the old policy before its gradient is dropped: 1e-2, or 5e-2.
@@ -61,7 +61,7 @@ class DGPO(ForwardObjective):
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
 
     num_times: Annotated[int, Range(1, 1000, example=4)] = 4
-    noisiest: Annotated[int, Range(1, 1000, example=7)] = 7
+    noisiest: Annotated[int, Range(1, 1000, example=7)] | None = field(default=7, kw_only=True)
     beta: Annotated[float, Range(above=0, example=100)] = 100.0
     kl_weight: NonNegativeFloat = 0.02
     clip: Annotated[float, Range(above=0, below=1, example=1e-2)] = 1e-2
@@ -71,18 +71,11 @@ class DGPO(ForwardObjective):
     behaviour_from_step: NonNegativeInt = 200
 
     def __post_init__(self) -> None:
-        at_least = f"Use {self.num_times} (num_times) or more"
-        require(self.noisiest >= self.num_times, "noisiest", self.noisiest, at_least)
         require(self.reference in ("frozen", "moving"), "reference", self.reference, "Use frozen or moving")
         super().__post_init__()
 
     def check(self, sizes: Sizes) -> list[str]:
         faults = super().check(sizes)
-        if self.noisiest > self.spec.steps:
-            faults.append(
-                f"model.objective.noisiest={self.noisiest} is more than the sampler's {self.spec.steps} times. "
-                f"{self._advice()}"
-            )
         prompts, updates = sizes.prompts_per_iteration, sizes.updates_per_iteration
         if sizes.split_updates and prompts % updates:
             whole = [str(n) for n in range(1, prompts + 1) if prompts % n == 0]
@@ -92,12 +85,9 @@ class DGPO(ForwardObjective):
             )
         return faults
 
-    def _advice(self) -> str:
-        """Return the values of ``noisiest`` that fit the sampler, in a sentence."""
-        least, most = self.num_times, self.spec.steps
-        if least > most:
-            return f"Use model.objective.rollout.steps={self.noisiest}, or fewer num_times than {least}."
-        return f"Use {most}." if least == most else f"Use {least} to {most}."
+    @property
+    def fewest_times(self) -> int:
+        return self.num_times
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
         trained = sizes.uses_per_image * self.num_times
@@ -121,10 +111,10 @@ class DGPO(ForwardObjective):
     def prepare(self, context: PrepareContext) -> Experience:
         rollout, device = context.rollout, context.rollout.latents.device
         generator = seeded_generator(rollout.seed, STREAM_TIMES, rollout.iteration)
-        picked = torch.randperm(self.noisiest, generator=generator)[: self.num_times]
+        times = self.sampler_times(rollout).pick(self.num_times, generator)
         group_size = torch.full((len(rollout),), rollout.group_size, device=device)
         experience = context.experience(
-            pairs_at(context, rollout.schedule.cpu()[picked], shared=True),
+            pairs_at(context, times, shared=True),
             {"group_ids": rollout.group_ids.to(device), "group_size": group_size},
         )
         if "reference" in self.copies:

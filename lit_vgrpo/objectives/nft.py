@@ -84,7 +84,8 @@ class DiffusionNFT(ForwardObjective):
     Args:
         beta: 1.0 (the paper's for GenEval, PickScore and HPS); 0.1 for OCR and for several rewards.
         decay_type: how fast the copy that rolls out follows, see :func:`nft_decay`.
-        num_times: times per image, drawn from the sampler's own without repetition; null takes all but one.
+        num_times: times per image, drawn from the sampler's own (or its ``noisiest``) without repetition; null takes
+            all but one.
         advantage_clip: bound of the advantages, and weight of the loss, so that an image's weight is its advantage.
         kl_weight: weight of the squared distance to the start's predictions; 0 saves the reference's passes.
         scale_cap: bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Ours.
@@ -114,6 +115,11 @@ class DiffusionNFT(ForwardObjective):
                 f"model.objective.rollout.steps={steps} leaves no time to train at, since all but one are used. "
                 "Use 2 or more steps, or num_times=1."
             )
+        if self.num_times is None and self.time_range is not None:
+            faults.append(
+                f"model.objective.time_range={list(self.time_range)} leaves a number of times that only the loaded "
+                "sampler tells. Say how many of them each image trains at: model.objective.num_times=1 or more."
+            )
         if self.num_times is not None and self.num_times > steps:
             faults.append(
                 f"model.objective.num_times={self.num_times} is more than the sampler's {steps} times. "
@@ -121,9 +127,13 @@ class DiffusionNFT(ForwardObjective):
             )
         return faults
 
+    @property
+    def fewest_times(self) -> int:
+        return self.num_times or 2
+
     def times_an_image(self) -> int:
-        """How many of the sampler's times each image trains at."""
-        return self.num_times or self.spec.network_calls - 1
+        """Return how many of the sampler's times each image trains at."""
+        return self.num_times or (self.noisiest or self.spec.network_calls) - 1
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
         times = self.times_an_image()
@@ -142,10 +152,10 @@ class DiffusionNFT(ForwardObjective):
 
     def prepare(self, context: PrepareContext) -> Experience:
         policy, rollout = context.policy, context.rollout
-        schedule, num_times = rollout.schedule.cpu(), self.times_an_image()
+        times, num_times = self.sampler_times(rollout), self.times_an_image()
         generators = image_generators(STREAM_TIMES, rollout.seed, rollout.iteration, rollout.image_ids.tolist())
-        picked = [torch.randperm(len(schedule), generator=generator)[:num_times] for generator in generators]
-        experience = context.experience(pairs_at(context, schedule[torch.stack(picked)], shared=False))
+        picked = torch.stack([times.pick(num_times, generator) for generator in generators])
+        experience = context.experience(pairs_at(context, picked, shared=False))
         with self.with_copy(policy, "old", context.ledger):
             guidance = self.guidance_in("training", policy)
             experience.extras["old_error"] = stored_errors(context, experience, "x", self.scale_cap, guidance)

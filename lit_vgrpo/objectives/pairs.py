@@ -11,6 +11,7 @@ from lit_vgrpo.core.probability_paths import Space, expand
 from lit_vgrpo.core.rollout import Experience, Rollout
 from lit_vgrpo.core.sampling import STREAM_PAIRS, image_generators
 from lit_vgrpo.core.surrogate import Pairs, draw_pairs, mean_over_pixels, surrogate
+from lit_vgrpo.core.times import ContinuousTimes, SamplerTimes, TimePool
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies.base import Policy
 
@@ -23,26 +24,44 @@ def rollout_pairs(
     *,
     shared: bool,
     stratified: bool,
-    times: TimeSource,
+    times: TimeSource | TimePool,
     shift: float = 1.0,
 ) -> Pairs:
+    """Draw the pairs of an iteration; see :func:`weighted_pairs`.
+
+    Args:
+        times: where times are drawn from; the whole of a source, or a part.
+        shift: resolution shift of the continuous schedule.
+    """
+    pool = time_source(context.rollout, times, shift) if isinstance(times, str) else times
+    return weighted_pairs(context, num_pairs, pool, shared=shared, stratified=stratified)[0]
+
+
+def time_source(rollout: Rollout, times: TimeSource, shift: float = 1.0) -> SamplerTimes | ContinuousTimes:
+    """Return the whole schedule of a source."""
+    if times == "uniform":
+        return ContinuousTimes(shift)
+    schedule = rollout.schedule.cpu()
+    return SamplerTimes(schedule, len(schedule))
+
+
+def weighted_pairs(
+    context: PrepareContext, num_pairs: int, pool: TimePool, *, shared: bool, stratified: bool
+) -> tuple[Pairs, Tensor]:
     """Draw the pairs of an iteration: one row for each group, or one for each image when not ``shared``.
 
     A row is seeded by its group's (or image's) global number, so that it does not depend on the number of ranks.
+
+    Returns:
+        The pairs, and the importance weights of every image's times ``(B, N)``.
     """
     rollout = context.rollout
     owners, rows = pair_owners(rollout, shared)
-    pairs = draw_pairs(
-        image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist()),
-        rows,
-        num_pairs,
-        rollout.latents.shape[1:],
-        stratified=stratified,
-        schedule=rollout.schedule.cpu() if times == "sampler" else None,
-        shift=shift,
-    )
+    generators = image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist())
+    shape = rollout.latents.shape[1:]
+    pairs, weights = draw_pairs(generators, rows, num_pairs, shape, times=pool, stratified=stratified)
     pairs.times = context.policy.path.snap(pairs.times)
-    return pairs.to(rollout.latents.device)
+    return pairs.to(rollout.latents.device), weights[rows].to(rollout.latents.device)
 
 
 def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool) -> Pairs:
@@ -114,6 +133,11 @@ def stored_errors(
     return torch.cat([predict_pairs(policy, micro, space, cap, guidance)[1] for micro in micros])
 
 
-def squared_distance(prediction: Tensor, stored: Tensor) -> Tensor:
+def squared_distance(prediction: Tensor, stored: Tensor, weights: Tensor | None = None) -> Tensor:
     """``m((v_theta - v_stored)^2)`` between a network's predictions, mean over the pairs; ``(B, N, ...) -> (B,)``."""
-    return surrogate(mean_over_pixels((prediction - stored).square(), 2))
+    return mean_over_pairs(mean_over_pixels((prediction - stored).square(), 2), weights)
+
+
+def mean_over_pairs(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the mean over the pairs, each with its importance weight where there are any; ``(B, N) -> (B,)``."""
+    return surrogate(values if weights is None else weights * values)

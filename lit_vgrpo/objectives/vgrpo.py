@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.advantages import soft_clip
 from lit_vgrpo.core.probability_paths import Space
-from lit_vgrpo.core.ranges import NonNegativeFloat, PositiveFloat, Range, checked
+from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
 from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
@@ -19,11 +19,10 @@ from lit_vgrpo.core.surrogate import (
     denoising_error,
     mean_over_pixels,
     ratio_metrics,
-    surrogate,
 )
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.forward import ForwardObjective
-from lit_vgrpo.objectives.pairs import TimeSource, rollout_pairs
+from lit_vgrpo.objectives.forward import DrawnTimesObjective
+from lit_vgrpo.objectives.pairs import mean_over_pairs, weighted_pairs
 from lit_vgrpo.policies.base import Policy
 
 
@@ -40,25 +39,25 @@ _STORED = frozenset({"old_surrogate", "kl_prediction"})
 
 @checked
 @dataclass(eq=False)
-class VGRPO(ForwardObjective):
+class VGRPO(DrawnTimesObjective):
     """V-GRPO with its three variance reductions and three controls of the gradient step, each switchable.
 
     Args:
         num_mc_samples: pairs (t, eps) an image (N_MC).
         share_pairs: one set of pairs for all images of a group (variance reduction 1).
-        stratify: one time in each of N_MC equal parts of the schedule (variance reduction 2).
+        stratify: one time from each of N_MC equal parts of the times (variance reduction 2). The sampler's are cut as
+            in the authors' code: into whole entries, the first parts having one more where they do not divide.
         space: where the denoising error is measured; x with ``self_normalise`` is the adaptive weighting.
         self_normalise: divide each squared error by its own detached absolute error (variance reduction 3).
         scale_cap: bound on ``b/a``, by which an eps-network's error grows in x-space; null for none.
-        times: draw from the sampler's own times, or from the continuous schedule.
-        time_shift: resolution shift of the continuous schedule.
         clip: half-width of the ratio's trust region; null for none. Has an effect from the second update on.
         soft_clip: bound eta of the advantages; null for none.
         kl_weight: weight beta of the distance to the behaviour policy, or to the anchor where there is one.
         anchor_decay: let the KL's other side be a slowly moving copy, ``copy <- d copy + (1 - d) weights`` after each
             iteration; null keeps the behaviour policy. Not in the paper.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective`.
+    The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective` and
+    :class:`~lit_vgrpo.objectives.forward.DrawnTimesObjective`; where times are drawn from is ours, but for the default.
     """
 
     needs_ode: ClassVar[bool] = False  # any sampler will do: only the final latents are trained on
@@ -70,12 +69,14 @@ class VGRPO(ForwardObjective):
     space: Space = "x"
     self_normalise: bool = True
     scale_cap: Annotated[float, Range(above=0, example=5)] | None = 5.0
-    times: TimeSource = "sampler"
-    time_shift: PositiveFloat = 1.0
     clip: Annotated[float, Range(above=0, below=1, example=1e-2)] | None = None
     soft_clip: Annotated[float, Range(above=0, example=3)] | None = None
     kl_weight: NonNegativeFloat = 0.0
     anchor_decay: Annotated[float, Range(least=0, below=1, example=0.3)] | None = None
+
+    @property
+    def strata(self) -> int | None:
+        return self.num_mc_samples if self.stratify else None
 
     def check(self, sizes: Sizes) -> list[str]:
         faults = super().check(sizes)
@@ -106,15 +107,12 @@ class VGRPO(ForwardObjective):
         return self.copies.get("anchor")
 
     def prepare(self, context: PrepareContext) -> Experience:
-        pairs = rollout_pairs(
-            context,
-            self.num_mc_samples,
-            shared=self.share_pairs,
-            stratified=self.stratify,
-            times=self.times,
-            shift=self.time_shift,
+        pool = self.time_pool(context.rollout)
+        pairs, weights = weighted_pairs(
+            context, self.num_mc_samples, pool, shared=self.share_pairs, stratified=self.stratify
         )
         experience = context.experience(pairs, advantages=soft_clip(context.advantages, self.soft_clip))
+        self.weight_pairs(experience, weights)
         # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes of its own.
         if context.updates > 1:
             wanted = {"old_surrogate"} if self.anchor is not None or self.kl_weight == 0 else _STORED
@@ -131,21 +129,25 @@ class VGRPO(ForwardObjective):
         for micro in experience.micro_batches(context.micro_batch_size):
             prediction, error, _ = self.predict(context.policy, micro, self.space, self.scale_cap)
             if "old_surrogate" in wanted:
-                stored["old_surrogate"].append(surrogate(denoising_error(error, self.self_normalise)))
+                stored["old_surrogate"].append(self._surrogate(micro, error))
             if "kl_prediction" in wanted:
                 stored["kl_prediction"].append(prediction)
         return {name: torch.cat(parts) for name, parts in stored.items()}
 
+    def _surrogate(self, micro: Experience, error: Tensor) -> Tensor:
+        return mean_over_pairs(denoising_error(error, self.self_normalise), micro.extras.get("pair_weight"))
+
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         prediction, error, scale = self.predict(policy, micro, self.space, self.scale_cap)
-        elbo = surrogate(denoising_error(error, self.self_normalise))
+        elbo = self._surrogate(micro, error)
         log_ratio = micro.extras.get("old_surrogate", elbo.detach()) - elbo
         objective = clipped_surrogate(log_ratio, micro.advantages, self.clip)
         distance = torch.zeros_like(elbo)
         if "kl_prediction" in micro.extras:
             per_pair = prediction_distance(prediction, micro.extras["kl_prediction"], scale)
             # The anchor's distance is measured in the surrogate's own unit, so that one weight fits every time.
-            distance = surrogate(per_pair / absolute_error(error) if self.anchor is not None else per_pair)
+            per_pair = per_pair / absolute_error(error) if self.anchor is not None else per_pair
+            distance = mean_over_pairs(per_pair, micro.extras.get("pair_weight"))
         loss = (self.kl_weight * distance - objective).mean()
         return loss, {"surrogate": elbo.detach(), "kl": distance.detach(), **ratio_metrics(log_ratio, self.clip)}
 

@@ -122,7 +122,7 @@ TAKEN = {
             ["null"],
             "AWM.clip reference_guidance training_guidance DDPO.clip DanceGRPO.clip DiffusionNFT.num_times size "
             "FlowGRPO.clip height lora_alpha lora_rank width MixGRPO.clip heldout_fraction tail window VGRPO.clip "
-            "rollout_batch_size score_range clips normalise weights",
+            "rollout_batch_size score_range clips normalise weights noisiest widen_over time_range",
         ),
         (
             ["0"],
@@ -135,7 +135,7 @@ TAKEN = {
         ),
         (
             [],
-            "AWM.num_times power batch_size connect_timeout_s max_connections timeout_s DGPO.clip noisiest "
+            "AWM.num_times power batch_size connect_timeout_s max_connections timeout_s DGPO.clip "
             "DGPO.num_times train_fraction images_per_prompt fast_window decode_batch_size max_sequence_length "
             "quality flash_share window_size min_height threads betas lr eval_batch_size group_size "
             "heldout_images_per_prompt micro_batch_size prompts_per_iteration updates_per_iteration guidance "

@@ -1,16 +1,12 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lit_vgrpo.core.surrogate import (
     ERROR_FLOOR,
     coefficient_of_variation,
     denoising_error,
-    draw_levels,
     draw_pairs,
-    schedule_times,
     seeded_generator,
     surrogate,
 )
@@ -27,45 +23,17 @@ def test_seeded_generator_depends_on_every_part_of_its_key():
     assert torch.equal(torch.rand(4, generator=seeded_generator(5, 6)), torch.rand(4, generator=seeded_generator(5, 6)))
 
 
-@given(num_pairs=st.integers(1, 32), seed=st.integers(0, 2**32))
-def test_one_level_in_each_stratum(num_pairs, seed):
-    levels = draw_levels(num_pairs, True, torch.Generator().manual_seed(seed))
-    assert (levels * num_pairs).long().tolist() == list(range(num_pairs))
-
-
-def test_independent_levels_are_not_stratified():
-    levels = draw_levels(4096, False, torch.Generator().manual_seed(0))
-    assert sorted(set((levels * 4096).long().tolist())) != list(range(4096))
-    assert levels.mean() == pytest.approx(0.5, abs=0.02)
-
-
-@given(steps=st.integers(1, 60), num_pairs=st.integers(1, 16))
-def test_every_part_of_the_samplers_schedule_is_drawn_from(steps, num_pairs):
-    schedule = torch.linspace(1, 0.02, steps)
-    levels = draw_levels(num_pairs, True, torch.Generator().manual_seed(1))
-    times = schedule_times(levels, schedule)
-    assert set(times.tolist()) <= set(schedule.tolist())
-    if num_pairs >= steps and num_pairs % steps == 0:
-        assert set(times.tolist()) == set(schedule.tolist())
-
-
-def test_shift_equals_the_formula():
-    levels = torch.tensor([0.0, 0.25, 0.75])
-    t = 1 - levels.double()
-    expected = 3 * t / (1 + 2 * t)
-    torch.testing.assert_close(schedule_times(levels, None, 3.0), expected.float())
-
-
 def test_rows_of_pairs_depend_on_their_own_generator_only():
     rows = torch.tensor([0, 0, 1, 1])
-    both = draw_pairs(generators(2), rows, 3, (2, 4, 4))
-    second = draw_pairs(generators(2)[1:], torch.tensor([0, 0]), 3, (2, 4, 4))
+    both, _ = draw_pairs(generators(2), rows, 3, (2, 4, 4))
+    second, _ = draw_pairs(generators(2)[1:], torch.tensor([0, 0]), 3, (2, 4, 4))
     assert torch.equal(both.noise[1], second.noise[0])
     assert torch.equal(both.times[1], second.times[0])
 
 
 def test_a_group_shares_its_pairs_and_its_neighbour_has_others():
-    times, noise = draw_pairs(generators(2), torch.tensor([0, 0, 1]), 3, (2, 4, 4)).of_images()
+    pairs, _ = draw_pairs(generators(2), torch.tensor([0, 0, 1]), 3, (2, 4, 4))
+    times, noise = pairs.of_images()
     assert torch.equal(times[0], times[1])
     assert torch.equal(noise[0], noise[1])
     assert not torch.equal(times[0], times[2])

@@ -5,6 +5,7 @@ from lit_vgrpo import AWM, DGPO, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGR
 S = 6  # sampling steps: enough for MixGRPO's window of four
 SDE = {"solver": "flow_sde", "steps": S}
 SHARED = {**SDE, "shared_noise": True}
+WIDENING = {"noisiest": 2, "widen_over": 2, "importance_weights": True}
 GUIDED = RolloutSpec(**SDE, guidance=2.0)
 
 # Network passes an image: rollout, train with gradient, train without. One update an iteration, but where split.
@@ -19,6 +20,7 @@ COSTS = {
 }
 METHODS = {
     **COSTS,
+    "V-GRPO, widening": (lambda: VGRPO(RolloutSpec(steps=S), **WIDENING), 1, (S, 4, 0)),
     "Flow-GRPO, fast": (lambda: FlowGRPO(RolloutSpec(**SDE), fast=True), 1, (S, 2, 2)),
     "Flow-GRPO, cps": (lambda: FlowGRPO(RolloutSpec("cps", S), kl_weight=0.0), 1, (S, S - 1, 0)),
     "Flow-GRPO, guard": (lambda: FlowGRPO(RolloutSpec(**SDE), guard=True, kl_weight=0.0), 1, (S, S - 1, 0)),
@@ -26,5 +28,5 @@ METHODS = {
     "DanceGRPO": (lambda: DanceGRPO(RolloutSpec("dance_sde", S, shared_noise=True)), 1, (S, 3, 0)),
     "DGPO, moving": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5, reference="moving"), 1, (S, 4, 4)),
 }
-VARIANTS = ("V-GRPO, one step", "Flow-GRPO, cps", "Flow-GRPO, guard", "MixGRPO, Flash")
+VARIANTS = ("V-GRPO, one step", "V-GRPO, widening", "Flow-GRPO, cps", "Flow-GRPO, guard", "MixGRPO, Flash")
 """Another setting of a method, with no state between iterations of its own."""
