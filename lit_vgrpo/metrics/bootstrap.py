@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import bootstrap
 from torch import Tensor
 
 RESAMPLES_AT_ONCE = 100
@@ -56,6 +55,8 @@ def bootstrap_interval(
     if len(sums) < 2:  # scipy refuses to resample one cluster, which gives its own mean every time
         mean = float(sums[0] / counts[0]) if len(sums) else math.nan
         return mean, mean
+    from scipy.stats import bootstrap  # most commands compute no interval, and its import takes half a second
+
     interval = bootstrap(
         (sums, counts),
         _mean,

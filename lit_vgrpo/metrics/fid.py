@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torchmetrics.image.fid import FrechetInceptionDistance
 
 from lit_vgrpo.distributed.gather import sum_over_ranks
 
 
-class FrechetDistance(FrechetInceptionDistance):
+class FrechetDistance:
     """torchmetrics' FID of features that are already extracted, in float64 on the CPU.
 
     The reference side is a set of features, or their mean and covariance.
@@ -22,44 +21,51 @@ class FrechetDistance(FrechetInceptionDistance):
     """
 
     def __init__(self, dimension: int) -> None:
-        super().__init__(_GivenFeatures(dimension), sync_on_compute=False, compute_with_cache=False)
-        self.update(
-            torch.zeros(0, dimension), real=False
-        )  # compute() asks for an update, even of a rank without images
+        # With it come torchmetrics' metrics of every kind and scipy: a second, which only those wait who measure.
+        from torchmetrics.image.fid import FrechetInceptionDistance
+
+        self._sums = FrechetInceptionDistance(
+            _GivenFeatures(dimension), sync_on_compute=False, compute_with_cache=False
+        )
+        self.update(torch.zeros(0, dimension), real=False)  # or compute() warns of a rank without images
+
+    def update(self, features: Tensor, real: bool) -> None:
+        """Add features ``(B, D)`` of generated images, or of the reference's."""
+        self._sums.update(features, real=real)
 
     @property
     def count(self) -> int:
         """Number of generated images: this rank's, or those of all ranks after :meth:`add_up_ranks`."""
-        return int(self.fake_features_num_samples)
+        return int(self._sums.fake_features_num_samples)
 
     def add_up_ranks(self) -> None:
         """Add up the sums of all ranks; every rank must call it, with or without images.
 
         torchmetrics' own synchronisation gathers every rank's covariance instead, 34 MB each with Inception.
         """
-        for name, values in self.metric_state.items():
+        for name, values in self._sums.metric_state.items():
             assert isinstance(values, Tensor)
-            setattr(self, name, sum_over_ranks(values))
+            setattr(self._sums, name, sum_over_ranks(values))
 
     def set_reference(self, mean: Tensor, cov: Tensor) -> None:
         """Compare with a mean ``(D,)`` and a covariance ``(D, D)``, float64; call it after :meth:`add_up_ranks`."""
         count = 2  # of any number of images there are sums with these moments
-        self.real_features_sum = count * mean
-        self.real_features_cov_sum = (count - 1) * cov + count * torch.outer(mean, mean)
-        self.real_features_num_samples = torch.tensor(count)
+        self._sums.real_features_sum = count * mean
+        self._sums.real_features_cov_sum = (count - 1) * cov + count * torch.outer(mean, mean)
+        self._sums.real_features_num_samples = torch.tensor(count)
 
     def reference_moments(self) -> tuple[Tensor, Tensor, int]:
         """Return the mean ``(D,)``, the covariance ``(D, D)`` and the number of the reference's images."""
-        count = int(self.real_features_num_samples)
-        mean = self.real_features_sum / count
-        return mean, (self.real_features_cov_sum - count * torch.outer(mean, mean)) / (count - 1), count
+        count = int(self._sums.real_features_num_samples)
+        mean = self._sums.real_features_sum / count
+        return mean, (self._sums.real_features_cov_sum - count * torch.outer(mean, mean)) / (count - 1), count
 
     def compute(self) -> Tensor:
         """Return the distance, at least 0; NaN for fewer than two images or a feature that is not finite."""
-        sums = torch.stack([self.real_features_cov_sum, self.fake_features_cov_sum])
-        if min(self.count, int(self.real_features_num_samples)) < 2 or not sums.isfinite().all():
+        products = torch.stack([self._sums.real_features_cov_sum, self._sums.fake_features_cov_sum])
+        if min(self.count, int(self._sums.real_features_num_samples)) < 2 or not products.isfinite().all():
             return torch.tensor(torch.nan)  # torchmetrics raises, or LAPACK may not converge
-        return super().compute().clamp(min=0)  # equal sets differ by rounding
+        return self._sums.compute().clamp(min=0)  # equal sets differ by rounding
 
 
 class _GivenFeatures(torch.nn.Module):

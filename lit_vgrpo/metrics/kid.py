@@ -7,7 +7,6 @@ import warnings
 
 import torch
 from torch import Tensor
-from torchmetrics.image.kid import KernelInceptionDistance
 
 from lit_vgrpo.distributed.gather import rows_of_all_ranks
 
@@ -56,6 +55,8 @@ def kernel_distance(
     Source:
         arXiv 1801.01401.
     """
+    from torchmetrics.image.kid import KernelInceptionDistance  # every image metric comes with it
+
     size = min(len(features), len(reference), subset_size)
     if size < 2:
         return math.nan

@@ -111,7 +111,7 @@ def test_any_split_gives_the_whole(sizes, seed):
     for part in features.split(sizes):
         split.update(part, real=False)
     assert split.count == whole.count == sum(sizes)
-    torch.testing.assert_close(split.metric_state, whole.metric_state, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(split._sums.metric_state, whole._sums.metric_state, rtol=1e-12, atol=1e-12)
 
 
 def test_images_that_have_no_distance():
