@@ -19,7 +19,7 @@ from lit_vgrpo.core.surrogate import (
 )
 from lit_vgrpo.objectives.base import PrepareContext, require
 from lit_vgrpo.objectives.forward import DrawnTimesObjective
-from lit_vgrpo.objectives.pairs import mean_over_pairs, pairs_at, squared_distance, stored_errors
+from lit_vgrpo.objectives.pairs import mean_over_pairs, pairs_at, squared_distance, stored_errors, with_negatives
 from lit_vgrpo.policies.base import Policy
 
 Weighting = Literal["power", "uniform", "time", "time_squared"]
@@ -71,6 +71,7 @@ class AWM(DrawnTimesObjective):
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
+    pairs_option: ClassVar[str] = "num_times"
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec(steps=10)
 
     num_times: Annotated[int, Range(1, 1000, example=6)] = 6
@@ -106,6 +107,8 @@ class AWM(DrawnTimesObjective):
         policy = context.policy
         times, weights = self._draw_times(context.rollout, context.micro_batch_size)
         pairs = pairs_at(context, times, shared=False)
+        if self.antithetic:
+            pairs, weights = with_negatives(pairs), weights.repeat(1, 2)
         experience = context.experience(pairs, advantages=context.advantages / self.advantage_scale)
         self.weight_pairs(experience, weights.to(pairs.times.device))
         if context.updates > 1:
@@ -116,10 +119,6 @@ class AWM(DrawnTimesObjective):
             experience.extras[f"{name}_prediction"] = self.copy_predictions(context, experience, name)
         return experience
 
-    @property
-    def strata(self) -> int:
-        return self.num_times
-
     def _draw_times(self, rollout: Rollout, micro_batch_size: int) -> tuple[Tensor, Tensor]:
         """Return the images' times and weights ``(B, N)``, one draw per micro-batch.
 
@@ -128,7 +127,7 @@ class AWM(DrawnTimesObjective):
         pool = self.time_pool(rollout)
         drawn, rows = torch.unique(rollout.image_ids // micro_batch_size, return_inverse=True)
         generators = [seeded_generator(rollout.seed, STREAM_TIMES, rollout.iteration, k) for k in drawn.tolist()]
-        times, weights = zip(*(pool.draw(self.num_times, True, generator) for generator in generators), strict=True)
+        times, weights = zip(*(pool.draw(self.num_drawn, True, generator) for generator in generators), strict=True)
         return torch.stack(times)[rows], torch.stack(weights)[rows]
 
     def _log_likelihood(self, micro: Experience, error: Tensor) -> Tensor:

@@ -126,17 +126,37 @@ class DrawnTimesObjective(ForwardObjective):
             schedule where all times can be drawn, with every sampler's time, or every t, counting alike. With
             ``time_range`` or ``noisiest`` it is so for their part of the schedule; the rest stays left out. A ratio is
             not linear in that mean, so what is unbiased is the gradient of an iteration's first update.
+        antithetic: draw half as many pairs and use each with its noise and the negative of it, at one time.
     """
 
     _: KW_ONLY
     times: TimeSource = "sampler"
     time_shift: PositiveFloat = 1.0
     importance_weights: bool = False
+    antithetic: bool = False
+
+    pairs_option: ClassVar[str]
+    """Name of the option that says how many pairs an image has."""
+
+    def __post_init__(self) -> None:
+        advice = "antithetic=true takes every noise as it is and negated: use an even number"
+        require(not self.antithetic or self.num_pairs % 2 == 0, self.pairs_option, self.num_pairs, advice)
+        super().__post_init__()
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs per image."""
+        return int(getattr(self, self.pairs_option))
+
+    @property
+    def num_drawn(self) -> int:
+        """Times that are drawn for them: half as many, where each is used twice."""
+        return self.num_pairs // 2 if self.antithetic else self.num_pairs
 
     @property
     def strata(self) -> int | None:
         """Number of parts that one time each is drawn from; ``None`` draws without parts."""
-        return None
+        return self.num_drawn
 
     def check(self, sizes: Sizes) -> list[str]:
         faults = super().check(sizes)

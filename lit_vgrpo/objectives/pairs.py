@@ -16,13 +16,15 @@ from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies.base import Policy
 
 TimeSource = Literal["sampler", "uniform"]
+Sharing = Literal["none", "group", "iteration"]
+"""Which images have the same times and noise: none, those of a group, or all of an iteration, on all ranks."""
 
 
 def rollout_pairs(
     context: PrepareContext,
     num_pairs: int,
     *,
-    shared: bool,
+    shared: bool | Sharing,
     stratified: bool,
     times: TimeSource | TimePool,
     shift: float = 1.0,
@@ -46,11 +48,24 @@ def time_source(rollout: Rollout, times: TimeSource, shift: float = 1.0) -> Samp
 
 
 def weighted_pairs(
-    context: PrepareContext, num_pairs: int, pool: TimePool, *, shared: bool, stratified: bool
+    context: PrepareContext,
+    num_pairs: int,
+    pool: TimePool,
+    *,
+    shared: bool | Sharing,
+    stratified: bool,
+    antithetic: bool = False,
 ) -> tuple[Pairs, Tensor]:
-    """Draw the pairs of an iteration: one row for each group, or one for each image when not ``shared``.
+    """Draw the pairs of an iteration: one row for each image, each group, or all images.
 
     A row is seeded by its group's (or image's) global number, so that it does not depend on the number of ranks.
+
+    Args:
+        num_pairs: N, even where ``antithetic``.
+        pool: where times are drawn from.
+        shared: which images share a row; True stands for those of a group.
+        stratified: draw one time from each of N parts of the pool, or of N / 2 where ``antithetic``.
+        antithetic: draw N / 2 pairs, and repeat them with the negative noise.
 
     Returns:
         The pairs, and the importance weights of every image's times ``(B, N)``.
@@ -59,12 +74,20 @@ def weighted_pairs(
     owners, rows = pair_owners(rollout, shared)
     generators = image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist())
     shape = rollout.latents.shape[1:]
-    pairs, weights = draw_pairs(generators, rows, num_pairs, shape, times=pool, stratified=stratified)
+    drawn = num_pairs // 2 if antithetic else num_pairs
+    pairs, weights = draw_pairs(generators, rows, drawn, shape, times=pool, stratified=stratified)
     pairs.times = context.policy.path.snap(pairs.times)
+    if antithetic:
+        pairs, weights = with_negatives(pairs), weights.repeat(1, 2)
     return pairs.to(rollout.latents.device), weights[rows].to(rollout.latents.device)
 
 
-def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool) -> Pairs:
+def with_negatives(pairs: Pairs) -> Pairs:
+    """Return ``(K, 2 N)`` pairs: the given ones, and then their times again with the negative noise."""
+    return Pairs(pairs.times.repeat(1, 2), torch.cat([pairs.noise, -pairs.noise], dim=1), pairs.rows)
+
+
+def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool | Sharing) -> Pairs:
     """Pairs at given times, with noise of their own for each of them.
 
     Args:
@@ -80,9 +103,14 @@ def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool) -> Pairs:
     return Pairs(times, noise, rows).to(rollout.latents.device)
 
 
-def pair_owners(rollout: Rollout, shared: bool) -> tuple[Tensor, Tensor]:
-    """Return the global numbers of the groups or images with a row of pairs ``(K,)``, and each image's row ``(B,)``."""
-    if shared:
+def pair_owners(rollout: Rollout, shared: bool | Sharing) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the groups or images with a row of pairs ``(K,)``, and each image's row ``(B,)``.
+
+    The numbers are global, and 0 for the one row of all images.
+    """
+    if shared == "iteration":
+        return torch.zeros(1, dtype=torch.int64), torch.zeros(len(rollout), dtype=torch.int64)
+    if shared in (True, "group"):
         owners, rows = torch.unique(rollout.group_ids, return_inverse=True)
         return owners, rows
     return rollout.image_ids, torch.arange(len(rollout))

@@ -2,7 +2,7 @@
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ from lit_vgrpo.core.surrogate import (
     mean_over_pixels,
     ratio_metrics,
 )
-from lit_vgrpo.objectives.base import PrepareContext
+from lit_vgrpo.objectives.base import PrepareContext, require
 from lit_vgrpo.objectives.forward import DrawnTimesObjective
-from lit_vgrpo.objectives.pairs import mean_over_pairs, weighted_pairs
+from lit_vgrpo.objectives.pairs import Sharing, mean_over_pairs, weighted_pairs
 from lit_vgrpo.policies.base import Policy
 
 
@@ -34,6 +34,7 @@ def prediction_distance(prediction: Tensor, stored: Tensor, scale: Tensor) -> Te
     return mean_over_pixels((scale * (prediction - stored)).square(), 2)
 
 
+KLTarget = Literal["anchor", "reference", "behaviour"]
 _STORED = frozenset({"old_surrogate", "kl_prediction"})
 
 
@@ -44,7 +45,8 @@ class VGRPO(DrawnTimesObjective):
 
     Args:
         num_mc_samples: pairs (t, eps) an image (N_MC).
-        share_pairs: one set of pairs for all images of a group (variance reduction 1).
+        share_pairs: one set of pairs for all images of a group (variance reduction 1), or of an iteration over all
+            ranks. True and false stand for group and none.
         stratify: one time from each of N_MC equal parts of the times (variance reduction 2). The sampler's are cut as
             in the authors' code: into whole entries, the first parts having one more where they do not divide.
         space: where the denoising error is measured; x with ``self_normalise`` is the adaptive weighting.
@@ -52,19 +54,23 @@ class VGRPO(DrawnTimesObjective):
         scale_cap: bound on ``b/a``, by which an eps-network's error grows in x-space; null for none.
         clip: half-width of the ratio's trust region; null for none. Has an effect from the second update on.
         soft_clip: bound eta of the advantages; null for none.
-        kl_weight: weight beta of the distance to the behaviour policy, or to the anchor where there is one.
-        anchor_decay: let the KL's other side be a slowly moving copy, ``copy <- d copy + (1 - d) weights`` after each
-            iteration; null keeps the behaviour policy. Not in the paper.
+        kl_weight: weight beta of the KL, a distance between predictions.
+        kl_to: the other side of it: the behaviour policy as in the paper, the anchor or the reference (the starting
+            weights); null is the anchor where there is one, else the behaviour policy. The last two distances are
+            divided by the surrogate's own absolute error.
+        anchor_decay: keep an anchor, a slowly moving copy: ``copy <- d copy + (1 - d) weights`` after each iteration.
+            Not in the paper; null for none.
 
     The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective` and
     :class:`~lit_vgrpo.objectives.forward.DrawnTimesObjective`; where times are drawn from is ours, but for the default.
     """
 
+    pairs_option: ClassVar[str] = "num_mc_samples"
     needs_ode: ClassVar[bool] = False  # any sampler will do: only the final latents are trained on
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec()
 
     num_mc_samples: Annotated[int, Range(1, 1000, example=4)] = 4
-    share_pairs: bool = True
+    share_pairs: Sharing | bool = "group"
     stratify: bool = True
     space: Space = "x"
     self_normalise: bool = True
@@ -72,17 +78,45 @@ class VGRPO(DrawnTimesObjective):
     clip: Annotated[float, Range(above=0, below=1, example=1e-2)] | None = None
     soft_clip: Annotated[float, Range(above=0, example=3)] | None = None
     kl_weight: NonNegativeFloat = 0.0
+    kl_to: KLTarget | None = None
     anchor_decay: Annotated[float, Range(least=0, below=1, example=0.3)] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share_pairs, bool):
+            self.share_pairs = "group" if self.share_pairs else "none"
+        for name, choices in (("share_pairs", get_args(Sharing)), ("kl_to", (*get_args(KLTarget), None))):
+            value, known = getattr(self, name), [str(choice or "null") for choice in choices]
+            require(value in choices, name, value, f"Use {', '.join(known[:-1])} or {known[-1]}")
+        super().__post_init__()
 
     @property
     def strata(self) -> int | None:
-        return self.num_mc_samples if self.stratify else None
+        return super().strata if self.stratify else None
+
+    @property
+    def pulled_to(self) -> KLTarget:
+        """The other side of the KL."""
+        return self.kl_to or ("behaviour" if self.anchor_decay is None else "anchor")
+
+    @property
+    def _copy(self) -> str | None:
+        """Name of the copy that the KL pulls to; ``None`` where it needs none."""
+        is_kept = self.kl_weight > 0 or self.anchor_decay is not None
+        return self.pulled_to if is_kept and self.pulled_to != "behaviour" else None
 
     def check(self, sizes: Sizes) -> list[str]:
-        faults = super().check(sizes)
-        if self.anchor_decay is not None and self.kl_weight == 0:
-            faults.append("model.objective.anchor_decay needs a KL to act on: kl_weight=0. Set kl_weight=1.0.")
-        if self.kl_weight > 0 and self.anchor_decay is None and sizes.updates_per_iteration == 1:
+        faults, decay = super().check(sizes), self.anchor_decay
+        for name in ("anchor_decay", "kl_to"):
+            if getattr(self, name) is not None and self.kl_weight == 0:
+                faults.append(f"model.objective.{name} needs a KL to act on: kl_weight=0. Set kl_weight=1.0.")
+        if self.pulled_to == "anchor" and decay is None:
+            faults.append("model.objective.kl_to=anchor needs an anchor: anchor_decay=null. Set anchor_decay=0.3.")
+        if self.pulled_to != "anchor" and decay is not None:
+            faults.append(
+                f"model.objective.anchor_decay={decay} has no effect with kl_to={self.kl_to}. Set anchor_decay=null, "
+                "or kl_to=anchor."
+            )
+        elif self.kl_weight > 0 and self.pulled_to == "behaviour" and sizes.updates_per_iteration == 1:
             faults.append(
                 f"model.objective.kl_weight={self.kl_weight} has no effect with updates_per_iteration=1: the policy "
                 "is its own behaviour policy. Set data.updates_per_iteration=2 or more, or an anchor_decay of 0.3."
@@ -93,13 +127,13 @@ class VGRPO(DrawnTimesObjective):
         passes = {"update": sizes.uses_per_image * self.num_mc_samples}
         if sizes.updates_per_iteration > 1:
             passes["old"] = self.num_mc_samples
-        if self.anchor_decay is not None:
-            passes["anchor"] = self.num_mc_samples
+        if self._copy is not None:
+            passes[self._copy] = self.num_mc_samples
         return passes
 
     def setup(self, policy: Policy) -> None:
-        if self.anchor_decay is not None:
-            self.copies["anchor"] = Snapshot(policy)
+        if self._copy is not None:
+            self.copies[self._copy] = Snapshot(policy)
 
     @property
     def anchor(self) -> Snapshot | None:
@@ -107,19 +141,23 @@ class VGRPO(DrawnTimesObjective):
         return self.copies.get("anchor")
 
     def prepare(self, context: PrepareContext) -> Experience:
-        pool = self.time_pool(context.rollout)
         pairs, weights = weighted_pairs(
-            context, self.num_mc_samples, pool, shared=self.share_pairs, stratified=self.stratify
+            context,
+            self.num_mc_samples,
+            self.time_pool(context.rollout),
+            shared=self.share_pairs,
+            stratified=self.stratify,
+            antithetic=self.antithetic,
         )
         experience = context.experience(pairs, advantages=soft_clip(context.advantages, self.soft_clip))
         self.weight_pairs(experience, weights)
         # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes of its own.
         if context.updates > 1:
-            wanted = {"old_surrogate"} if self.anchor is not None or self.kl_weight == 0 else _STORED
+            wanted = {"old_surrogate"} if self._copy is not None or self.kl_weight == 0 else _STORED
             with context.ledger.phase("old"):
                 experience.extras |= self._stored(context, experience, wanted)
-        if self.anchor is not None:
-            experience.extras["kl_prediction"] = self.copy_predictions(context, experience, "anchor")
+        if self._copy is not None:
+            experience.extras["kl_prediction"] = self.copy_predictions(context, experience, self._copy)
         return experience
 
     @torch.no_grad()
@@ -145,8 +183,8 @@ class VGRPO(DrawnTimesObjective):
         distance = torch.zeros_like(elbo)
         if "kl_prediction" in micro.extras:
             per_pair = prediction_distance(prediction, micro.extras["kl_prediction"], scale)
-            # The anchor's distance is measured in the surrogate's own unit, so that one weight fits every time.
-            per_pair = per_pair / absolute_error(error) if self.anchor is not None else per_pair
+            # The distance to a copy is measured in the surrogate's own unit, so that one weight fits every time.
+            per_pair = per_pair / absolute_error(error) if self._copy is not None else per_pair
             distance = mean_over_pairs(per_pair, micro.extras.get("pair_weight"))
         loss = (self.kl_weight * distance - objective).mean()
         return loss, {"surrogate": elbo.detach(), "kl": distance.detach(), **ratio_metrics(log_ratio, self.clip)}

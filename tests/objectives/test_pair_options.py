@@ -1,0 +1,155 @@
+"""Shared and antithetic pairs, and what the KL pulls to: the draws, the formulas, the passes and what is refused."""
+
+import pytest
+import torch
+from pair_methods import (
+    ADVANTAGES,
+    Pairs64,
+    assert_same_gradient,
+    assert_state_comes_back,
+    loss_and_gradient,
+    nudge,
+    pixel_mean,
+    prepare,
+    spread_copies,
+    weights,
+)
+
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.objectives import AWM, VGRPO
+
+EIGHT, SIZES = RolloutSpec(steps=8), Sizes(2, 3, micro_batch_size=6)
+
+
+def pairs_of(policy, objective, **options):
+    objective.setup(policy)
+    return prepare(policy, objective, **options).pairs
+
+
+@pytest.mark.parametrize(
+    ("sharing", "rows"),
+    [("none", [0, 1, 2, 3, 4, 5]), ("group", [0, 0, 0, 1, 1, 1]), ("iteration", [0] * 6)],
+)
+def test_who_shares_pairs(policy, sharing, rows):
+    objective = VGRPO(EIGHT, 2, share_pairs=sharing)
+    pairs = pairs_of(policy, objective)
+    assert pairs.rows.tolist() == rows
+    assert len(pairs.noise) == max(rows) + 1 == len({float(noise.flatten()[0]) for noise in pairs.noise})
+    times, noise = pairs.of_images()
+    alone = pairs_of(policy, objective, advantages=ADVANTAGES[3:], slots=(1,)).of_images()  # on another rank
+    assert torch.equal(alone[0], times[3:])
+    assert torch.equal(alone[1], noise[3:])
+
+
+def test_true_and_false_are_the_sharing_of_earlier_recipes():
+    assert VGRPO(share_pairs=True).share_pairs == VGRPO().share_pairs == "group"
+    assert VGRPO(share_pairs=False).share_pairs == "none"
+    with pytest.raises(ValueError, match="share_pairs=batch cannot be used. Use none, group or iteration"):
+        VGRPO(share_pairs="batch")
+
+
+@pytest.mark.parametrize("method", [VGRPO, AWM])
+def test_antithetic_pairs_are_every_noise_and_its_negative_at_one_time(policy, method):
+    objective = method(EIGHT, 4, antithetic=True)
+    pairs = pairs_of(policy, objective, updates=2)
+    times, noise = pairs.of_images()
+    schedule = torch.linspace(1, 0, 9)[:8].tolist()
+    assert times.shape == (6, 4)
+    assert torch.equal(times[:, :2], times[:, 2:])
+    assert torch.equal(noise[:, :2], -noise[:, 2:])
+    assert not torch.equal(noise[:, 0], noise[:, 1])
+    for row in times[:, :2].tolist():  # two strata, not four
+        assert [min(range(8), key=lambda k, t=t: abs(schedule[k] - t)) // 4 for t in row] == [0, 1]
+    assert len({tuple(row) for row in times.tolist()}) > 1 or method is AWM
+    experience = prepare(policy, objective, updates=2)
+    assert objective.loss(policy, experience)[1]["ratio_deviation"].max() == 0
+
+
+def test_weights_of_antithetic_pairs(policy):
+    objective = VGRPO(RolloutSpec(steps=5), 4, antithetic=True, importance_weights=True)
+    weight = prepare(policy, objective).extras["pair_weight"]
+    torch.testing.assert_close(weight, torch.tensor([[1.2, 0.8, 1.2, 0.8]] * 6))
+
+
+@pytest.mark.parametrize(("method", "name"), [(VGRPO, "num_mc_samples"), (AWM, "num_times")])
+def test_an_odd_number_of_antithetic_pairs_is_refused(method, name):
+    with pytest.raises(ValueError, match=rf"model.objective.{name}=3 cannot be used.*use an even number"):
+        method(EIGHT, 3, antithetic=True)
+
+
+def test_the_kl_to_the_reference_in_float64(policy):
+    objective = VGRPO(RolloutSpec(steps=4), 2, kl_weight=0.6, kl_to="reference")
+    spread_copies(policy, objective)
+    before = weights(policy)
+    experience = prepare(policy, objective)
+    assert experience.extras.keys() == {"kl_prediction"}
+    assert all(torch.equal(p, before[name]) for name, p in weights(policy).items())
+    pairs = Pairs64(policy, experience)
+    start = pairs.x_of(pairs.predict_with(objective.copies["reference"]))
+
+    def paper(v):
+        error = pairs.x_of(v) - pairs.x
+        absolute = pixel_mean(error.detach().abs())
+        loss = (pixel_mean(error**2) / absolute).mean(1)
+        kl = (pixel_mean((pairs.x_of(v) - start) ** 2) / absolute).mean(1)
+        return (0.6 * kl - (loss.detach() - loss).exp() * ADVANTAGES.double()).mean()
+
+    expected, expected_gradient = pairs.loss_and_gradient(paper)
+    loss, gradient = loss_and_gradient(policy, objective, [experience])
+    assert loss == pytest.approx(expected, rel=1e-3)
+    assert_same_gradient(gradient, expected_gradient)
+
+
+def test_the_reference_stays_and_is_not_saved(policy):
+    def make():
+        return VGRPO(EIGHT, 2, kl_weight=0.6, kl_to="reference")
+
+    objective = make()
+    objective.setup(policy)
+    start = weights(policy)
+    nudge(policy)
+    objective.after_update(policy)
+    objective.after_iteration(policy)
+    assert all(torch.equal(tensor, start[name]) for name, tensor in objective.copies["reference"].tensors.items())
+    assert_state_comes_back(policy, make(), make())
+    assert make().state_dict()["copies"] == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "phase"),
+    [({"kl_to": "reference"}, "reference"), ({"kl_to": "anchor", "anchor_decay": 0.3}, "anchor"), ({}, "old")],
+)
+def test_passes_of_the_kl(policy, options, phase):
+    objective, ledger = VGRPO(EIGHT, 2, kl_weight=0.5, **options), PassLedger()
+    ledger.attach(policy.network)
+    objective.setup(policy)
+    prepare(policy, objective, updates=2, ledger=ledger)
+    planned = objective.prediction_passes(Sizes(2, 3, 2, 6))
+    assert planned.keys() == {"update", "old", phase}
+    assert {name: ledger.counts[name]["without_grad"] / 6 for name in {"old", phase}} == dict.fromkeys(
+        {"old", phase}, 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"kl_to": "reference"}, "kl_to needs a KL to act on: kl_weight=0. Set kl_weight=1.0."),
+        ({"kl_to": "anchor", "kl_weight": 1}, "kl_to=anchor needs an anchor: anchor_decay=null"),
+        ({"kl_to": "reference", "kl_weight": 1, "anchor_decay": 0.3}, "anchor_decay=0.3 has no effect with kl_to="),
+        ({"kl_to": "behaviour", "kl_weight": 1, "anchor_decay": 0.3}, "anchor_decay=0.3 has no effect with kl_to="),
+        ({"kl_to": "behaviour", "kl_weight": 1}, "kl_weight=1 has no effect with updates_per_iteration=1"),
+    ],
+)
+def test_pulls_that_cannot_work_are_faults(options, fault):
+    faults = VGRPO(EIGHT, 2, **options).check(SIZES)
+    assert len(faults) == 1
+    assert fault in faults[0]
+
+
+def test_an_unknown_pull_is_refused():
+    assert VGRPO(EIGHT, 2, kl_to="reference", kl_weight=1).check(SIZES) == []
+    with pytest.raises(ValueError, match="kl_to=start cannot be used. Use anchor, reference, behaviour or null"):
+        VGRPO(kl_to="start")
