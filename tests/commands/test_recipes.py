@@ -67,8 +67,11 @@ CHEAPER = {
     "sd3_pickscore": SMALL,
     "sd35m_stage5": ["model.reward.detect=false"],
 }
-REPEATS = ("sd35m_stage3", "sd35m_stage4", "tiny_shapes_pretrain")
-"""Stages 3 and 4 are 1 and 2 with another length; both pre-trainings of an SD3 differ in their pictures."""
+REPEATS = (
+    *("sd35m_stage3", "sd35m_stage4", "tiny_shapes_pretrain"),
+    *("sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
+)
+"""Stages 2 to 4 are 1 and 5 with other rewards; pre-trainings differ in their pictures, pair methods in their loss."""
 ANOTHER_OF_ITS_FAMILY = {path.stem for path in RECIPES} - {
     "flux_multireward",
     "sd15_aesthetic",

@@ -25,10 +25,21 @@ RUNS = [
     ("sdxl_v", "V-GRPO", *ON_VP["V-GRPO"]),
     ("unet_v", "V-GRPO", *ON_VP["V-GRPO"]),
 ]
+FIRST = {
+    "flux": ("V-GRPO, three steps", "Flow-GRPO, guidance, KL", "DiffusionNFT"),
+    "sdxl": ("DDPO", "DGPO"),
+    "flux_cfg": ("V-GRPO, guidance",),
+    "unet_v": ("V-GRPO",),
+}
+"""Each kind of network and guidance, and of method on it; the other pairs are slow."""
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "updates"), [run[0:1] + run[2:] for run in RUNS], ids=[f"{r[0]}-{r[1]}" for r in RUNS]
+    ("name", "make", "updates"),
+    [
+        pytest.param(name, *run, id=f"{name}-{method}", marks=[pytest.mark.slow] * (method not in FIRST.get(name, ())))
+        for name, method, *run in RUNS
+    ],
 )
 def test_an_iteration_moves_the_adapter_at_the_planned_cost(families, tmp_path, name, make, updates):
     policy = families(name).load(lora_rank=2)

@@ -103,9 +103,14 @@ CHANGES = {
         "model.policy.checkpoint: scheduler",
     ),
 }
+REPEATS = ("function", "encoder", "scheduler")
+"""Found as the class and the network are."""
 
 
-@pytest.mark.parametrize(("change", "what"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [pytest.param(*CHANGES[name], id=name, marks=[pytest.mark.slow] * (name in REPEATS)) for name in CHANGES],
+)
 def test_what_changed_is_said_and_refused(inside, capfd, change, what):
     change()
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
