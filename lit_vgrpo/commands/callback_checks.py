@@ -43,7 +43,7 @@ def refuse_twins(callbacks: Sequence[Callback]) -> None:
         if first < number and type(callback).state_dict is not Callback.state_dict:
             name = type(callback).__name__
             raise UserError(
-                f"trainer.callbacks holds {name} twice, as [{first}] and [{number}]. Leave one of them out."
+                f"trainer.callbacks contains {name} twice, as [{first}] and [{number}]. Leave one of them out."
             )
 
 

@@ -104,7 +104,7 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> int:
     if faults:
         raise UserError(*faults)
     say("\n".join(cli.about_prompts()))
-    say(f"{cli.command.recipe}: no fault found for world size {cli.trainer.world_size}.")
+    say(f"{cli.command.recipe}: no errors found for world size {cli.trainer.world_size}.")
     return 0
 
 

@@ -159,7 +159,7 @@ def is_curriculum(file: Path) -> bool:
 
 def _stages(value: Any, file: Path, faults: list[str]) -> list[Stage]:
     if not isinstance(value, list) or not value:
-        faults.append(f"{STAGES}={json.dumps(value)} of {file} names no recipe. Write {STAGES}: [first, second].")
+        faults.append(f"{STAGES}={json.dumps(value)} of {file} lists no recipes. Write {STAGES}: [first, second].")
         return []
     found = []
     for number, text in enumerate(value, start=1):
@@ -173,7 +173,7 @@ def _stages(value: Any, file: Path, faults: list[str]) -> list[Stage]:
 def _stage_recipe(file: Path, text: Any) -> Path:
     """Return the recipe of that name in the curriculum's own folder, or else the shipped one."""
     if not isinstance(text, str):
-        raise UserError(f"{text!r} is no recipe's name or path.")
+        raise UserError(f"{text!r} is not a recipe's name or path.")
     recipe = next((path for path in (file.parent / text, file.parent / f"{text}.yaml") if path.is_file()), None)
     try:
         recipe = recipe or find_recipe(text)

@@ -111,18 +111,18 @@ def _run_stages(curriculum: Curriculum, run: Path, child: Child) -> int:
             _say(f"{what} is finished" + (f", and {', '.join(kept)} has no effect." if kept else "."))
             continue
         if child.stopped_by is not None:
-            _say(f"Stopped before stage {stage.number} of {count}. {_how_to_go_on(run)}", error=True)
+            _say(f"Stopped before stage {stage.number} of {count}. {_how_to_continue(run)}", error=True)
             return 128 + child.stopped_by
         _say(f"{what}: {run / stage.folder}")
         status = child.run(["run", *curriculum.run_words(stage, run)], stage_environment(stage))
         if status != FINISHED:
-            _say(f"{what} {how_it_ended(status)}. {_how_to_go_on(run)}", error=True)
+            _say(f"{what} {how_it_ended(status)}. {_how_to_continue(run)}", error=True)
             return status
         if not stage.is_done(run):
             _say(
                 f"{what} ended early ({stage.outcome(run) or 'no summary.json'}), so the next was not started. "
-                f"{_how_to_go_on(run)} To take it as it is, run the rest as a curriculum of its own with "
-                f"stage1.{START}={run / stage.folder}.",
+                f"{_how_to_continue(run)} To continue from it anyway, run the remaining stages as a curriculum of "
+                f"their own with stage1.{START}={run / stage.folder}.",
                 error=True,
             )
             return FAILED
@@ -143,7 +143,7 @@ def new_run(curriculum: Curriculum) -> Path:
         release(run)
         raise UserError(
             f"{curriculum.run_dir} exists, and the {_processes()} processes of this start cannot agree on another "
-            f"name. Set run_dir=/another/folder, or add {RESUME} to go on with it."
+            f"name. Set run_dir=/another/folder, or add {RESUME} to continue it."
         )
     return run
 
@@ -162,12 +162,12 @@ def resumed_run(command: Command) -> Path:
     else:
         found = list(takewhile(Path.is_dir, candidates(Curriculum.of(command).run_dir)))
     if not found:
-        raise UserError(f"{RESUME}: {command.recipe.stem} was not started yet. Leave {RESUME} out to start it.")
+        raise UserError(f"{RESUME}: {command.recipe.stem} has not been started. Leave out {RESUME} to start it.")
     if len(found) > 1:
         names = ", ".join(map(str, found))
-        raise UserError(f"{RESUME} could mean {names}. Say which: lightning run {found[-1]} {RESUME}")
+        raise UserError(f"{RESUME} is ambiguous: {names}. Choose one: lightning run {found[-1]} {RESUME}")
     if not (found[0] / CONFIG_NAME).is_file():
-        raise UserError(f"{found[0]} holds no {CONFIG_NAME}: it is no run of a curriculum. Set run_dir=RUN_DIR.")
+        raise UserError(f"{found[0]} has no {CONFIG_NAME}, so it is not a run of a curriculum. Set run_dir=RUN_DIR.")
     return found[0]
 
 
@@ -189,13 +189,13 @@ def how_it_ended(status: int) -> str:
     >>> how_it_ended(2)
     'ended with status 2'
     >>> how_it_ended(137)
-    'was ended by SIGKILL, which the system sends where memory runs out'
+    'was ended by SIGKILL, which the system sends when memory runs out'
     """
     try:
         name = signal.Signals(status - 128).name
     except ValueError:
         return f"ended with status {status}"
-    return f"was ended by {name}" + (", which the system sends where memory runs out" if name == "SIGKILL" else "")
+    return f"was ended by {name}" + (", which the system sends when memory runs out" if name == "SIGKILL" else "")
 
 
 def _processes() -> int:
@@ -204,8 +204,8 @@ def _processes() -> int:
     return max([1, *(int(count) for count in counts if count.isdecimal())])
 
 
-def _how_to_go_on(run: Path) -> str:
-    return f"Go on: lightning run {run} {RESUME}"
+def _how_to_continue(run: Path) -> str:
+    return f"Continue: lightning run {run} {RESUME}"
 
 
 def _say(line: str, error: bool = False) -> None:

@@ -120,7 +120,10 @@ class RecipeCLI(LightningCLI):
         )
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="Checkpoint to continue from.")
         parser.add_argument(
-            "--allow_changes", type=bool, default=False, help="Continue although the checkpoint has another recipe."
+            "--allow_changes",
+            type=bool,
+            default=False,
+            help="Continue even if the checkpoint was made by a different recipe.",
         )
         for target, source in LINKED.items():
             parser.link_arguments(source, target, compute_fn=fixed_seed)
@@ -192,7 +195,9 @@ class RecipeCLI(LightningCLI):
         if Path(path).is_dir():
             newest = newest_checkpoint(Path(path))
             advice = (
-                "Give a checkpoint file." if newest is None else f"Set ckpt_path={newest}, or go on in it: --resume."
+                "Give a checkpoint file."
+                if newest is None
+                else f"Set ckpt_path={newest}, or continue it with --resume."
             )
             raise UserError(f"{what} is a folder. {advice}")
         try:

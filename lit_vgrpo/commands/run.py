@@ -108,7 +108,7 @@ def guarded(body: Callable[[Given], int], options: type[Given], args: Sequence[s
         if error.errno not in NO_ROOM:
             raise
         where = f" {error.filename}" if error.filename else ""
-        report([f"Cannot write{where}: {error.strerror}. Make room, or write to another disk (run_dir, TMPDIR)."])
+        report([f"Cannot write{where}: {error.strerror}. Free some space, or write to another disk (run_dir, TMPDIR)."])
         return 1
 
 
@@ -130,7 +130,7 @@ def _run(command: Command) -> int:
         if faults:
             raise UserError(*faults)
         if cli.resumption is not None and cli.resumption.is_over(cli.trainer):
-            say_on_first(f"{cli.folder} is finished: {cli.resumption.done}. To go on, add trainer.max_epochs=N.")
+            say_on_first(f"{cli.folder} is finished: {cli.resumption.done}. To continue, add trainer.max_epochs=N.")
             return 0
         cli.save_recipe()
         if is_first_process():

@@ -66,9 +66,9 @@ def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], what: str) -
     for word in words:
         key, equals, _ = word.partition("=")
         if not equals:
-            raise UserError(f"{word} is one word too many: {what} takes one run. A setting is written key=value.")
+            raise UserError(f"{word} is unexpected: {what} takes one run. Write settings as key=value.")
         if not key.startswith(tuple(f"{part}." for part in used)) and key not in used:
-            raise UserError(f"{key} has no effect on {what}. Settings of {' and '.join(used)} have.")
+            raise UserError(f"{key} has no effect on {what}, which uses only settings of {', '.join(used)}.")
     import_from_here()
     return read_recipe(Command.parse([str(run / CONFIG_NAME), *words]))
 

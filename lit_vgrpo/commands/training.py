@@ -141,7 +141,7 @@ def _nothing_was_scored(cli: RecipeCLI) -> bool:
     if not math.isnan(cli.model.heldout.get("heldout/reward", 0.0)):
         return False
     if is_first_process():
-        report([f"No held-out image could be scored at the end. Mend the reward, then: lightning eval {cli.folder}"])
+        report([f"No held-out image could be scored at the end. Fix the reward, then run: lightning eval {cli.folder}"])
     return True
 
 

@@ -52,11 +52,11 @@ class Findings:
     def lines(self) -> Iterator[str]:
         """Yield a paragraph per kind, a line per name."""
         for title, found in (
-            ("Code outside lit_vgrpo, which it would run:", self.imports),
-            ("Environment variables, which it would read:", self.environment),
-            ("Hosts, which it would ask:", self.hosts),
-            ("Repositories, which it would take from the Hugging Face hub:", self.hub),
-            ("Files outside this folder, which it would read or write:", self.files),
+            ("Code outside lit_vgrpo that it would run:", self.imports),
+            ("Environment variables that it would read:", self.environment),
+            ("Hosts that it would contact:", self.hosts),
+            ("Repositories that it would download from the Hugging Face hub:", self.hub),
+            ("Files outside this folder that it would read or write:", self.files),
         ):
             yield title
             width = max(map(len, found), default=0)
@@ -80,7 +80,7 @@ def list_untrusted(command: Command) -> int:
         _find(command, findings, "")
     for line in findings.lines():
         say(line)
-    say("Whatever such code imports, reads or asks itself is not known.")
+    say("What that code itself imports, reads or contacts is unknown.")
     return 0
 
 

@@ -54,11 +54,11 @@ def test_images_of_the_recipes_own_policy_are_scored(recipe, capsys):
     assert jpeg[6:8] == ["0", "0%"]
     assert table["constant"][1] == "0"
     assert table["total"][1:6] == [f"{value:.4f}" for value in (mean, std, low, high)] + ["0"]
-    assert "Rewards of an iteration, 4 images a rank: about " in said.out
+    assert "Rewards of an iteration, 4 images per rank: about " in said.out
     assert status == 1
     assert said.err.splitlines() == [
-        "constant is constant (0.25) on 6 images, and nothing is learned from it. "
-        "Look at the prompts, or try more with --num-prompts."
+        "constant is constant (0.25) on 6 images, so nothing is learned from it. "
+        "Check the prompts, or try more with --num-prompts."
     ]
     assert not Path("runs").exists()
 
@@ -88,7 +88,7 @@ def test_failures_and_a_constant_are_said_and_are_a_failure(recipe, capsys):
     lines = said.err.splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("half failed for 2 of 4 images: ")
-    assert lines[1].startswith("constant is constant (0.25) on 4 images, and nothing is learned from it.")
+    assert lines[1].startswith("constant is constant (0.25) on 4 images, so nothing is learned from it.")
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ def test_a_check_needs_no_earlier_run(here):
 @pytest.mark.parametrize(
     ("text", "words", "fault"),
     [
-        ("stages: []", [], "stages=[] of x.yaml names no recipe. Write stages: [first, second]."),
-        ("stages: first", [], 'stages="first" of x.yaml names no recipe. Write stages: [first, second].'),
+        ("stages: []", [], "stages=[] of x.yaml lists no recipes. Write stages: [first, second]."),
+        ("stages: first", [], 'stages="first" of x.yaml lists no recipes. Write stages: [first, second].'),
         ("stage: [first]", [], "stage is not an option of a curriculum. Did you mean stages?"),
         ("stages: [first]\noveride: {}", [], "overide is not an option of a curriculum. Did you mean override"),
         ("stages: [first, tiny_shape]", [], "Stage 2 of x.yaml: tiny_shape is no recipe: no such file, and not a"),
@@ -93,7 +93,7 @@ def test_a_check_needs_no_earlier_run(here):
         ),
         ("stages: [first]", ["stages.1.a=2"], "stages.1.a is not an option. For stage 1 write stage1.a=VALUE."),
         ("stages: [first]", ["stage_1=2"], "stage_1 is not an option. For stage 1 write stage1.KEY=VALUE."),
-        ("stages: [first, 3]", [], "Stage 2 of x.yaml: 3 is no recipe's name or path."),
+        ("stages: [first, 3]", [], "Stage 2 of x.yaml: 3 is not a recipe's name or path."),
         ("stages: [first, both]", [], "Stage 2 of x.yaml: both is a curriculum itself. List its stages instead."),
         ("stages: [first]\noverrides: {a: 1}", [], 'overrides={"a": 1} is not a list. Write overrides: [trainer.devic'),
         ("stages: [first]\noverrides: [a.b]", [], "a.b is no overlay: no such file, and not a shipped name."),
@@ -205,18 +205,18 @@ def test_resume_finds_the_run_or_asks_which(here):
     def found(*words):
         return resumed_run(Command.parse([*words, "--resume"]))
 
-    with pytest.raises(UserError, match="both was not started yet. Leave --resume out to start it."):
+    with pytest.raises(UserError, match="both has not been started. Leave out --resume to start it."):
         found("both.yaml")
     for name in ("both", "both-2"):
         (here / "runs" / name).mkdir(parents=True)
         write_whole(here / "runs" / name / CONFIG_NAME, "stages: [first]\n")
         if name == "both":
             assert str(found("both.yaml")) == "runs/both"
-    with pytest.raises(UserError, match="could mean runs/both, runs/both-2. Say which: lightning run runs/both-2 "):
+    with pytest.raises(UserError, match="is ambiguous: runs/both, runs/both-2. Choose one: lightning run runs/both-2 "):
         found("both.yaml")
     assert str(found("both.yaml", "run_dir=runs/both-2")) == "runs/both-2"
     assert str(found("runs/both-2")) == "runs/both-2"
-    with pytest.raises(UserError, match="elsewhere holds no config.yaml: it is no run of a curriculum"):
+    with pytest.raises(UserError, match="elsewhere has no config.yaml, so it is not a run of a curriculum"):
         found("both.yaml", "run_dir=elsewhere")
 
 
@@ -281,7 +281,7 @@ def test_two_stages_of_which_the_second_is_interrupted(tiny_recipe, here, capfd)
     assert run(["both.yaml", *words]) == 128 + signal.SIGTERM
     out = capfd.readouterr()
     assert out.out.startswith("Checking all 2 stages.\n")
-    assert "Stage 2 of 2 (second) was ended by SIGTERM. Go on: lightning run " in out.err
+    assert "Stage 2 of 2 (second) was ended by SIGTERM. Continue: lightning run " in out.err
     folder = here / "runs" / "both"
     first = (folder / "1_first" / "summary.json").stat().st_mtime_ns
     assert (folder / "2_second" / "checkpoints" / "interrupted.ckpt").is_file()

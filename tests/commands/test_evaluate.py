@@ -286,7 +286,9 @@ def test_nothing_of_the_run_changes_and_no_evaluation_is_overwritten(inside, cap
     assert "Written: runs/tiny/eval-2.json and runs/tiny/eval-2.csv" in capsys.readouterr().out
     report = json.loads(Path("runs/tiny/eval-2.json").read_text())
     assert report["overrides"] == ["data.heldout_images_per_prompt=1"]
-    assert report["missing"] == {"diversity": "there is one image a prompt. Set data.heldout_images_per_prompt=4."}
+    assert report["missing"] == {
+        "diversity": "there is only one image per prompt. Set data.heldout_images_per_prompt=4."
+    }
     assert sorted(path.name for path in inside.iterdir() if path.name.startswith("runs")) == ["runs"]
 
 
@@ -338,7 +340,7 @@ def test_a_torn_checkpoint_is_skipped_and_can_be_named_no_more(inside, capsys):
         ([], "No run given. Try: lightning eval runs/tiny_shapes"),
         (["runs/tiny", "--emma"], "--emma is not an option of eval. Did you mean ema?"),
         (["runs/tiny", "--out"], "--out has no value. Write --out VALUE."),
-        (["runs/tiny", "--out=x.csv"], "--out x.csv is not the name of a JSON file. Write --out x.json."),
+        (["runs/tiny", "--out=x.csv"], "--out x.csv is not a JSON file. Use --out x.json."),
         (["runs/tiny", "--checkpoint=lst.ckpt"], "--checkpoint lst.ckpt does not exist. Did you mean last.ckpt?"),
         (["runs/tiny", "ckpt_path=x"], "ckpt_path has no effect on an evaluation. Use --checkpoint FILE."),
         (["runs/tiny", "run_dir=x"], "run_dir has no effect on an evaluation. Use --out FILE.json."),

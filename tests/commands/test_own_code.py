@@ -113,7 +113,7 @@ def test_a_reward_that_calls_exit_stops_the_run_and_says_so(recipe, capsys):
 def test_a_held_out_reward_of_nan_is_no_success(recipe, capsys):
     words = ["model.reward=rewards_of_mine.TrainsOnly", "data.train=train.txt", "data.heldout=heldout.txt"]
     assert run([recipe, *words, "trainer.max_epochs=1"]) == 1
-    assert "No held-out image could be scored at the end. Mend the reward, then: lightning eval runs/tiny\n" in (
+    assert "No held-out image could be scored at the end. Fix the reward, then run: lightning eval runs/tiny\n" in (
         capsys.readouterr().err
     )
     assert json.loads(Path("runs/tiny/summary.json").read_text())["heldout_reward_end"] is None
@@ -138,4 +138,4 @@ def test_a_second_run_and_another_method_say_where_they_go(recipe, capsys):
         assert said in capsys.readouterr().out
         assert Path(folder, "summary.json").is_file()
     assert run([recipe, "ckpt_path=runs/tiny"]) == 2
-    assert "Set ckpt_path=runs/tiny/checkpoints/last.ckpt, or go on in it: --resume." in capsys.readouterr().err
+    assert "Set ckpt_path=runs/tiny/checkpoints/last.ckpt, or continue it with --resume." in capsys.readouterr().err

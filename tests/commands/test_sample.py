@@ -137,7 +137,7 @@ def test_ctrl_c_leaves_whole_images(inside, capsys, monkeypatch):
     # so many seeds that a list of them would not fit into memory
     assert sample_images(["runs/tiny", "--prompt=x", "--steps=1", f"--count={10**12}", "--out=out"]) == 130
     out, err = capsys.readouterr()
-    assert (out, err) == ("out/001_seed0.png\n", "Stopped. The images named so far are whole.\n")
+    assert (out, err) == ("out/001_seed0.png\n", "Stopped. The images listed so far are complete.\n")
     assert [pixels(path).shape for path in sorted(Path("out").iterdir())] == 2 * [(32, 32, 3)]
 
 
@@ -159,13 +159,16 @@ def test_ctrl_c_leaves_whole_images(inside, capsys, monkeypatch):
         (["runs/tiny", "--prompt=x", "--count=0"], "--count 0 is too small. Use 1 or more."),
         (["runs/tiny", "--prompt=x", "--seed=1", "--seed=2"], "--seed is given twice. Give it once"),
         (["runs/tiny", "--prompt=x", "--steps=0"], "--steps 0 is too small. Use 1 or more."),
-        (["runs/tiny", "--prompt=x", "--guidance=nan"], "--guidance nan is no guidance scale. Use 1.0 "),
+        (["runs/tiny", "--prompt=x", "--guidance=nan"], "--guidance nan is not a guidance scale. Use 1.0 "),
         (["runs/tiny", "--prompt=x", "--out=train.txt"], "--out train.txt is a file, and nothing is overwritten."),
         (
             ["runs/tiny", "--prompt=x", "--steps=1", "--out=train.txt/y"],
             "Cannot write train.txt/y/001_seed0.png: ",
         ),
-        (["runs/tiny", "--prompt=x", "trainer.devices=2"], "trainer.devices has no effect on sampling. Settings of "),
+        (
+            ["runs/tiny", "--prompt=x", "trainer.devices=2"],
+            "trainer.devices has no effect on sampling, which uses only settings of ",
+        ),
         (
             ["runs/tiny", "--prompt=x", "model.evaluation.solver=ddim"],
             "solver=ddim is not an ODE solver of SD3Policy",

@@ -12,7 +12,7 @@ from PIL import Image
 
 from lit_vgrpo.cli import main
 from lit_vgrpo.commands.score.command import score
-from lit_vgrpo.commands.score.pictures import read_picture
+from lit_vgrpo.commands.score.images import read_image
 from lit_vgrpo.rewards import JPEGCompressibility, as_weighted
 from lit_vgrpo.tiny.shapes import parse_prompt, render
 
@@ -61,7 +61,7 @@ def test_a_table_of_images_of_different_sizes(folder, capsys):
     assert header == ["image", "jpeg", "total"]
     reward = as_weighted(JPEGCompressibility(quality=80))
     for (name, part, total), file in zip(rows, ("noise.png", "red.jpg"), strict=True):
-        expected = float(reward.score(read_picture(Path(file)), [""], [{}]).total)
+        expected = float(reward.score(read_image(Path(file)), [""], [{}]).total)
         assert name == file
         assert float(part) == float(total) == pytest.approx(expected, abs=1e-4)
 
@@ -113,16 +113,16 @@ def test_pictures_are_upright_and_opaque(folder):
     clear = Image.new("RGBA", (4, 2), (255, 0, 0, 0))
     clear.putpixel((0, 0), (255, 0, 0, 255))
     clear.save("clear.png")
-    pixels = read_picture(Path("clear.png"))
+    pixels = read_image(Path("clear.png"))
     assert pixels.shape == (1, 3, 2, 4)
     assert pixels[0, :, 0, 0].tolist() == [1, 0, 0]
     assert pixels[0, :, 1, 3].tolist() == [1, 1, 1]
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
     Image.new("RGB", (4, 2)).save("turned.jpg", exif=exif)
-    assert read_picture(Path("turned.jpg")).shape == (1, 3, 4, 2)
+    assert read_image(Path("turned.jpg")).shape == (1, 3, 4, 2)
     Image.new("L", (3, 3), 255).save("grey.png")
-    assert read_picture(Path("grey.png")).mean() == 1
+    assert read_image(Path("grey.png")).mean() == 1
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_files_that_are_no_images_are_a_line_each(folder, capsys):
     Path("text.png").write_text("no image")
     lines = faults_of(capsys, ["JPEGCompressibility", "torn.png", "noise.png", "text.png"])
     assert lines == [
-        f"{name} is no image that can be read. Leave it out, or save it anew." for name in ("torn.png", "text.png")
+        f"{name} is not a readable image. Leave it out, or save it again." for name in ("torn.png", "text.png")
     ]
 
 
@@ -145,13 +145,13 @@ def test_files_that_are_no_images_are_a_line_each(folder, capsys):
         ([], "No reward given."),
         (["JPEGCompressibility"], "No image given."),
         (["JPEGCompressibility", "cat.png"], "cat.png does not exist."),
-        (["JPEGCompressibility", "empty"], "empty holds no images."),
+        (["JPEGCompressibility", "empty"], "empty contains no images."),
         (["JPEGCompresibility", "noise.png"], "Did you mean JPEGCompressibility?"),
         (["JPEGCompressibility", "noise.png", "quality=500"], "quality=500 is too large. Use 1 to 95."),
         (["JPEGCompressibility", "noise.png", "--prompt", "a", "--prompts", "b"], "--prompt and --prompts are both"),
         (["JPEGCompressibility", "noise.png", "--promt", "a"], "--promt is not an option of score. Did you mean"),
-        (["JPEGCompressibility", "noise.png", "--prompts", "two.txt"], "two.txt holds 2 prompts for 1 images."),
-        (["JPEGCompressibility", "noise.png", "--out", "x.txt"], "--out x.txt is not the name of a table."),
+        (["JPEGCompressibility", "noise.png", "--prompts", "two.txt"], "two.txt has 2 prompts for 1 images."),
+        (["JPEGCompressibility", "noise.png", "--out", "x.txt"], "--out x.txt is not a .json or .csv file."),
         (["JPEGCompressibility", "noise.png", "--batch-size", "0"], "--batch-size 0 is too small. Use 1 or more."),
         (["python:nowhere:score", "noise.png"], "nowhere"),
     ],
@@ -174,7 +174,7 @@ def test_a_prompt_that_the_reward_needs_is_asked_for_before_weights_are_loaded(f
     assert lines == [
         'Reward "shapes" cannot score 2 of 2 prompts. The first: Prompt "" names no colour. '
         "Write prompts such as 'a red circle on the left'.",
-        "No prompt was given. Add --prompt TEXT, or --prompts FILE with one for each image.",
+        "No prompt was given. Add --prompt TEXT, or --prompts FILE with one prompt per image.",
     ]
     lines = faults_of(capsys, ["ShapesReward", "noise.png", "red.jpg", "--prompt", "a cat"])
     assert len(lines) == 1

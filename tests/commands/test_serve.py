@@ -138,7 +138,7 @@ def test_a_bad_request_gets_its_reason_in_a_line(ask, body, status, said):
 def test_a_bad_form_gets_its_reason_in_a_line(ask):
     picture = encode_png(torch.zeros(3, 4, 4, dtype=torch.uint8))
     files = [("images", ("0.png", picture, "image/png"))]
-    assert ask.post("/score", files=files).json()["detail"] == "there is no field request"
+    assert ask.post("/score", files=files).json()["detail"] == "the field request is missing"
     answer = ask.post("/score", files=[*files, *files], data={"request": json.dumps({"prompts": ["a"]})})
     assert "2 images, 1 prompts" in answer.json()["detail"]
     answer = ask.post("/score", files=files * 12, data={"request": "{}"})
@@ -475,7 +475,7 @@ def test_what_waits_when_the_server_goes_down_is_refused():
     ("words", "said"),
     [
         ("JPEGCompressibility --port abc", "--port abc is not a whole number"),
-        ("JPEGCompressibility --port 70000", "--port 70000 is no port"),
+        ("JPEGCompressibility --port 70000", "--port 70000 is not a port"),
         ("JPEGCompressibility --max-megapixels 100", "--max-megapixels 100 is too large. Use 85 or less."),
         ("JPEGCompressibility --batch-size 0", "--batch-size 0 is too small"),
         ("JPEGCompressibility --prt 1", "Did you mean port?"),

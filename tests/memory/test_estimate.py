@@ -172,7 +172,7 @@ def test_check_prints_the_estimate(tiny_recipe, capsys):
     out = capsys.readouterr().out
     assert "+ forward and backward of a micro-batch" in out
     assert "peak, in " in out
-    assert "Room: this machine's free memory, " in out
+    assert "Available: this machine's free memory, " in out
 
 
 def test_a_recipe_that_is_too_large_is_refused_with_what_to_type(tiny_recipe, capsys, monkeypatch):
@@ -181,7 +181,7 @@ def test_a_recipe_that_is_too_large_is_refused_with_what_to_type(tiny_recipe, ca
     (fault,) = capsys.readouterr().err.splitlines()
     assert fault.startswith("The recipe needs about ")
     assert fault.endswith(
-        "there is room for 1.0 MiB (this machine's free memory). Set model.policy.gradient_checkpointing=true."
+        "1.0 MiB is available (this machine's free memory). Set model.policy.gradient_checkpointing=true."
     )
 
 

@@ -62,10 +62,10 @@ def test_a_gpu_can_be_given(tiny_recipe, capsys):
     words = [str(tiny_recipe), "model.policy.offload_encoders=true"]
     assert check([*words, "--memory", "2GiB"]) == 0
     out = capsys.readouterr().out
-    assert "Room: a GPU as given, 2.00 GiB less 1.00 GiB for CUDA, its libraries and fragmentation." in out
+    assert "Available: the given GPU, 2.00 GiB minus 1.00 GiB for CUDA, its libraries and fragmentation." in out
     assert "text encoders" not in out
     assert check([*words, "--memory=1GB"]) == 2
-    assert "there is room for 0.0 MiB (a GPU as given). Set " in capsys.readouterr().err
+    assert "0.0 MiB is available (the given GPU). Set " in capsys.readouterr().err
     assert check(words) == 0
     out = capsys.readouterr().out
     assert "text encoders" in out
@@ -76,7 +76,7 @@ def test_a_gpu_can_be_given(tiny_recipe, capsys):
 def test_no_size_of_a_gpu(tiny_recipe, capsys, words):
     assert check([str(tiny_recipe), *words]) == 2
     (fault,) = capsys.readouterr().err.splitlines()
-    assert fault.endswith(" is no size of a GPU. Write it as --memory 80GiB.")
+    assert fault.endswith(" is not a GPU size. Write it as --memory 80GiB.")
 
 
 def test_sizes_of_gpus():
@@ -97,7 +97,7 @@ def test_rewards_of_held_out_images_count(tiny_recipe, tiny_clip):
     words = [str(tiny_recipe), "model.heldout_reward=PickScore", f"model.heldout_reward.checkpoint={tiny_clip}"]
     cli = build(words, make_folder=False)
     found = estimate(cli)
-    assert found.parts["rewards' models"] == scorers([PickScore(str(tiny_clip))], CPU)[0] > 0
+    assert found.parts["reward models"] == scorers([PickScore(str(tiny_clip))], CPU)[0] > 0
     assert room_of(cli).device.type == "cpu"
     assert memory_report(cli)[1] == []
 
@@ -126,7 +126,7 @@ def test_what_a_setting_changes(tiny_recipe):
     assert found["text encoders"] == 0
     assert found[stages.ENCODING] == base[stages.ENCODING] + encoders
     assert found["copies of the trained weights"] == weights
-    assert found["latents and what is stored with them"] == 0
+    assert found["stored latents"] == 0
     assert found["AdamW's moments"] < 0.6 * base["AdamW's moments"]
     assert found[stages.STEP] == 0
     assert found[stages.ROLLOUT] < base[stages.ROLLOUT] / 2

@@ -5,7 +5,7 @@ from feature_networks import save_script
 from PIL import EpsImagePlugin
 from torch import nn
 
-from lit_vgrpo.commands.score.pictures import read_picture
+from lit_vgrpo.commands.score.images import read_image
 from lit_vgrpo.metrics import Reference, feature_network, reference_faults, reference_statistics
 from lit_vgrpo.metrics.__main__ import main
 
@@ -105,8 +105,8 @@ def test_a_file_that_pillow_would_run_is_none_either(folders, network, tmp_path,
     (tmp_path / "1.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n")
     with pytest.raises(ValueError, match=r"1.png is no image that can be read"):
         reference_statistics(tmp_path, network)
-    with pytest.raises(ValueError, match=r"1.png is no image that can be read"):
-        read_picture(tmp_path / "1.png")
+    with pytest.raises(ValueError, match=r"1.png is not a readable image"):
+        read_image(tmp_path / "1.png")
 
 
 def test_the_command(folders, network, tmp_path, capsys):

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_vgrpo.config.parts import merged
+from lit_vgrpo.config.recipe import loaded
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.errors import UserError, nearest, suggestion, unknown_option
 from lit_vgrpo.system.paths import shipped_root
@@ -72,7 +72,7 @@ def find_overlay(text: str) -> Path:
         return path
     guess = nearest(text, shipped)
     hint = f"Did you mean {guess}? " if guess else ""
-    raise UserError(f"{text} is no method. {hint}There are {', '.join(shipped)}; or give the path of an overlay file.")
+    raise UserError(f"{text} is not a method. {hint}Use one of {', '.join(shipped)}, or the path of an overlay file.")
 
 
 def read_overlay(path: Path) -> Overlay:
@@ -82,16 +82,12 @@ def read_overlay(path: Path) -> Overlay:
         UserError: it is not YAML, has keys that no overlay has, or sets what must be the same for every method.
     """
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{path}{where} is not YAML: {getattr(error, 'problem', error)}.") from error
-    except (OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        found = OmegaConf.to_container(OmegaConf.create(loaded(path)), resolve=True)
+    except OmegaConfBaseException as error:
         raise UserError(f"Cannot read the overlay {path}: {str(error).splitlines()[0]}.") from error
-    if not isinstance(loaded, dict) or not isinstance(loaded.get("published"), dict):
-        raise UserError(f"{path} is no overlay: it needs published: with model.objective in it.")
-    content = {str(key): value or {} for key, value in loaded.items()}
+    if not isinstance(found, dict) or not isinstance(found.get("published"), dict):
+        raise UserError(f"{path} is not an overlay: it needs published: with model.objective.")
+    content = {str(key): value or {} for key, value in found.items()}
     faults = [unknown_option(key, f"the overlay {path}", PARTS) for key in content if key not in PARTS]
     faults += [f"{path}: {part} must be a mapping." for part in PARTS if not isinstance(content.get(part, {}), Mapping)]
     if faults:

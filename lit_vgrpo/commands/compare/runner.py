@@ -107,7 +107,7 @@ def _start(status: Status, display: Display) -> subprocess.Popen[bytes]:
     run = status.run
     aside = clear_the_way(run)
     if aside is not None:
-        display.say(f"{run.name} was run with other settings: its folder is now {aside}")
+        display.say(f"{run.name} was run with other settings: its folder was moved to {aside}")
     run.fingerprint_file.write_text(run.fingerprint)
     command = [sys.executable, "-m", "lit_vgrpo", "run", str(run.recipe)]
     command += [f"seed_everything={run.seed}", f"run_dir={run.folder}"]
@@ -180,7 +180,7 @@ def last_error(log: Path, returncode: int) -> str:
     if starts:
         ends = [line for line in lines[starts[-1] + 1 :] if not line[0].isspace()]
         lines = ends[:1] or lines
-    return one_line(lines[-1]) if lines else f"Exit status {returncode}, without a word."
+    return one_line(lines[-1]) if lines else f"Exit status {returncode} and no output."
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

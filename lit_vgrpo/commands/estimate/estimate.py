@@ -63,7 +63,7 @@ class Estimate:
         rows += [(f"+ {name}", shown(size)) for name, size in self.phases.items() if size]
         rows.append((f"peak, in {self.peak_phase}", shown(self.peak)))
         width = max(len(name) for name, _ in rows)
-        return "\n".join(["Estimated memory of a rank:", *(f"{name:<{width}}  {size:>10}" for name, size in rows)])
+        return "\n".join(["Estimated memory per rank:", *(f"{name:<{width}}  {size:>10}" for name, size in rows)])
 
 
 def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
@@ -98,8 +98,8 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         "copies of the trained weights": copies * own.trained,
         "text encoders": 0 if leave else encoders,
         "VAE": bytes_of(tensors_of(vae)),
-        "rewards' models": models,
-        "latents and what is stored with them": kept,
+        "reward models": models,
+        "stored latents": kept,
     }
     rollout = at_most(plan.images_per_iteration, module.rollout_batch_size) or plan.images_per_rank
     spec = module.objective.rollout_spec(0)

@@ -50,7 +50,7 @@ class Room:
         return max(0, self.size - self.reserve)
 
     def __str__(self) -> str:
-        left = f" less {shown(self.reserve)} for CUDA, its libraries and fragmentation" if self.reserve else ""
+        left = f" minus {shown(self.reserve)} for CUDA, its libraries and fragmentation" if self.reserve else ""
         hint = " Compare with a GPU: --memory 80GiB." if self.device.type == "cpu" else ""
         return f"{self.name}, {shown(self.size)}{left}.{hint}"
 
@@ -72,7 +72,7 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
     except NotHere as error:
         checkpoint = str(error)
         is_hubs = local_folder(checkpoint) is None
-        how = f". Its small files are enough for it: {CONFIGURATIONS.format(checkpoint)}" if is_hubs else ""
+        how = f"; its small files are enough: {CONFIGURATIONS.format(checkpoint)}" if is_hubs else ""
         raise NotEstimated(f"{checkpoint} is not here{how}") from error
     except LoadError as error:
         raise UserError(str(error)) from error
@@ -80,14 +80,14 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
         raise NotEstimated(f"shapes in {cli.model.policy.pipeline_class} depend on the prompts") from error
     except Exception as error:  # of a family of the user's own: a check is no place to fail for want of an estimate
         raise NotEstimated(f"{type(error).__name__}: {one_line(error)}") from error
-    lines = [found.table(), f"Room: {place}"]
+    lines = [found.table(), f"Available: {place}"]
     if found.unknown:
-        lines.append(f"Not in it, since their size is not known here: the models of {', '.join(found.unknown)}.")
+        lines.append(f"Not included, because their size is unknown: the models of {', '.join(found.unknown)}.")
     if found.peak <= place.free:
         return "\n".join(lines), []
     fault = (
-        f"The recipe needs about {shown(found.peak)} on a rank, in {found.peak_phase}; there is room for "
-        f"{shown(place.free)} ({place.name}). {remedy(cli, found, place.device)}"
+        f"The recipe needs about {shown(found.peak)} per rank, in {found.peak_phase}; "
+        f"{shown(place.free)} is available ({place.name}). {remedy(cli, found, place.device)}"
     )
     return "\n".join(lines), [fault]
 
@@ -99,7 +99,7 @@ def room_of(cli: RecipeCLI, gpu_memory: int | None = None) -> Room:
     """
     device = cli.trainer.strategy.root_device
     if gpu_memory is not None:
-        return Room("a GPU as given", torch.device("cuda", 0), gpu_memory, reserve_of(gpu_memory))
+        return Room("the given GPU", torch.device("cuda", 0), gpu_memory, reserve_of(gpu_memory))
     if device.type == "cuda":
         size = torch.cuda.get_device_properties(device).total_memory
         return Room(torch.cuda.get_device_name(device), device, size, reserve_of(size))
@@ -123,7 +123,7 @@ def gpu_memory_of(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:gi?b?)?", text.strip(), re.IGNORECASE)
     size = round(float(found[1]) * 2**30) if found else 0
     if size <= 0:
-        raise UserError(f"{text} is no size of a GPU. Write it as --memory 80GiB.")
+        raise UserError(f"{text} is not a GPU size. Write it as --memory 80GiB.")
     return size
 
 

@@ -128,7 +128,7 @@ def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], 
     if faults:
         raise UserError(*faults)
     if cli.datamodule.heldout_images_per_prompt < 2:
-        missing["diversity"] = "there is one image a prompt. Set data.heldout_images_per_prompt=4."
+        missing["diversity"] = "there is only one image per prompt. Set data.heldout_images_per_prompt=4."
         return fids, None, missing
     if network is None:
         missing["diversity"] = f"there is no feature network. Give --features {INCEPTION}, or another."

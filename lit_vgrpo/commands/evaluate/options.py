@@ -40,9 +40,7 @@ class EvaluateOptions(RunOptions):
         super().__post_init__()
         self.out = self.out or self.run / "eval.json"
         if self.out.suffix != ".json" or self.out.is_dir():
-            raise UserError(
-                f"--out {self.out} is not the name of a JSON file. Write --out {self.out.with_suffix('.json')}."
-            )
+            raise UserError(f"--out {self.out} is not a JSON file. Use --out {self.out.with_suffix('.json')}.")
 
     @property
     def variants(self) -> list[str]:

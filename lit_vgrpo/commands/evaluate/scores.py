@@ -113,7 +113,7 @@ class HeldOutEvaluation(VGRPOModule):
     def setup(self, stage: str) -> None:
         own = str(self.saved.path), self.saved.progress.order
         if len(set(objects_of_all_ranks(own))) > 1:
-            raise UserError(f"{self.saved.path} was replaced while the ranks read it. Evaluate once more.")
+            raise UserError(f"{self.saved.path} was replaced while the ranks read it. Run the evaluation again.")
 
     def val_dataloader(self) -> DataLoader[str]:
         variants = _Variants(self.variants)

@@ -28,7 +28,7 @@ DIFFUSERS, KOHYA = "diffusers", "kohya"
 def read_format(text: str) -> str:
     """Return the name of a file format of LoRA adapters."""
     if text not in (DIFFUSERS, KOHYA):
-        raise UserError(f"{text} is no format of a LoRA. {suggestion(text, (DIFFUSERS, KOHYA))}")
+        raise UserError(f"{text} is not a LoRA format. {suggestion(text, (DIFFUSERS, KOHYA))}")
     return text
 
 
@@ -61,9 +61,9 @@ class ExportOptions(RunOptions):
         super().__post_init__()
         if not self.has("to"):
             example = f"exports/{self.run.resolve().name}"
-            raise UserError(f"No folder given to write to. Add --to DIR, for example --to {example}")
+            raise UserError(f"No output folder given. Add --to DIR, for example --to {example}")
         if self.format == KOHYA and self.merge:
-            raise UserError("--format kohya is a format of a LoRA, and --merge leaves none. Leave one of them out.")
+            raise UserError("--format kohya applies to a LoRA, and --merge leaves none. Leave out one of them.")
 
     @property
     def kohya_file(self) -> Path:
@@ -104,12 +104,12 @@ def refuse_misfit(policy: Policy, options: ExportOptions) -> None:
         UserError: It cannot.
     """
     if policy.lora_rank is None and (options.merge or options.format == KOHYA):
-        asked = "--merge has nothing to merge" if options.merge else f"--format {KOHYA} is a format of a LoRA"
-        raise UserError(f"{asked}: {options.run} trains weights of its own, no LoRA. Leave it out.")
+        asked = "--merge has nothing to merge" if options.merge else f"--format {KOHYA} applies to a LoRA"
+        raise UserError(f"{asked}: {options.run} trained the network's own weights, not a LoRA. Leave it out.")
     if options.format == KOHYA and policy.network_name != "unet":
         raise UserError(
             f"--format {KOHYA} is for the UNets of SD 1.x, 2.x and XL, and {type(policy).__name__} has a "
-            f"{policy.network_name}. Leave it out: ComfyUI reads the format of diffusers here."
+            f"{policy.network_name}. Leave it out: ComfyUI reads the diffusers format of this family."
         )
 
 

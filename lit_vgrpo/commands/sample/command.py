@@ -45,7 +45,7 @@ def read_guidance(text: str) -> float:
     except ValueError:
         scale = 0.0
     if not 1.0 <= scale < float("inf"):
-        raise UserError(f"{text} is no guidance scale. Use 1.0 (no guidance) or more.")
+        raise UserError(f"{text} is not a guidance scale. Use 1.0 (no guidance) or more.")
     return scale
 
 
@@ -112,7 +112,7 @@ def sample_images(args: Sequence[str]) -> int:
     Returns:
         0; 2 for an error in the arguments, or a folder that cannot be written; 130 after Ctrl-C.
     """
-    return guarded(_sample, SampleOptions, args, stopped="Stopped. The images named so far are whole.")
+    return guarded(_sample, SampleOptions, args, stopped="Stopped. The images listed so far are complete.")
 
 
 def _sample(options: SampleOptions) -> int:
@@ -163,7 +163,7 @@ def draw(policy: Policy, spec: RolloutSpec, options: SampleOptions) -> None:
                 write_png(image_of(policy, spec, prompt, seed), path)
             except OSError as error:
                 reason = error.strerror or error
-                raise UserError(f"Cannot write {path}: {reason}. Name another place: --out DIR.") from error
+                raise UserError(f"Cannot write {path}: {reason}. Set --out to another folder.") from error
             bar.update()
             tqdm.write(str(path))
     bar.close()
@@ -183,7 +183,7 @@ def image_of(policy: Policy, spec: RolloutSpec, prompt: str, seed: int) -> Tenso
     image = policy.decode(latents)[0]
     if not all_finite([latents, image]):
         raise UserError(
-            f'The image of prompt "{prompt}", seed {seed}, holds values that are not finite, and is not written. '
+            f'The image of prompt "{prompt}", seed {seed}, has values that are not finite and was not written. '
             "Try model.policy.dtype=float32, a lower --guidance, or an earlier checkpoint with --checkpoint FILE."
         )
     return image

@@ -13,8 +13,7 @@ from torch import Tensor
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
 from lit_vgrpo.commands.run import build, guarded
 from lit_vgrpo.commands.score.command import loaded
-from lit_vgrpo.commands.score.pictures import find_pictures, picture_faults, read_picture
-from lit_vgrpo.commands.score.scoring import device
+from lit_vgrpo.commands.score.images import device, find_images, image_faults, read_image
 from lit_vgrpo.commands.score.trial import PartTrial, findings, trial_table, trials
 from lit_vgrpo.config.arguments import Options, option, whole
 from lit_vgrpo.data.rows import Rows
@@ -54,9 +53,9 @@ def check_reward(args: Sequence[str]) -> int:
 def _check_reward(options: CheckRewardOptions) -> int:
     num_prompts, each = options.num_prompts, options.images_per_prompt
     cli = build([*options.words, *OVERRIDES], make_folder=False)
-    files = find_pictures([options.images])[: num_prompts * each] if options.images is not None else []
+    files = find_images([options.images])[: num_prompts * each] if options.images is not None else []
     reward = cli.model.observed
-    faults = [*reward.check(), *cli.datamodule.check(), *picture_faults(files)]
+    faults = [*reward.check(), *cli.datamodule.check(), *image_faults(files)]
     faults += [] if files else cli.model.policy.check()
     if faults:
         raise UserError(*faults)
@@ -66,7 +65,7 @@ def _check_reward(options: CheckRewardOptions) -> int:
         raise UserError(*refused)
     rows = [row for row in training_rows(cli, num_prompts) for _ in range(each)]
     if files:
-        rows, images = rows[: len(files)], [read_picture(file) for file in files]
+        rows, images = rows[: len(files)], [read_image(file) for file in files]
         say(f"{len(images)} images of {options.images}, {each} for each of the first training prompts")
     else:
         start = time.perf_counter()
@@ -118,5 +117,5 @@ def estimate(cli: RecipeCLI, parts: Sequence[PartTrial]) -> str:
     seconds = {part.name: part.seconds_per_image * plan.images_per_rank for part in parts if part.name in trained}
     beside = sum(seconds[name] for name, reward in trained.items() if reward.concurrent)
     overlap = f", of which {beside:.2g} s run beside the rollout" if beside else ""
-    images = f"{plan.images_per_rank} images a rank"
+    images = f"{plan.images_per_rank} images per rank"
     return f"Rewards of an iteration, {images}: about {sum(seconds.values()):.2g} s{overlap}."

@@ -7,51 +7,36 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lit_vgrpo.rewards import RewardBatch
 from lit_vgrpo.system.paths import write_whole
 
 FAILED, NOT_ASKED = "failed", "-"
 
 
-@dataclass
-class PictureScores:
-    """Scores of one image.
+def image_scores(batch: RewardBatch, index: int, file: Path, prompt: str) -> dict[str, Any]:
+    """Return the scores of one image of a batch as plain values.
 
-    Attributes:
-        total: Weighted sum; NaN where the image failed.
-        parts: Score of each reward that applies, by name; NaN where it failed.
-        failures: Reasons by the reward's name.
+    Returns:
+        ``image`` and ``prompt``; ``total``, the weighted sum; ``parts``, the score of each reward that applies, by
+        name; ``failures``, reasons by name. A score that failed is ``None``.
     """
-
-    image: str
-    prompt: str
-    total: float
-    parts: dict[str, float]
-    failures: dict[str, str] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        parts = {name: _number(value) for name, value in self.parts.items()}
-        return {
-            "image": self.image,
-            "prompt": self.prompt,
-            "total": _number(self.total),
-            "parts": parts,
-            "failures": self.failures,
-        }
+    parts = {name: _number(part[index]) for name, part in batch.parts.items() if batch.applies_to(name)[index]}
+    failures = {name: batch.errors.get(name, "no reason given") for name, value in parts.items() if value is None}
+    total = _number(batch.total[index])
+    return {"image": str(file), "prompt": prompt, "total": total, "parts": parts, "failures": failures}
 
 
-def score_table(scores: Sequence[PictureScores], names: Sequence[str]) -> str:
+def score_table(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Return a table with a row per image and a column per reward, followed by the reasons of failures."""
-    header = ["image", *names, "total"]
-    rows = [
-        [own.image, *(_cell(own.parts[name]) if name in own.parts else NOT_ASKED for name in names), _cell(own.total)]
-        for own in scores
-    ]
-    reasons = [f"{own.image}: {name} failed: {why}" for own in scores for name, why in own.failures.items()]
-    return "\n".join([aligned([header, *rows]), *reasons])
+    rows = [["image", *names, "total"]]
+    for own in scores:
+        cells = [_cell(own["parts"][name]) if name in own["parts"] else NOT_ASKED for name in names]
+        rows.append([own["image"], *cells, _cell(own["total"])])
+    reasons = [f"{own['image']}: {name} failed: {why}" for own in scores for name, why in own["failures"].items()]
+    return "\n".join([aligned(rows), *reasons])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -70,30 +55,28 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_scores(
-    path: Path, scores: Sequence[PictureScores], names: Sequence[str], described: Mapping[str, Any]
+    path: Path, scores: Sequence[Mapping[str, Any]], names: Sequence[str], described: Mapping[str, Any]
 ) -> None:
     """Write a JSON file, or a CSV file with failed cells empty and the reasons in the last column.
 
     Raises:
-        OSError: It cannot be written.
+        UserError: The file cannot be written.
     """
     if path.suffix == ".json":
-        text = json.dumps({**described, "images": [own.as_dict() for own in scores]}, indent=2) + "\n"
-        write_whole(path, text)
+        write_whole(path, json.dumps({**described, "images": scores}, indent=2) + "\n")
         return
     lines = io.StringIO()
     table = csv.writer(lines, lineterminator="\n")
     table.writerow(["image", "prompt", *names, "total", "failures"])
     for own in scores:
-        values = [_number(own.parts.get(name, math.nan)) for name in names]
-        why = "; ".join(f"{name}: {reason}" for name, reason in own.failures.items())
-        table.writerow([own.image, own.prompt, *values, _number(own.total), why])
+        why = "; ".join(f"{name}: {reason}" for name, reason in own["failures"].items())
+        table.writerow([own["image"], own["prompt"], *map(own["parts"].get, names), own["total"], why])
     write_whole(path, lines.getvalue())
 
 
-def _cell(value: float) -> str:
-    return FAILED if math.isnan(value) else f"{value:.4f}"
+def _number(value: Any) -> float | None:
+    return None if math.isnan(value) else float(value)
 
 
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
+def _cell(value: float | None) -> str:
+    return FAILED if value is None else f"{value:.4f}"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_vgrpo.commands.score.images import batches_of
 from lit_vgrpo.commands.score.report import aligned
-from lit_vgrpo.commands.score.scoring import Images, batches_of
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.rewards import RewardBatch, Weighted
 from lit_vgrpo.rewards.combine import PartScores, image_batch
@@ -80,7 +80,7 @@ class PartTrial:
 
 
 def trials(
-    reward: Weighted, images: Images, rows: Sequence[Mapping[str, Any]], groups: Tensor, batch_size: int
+    reward: Weighted, images: Iterable[Tensor], rows: Sequence[Mapping[str, Any]], groups: Tensor, batch_size: int
 ) -> list[PartTrial]:
     """Score images with each reward in turn, then as a sum.
 
@@ -129,7 +129,7 @@ def findings(parts: Sequence[PartTrial]) -> list[str]:
     constant = [part for part in parts if part.is_constant]
     for part in [part for part in constant if part.name != TOTAL] or constant:
         value = f"{part.name} is constant ({float(part.finite[0]):.4g}) on {len(part.finite)} images"
-        found.append(f"{value}, and nothing is learned from it. Look at the prompts, or try more with --num-prompts.")
+        found.append(f"{value}, so nothing is learned from it. Check the prompts, or try more with --num-prompts.")
     total = parts[-1]
     if not constant and total.flat_share == 1.0:
         found.append("No prompt has images that differ in reward, so there is no gradient. Try --images-per-prompt 8.")

@@ -96,7 +96,7 @@ async def _read(request: Request, most_bytes: int, limits: Limits) -> Callable[[
     async with request.form(max_files=limits.max_images + 1, max_fields=1, max_part_size=most_bytes) as fields:
         text = fields.get("request")
         if not isinstance(text, str):
-            raise ProtocolError("there is no field request")
+            raise ProtocolError("the field request is missing")
         uploads = [upload for upload in fields.getlist("images") if isinstance(upload, UploadFile)]
         files = [await upload.read() for upload in uploads]
     return partial(read_multipart_request, text.encode(), files, limits)
@@ -129,7 +129,7 @@ class _Room:
             if read > self.most:
                 raise too_large
             if self.held > BODIES * self.most:
-                raise Busy(f"{self.held} bytes of requests are held already")
+                raise Busy(f"{self.held} bytes of requests are already held")
             return message
 
         length = request.headers.get("content-length", "")

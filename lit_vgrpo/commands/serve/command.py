@@ -114,7 +114,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if isinstance(error, PermissionError):
-            raise UserError(f"--port {port} needs special rights. Use 1024 or more.") from error
+            raise UserError(f"--port {port} needs administrator rights. Use 1024 or more.") from error
         raise UserError(
             f"Cannot listen on {host}:{port}: {one_line(error.strerror)}. Use another --port, or 0 for a free one."
         ) from error
@@ -127,6 +127,6 @@ def opening(name: str, listener: socket.socket, options: ServeOptions, device: s
     lines = [f"Serving {name} on {device} at http://{host}:{listener.getsockname()[1]}/score. Ctrl-C stops it."]
     if not options.is_local and options.token is None:
         lines.append(
-            f"Warning: everybody who reaches {options.host} can use it. Add --token-env NAME, or listen on 127.0.0.1."
+            f"Warning: anyone who can reach {options.host} can use it. Add --token-env NAME, or listen on 127.0.0.1."
         )
     return lines

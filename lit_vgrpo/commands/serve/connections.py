@@ -66,7 +66,7 @@ class BoundedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            detail = json.dumps({"detail": f"the request did not come within {self._awaited:g} s"}).encode()
+            detail = json.dumps({"detail": f"the request did not arrive within {self._awaited:g} s"}).encode()
             headers = [("Content-Type", "application/json"), ("Connection", "close")]
             for event in (h11.Response(status_code=408, headers=headers), h11.Data(data=detail), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")

@@ -61,7 +61,7 @@ class ServeOptions(Options):
     def __post_init__(self) -> None:
         faults = []
         if self.port > MOST_PORT:
-            faults.append(f"--port {self.port} is no port. Use 1 to {MOST_PORT}, or 0 for a free one.")
+            faults.append(f"--port {self.port} is not a port. Use 1 to {MOST_PORT}, or 0 for a free one.")
         if not self.words:
             faults.append("No reward given. Try: lightning serve-reward PickScore")
         if faults:

@@ -99,10 +99,10 @@ class Worker:
         images, pixels = len(request.files), request.pixels
         with self._lock:
             if self._is_closed:
-                raise Stopping("the server is going down")
+                raise Stopping("the server is shutting down")
             is_much = self._waiting + images > MOST_WAITING_IMAGES or self._pixels + pixels > MOST_WAITING_PIXELS
             if self._waiting and is_much:
-                raise Busy(f"{self._waiting} images of {self._pixels / MEGAPIXEL:.1f} megapixels are waiting already")
+                raise Busy(f"{self._waiting} images of {self._pixels / MEGAPIXEL:.1f} megapixels are already waiting")
             self._waiting += images
             self._pixels += pixels
         try:
@@ -121,7 +121,7 @@ class Worker:
         job = _Job(request)
         with self._lock:
             if self._is_closed:
-                raise Stopping("the server is going down")
+                raise Stopping("the server is shutting down")
             self._jobs.put(job)
         return job.done
 
@@ -139,7 +139,7 @@ class Worker:
             jobs = [job for job in taken if job.done.set_running_or_notify_cancel()]  # nobody waits for the others
             try:
                 if self._is_closed:
-                    raise Stopping("the server is going down")
+                    raise Stopping("the server is shutting down")
                 scores = self._score([job.request for job in jobs])
             except BaseException as error:
                 # whatever the reward raises, exit() too, is an answer to its requests and not the end of the thread

@@ -176,7 +176,7 @@ def test_a_folder_in_use_is_refused(tiny_recipe, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--methods", "vgrop"], "vgrop is no method. Did you mean vgrpo? There are "),
+        (["--methods", "vgrop"], "vgrop is not a method. Did you mean vgrpo? Use one of "),
         (["model.optimizr.lr=1"], "model.optimizr is not an option of VGRPOModule. Did you mean optimizer?"),
         (["--sed", "3"], "--sed is not an option of compare. Did you mean seeds?"),
     ],
@@ -196,7 +196,7 @@ def test_the_last_error_of_a_log(tmp_path):
     log.write_text("plan\n\nEvery image of iteration 3 failed.\n\n")
     assert last_error(log, 1) == "Every image of iteration 3 failed."
     log.write_text("")
-    assert last_error(log, 2) == "Exit status 2, without a word."
+    assert last_error(log, 2) == "Exit status 2 and no output."
     assert last_error(log, -9).startswith("Ended by SIGKILL. Out of memory?")
 
 
