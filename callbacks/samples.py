@@ -1,4 +1,4 @@
-"""Pictures of the same prompts and noise, before, during and after training."""
+"""Images of the same prompts and noise, before, during and after training."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def held_out_prompts(trainer: L.Trainer, number: int) -> list[str]:
 
 
 def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels: int) -> Image.Image:
-    """Return a labelled picture of ``images (rows, columns, 3, H, W)`` in [0, 1], a prompt above each row.
+    """Return a labelled image of ``images (rows, columns, 3, H, W)`` in [0, 1], a prompt above each row.
 
     Args:
         labels: what stands above the first columns.

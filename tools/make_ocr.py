@@ -1,4 +1,4 @@
-"""Makes prompts that ask for a text in the picture: our own words in our own sentences, the text in double quotes."""
+"""Makes prompts that ask for a text in the image: our own words in our own sentences, the text in double quotes."""
 
 from __future__ import annotations
 

@@ -63,9 +63,9 @@ def build_sd3(
     shift: float = 1.0,
     task: Literal["shapes", "words"] = "shapes",
 ) -> Path:
-    """Write a `StableDiffusion3Pipeline` folder: 32 x 32 pictures, 8 x 8 x 8 latents, 16 image tokens.
+    """Write a `StableDiffusion3Pipeline` folder: 32 x 32 images, 8 x 8 x 8 latents, 16 image tokens.
 
-    For the words, pictures are 16 x 40 when asked for with that height and width: 8 x 4 x 10 latents, 10 image tokens.
+    For the words, images are 16 x 40 when asked for with that height and width: 8 x 4 x 10 latents, 10 image tokens.
 
     Without T5 it loads with ``from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)``, as such folders do.
 
@@ -73,7 +73,7 @@ def build_sd3(
         small: a transformer of about 0.05 M parameters instead of 0.6 M.
         t5: add a small T5 encoder.
         shift: of the scheduler's timestep grid.
-        task: whose words the tokenizers know, and whose pictures the transformer's positions cover.
+        task: whose words the tokenizers know, and whose images the transformer's positions cover.
     """
     heads, layers = (2, 2) if small else (4, 4)
     latent_size = LATENT_SIZE if task == "shapes" else WORDS_LATENT_SIZE
@@ -114,7 +114,7 @@ def build_unet(
     small: bool = False,
     prediction_type: Prediction = "epsilon",
 ) -> Path:
-    """Write a `StableDiffusionPipeline` folder: 32 x 32 pictures, 8 x 8 x 8 latents.
+    """Write a `StableDiffusionPipeline` folder: 32 x 32 images, 8 x 8 x 8 latents.
 
     Args:
         small: a UNet of about 0.1 M parameters instead of 1 M.
@@ -135,7 +135,7 @@ def build_sdxl(
     small: bool = False,
     prediction_type: Prediction = "epsilon",
 ) -> Path:
-    """Write a `StableDiffusionXLPipeline` folder: 32 x 32 pictures, 8 x 8 x 8 latents.
+    """Write a `StableDiffusionXLPipeline` folder: 32 x 32 images, 8 x 8 x 8 latents.
 
     Args:
         small: a UNet of about 0.08 M parameters instead of 1.4 M.
@@ -168,14 +168,14 @@ def build_flux(
     guidance_embeds: bool = True,
     dynamic_shift: bool = True,
 ) -> Path:
-    """Write a `FluxPipeline` folder: 8 x 8 x 8 latents and 16 image tokens for 32 x 32 pictures.
+    """Write a `FluxPipeline` folder: 8 x 8 x 8 latents and 16 image tokens for 32 x 32 images.
 
     The pipeline's own size is 128 latents a side, 512 pixels: give a height and a width wherever one is used.
 
     Args:
         small: a transformer of about 0.08 M parameters instead of 0.7 M.
         guidance_embeds: the network takes the guidance scale as an input, as FLUX.1-dev does.
-        dynamic_shift: the scheduler's shift grows with the picture, as FLUX.1-dev's does; else it is 1, as schnell's.
+        dynamic_shift: the scheduler's shift grows with the image, as FLUX.1-dev's does; else it is 1, as schnell's.
     """
     heads, layers = (2, 1) if small else (4, 3)
     transformer = {

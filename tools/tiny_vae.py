@@ -1,4 +1,4 @@
-"""A small autoencoder for the tiny tasks' pictures."""
+"""A small autoencoder for the tiny tasks' images."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def new_vae(seed: int = 0, scaling_factor: float = 1.0, shift_factor: float | No
 
 
 def random_pictures(count: int, generator: torch.Generator) -> Tensor:
-    """Return pictures of shapes with uniform attributes, shape ``(count, 3, 32, 32)`` in [0, 1]."""
+    """Return images of shapes with uniform attributes, shape ``(count, 3, 32, 32)`` in [0, 1]."""
     sizes = (len(COLOURS), len(SHAPES), len(PLACES))
     picks = [torch.randint(n, (count,), generator=generator).tolist() for n in sizes]
     places = list(PLACES)
@@ -57,19 +57,19 @@ def train_vae(
     kl_weight: float = 1e-4,
     pictures: Callable[[int, torch.Generator], Tensor] = random_pictures,
 ) -> AutoencoderKL:
-    """Train the autoencoder on rendered pictures, and scale its latents to zero mean and unit standard deviation.
+    """Train the autoencoder on rendered images, and scale its latents to zero mean and unit standard deviation.
 
-    The pictures and noise depend on the seed alone. The decoder is trained on slightly noisy latents, so that it also
+    The images and noise depend on the seed alone. The decoder is trained on slightly noisy latents, so that it also
     decodes the ones that a denoiser leaves a little off.
 
     Args:
-        seed: of the weights, the pictures and the noise.
+        seed: of the weights, the images and the noise.
         steps: optimizer steps.
-        batch_size: pictures a step.
+        batch_size: images a step.
         learning_rate: the peak of a one-cycle schedule, Adam.
         kl_weight: of the KL divergence to a unit Gaussian, summed over the latent and divided by the 48
-            picture values that each of its positions stands for.
-        pictures: gives so many pictures ``(count, 3, H, W)`` in [0, 1]; those of shapes by default.
+            image values that each of its positions stands for.
+        images: gives so many images ``(count, 3, H, W)`` in [0, 1]; those of shapes by default.
 
     Returns:
         The autoencoder in eval mode, with ``scaling_factor`` set and ``shift_factor`` 0.
@@ -101,7 +101,7 @@ def train_vae(
 
 @torch.no_grad()
 def normalise_latents(vae: AutoencoderKL, images: Tensor) -> None:
-    """Make the latents of some pictures zero-mean and unit-variance after scaling, in place.
+    """Make the latents of some images zero-mean and unit-variance after scaling, in place.
 
     Every channel's mean and its standard deviation relative to the others' are folded into the 1 x 1 convolutions next
     to the latent, because `StableDiffusionPipeline` knows no shift; the common scale is left to ``scaling_factor``.

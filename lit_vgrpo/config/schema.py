@@ -30,7 +30,7 @@ CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, 
 
 
 def recipe_faults(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping[str, str]) -> list[str]:
-    """Return all errors of a recipe, a line each, in the order of its keys.
+    """Return all errors of a recipe, one line each, in the order of its keys.
 
     Args:
         recipe: Plain recipe with overrides and interpolations applied.

@@ -96,7 +96,7 @@ class RolloutSpec:
         return RolloutSpec(ODE_OF[self.solver], self.steps, self.guidance)
 
     def faults(self) -> list[str]:
-        """List settings that cannot work together, a line each."""
+        """List settings that cannot work together, one line each."""
         where = "model.objective.rollout"
         if self.is_sde:
             return []

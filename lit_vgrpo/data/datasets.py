@@ -1,4 +1,4 @@
-"""The two data sets of prompt batches: the steps of an iteration, and the held-out images."""
+"""The two datasets of prompt batches: the steps of an iteration, and the held-out images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data set of prompts in words, and as a fingerprint."""
+"""A dataset of prompts in words, and as a fingerprint."""
 
 from __future__ import annotations
 

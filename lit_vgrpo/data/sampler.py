@@ -25,16 +25,16 @@ def _shuffled_pass(key: str, dataset_size: int) -> Sequence[int]:
 
 
 def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -> int:
-    """Return the prompt at a position of the shuffled passes over a data set, laid end to end.
+    """Return the prompt at a position of the shuffled passes over a dataset, laid end to end.
 
     Args:
         seed: seed of the order.
         position: from 0, without end.
         dataset_size: number of prompts.
-        source: number of the data set among several, so that each has an order of its own.
+        source: number of the dataset among several, so that each has an order of its own.
 
     Returns:
-        An index into the data set.
+        An index into the dataset.
     """
     pass_index, offset = divmod(position, dataset_size)
     key = f"prompts {seed} {pass_index}" + (f" source {source}" if source else "")
@@ -44,13 +44,13 @@ def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -
 
 
 def prompt_indices(seed: int, iteration: int, prompts_per_iteration: int, dataset_size: int) -> list[int]:
-    """Return the prompts of one iteration: the next stretch of shuffled passes over the data set.
+    """Return the prompts of one iteration: the next stretch of shuffled passes over the dataset.
 
-    No prompt comes twice within one pass, whatever the sizes; an iteration that needs more prompts than the data set
+    No prompt comes twice within one pass, whatever the sizes; an iteration that needs more prompts than the dataset
     has runs on into the next pass. The number of ranks plays no part.
 
     Returns:
-        ``prompts_per_iteration`` indices into the data set; entry k is the prompt of group slot k.
+        ``prompts_per_iteration`` indices into the dataset; entry k is the prompt of group slot k.
     """
     start = iteration * prompts_per_iteration
     return [prompt_index(seed, position, dataset_size) for position in range(start, start + prompts_per_iteration)]
@@ -60,10 +60,10 @@ class GroupSampler(DistributedSampler[Any]):
     """Yields the steps of one iteration in order: ``iteration * steps + step``.
 
     It is a ``DistributedSampler`` so that Lightning leaves it in place and tells it the epoch, which is the iteration.
-    Every rank walks through the same steps; which prompts they mean for a rank is the data set's business.
+    Every rank walks through the same steps; which prompts they mean for a rank is the dataset's business.
 
     Args:
-        dataset: the training data set.
+        dataset: the training dataset.
         steps_per_iteration: steps of one iteration, the same on every rank.
         num_replicas: ranks.
         rank: this rank.
@@ -94,7 +94,7 @@ class GroupSampler(DistributedSampler[Any]):
 
 
 class LocalSampler(DistributedSampler[Any]):
-    """Yields every item of a data set that holds only this rank's share already."""
+    """Yields every item of a dataset that holds only this rank's share already."""
 
     def __init__(self, dataset: Dataset[Any], num_replicas: int = 1, rank: int = 0) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=False)

@@ -29,16 +29,16 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin")
 CONFIG_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 
 Pixels = npt.NDArray[np.uint8]
-"""One picture, ``(H, W, 3)``."""
+"""One image, ``(H, W, 3)``."""
 
 
 class FeatureNetwork(ABC):
-    """A frozen network that extracts features of pictures; its weights are loaded on first use.
+    """A frozen network that extracts features of images; its weights are loaded on first use.
 
     Args:
         source: where the weights are.
-        side: pictures are resized to ``side`` x ``side`` pixels; ``None`` uses the network's own size.
-        batch_size: pictures per forward pass. Smaller batches are padded, so that features are the same to the bit.
+        side: images are resized to ``side`` x ``side`` pixels; ``None`` uses the network's own size.
+        batch_size: images per forward pass. Smaller batches are padded, so that features are the same to the bit.
 
     Attributes:
         device: where the network runs; see :meth:`to`.
@@ -85,7 +85,7 @@ class FeatureNetwork(ABC):
 
     @cached_property
     def dimension(self) -> int:
-        """Length ``D`` of a feature vector, found from the features of one black picture."""
+        """Length ``D`` of a feature vector, found from the features of one black image."""
         return self.of_pixels([np.zeros((8, 8, 3), dtype=np.uint8)]).shape[1]
 
     def load(self) -> None:
@@ -128,7 +128,7 @@ class FeatureNetwork(ABC):
 
     @torch.no_grad()
     def of_pixels(self, pictures: Sequence[Pixels]) -> Tensor:
-        """Return features ``(B, D)``, float32, of pictures ``(H, W, 3)`` in uint8, which may differ in size."""
+        """Return features ``(B, D)``, float32, of images ``(H, W, 3)`` in uint8, which may differ in size."""
         self.load()
         assert self.side is not None
         parts = []
@@ -211,7 +211,7 @@ class InceptionFeatures(TorchScriptFeatures):
 class TransformersFeatures(FeatureNetwork):
     """A vision model of transformers (CLIP, SigLIP, DINOv2, ...): its image embedding, or else its pooled output.
 
-    Pictures are resized to a square by clean-fid's filter, without the processor's crop, and then normalised with the
+    Images are resized to a square by clean-fid's filter, without the processor's crop, and then normalised with the
     processor's mean and standard deviation.
     """
 
@@ -262,8 +262,8 @@ def feature_network(source: str = INCEPTION, size: int | None = None, batch_size
     Args:
         source: ``inception`` (clean-fid's), a TorchScript file (``.pt``, ``.pts``), or a folder or hub name of a
             vision model of transformers.
-        size: pictures are resized to ``size`` x ``size`` pixels; ``None`` uses the network's own size.
-        batch_size: pictures per forward pass; see :class:`FeatureNetwork`.
+        size: images are resized to ``size`` x ``size`` pixels; ``None`` uses the network's own size.
+        batch_size: images per forward pass; see :class:`FeatureNetwork`.
 
     Raises:
         ValueError: the network does not support this size.
@@ -280,7 +280,7 @@ def feature_network(source: str = INCEPTION, size: int | None = None, batch_size
 
 
 def clean_resize(picture: Pixels, side: int) -> npt.NDArray[np.float32]:
-    """Resize a picture ``(H, W, 3)`` to ``(side, side, 3)``, float32 in [0, 255], by clean-fid's bicubic filter."""
+    """Resize an image ``(H, W, 3)`` to ``(side, side, 3)``, float32 in [0, 255], by clean-fid's bicubic filter."""
     from cleanfid.resize import make_resizer
 
     resized: npt.NDArray[np.float32] = make_resizer("PIL", False, "bicubic", (side, side))(picture)

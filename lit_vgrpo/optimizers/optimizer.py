@@ -47,7 +47,7 @@ class OptimizerConfig:
             raise ValueError(f"model.optimizer.kind={self.kind!r} is not known. Use {' or '.join(KINDS)}.")
 
     def check(self) -> list[str]:
-        """List what keeps the optimizer from being built, a line each."""
+        """List what keeps the optimizer from being built, one line each."""
         return [MISSING] if self.kind == "adamw8bit" and find_spec("bitsandbytes") is None else []
 
     def trial(self) -> torch.optim.Optimizer:

@@ -38,7 +38,7 @@ class Policy(PolicyContract):
     # --- loading ---------------------------------------------------------------------------------------------------
 
     def check(self) -> list[str]:
-        """Faults that can be found without reading weights, a line each; empty when there are none."""
+        """Faults that can be found without reading weights, one line each; empty when there are none."""
         return [] if self.loaded else pipeline_faults(self)
 
     def load(self) -> Policy:

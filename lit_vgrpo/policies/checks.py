@@ -139,7 +139,7 @@ def inputs_count(policy: Policy) -> str:
 
 @torch.no_grad()
 def prompts_show(policy: Policy) -> str:
-    """Check that prompts change the pictures: else no other check finds a wrong prompt, mask or negative prompt."""
+    """Check that prompts change the images: else no other check finds a wrong prompt, mask or negative prompt."""
     noise, _, _ = inputs(policy)
     drawn = [policy.decode(_sampled(policy, prompts, noise)) for prompts in (PROMPTS[:2], PROMPTS[2:4])]
     effect = difference(*drawn)
@@ -195,7 +195,7 @@ def path_agrees_with_the_solver(policy: Policy) -> str:
 
 @torch.no_grad()
 def sizes_agree(policy: Policy) -> str:
-    """Check that a decoded picture, encoded again, has the size of the policy's latents."""
+    """Check that a decoded image, encoded again, has the size of the policy's latents."""
     noise, _, _ = inputs(policy)
     pictures = policy.decode(noise)
     latents = policy.encode_images(pictures)

@@ -221,7 +221,7 @@ class PolicyContract(nn.Module):
 
 
 def option_faults(options: dict[str, Any]) -> list[str]:
-    """List errors in the options that choose what is trained, a line each."""
+    """List errors in the options that choose what is trained, one line each."""
     rank, dropout, only = options["lora_rank"], options["lora_dropout"], options["train_only"]
     alpha, targets = options["lora_alpha"], options["lora_targets"]
     faults = []

@@ -145,7 +145,7 @@ class FluxPolicy(Policy):
 
 
 def _image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Position of each token in the picture, ``(rows x columns, 3)``: 0, row, column."""
+    """Position of each token in the image, ``(rows x columns, 3)``: 0, row, column."""
     ids = torch.zeros(rows, columns, 3, device=device)
     ids[..., 1] = torch.arange(rows, device=device)[:, None]
     ids[..., 2] = torch.arange(columns, device=device)

@@ -33,7 +33,7 @@ def flow_scheduler(
     Args:
         base: the pipeline's own scheduler, whose shift of the sigmas all solvers get.
         steps: number of network calls.
-        image_tokens: of one picture in the network; a dynamic shift grows with it.
+        image_tokens: of one image in the network; a dynamic shift grows with it.
         device: where the timesteps go.
         euler_sigmas: what the pipeline gives its own scheduler to shift, ``(steps,)``; ``None`` for the scheduler's.
 

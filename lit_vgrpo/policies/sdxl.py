@@ -15,7 +15,7 @@ from lit_vgrpo.policies.pipeline_folder import Parts
 class SDXLPolicy(LatentDiffusionPolicy):
     """``StableDiffusionXLPipeline`` as a policy on the variance-preserving path.
 
-    The network is told of an uncropped picture of the very size that is drawn, as the pipeline does by default. An
+    The network is told of an uncropped image of the very size that is drawn, as the pipeline does by default. An
     empty negative prompt is what the pipeline makes of none: zeros where ``force_zeros_for_empty_prompt`` is set.
     """
 

@@ -1,4 +1,4 @@
-"""The LAION aesthetic score: how much people would like a picture, whatever its prompt."""
+"""The LAION aesthetic score: how much people would like an image, regardless of its prompt."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lit_vgrpo.system.hub import explain_unloadable, source_of
 if TYPE_CHECKING:
     from transformers import CLIPImageProcessor
 
-HUB_CHECKPOINT = "camenduru/improved-aesthetic-predictor"  # a copy; the original lies in its GitHub repository
+HUB_CHECKPOINT = "camenduru/improved-aesthetic-predictor"  # a copy of the original's GitHub repository
 FILENAME = "sac+logos+ava1-l14-linearMSE.pth"
 HUB_CLIP = "openai/clip-vit-large-patch14"
 
 
 @checked
 class AestheticScore(ModelReward):
-    """A predicted rating of the picture alone, about 1 to 10; most pictures of diffusion models get 5 to 7.
+    """A predicted rating of the image alone, about 1 to 10; most images of diffusion models get 5 to 7.
 
-    A linear network on the normalised CLIP image embedding. It never sees the prompt, so as the only reward it makes a
-    policy forget its prompts.
+    A linear network on the normalised CLIP image embedding. It never sees the prompt, so a policy trained on it alone
+    forgets its prompts.
 
     Args:
-        checkpoint: of the head: hub name, local folder that holds ``sac+logos+ava1-l14-linearMSE.pth``, or that file.
+        checkpoint: of the head: hub name, local folder with ``sac+logos+ava1-l14-linearMSE.pth``, or that file.
         clip: hub name or local folder of the ``CLIPModel`` that the head was trained on, with its image processor.
-        batch_size: images of every forward pass; fewer are filled up.
+        batch_size: images per forward pass; smaller batches are padded.
         dtype: of CLIP's weights; the head and the scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
 
@@ -52,7 +52,7 @@ class AestheticScore(ModelReward):
     ) -> None:
         super().__init__(checkpoint, batch_size, dtype, device)
         if not clip:
-            raise ValueError("clip='' names nothing. Give a hub name or a local folder.")
+            raise ValueError("clip='' is empty. Use a hub name or a local folder.")
         self.clip = clip
         self._processor: CLIPImageProcessor | None = None
 
@@ -66,8 +66,8 @@ class AestheticScore(ModelReward):
 
         try:
             self._processor = CLIPImageProcessor.from_pretrained(source_of(self.clip))
-        except Exception as error:  # whatever the library makes of files that are not a processor's
-            remedy = f"Set {self.option('clip')} to a folder that holds a CLIP image processor too."
+        except Exception as error:  # the library may raise anything on other files
+            remedy = f"Set {self.option('clip')} to a folder that also has a CLIP image processor."
             raise unloadable(self.clip, error, remedy) from error
         clip = clip_model(self.clip, self.dtype, self.option("clip"))
         head = ScoreHead(clip.visual_projection.out_features)
@@ -80,7 +80,7 @@ class AestheticScore(ModelReward):
         assert self._processor is not None
         model = cast(Any, self._model)
         weight = model["projection"].weight
-        # uint8: the processor takes a float tensor for one that is still to be divided by 255
+        # uint8, because the processor would divide a float tensor by 255
         pixels = self._processor(list(images), return_tensors="pt")["pixel_values"].to(weight.device, weight.dtype)
         embeddings = model["projection"](model["vision"](pixels).pooler_output)
         scores: Tensor = model["head"](unit(embeddings))

@@ -1,4 +1,4 @@
-"""What a reward is."""
+"""The base class of rewards, and their errors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lit_vgrpo.errors import one_line
 
 
 class RewardError(RuntimeError):
-    """A reward broke its contract, or says in one line why it cannot score; a server's words may be in it."""
+    """A reward broke its contract, or explains in one line why it cannot score; may quote a server."""
 
     def __init__(self, *words: object) -> None:
         super().__init__(*map(one_line, words))
 
 
 class RewardOutage(RewardError):
-    """A reward cannot score anything any more: the run stops, where another error would only fail its images."""
+    """A reward cannot score anything any more: the run stops, while other errors only fail their images."""
 
 
 class Reward(ABC):
@@ -28,25 +28,25 @@ class Reward(ABC):
 
     Attributes:
         name: the key of its score in the logs.
-        concurrent: it may run in a thread while the next images are made, because it waits for a server or computes on
-            the CPU; it is then called from that thread alone, batch after batch.
-        failure: why images of the last call got NaN, in one line, where the reward knows.
-        key: where a recipe holds the reward, such as ``model.reward``; empty where its options are typed alone.
+        concurrent: it may run in a thread while the next images are sampled, because it waits for a server or computes
+            on the CPU; it is then only called from that thread, batch after batch.
+        failure: why images of the last call got NaN, in one line, if the reward knows.
+        key: the reward's key in a recipe, such as ``model.reward``; empty if options are typed without a prefix.
     """
 
     name: str
     weight_files: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Arguments that say where weights lie, each with a file that lies there: the weights, or one of a folder."""
+    """Arguments that name weights, each with a file found there: the weights, or one file of the folder."""
     concurrent: bool = False
     failure: str | None = None
     key: str | None = None
 
     def option(self, name: str) -> str:
-        """Return an option as messages name it: by the key to type, or by the class outside of recipes."""
+        """Return an option's name for messages: the key to type, or the class's attribute outside recipes."""
         return name if self.key == "" else f"{self.key or type(self).__name__}.{name}"
 
     def found_at(self, key: str) -> Reward:
-        """Tell the reward where a recipe holds it, for its messages."""
+        """Set the reward's key in the recipe, for its messages."""
         self.key = key
         return self
 
@@ -64,11 +64,11 @@ class Reward(ABC):
         """
 
     def check(self) -> list[str]:
-        """Return the faults that can be found without loading weights, one line each."""
+        """Return errors that can be found without loading weights, one line each."""
         return []
 
     def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
-        """Why no image of this prompt can be scored, or None; asked for every prompt before anything is loaded."""
+        """Return why no image of this prompt can be scored, or None; called for every prompt before loading."""
         return None
 
     def load(self) -> None:
@@ -80,4 +80,4 @@ class Reward(ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Give up what is under way and let go of connections; a later call may open them again."""
+        """Cancel pending work and close connections; a later call may reopen them."""

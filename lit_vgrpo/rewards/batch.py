@@ -14,13 +14,13 @@ class RewardBatch:
     """The scores of a batch.
 
     Args:
-        total: shape ``(B,)``, float32: the weighted sum; NaN where a part of non-zero weight failed.
+        total: shape ``(B,)``, float32: the weighted sum; NaN where a reward of non-zero weight failed.
         parts: each reward's own scores by name, shape ``(B,)``, float32; NaN where it failed or does not apply.
         ok: shape ``(B,)``, bool: where ``total`` is a number.
-        errors: the last failure of each reward that failed somewhere.
-        applies: by name, shape ``(B,)``, bool: where the reward was asked for; all of them where a name is missing.
-        seconds: by name, the wall time that the reward took.
-        counts: by name, what the reward counted meanwhile, such as retries by cause.
+        errors: the last failure of each reward that failed on any image.
+        applies: by name, shape ``(B,)``, bool: where the reward applies; everywhere if a name is missing.
+        seconds: by name, the reward's wall time.
+        counts: by name, events that the reward counted, such as retries by cause.
     """
 
     total: Tensor
@@ -35,17 +35,17 @@ class RewardBatch:
         return len(self.total)
 
     def applies_to(self, name: str) -> Tensor:
-        """Where the reward was asked for, ``(B,)``, bool."""
+        """Return where the reward applies, ``(B,)``, bool."""
         return self.applies.get(name, torch.ones_like(self.ok))
 
     @classmethod
     def empty(cls, size: int) -> RewardBatch:
-        """Return the stand-in for images that are not scored at all."""
+        """Return a placeholder for images that are not scored."""
         return cls(torch.zeros(size), {}, torch.ones(size, dtype=torch.bool))
 
     @classmethod
     def joined(cls, batches: list[RewardBatch]) -> RewardBatch:
-        """Several batches of the same rewards as one, on the CPU."""
+        """Concatenate batches of the same rewards, on the CPU."""
         names = list(batches[0].parts)
         counts = {name: Counter[str]() for batch in batches for name in batch.counts}
         for batch in batches:

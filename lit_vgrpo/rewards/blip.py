@@ -1,4 +1,4 @@
-"""ImageReward's network in transformers' Blip classes, and what its published weights are called there."""
+"""ImageReward's network in transformers' Blip classes, and the names of its published weights there."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from transformers.models.blip.modeling_blip import BlipVisionModel
     from transformers.models.blip.modeling_blip_text import BlipTextModel
 
-HEAD_WIDTH = 64  # of every attention head, in BERT as in the ViT: the one size that the weights do not tell
+HEAD_WIDTH = 64  # of every attention head, in BERT and the ViT: the only size that the weights do not reveal
 
-# what no line matches plays no part in the score: the projections of BLIP's contrastive loss
+# weights without a match do not affect the score: the projections of BLIP's contrastive loss
 NAMES = {
     r"blip\.visual_encoder\.cls_token": "vision.embeddings.class_embedding",
     r"blip\.visual_encoder\.pos_embed": "vision.embeddings.position_embedding",
@@ -33,7 +33,7 @@ NAMES = {
 
 
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the published weights under the names that they have in :func:`blip_modules`."""
+    """Return the published weights under their names in :func:`blip_modules`."""
     found = {}
     for name, weight in weights.items():
         for pattern, new in NAMES.items():
@@ -43,10 +43,10 @@ def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def blip_modules(weights: Mapping[str, Tensor]) -> nn.ModuleDict:
-    """``vision``, ``text`` and ``head``, of the sizes of renamed weights but not yet filled with them.
+    """Build ``vision``, ``text`` and ``head`` with the sizes of renamed weights, without loading them.
 
     Raises:
-        KeyError: a weight that tells a size is not there.
+        KeyError: a weight that determines a size is missing.
     """
     text = _text_model(weights)
     return nn.ModuleDict({"vision": _vision_model(weights), "text": text, "head": ScoreHead(text.config.hidden_size)})
@@ -65,7 +65,7 @@ def _vision_model(weights: Mapping[str, Tensor]) -> BlipVisionModel:
         num_attention_heads=max(1, width // HEAD_WIDTH),
         image_size=patch * math.isqrt(places),
         patch_size=patch,
-        layer_norm_eps=1e-6,  # the ViT's; the default of the class is another
+        layer_norm_eps=1e-6,  # the ViT's; the class's default differs
     )
     return BlipVisionModel(config)
 

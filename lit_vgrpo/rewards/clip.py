@@ -1,4 +1,4 @@
-"""What the rewards share that compare picture and prompt with a CLIP model of transformers."""
+"""Shared code of the rewards that compare image and prompt with a transformers CLIP model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @checked
 class CLIPReward(ModelReward):
-    """The cosine of a picture's and its prompt's embedding, scaled by a subclass.
+    """The cosine similarity of image and prompt embeddings, scaled by a subclass.
 
-    Resize, crop, mean and std are those of the checkpoint's processor; a prompt longer than the context is cut.
+    Resizing, cropping and normalisation follow the checkpoint's processor; long prompts are truncated to the context.
 
     Args:
         checkpoint: hub name or local folder of a ``CLIPModel``.
-        processor: hub name or local folder of its ``CLIPProcessor``; None takes ``checkpoint``.
-        batch_size: images of every forward pass; fewer are filled up.
+        processor: hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
+        batch_size: images per forward pass; smaller batches are padded.
         dtype: of the weights; scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
     """
@@ -49,7 +49,7 @@ class CLIPReward(ModelReward):
         model_fault = explain_unloadable(self.checkpoint, "config.json", self.option("checkpoint"))
         faults = [model_fault or clip_fault(self.checkpoint, self.option("checkpoint"))]
         if not (model_fault and self.processor == self.checkpoint):
-            # the one file that a saved processor has in transformers 4 and in transformers 5
+            # the only file of a saved processor that both transformers 4 and 5 write
             faults.append(explain_unloadable(self.processor, "tokenizer_config.json", self.option("processor")))
         return faults
 
@@ -58,8 +58,8 @@ class CLIPReward(ModelReward):
 
         try:
             self._processor = CLIPProcessor.from_pretrained(source_of(self.processor))
-        except Exception as error:  # whatever the library makes of files that are not a processor's
-            remedy = f"Set {self.option('processor')} to a folder that holds a whole CLIP processor."
+        except Exception as error:  # the library may raise anything on other files
+            remedy = f"Set {self.option('processor')} to a folder with a complete CLIP processor."
             raise unloadable(self.processor, error, remedy) from error
         return clip_model(self.checkpoint, self.dtype, self.option("checkpoint"))
 
@@ -75,7 +75,7 @@ class CLIPReward(ModelReward):
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
         assert self._processor is not None
         model = self._clip
-        # uint8: the processor takes a float tensor for one that is still to be divided by 255
+        # uint8, because the processor would divide a float tensor by 255
         pixels = self._processor.image_processor(list(images), return_tensors="pt")["pixel_values"]
         features = embedding(model.get_image_features(pixels.to(model.device, model.dtype)))
         return self._scaled((unit(features) * texts).sum(-1))
@@ -89,25 +89,25 @@ def clip_model(checkpoint: str, dtype: Dtype, what_to_set: str) -> CLIPModel:
     """Load a ``CLIPModel``.
 
     Raises:
-        LoadError: the folder does not hold a whole one.
+        LoadError: the checkpoint is incomplete.
     """
     from transformers import CLIPModel
 
-    remedy = f"Set {what_to_set} to a folder that holds a whole CLIP checkpoint."
-    library = cast(Any, CLIPModel)  # its annotation leaves the second value out
+    remedy = f"Set {what_to_set} to a folder with a complete CLIP checkpoint."
+    library = cast(Any, CLIPModel)  # its annotation omits the second value
     try:
         model, found = library.from_pretrained(
             source_of(checkpoint), dtype=getattr(torch, dtype), output_loading_info=True
         )
-    except Exception as error:  # whatever the library makes of files that are not a model's
+    except Exception as error:  # the library may raise anything on other files
         raise unloadable(checkpoint, error, remedy) from error
-    if missing := sorted(found["missing_keys"]):  # the library would go on with random ones
+    if missing := sorted(found["missing_keys"]):  # the library would continue with random ones
         raise LoadError(f"Cannot load {checkpoint}: {len(missing)} weights missing, such as {missing[0]}. {remedy}")
     return cast("CLIPModel", model)
 
 
 def clip_fault(checkpoint: str, what_to_set: str) -> str | None:
-    """Why the ``config.json`` of a local folder is not a CLIP model's, in one line, or None."""
+    """Return why a local folder's ``config.json`` is not a CLIP model's, in one line, or None."""
     folder = local_folder(checkpoint)
     if folder is None:
         return None

@@ -1,4 +1,4 @@
-"""CLIPScore: how well a picture fits its prompt, for a CLIP model as it was pre-trained."""
+"""CLIPScore: how well an image matches its prompt, by a pre-trained CLIP model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ HUB_CHECKPOINT = "openai/clip-vit-large-patch14"
 
 @checked
 class CLIPScore(CLIPReward):
-    """``100 * max(cos, 0)`` of picture and prompt, 0 to 100; about 20 to 35 for pictures that fit their prompts.
+    """``100 * max(cos, 0)`` of image and prompt, 0 to 100; about 20 to 35 for matching images.
 
-    The score of ``torchmetrics.functional.multimodal.clip_score``, which only gives the mean over its images. A prompt
-    longer than the context keeps its end token here, without which CLIP would embed the start token alone.
+    Per-image scores of ``torchmetrics.functional.multimodal.clip_score``, which returns only their mean. A truncated
+    prompt keeps its end token here; without it CLIP would embed only the start token.
 
     Args:
         checkpoint: hub name or local folder of a ``CLIPModel``; torchmetrics' default.
-        processor: hub name or local folder of its ``CLIPProcessor``; None takes ``checkpoint``.
-        batch_size: images of every forward pass; fewer are filled up.
+        processor: hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
+        batch_size: images per forward pass; smaller batches are padded.
         dtype: of the weights; scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
 
     Source:
-        arXiv 2104.08718, whose factor is 2.5 where torchmetrics and most tables have 100.
+        arXiv 2104.08718, which uses a factor of 2.5; torchmetrics and most tables use 100.
     """
 
     name = "clipscore"

@@ -1,4 +1,4 @@
-"""Several rewards as one, with the failures kept apart."""
+"""A weighted sum of rewards that tracks each reward's failures separately."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
 from lit_vgrpo.rewards.batch import RewardBatch
 
-# would fall on another metric's key, such as reward/mean or heldout/reward
+# would collide with another metric's key, such as reward/mean or heldout/reward
 RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward", "untrained_reward", "diversity"})
 ROW_FIELD = "rewards"
-"""The field of a row that names the rewards which apply to it."""
+"""The field of a row that names the rewards that apply to it."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Part:
 
     Attributes:
         name: the key of its scores.
-        weight: its share of the sum; with 0 it is only looked at.
-        clip: the range its scores are cut to, either end open where it is None.
-        normalise: mean and std of typical scores: ``(score - mean) / std`` enters the sum.
+        weight: its factor in the sum; with 0 it is only logged.
+        clip: the range its scores are clipped to; None leaves an end open.
+        normalise: mean and std of typical scores; ``(score - mean) / std`` enters the sum.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Part:
     normalise: tuple[float, float] | None = None
 
     def shaped(self, scores: Tensor) -> Tensor:
-        """Return what enters the sum, before the weight: cut, then normalised. NaN stays."""
+        """Return the clipped, then normalised scores that enter the sum, before the weight. NaN stays."""
         if self.clip is not None and self.clip != (None, None):
             scores = scores.clamp(*self.clip)
         if self.normalise is not None:
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass
 class PartScores:
-    """One reward's scores of a batch, ``(B,)`` on the CPU, and what else happened."""
+    """One reward's scores of a batch, ``(B,)`` on the CPU, with errors, time and counts."""
 
     scores: Tensor
     error: str | None
@@ -62,11 +62,11 @@ class PartScores:
 
 @dataclass
 class ImageBatch:
-    """Images ready to be scored: rounded to what a file would hold, unfit ones left out.
+    """Images ready to be scored: rounded to what a file can store, without non-finite ones.
 
     Attributes:
-        images: the sound images, ``(K, 3, H, W)``, float32 in [0, 1].
-        sound: their places among the B images.
+        images: the finite images, ``(K, 3, H, W)``, float32 in [0, 1].
+        sound: their indices among the B images.
         size: B.
     """
 
@@ -81,19 +81,19 @@ class ImageBatch:
 class Weighted(Reward):
     """A weighted sum of rewards: ``sum_k w_k (clip_k(r_k) - mean_k) / std_k``.
 
-    A row of the prompts may name in its field ``rewards`` those which apply to it; the others then neither score nor
-    count for it. Where it names none of those with a weight, they all apply; the same goes for those of weight 0.
+    A prompt's row can name the rewards that apply to it in its field ``rewards``; the others do not score it. If it
+    names none of the weighted rewards, all of those apply; the same goes for the rewards of weight 0.
 
     Args:
         rewards: at least one.
-        weights: one for each reward, not all zero; None for the mean. A reward of weight 0 is only logged.
-        clips: for each reward the range ``[low, high]`` its scores are cut to, or null; either end may be null.
-        normalise: for each reward ``[mean, std]`` of typical scores, or null; applied after the clip.
-        overlap: let rewards that can work in threads do so while the next images are made; the scores are the same.
+        weights: one per reward, not all zero; None for the mean. A reward of weight 0 is only logged.
+        clips: for each reward the range ``[low, high]`` its scores are clipped to, or null; either end may be null.
+        normalise: for each reward ``[mean, std]`` of typical scores, or null; applied after clipping.
+        overlap: score in threads while the next images are sampled, where a reward allows it; scores do not change.
 
     Raises:
-        ValueError: no rewards, or numbers that do not fit them.
-        TypeError: something that is no :class:`Reward`.
+        ValueError: no rewards, or lists of the wrong length or values.
+        TypeError: an entry is not a :class:`Reward`.
     """
 
     name = "weighted"
@@ -107,7 +107,7 @@ class Weighted(Reward):
         overlap: bool = True,
     ) -> None:
         if not rewards:
-            raise ValueError("rewards=[] leaves nothing to score with. Give at least one reward.")
+            raise ValueError("rewards=[] is empty. Give at least one reward.")
         for reward in rewards:
             if not isinstance(reward, Reward):
                 raise TypeError(
@@ -118,9 +118,11 @@ class Weighted(Reward):
         for name, values in {"weights": weights, "clips": clips, "normalise": normalise}.items():
             if values is not None and len(values) != len(rewards):
                 rest = "for the mean" if name == "weights" else "for none"
-                raise ValueError(f"{name}={values} does not fit {len(rewards)} rewards. Give one each, or null {rest}.")
+                raise ValueError(
+                    f"{name}={values} does not match {len(rewards)} rewards. Give one per reward, or null {rest}."
+                )
         if not any(weights):
-            raise ValueError(f"weights={weights} sum to nothing. Use weights of which at least one is not 0.")
+            raise ValueError(f"weights={weights} are all 0. Set at least one to another value.")
         self.overlap = overlap
         clips, normalise = clips or [None] * len(rewards), normalise or [None] * len(rewards)
         self.parts = [
@@ -144,28 +146,28 @@ class Weighted(Reward):
 
     @property
     def weight_of(self) -> dict[str, float]:
-        """Each part's weight by its name."""
+        """Weights by name."""
         return {part.name: part.weight for part in self.parts}
 
     def found_at(self, key: str) -> Weighted:
-        """Tell the rewards where a recipe holds them, for their messages; ``key`` is that of the list's owner."""
+        """Set the rewards' keys in the recipe, for their messages; ``key`` is that of this reward."""
         super().found_at(key)
         for number, reward in enumerate(self.rewards):
             reward.found_at(f"{key}.rewards[{number}]" if key else f"rewards[{number}]")
         return self
 
     def observing(self, other: Weighted | None) -> Weighted:
-        """Return this sum with another's parts beside it, at weight 0.
+        """Return this sum extended by another's rewards with weight 0.
 
         Raises:
-            ValueError: a name that both have.
+            ValueError: both have a reward of the same name.
         """
         if other is None:
             return self
         for name in other.part_names:
             if name in self.part_names:
                 raise ValueError(
-                    f'heldout_reward holds "{name}", which model.reward has too. Name another reward, or set its name.'
+                    f'heldout_reward has a "{name}", as model.reward does. Choose another reward, or set its name.'
                 )
         both = Weighted.__new__(Weighted)
         both.overlap = self.overlap
@@ -182,12 +184,12 @@ class Weighted(Reward):
         return next(iter(self.faults_of_prompt(prompt, row).values()), None)
 
     def faults_of_prompt(self, prompt: str, row: dict[str, Any]) -> dict[str, str]:
-        """By name, why a reward that applies to a prompt cannot score it."""
+        """Return by name why rewards that apply to a prompt cannot score it."""
         faults = {part.name: part.reward.prompt_fault(prompt, row) for part in self.parts if self._applies(part, row)}
         return {name: fault for name, fault in faults.items() if fault is not None}
 
     def unknown_names(self, row: Mapping[str, Any]) -> list[str]:
-        """Return the rewards that a row names and that there are not."""
+        """Return names in a row's field ``rewards`` that do not exist."""
         return [name for name in _named(row) if name not in self.part_names]
 
     def load(self) -> None:
@@ -205,8 +207,8 @@ class Weighted(Reward):
     def score(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> RewardBatch:
         """Score a batch with every reward.
 
-        Images are rounded to uint8 once, before all rewards. Where a reward raises, its images are tried again one by
-        one, so that only those that fail are lost. An image with NaN or infinite pixels fails everywhere.
+        Images are rounded to uint8 once, before all rewards. If a reward raises, its images are scored again one by
+        one, so that only those that fail are lost. An image with NaN or infinite pixels fails for every reward.
 
         Args:
             images: shape ``(B, 3, H, W)``, float in [0, 1].
@@ -214,7 +216,7 @@ class Weighted(Reward):
             rows: the B rows.
 
         Raises:
-            RewardError: a reward returned something else than ``(B,)`` float32, or cannot go on at all.
+            RewardError: a reward returned something other than ``(B,)`` float32, or cannot continue.
             ValueError: images, prompts and rows differ in number or shape.
         """
         self.load()
@@ -224,12 +226,12 @@ class Weighted(Reward):
 
     @torch.no_grad()
     def score_part(self, part: Part, batch: ImageBatch) -> PartScores:
-        """One reward's scores of the images that it applies to."""
+        """Score the images that one reward applies to."""
         start = time.perf_counter()
         scores = torch.full((batch.size,), math.nan)
         wanted = {place for place, row in enumerate(batch.rows) if self._applies(part, row)}
         lost = len(wanted.difference(batch.sound))
-        error = f"{lost} of {batch.size} images hold NaN or infinite pixels" if lost else None
+        error = f"{lost} of {batch.size} images have NaN or infinite pixels" if lost else None
         kept = [index for index, place in enumerate(batch.sound) if place in wanted]
         if kept:
             images = batch.images if len(kept) == len(batch.sound) else batch.images[kept]
@@ -242,7 +244,7 @@ class Weighted(Reward):
         return PartScores(scores, error, time.perf_counter() - start, part.reward.take_counts())
 
     def summed(self, scores: Mapping[str, PartScores], rows: Sequence[Mapping[str, Any]]) -> RewardBatch:
-        """Return the batch that the parts' scores make."""
+        """Combine the rewards' scores."""
         applies = {
             part.name: torch.tensor([self._applies(part, row) for row in rows], dtype=torch.bool) for part in self.parts
         }
@@ -259,7 +261,7 @@ class Weighted(Reward):
         )
 
     def total(self, parts: Mapping[str, Tensor], applies: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted sum, ``(B,)``; NaN where a reward of non-zero weight that applies has failed."""
+        """Return the weighted sum, ``(B,)``; NaN where an applicable reward of non-zero weight failed."""
         total = torch.zeros_like(parts[self.parts[0].name])
         for part in self.parts:
             if part.weight:
@@ -267,7 +269,7 @@ class Weighted(Reward):
         return total.masked_fill(~total.isfinite(), math.nan)
 
     def shaped(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return a part's scores as they enter the sum, before the weight."""
+        """Return one reward's scores as they enter the sum, before the weight."""
         return next(part for part in self.parts if part.name == name).shaped(parts[name])
 
     def _applies(self, part: Part, row: Mapping[str, Any]) -> bool:
@@ -279,7 +281,7 @@ class Weighted(Reward):
 
 
 def as_weighted(reward: Reward) -> Weighted:
-    """Return a reward as a :class:`Weighted` of one; a ``Weighted`` as it is."""
+    """Wrap a reward in a :class:`Weighted`; return a ``Weighted`` unchanged."""
     return reward if isinstance(reward, Weighted) else Weighted([reward])
 
 
@@ -287,13 +289,13 @@ def image_batch(images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) 
     """Check a batch and round its images.
 
     Raises:
-        ValueError: images, prompts and rows differ in number or shape.
+        ValueError: images, prompts and rows differ in number, or images have the wrong shape.
     """
     if images.ndim != 4 or images.shape[1] != 3:
         raise ValueError(f"images have the shape {tuple(images.shape)}. Rewards take (B, 3, H, W).")
     if not len(images) == len(prompts) == len(rows):
         raise ValueError(
-            f"{len(images)} images, {len(prompts)} prompts and {len(rows)} rows. Give one of each for every image."
+            f"{len(images)} images, {len(prompts)} prompts and {len(rows)} rows. Give one prompt and row per image."
         )
     images = images.detach()
     is_sound = images.isfinite().flatten(1).all(1).cpu()
@@ -307,7 +309,7 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
         returned = reward(images, prompts, rows)
     except (MemoryError, torch.cuda.OutOfMemoryError, RewardOutage):
         raise
-    except SystemExit as error:  # which would end a run without a word
+    except SystemExit as error:  # would end the run silently
         raise RewardOutage(f'Reward "{reward.name}" called sys.exit({error.code!r}). Let it return scores.') from error
     except Exception as error:
         if len(images) == 1:
@@ -332,7 +334,7 @@ def _checked(reward: Reward, scores: object, batch: int) -> Tensor:
     if tuple(scores.shape) != (batch,):
         raise RewardError(
             f'Reward "{reward.name}" returned the shape {tuple(scores.shape)} for {batch} images. '
-            f"Return one score for each image, shape ({batch},)."
+            f"Return one score per image, shape ({batch},)."
         )
     if scores.dtype != torch.float32:
         raise RewardError(f'Reward "{reward.name}" returned {scores.dtype}. Return float32: scores.float().')
@@ -374,7 +376,7 @@ def _unique_names(rewards: list[Reward]) -> list[str]:
         if not isinstance(base, str) or not base:
             raise ValueError(f"{type(reward).__name__} has no name. Set its attribute name, the key of its score.")
         if not base.isprintable():
-            raise ValueError(f"name={base!r} holds characters that cannot be printed. Use letters, digits and blanks.")
+            raise ValueError(f"name={base!r} has unprintable characters. Use letters, digits and spaces.")
         name, number = base, 2
         while name in names or name in RESERVED_NAMES:
             name, number = f"{base}_{number}", number + 1

@@ -15,7 +15,7 @@ OnOutage = Literal["stop", "nan"]
 @checked
 @dataclass
 class Connection:
-    """Timeouts, retries and limits for requests to a server.
+    """Timeouts, retries and limits of requests to a server.
 
     Args:
         timeout_s: seconds for one try, from the first byte sent to the last byte read.
@@ -60,7 +60,7 @@ class Connection:
         if not self.token:
             return f"connection.token_env={self.token_env} is not in the environment. Run: export {self.token_env}=..."
         if not all("!" <= letter <= "~" for letter in self.token):
-            return f"connection.token_env={self.token_env} holds no token, but blanks or letters beyond ASCII."
+            return f"connection.token_env={self.token_env} is not a valid token: it has spaces or non-ASCII characters."
         return None
 
 
@@ -70,11 +70,11 @@ def address_fault(url: str) -> str | None:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        return f"url={url} is no address ({error}). Write http://host:8000/score."
+        return f"url={url} is not an address ({error}). Write http://host:8000/score."
     if parts.username is not None or parts.password is not None:
-        return "url holds a user name or password, which would be written down. Use connection.token_env."
+        return "url contains a user name or password, which would be saved to files. Use connection.token_env."
     if parts.scheme not in ("http", "https") or not host:
-        return f"url={url} is no address of a web server. Write http://host:8000/score."
+        return f"url={url} is not a web address. Write http://host:8000/score."
     return None
 
 

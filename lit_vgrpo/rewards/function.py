@@ -20,21 +20,21 @@ Images = Literal["tensor", "pil", "numpy"]
 
 
 class PythonReward(Reward):
-    """What ``function(images, prompts, rows)`` returns, one number an image; None or NaN marks a failed one.
+    """Score from ``function(images, prompts, rows)``: one number per image, None or NaN for a failed one.
 
-    In a recipe: ``reward: {python: my_module:my_function}``. The module is looked for in the current folder too. A
-    function of two arguments gets images and prompts.
+    In a recipe: ``reward: {python: my_module:my_function}``. The module may be in the current folder. A function of two
+    arguments gets images and prompts.
 
     Args:
         function: ``my_module:my_function``.
-        images: what the function gets: a float32 tensor ``(B, 3, H, W)`` in [0, 1], a list of RGB pictures of PIL, or a
-            uint8 array ``(B, H, W, 3)``.
+        images: the format passed to the function: a float32 tensor ``(B, 3, H, W)`` in [0, 1], a list of RGB PIL
+            images, or a uint8 array ``(B, H, W, 3)``.
         name: the key of its score; null for the function's own name.
-        concurrent: call it in a thread while the next images are made.
-        options: further arguments, given by their names.
+        concurrent: call it in a thread while the next images are sampled.
+        options: further keyword arguments.
 
     Raises:
-        ValueError: ``function`` is not written so, or ``images`` is none of the three.
+        ValueError: ``function`` is not of this form, or ``images`` is unknown.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PythonReward(Reward):
     ) -> None:
         module, _, attribute = function.partition(":")
         if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
-            raise ValueError(f"function={function!r} names no function. Write my_module:my_function.")
+            raise ValueError(f"function={function!r} is not a function. Write my_module:my_function.")
         if images not in get_args(Images):
             raise ValueError(f"images={images!r} is unknown. Use one of: {', '.join(get_args(Images))}.")
         self.function = function
@@ -57,7 +57,7 @@ class PythonReward(Reward):
         self.options = dict(options or {})
 
     def check(self) -> list[str]:
-        """List a module that cannot be imported, a missing name, or arguments the function does not take."""
+        """Report a module that cannot be imported, a missing name, or arguments the function does not accept."""
         try:
             self.load()
         except RewardError as error:
@@ -68,9 +68,9 @@ class PythonReward(Reward):
         """Import the function.
 
         Raises:
-            RewardError: it cannot be imported, or does not take what it would be given.
+            RewardError: it cannot be imported, or does not accept the arguments.
         """
-        self._call  # noqa: B018  imported by looking at it
+        self._call  # noqa: B018  the property imports
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         given: Any = images
@@ -85,7 +85,7 @@ class PythonReward(Reward):
             return torch.tensor([float("nan") if score is None else float(score) for score in returned])
         except (TypeError, ValueError) as error:
             raise RewardError(
-                f"{self.function} returned {type(returned).__name__}, not a number for each image. "
+                f"{self.function} returned {type(returned).__name__}, not one number per image. "
                 "Return a list, an array or a tensor of numbers."
             ) from error
 
@@ -117,7 +117,7 @@ class PythonReward(Reward):
     def _adapted(self, function: Callable[..., Any]) -> Callable[[Any, list[str], list[dict[str, Any]]], Any]:
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError):  # some built-in functions tell nothing
+        except (TypeError, ValueError):  # some built-in functions have no signature
             return lambda images, prompts, rows: function(images, prompts, rows, **self.options)
         for arguments in (("images", "prompts", "rows"), ("images", "prompts")):
             try:

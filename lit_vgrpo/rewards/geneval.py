@@ -1,4 +1,4 @@
-"""GenEval: whether a picture shows the objects, numbers, colours and positions of its prompt."""
+"""GenEval: whether an image shows the objects, numbers, colours and positions of its prompt."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ Score = Literal["partial", "strict"]
 
 @checked
 class GenEval(Reward):
-    """How far a picture meets the requirements of its row, in [0, 1]: rules over the objects that a detector finds.
+    """How well an image meets the requirements of its row, in [0, 1]: rules applied to a detector's objects.
 
-    A row holds the official metadata: ``tag``, ``include`` and perhaps ``exclude``. Rules, thresholds, prompts and grey
-    background are those of the official evaluation, as are the two default models, there in mmdet and open_clip.
+    A row has the official metadata: ``tag``, ``include`` and optionally ``exclude``. Rules, thresholds, prompts and
+    grey background are those of the official evaluation, as are the two default models (in mmdet and open_clip there).
 
-    ``score="strict"`` is its 0 or 1. Most pictures of an untrained model are then 0, and a group of equals teaches
-    nothing, hence the default: ``"partial"`` is the mean over the requirements of the share that is met (objects of
-    those wanted; colours and positions once all objects are there), less the share of each object that ``exclude``
-    calls too many. It is 1 exactly where the strict score is. Flow-GRPO's is like it, but takes every object above the
-    number for a fault, also where the row does not exclude it.
+    ``score="strict"`` is the official 0 or 1. Most images of an untrained model then score 0, and a group of equal
+    scores gives no gradient. The default ``"partial"`` averages over the requirements the share that is met (of the
+    requested objects; colours and positions once all objects are present), and subtracts a share for each object in
+    excess of ``exclude``. It is 1 exactly where the strict score is. Flow-GRPO's score is similar, but penalises every
+    surplus object, even if the row does not exclude it.
 
     Args:
-        detector: hub name or local folder of a model for object detection, or of a ``Mask2Former`` for instances. Other
-            detectors than the default have other confidences: set the thresholds anew.
+        detector: hub name or local folder of an object detection model, or of an instance ``Mask2Former``. Detectors
+            differ in their confidences: tune the thresholds for any other than the default.
         clip: hub name or local folder of a ``CLIPModel`` with its processor.
         score: ``"partial"`` or ``"strict"``.
-        threshold: the confidence that an object needs.
+        threshold: minimum confidence of an object.
         counting_threshold: the same for rows with the tag ``counting``.
-        max_overlap: the intersection over union from which on one of two objects of a class is dropped; 1 drops none.
-        batch_size: pictures or crops of every forward pass; fewer are filled up.
+        max_overlap: of two objects of a class with at least this intersection over union, one is dropped; 1 drops none.
+        batch_size: images or crops per forward pass; smaller batches are padded.
         dtype: of the weights.
         device: where the models run; ``"auto"`` follows the images.
 
@@ -86,13 +86,13 @@ class GenEval(Reward):
         self._colors: ColorClassifier | None = None
 
     def check(self) -> list[str]:
-        """List a missing folder or file, a model of another family, or weights neither cached nor reachable."""
+        """Report a missing folder or file, a model of another family, or weights neither cached nor reachable."""
         of_detector = detector_fault(self.detector, self.option("detector"))
         of_clip = color_model_fault(self.clip, self.option("clip"))
         return [fault for fault in (of_detector, of_clip) if fault]
 
     def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
-        """Refuse a row without ``include``, or one that asks for what the detector or the rules do not know."""
+        """Refuse a row without ``include``, or with classes or relations unknown to the detector or the rules."""
         if self._known is None:
             config = detector_config(self.detector)
             self._known = frozenset(class_names(config) if config else CLASSES)
@@ -103,7 +103,7 @@ class GenEval(Reward):
         """Load detector and CLIP; a second call does nothing.
 
         Raises:
-            LoadError: one of the faults of :meth:`check`, or files that do not hold what they should.
+            LoadError: an error of :meth:`check`, or files with the wrong content.
         """
         if self._colors is not None:
             return
@@ -126,11 +126,11 @@ class GenEval(Reward):
 
     @torch.no_grad()
     def judge(self, images: Tensor, rows: list[dict[str, Any]]) -> list[Verdict]:
-        """Return which conditions are met and which are not, with the reasons.
+        """Return which requirements are met and which are not, with the reasons.
 
         Args:
             images: shape ``(B, 3, H, W)``, float in [0, 1].
-            rows: B rows without a fault.
+            rows: B valid rows.
         """
         if not rows:
             return []

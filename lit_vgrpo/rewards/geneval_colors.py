@@ -1,4 +1,4 @@
-"""The colours of objects, by CLIP's zero-shot classification of their crops."""
+"""Colours of objects, by zero-shot CLIP classification of their crops."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lit_vgrpo.rewards.weights import unloadable
 from lit_vgrpo.system.hub import explain_unloadable, source_of
 
 TEMPLATES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
-BACKGROUND = (0x99, 0x99, 0x99)  # of an object that comes with a mask
+BACKGROUND = (0x99, 0x99, 0x99)  # of objects with a mask
 
 
 class ColorClassifier:
-    """Names the colour of an object: the one whose prompts are nearest to its crop.
+    """Classifier of an object's colour: the one whose prompts are closest to its crop.
 
     Args:
         checkpoint: hub name or local folder of a ``CLIPModel`` with its processor.
@@ -27,7 +27,7 @@ class ColorClassifier:
         what_to_set: the recipe's key of the checkpoint, for messages.
 
     Raises:
-        LoadError: the checkpoint does not hold a whole CLIP model.
+        LoadError: the checkpoint is not a complete CLIP model.
     """
 
     def __init__(self, checkpoint: str, dtype: Dtype, what_to_set: str) -> None:
@@ -35,7 +35,7 @@ class ColorClassifier:
 
         try:
             self._processor: Any = CLIPProcessor.from_pretrained(source_of(checkpoint))
-        except Exception as error:  # whatever the library makes of files that are not a processor's
+        except Exception as error:  # the library may raise anything on other files
             raise unloadable(checkpoint, error, f"Set {what_to_set} to a folder with its CLIP processor.") from error
         self.model: nn.Module = clip_model(checkpoint, dtype, what_to_set)
         self._directions: dict[str, Tensor] = {}
@@ -44,7 +44,7 @@ class ColorClassifier:
         """Return the colour of each crop.
 
         Args:
-            crops: pictures of single objects, of any size.
+            crops: images of single objects, of any size.
             labels: their classes.
         """
         model: Any = self.model
@@ -55,7 +55,7 @@ class ColorClassifier:
         return [COLORS[index] for index in nearest.tolist()]
 
     def _directions_of(self, label: str) -> Tensor:
-        """Shape ``(colours, D)``, float32: the mean over the templates, of length 1."""
+        """Return the unit-length means over the templates, ``(colours, D)``, float32."""
         if label not in self._directions:
             model: Any = self.model
             texts = [template.format(color=color, label=label) for color in COLORS for template in TEMPLATES]
@@ -69,7 +69,7 @@ class ColorClassifier:
 
 
 def object_crop(picture: Image.Image, detection: Detection) -> Image.Image:
-    """Return the object in its box, on grey where its mask is known; at least a pixel wide and high."""
+    """Crop an object to its box, on grey if it has a mask; at least one pixel wide and high."""
     if detection.mask is not None:
         grey = Image.new("RGB", picture.size, BACKGROUND)
         picture = Image.composite(picture, grey, Image.fromarray(detection.mask))
@@ -80,7 +80,7 @@ def object_crop(picture: Image.Image, detection: Detection) -> Image.Image:
 
 
 def color_model_fault(checkpoint: str, what_to_set: str) -> str | None:
-    """Return what is wrong with a CLIP checkpoint, as far as can be seen without loading it, in one line, or None."""
+    """Return what is wrong with a CLIP checkpoint without loading it, in one line, or None."""
     return (
         explain_unloadable(checkpoint, "config.json", what_to_set)
         or clip_fault(checkpoint, what_to_set)

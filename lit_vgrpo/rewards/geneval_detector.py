@@ -1,4 +1,4 @@
-"""Objects in pictures, by a detector or an instance segmenter of transformers."""
+"""Object detection with a transformers detector or instance segmenter."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SEGMENTERS = frozenset({"mask2former"})
 
 
 class ObjectDetector:
-    """Finds objects with their class, box and, from a segmenter, mask.
+    """Detector of objects with class, box and, from a segmenter, mask.
 
     Args:
-        checkpoint: hub name or local folder of a model for object detection, or of a ``Mask2Former`` for instances.
+        checkpoint: hub name or local folder of an object detection model, or of an instance ``Mask2Former``.
         dtype: of the weights.
         what_to_set: the recipe's key of the checkpoint, for messages.
 
     Raises:
-        LoadError: the checkpoint does not hold a whole detector.
+        LoadError: the checkpoint is not a complete detector.
     """
 
     def __init__(self, checkpoint: str, dtype: Dtype, what_to_set: str) -> None:
@@ -40,14 +40,14 @@ class ObjectDetector:
         try:
             self._processor: Any = AutoImageProcessor.from_pretrained(source_of(checkpoint))
             self.model: nn.Module = family.from_pretrained(source_of(checkpoint), dtype=getattr(torch, dtype))
-        except Exception as error:  # whatever the library makes of files that are not a detector's
-            remedy = f"Set {what_to_set} to a folder that holds a whole detector with its image processor."
+        except Exception as error:  # the library may raise anything on other files
+            remedy = f"Set {what_to_set} to a folder with a complete detector and its image processor."
             raise unloadable(checkpoint, error, remedy) from error
         labels = cast(Any, self.model).config.id2label
         self._names = {int(number): official_name(label) for number, label in labels.items()}
 
     def find(self, images: Tensor, threshold: float) -> list[list[Detection]]:
-        """Return the objects of each picture above a confidence.
+        """Return each image's objects above a confidence.
 
         Args:
             images: shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as PIL does.
@@ -89,7 +89,7 @@ class ObjectDetector:
                 continue
             masks = picture["segmentation"].bool().cpu()
             boxes = masks_to_boxes(masks)
-            boxes[:, 2:] += 1  # to the end of the last pixel
+            boxes[:, 2:] += 1  # to include the last pixel
             found.append(
                 [
                     Detection(self._names[segment["label_id"]], segment["score"], tuple(box), mask.numpy())
@@ -100,7 +100,7 @@ class ObjectDetector:
 
 
 def detector_config(checkpoint: str) -> dict[str, Any] | None:
-    """Return what ``config.json`` of a checkpoint says, or None where it is not at hand; nothing is downloaded."""
+    """Return a checkpoint's ``config.json``, or None if it is not available locally."""
     path = file_at_hand(checkpoint, "config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
@@ -110,12 +110,12 @@ def detector_config(checkpoint: str) -> dict[str, Any] | None:
 
 
 def class_names(config: dict[str, Any]) -> list[str]:
-    """Return the classes of a detector's configuration, by GenEval's names."""
+    """Return the classes in a detector's configuration by their GenEval names."""
     return [official_name(label) for label in config.get("id2label", {}).values()]
 
 
 def detector_fault(checkpoint: str, what_to_set: str) -> str | None:
-    """Why a checkpoint is no detector, as far as its configuration tells, in one line, or None."""
+    """Return why a checkpoint's configuration is not a detector's, in one line, or None."""
     fault = explain_unloadable(checkpoint, "config.json", what_to_set)
     if fault is not None:
         return fault
@@ -128,6 +128,6 @@ def detector_fault(checkpoint: str, what_to_set: str) -> str | None:
     if family in SEGMENTERS or family in MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES:
         return None
     return (
-        f"{checkpoint} holds a model of type {family!r}, which detects no objects. "
-        f"Set {what_to_set} to a detector, such as a mask2former for instances, detr, rt_detr or yolos."
+        f"{checkpoint} holds a model of type {family!r}, which is not an object detector. "
+        f"Set {what_to_set} to a detector, such as an instance mask2former, detr, rt_detr or yolos."
     )

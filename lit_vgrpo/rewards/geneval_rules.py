@@ -1,4 +1,4 @@
-"""The rules of GenEval: which of a prompt's objects a picture shows, from plain detections."""
+"""GenEval's rules: which of a prompt's objects an image shows, given detections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLASSES = (
     "sink", "refrigerator", "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
 )
 # fmt: on
-# what COCO and the detectors trained on it call the same thing
+# names in COCO and in detectors trained on it
 ALIASES = {
     "mouse": "computer mouse",
     "remote": "tv remote",
@@ -46,13 +46,13 @@ DEGENERATE_OFFSET = 1e-3  # pixels
 
 @dataclass
 class Detection:
-    """An object that a detector found.
+    """A detected object.
 
     Args:
-        label: its class, by the name of GenEval.
+        label: its class, by its GenEval name.
         score: the detector's confidence, 0 to 1.
         box: left, top, right and bottom in pixels.
-        mask: shape ``(H, W)``, bool, where the detector gives one.
+        mask: shape ``(H, W)``, bool, if the detector provides one.
         color: one of ``COLORS``, once it is known.
     """
 
@@ -65,12 +65,12 @@ class Detection:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a prompt's requirements.
+    """How well a prompt's requirements are met.
 
     Args:
-        correct: all of them are met, GenEval's own result.
-        partial: how far they are met, in [0, 1]; 1 exactly where ``correct``.
-        reasons: why not, a line each.
+        correct: all are met, GenEval's own result.
+        partial: share that is met, in [0, 1]; 1 exactly where ``correct``.
+        reasons: why not, one line each.
     """
 
     correct: bool
@@ -84,12 +84,12 @@ class GenEvalRules:
     """The rules and their thresholds, by default those of the official evaluation.
 
     Args:
-        threshold: the confidence that an object needs.
+        threshold: minimum confidence of an object.
         counting_threshold: the same for rows with the tag ``counting``.
-        max_objects: most objects of a class.
-        max_overlap: the intersection over union from which on the less confident one of two objects of a class is
+        max_objects: maximum number of objects of a class.
+        max_overlap: of two objects of a class with at least this intersection over union, the less confident is
             dropped; 1 drops none.
-        position_threshold: share of the two objects' extents by which they have to be apart.
+        position_threshold: minimum distance of two objects as a share of their extents.
 
     Raises:
         ValueError: a threshold out of range.
@@ -106,11 +106,11 @@ class GenEvalRules:
 
     @property
     def least_threshold(self) -> float:
-        """The confidence below which no row needs a detection."""
+        """The lowest confidence that any row uses."""
         return min(self.threshold, self.counting_threshold)
 
     def keep(self, detections: Sequence[Detection], row: dict[str, Any]) -> dict[str, list[Detection]]:
-        """Return the objects that count for a row by their class, the most confident first."""
+        """Return the objects that count for a row, by class, the most confident first."""
         threshold = self.counting_threshold if row.get("tag") == "counting" else self.threshold
         by_class: dict[str, list[Detection]] = {}
         for detection in sorted(detections, key=lambda detection: -detection.score):
@@ -119,7 +119,7 @@ class GenEvalRules:
         return {label: self._apart(found[: self.max_objects]) for label, found in by_class.items()}
 
     def to_color(self, objects: dict[str, list[Detection]], row: dict[str, Any]) -> list[Detection]:
-        """Return the objects whose colour :meth:`judge` asks for."""
+        """Return the objects whose colour :meth:`judge` needs."""
         asked: dict[int, Detection] = {}
         for need in row["include"]:
             found = _first(objects, need)
@@ -128,15 +128,15 @@ class GenEvalRules:
         return list(asked.values())
 
     def judge(self, objects: dict[str, list[Detection]], row: dict[str, Any]) -> Verdict:
-        """Hold a row's requirements against the objects of :meth:`keep`.
+        """Compare a row's requirements with the objects of :meth:`keep`.
 
         Args:
             objects: by class, the most confident first; those of :meth:`to_color` with their colour.
-            row: with ``include`` and perhaps ``exclude``, see :func:`row_fault`.
+            row: with ``include`` and optionally ``exclude``, see :func:`row_fault`.
         """
         reasons: list[str] = []
         shares: list[float] = []
-        groups: list[list[Detection] | None] = []  # by requirement, None where it is not met
+        groups: list[list[Detection] | None] = []  # per requirement, None if not met
         for need in row["include"]:
             wanted, found = need["count"], _first(objects, need)
             shares.append(len(found) / wanted)
@@ -161,7 +161,7 @@ class GenEvalRules:
         return Verdict(not reasons, kept * sum(shares) / len(shares), reasons)
 
     def relations(self, a: Box, b: Box) -> set[str]:
-        """Where ``a`` lies as seen from ``b``: at most one word for each direction, none where they overlap much."""
+        """Return where ``a`` is relative to ``b``: at most one relation per axis, none if they overlap much."""
         offset = [(a[i] + a[i + 2] - b[i] - b[i + 2]) / 2 for i in (0, 1)]
         slack = [self.position_threshold * (abs(a[i + 2] - a[i]) + abs(b[i + 2] - b[i])) for i in (0, 1)]
         beyond = [math.copysign(max(abs(o) - s, 0), o) for o, s in zip(offset, slack, strict=True)]
@@ -186,7 +186,7 @@ class GenEvalRules:
 
 
 def official_name(label: str) -> str:
-    """GenEval's name of a detector's class.
+    """Return GenEval's name of a detector's class.
 
     >>> official_name("tvmonitor"), official_name("bench")
     ('tv', 'bench')
@@ -195,7 +195,7 @@ def official_name(label: str) -> str:
 
 
 def overlap(a: Box, b: Box) -> float:
-    """Intersection over union of two boxes, the last pixel included.
+    """Return the intersection over union of two boxes, including the last pixel.
 
     >>> overlap((0, 0, 9, 9), (0, 5, 9, 14))
     0.3333333333333333
@@ -210,12 +210,12 @@ def overlap(a: Box, b: Box) -> float:
 
 
 def row_fault(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | None:
-    """Return what keeps a row from being judged, in one line, or None.
+    """Return why a row cannot be judged, in one line, or None.
 
     Args:
         row: the official metadata: ``include``, a list of ``{"class", "count", "color", "position"}`` of which the
-            last two may be missing, and perhaps ``exclude``, a list of ``{"class", "count"}``.
-        known: the classes that the detector finds.
+            last two are optional, and optionally ``exclude``, a list of ``{"class", "count"}``.
+        known: the detector's classes.
     """
     if not row.get("include"):
         return "The row has no field include. Use GenEval's metadata: include=[{class: bench, count: 1}]."
@@ -237,7 +237,7 @@ def _need_fault(need: Any, number: int, known: Collection[str]) -> str | None:
     if not isinstance(label, str) or label not in known:
         return f".class={label!r} is not a class of the detector. {suggestion(str(label), known)}"
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        return f".count={count!r} is not a number of objects. Use 1 or more."
+        return f".count={count!r} is not a positive whole number. Use 1 or more."
     if color is not None and color not in COLORS:
         return f".color={color!r} is not a color of GenEval. {suggestion(str(color), COLORS)}"
     if position is None:
@@ -245,7 +245,7 @@ def _need_fault(need: Any, number: int, known: Collection[str]) -> str | None:
     if not isinstance(position, list | tuple) or len(position) != 2 or position[0] not in RELATIONS:
         return f".position={position!r} is not a relation. Use [left of, 0], with one of: {', '.join(RELATIONS)}."
     if not isinstance(position[1], int) or not 0 <= position[1] < number:
-        return f".position={position!r} points at no requirement before it. Use a number below {number}."
+        return f".position={position!r} does not refer to an earlier requirement. Use a number below {number}."
     return None
 
 
@@ -254,7 +254,7 @@ def _first(objects: dict[str, list[Detection]], need: dict[str, Any]) -> list[De
 
 
 def _share_kept(objects: dict[str, list[Detection]], excess: dict[str, Any], reasons: list[str]) -> float:
-    """1 where fewer objects than excluded are there, else less by the share of each one too many."""
+    """Return 1 if fewer objects than excluded are present, else less by a share for each surplus object."""
     found, allowed = len(objects.get(excess["class"], [])), excess["count"] - 1
     if found <= allowed:
         return 1.0

@@ -1,4 +1,4 @@
-"""HPS v2: a CLIP model fine-tuned on people's choices between generated pictures."""
+"""HPS v2: a CLIP model fine-tuned on human preferences between generated images."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ FILENAME = "HPS_v2.1_compressed.pt"
 
 @checked
 class HPSv2(ModelReward):
-    """The cosine of picture and prompt in HPS v2.1; about 0.2 to 0.35, which papers give as 20 to 35.
+    """The cosine similarity of image and prompt in HPS v2.1; about 0.2 to 0.35, reported as 20 to 35 in papers.
 
-    A picture is enlarged or shrunk until its longer side fits, and padded with black: nothing of it is cut off. The
-    resize has antialiasing, as torchvision has by default since 0.17; the published code leaves it to the version.
+    Images are resized to fit their longer side and padded with black, not cropped. Resizing uses antialiasing, the
+    torchvision default since 0.17; the published code depends on the version.
 
     Args:
-        checkpoint: hub name, local folder that holds ``HPS_v2.1_compressed.pt``, or such a file; HPS v2.0's file
-            ``HPS_v2_compressed.pt`` fits too.
-        model: the checkpoint's architecture, a name that open_clip knows.
-        batch_size: images of every forward pass; fewer are filled up.
+        checkpoint: hub name, local folder with ``HPS_v2.1_compressed.pt``, or such a file; HPS v2.0's file
+            ``HPS_v2_compressed.pt`` also works.
+        model: the checkpoint's architecture, an open_clip name.
+        batch_size: images per forward pass; smaller batches are padded.
         dtype: of the weights; scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
 
@@ -66,7 +66,7 @@ class HPSv2(ModelReward):
         path = weights_path(self.checkpoint, FILENAME, self.option("checkpoint"))
         weights = read_weights(path, self.option("checkpoint"))
         threshold = logging.root.manager.disable
-        logging.disable(logging.WARNING)  # it would warn that the weights are random: they are filled in below
+        logging.disable(logging.WARNING)  # it would warn of random weights, which are replaced below
         try:
             model = open_clip.create_model(self.model)
         finally:
@@ -94,7 +94,7 @@ class HPSv2(ModelReward):
         if spec is None or spec.origin is None:
             return None
         if (Path(spec.origin).parent / "model_configs" / f"{self.model}.json").is_file():
-            return None  # known without the import, which takes seconds
+            return None  # found without the import, which takes seconds
         import open_clip
 
         known = open_clip.list_models()

@@ -33,7 +33,7 @@ class HTTPReward(RemoteReward):
         name: key of the score.
         batch_size: images per request.
         encoding: ``json`` carries images as base64, ``multipart`` as files, a quarter smaller.
-        connection: timeouts, retries, simultaneous requests, the token, and what to do when the server is down.
+        connection: timeouts, retries, simultaneous requests, the token, and the reaction to an outage.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class HTTPReward(RemoteReward):
         try:
             spoken = json.loads(answer.body).get("protocol", VERSION) if answer.status == 200 else VERSION
         except (ValueError, AttributeError, RecursionError):
-            spoken = VERSION  # a server of another make, whose /version says something else
+            spoken = VERSION  # another server software, with a different /version
         if spoken != VERSION:
             raise RewardError(
-                f"{self.url} speaks version {one_line(spoken)[:60]} of the protocol. Install the same lit-vgrpo there."
+                f"{self.url} uses version {one_line(spoken)[:60]} of the protocol. Install the same lit-vgrpo there."
             )
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:

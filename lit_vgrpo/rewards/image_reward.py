@@ -1,4 +1,4 @@
-"""ImageReward: BLIP reads picture and prompt together, trained on people's rankings."""
+"""ImageReward: BLIP on image and prompt, trained on human rankings."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 HUB_CHECKPOINT = "THUDM/ImageReward"
 FILENAME = "ImageReward.pt"
 HUB_TOKENIZER = "google-bert/bert-base-uncased"
-BLIP_TOKENS = ["[DEC]", "[ENC]"]  # BLIP adds them behind BERT's vocabulary, in this order
+BLIP_TOKENS = ["[DEC]", "[ENC]"]  # BLIP appends them to BERT's vocabulary, in this order
 MAX_LENGTH = 35  # tokens of a prompt
-MEAN, STD = 0.16717362830052426, 1.0333394966054072  # published with the model: they standardise its bare scores
+MEAN, STD = 0.16717362830052426, 1.0333394966054072  # published with the model, to standardise its raw scores
 
 
 @checked
 class ImageReward(ModelReward):
-    """How well a picture fits its prompt and pleases, standardised: most scores lie between -2.3 and 2.
+    """Standardised human preference, including prompt alignment; most scores are between -2.3 and 2.
 
     Args:
-        checkpoint: hub name, local folder that holds ``ImageReward.pt``, or such a file. The sizes are read off it.
-        tokenizer: hub name or local folder of BERT's tokenizer; None takes the checkpoint's folder where it holds one,
+        checkpoint: hub name, local folder with ``ImageReward.pt``, or such a file, which determines the sizes.
+        tokenizer: hub name or local folder of BERT's tokenizer; None uses the checkpoint's folder if it has one,
             else ``google-bert/bert-base-uncased``.
-        batch_size: images of every forward pass; fewer are filled up.
+        batch_size: images per forward pass; smaller batches are padded.
         dtype: of BLIP's weights; the head and the scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
 
@@ -68,8 +68,8 @@ class ImageReward(ModelReward):
 
         try:
             self._tokenizer = BertTokenizer.from_pretrained(source_of(self.tokenizer))
-        except Exception as error:  # whatever the library makes of files that are not a tokenizer's
-            remedy = f"Set {self.option('tokenizer')} to a folder that holds BERT's tokenizer."
+        except Exception as error:  # the library may raise anything on other files
+            remedy = f"Set {self.option('tokenizer')} to a folder with BERT's tokenizer."
             raise unloadable(self.tokenizer, error, remedy) from error
         self._tokenizer.add_tokens(BLIP_TOKENS, special_tokens=True)
         key = self.option("checkpoint")
@@ -78,14 +78,14 @@ class ImageReward(ModelReward):
         try:
             model = blip_modules(weights)
         except KeyError as error:
-            raise LoadError(f"Cannot load {path}: it holds no {error.args[0]}. Set {key} to {FILENAME}.") from error
+            raise LoadError(f"Cannot load {path}: it has no {error.args[0]}. Set {key} to {FILENAME}.") from error
         fill(model, weights, path, key)
         for part in ("vision", "text"):
             model[part].to(getattr(torch, self.dtype))
         return model
 
     def _read(self, prompts: list[str]) -> Tensor:
-        """Shape ``(N, 2, 35)``: the tokens, and which of them count."""
+        """Return tokens and attention mask, ``(N, 2, 35)``."""
         assert self._tokenizer is not None
         text = self._tokenizer(
             prompts, padding="max_length", truncation=True, max_length=MAX_LENGTH, return_tensors="pt"

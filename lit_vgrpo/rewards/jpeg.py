@@ -1,4 +1,4 @@
-"""Compressibility: how few, or how many, bytes a picture takes as a JPEG."""
+"""Compressibility: the size of an image as a JPEG, to be minimised or maximised."""
 
 from __future__ import annotations
 

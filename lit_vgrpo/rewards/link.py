@@ -34,10 +34,10 @@ class Fault(Exception):
     """A failed try.
 
     Args:
-        cause: the name it is counted under.
+        cause: the name in the counts.
         reason: what the server did, in one line that continues after its address.
         may_pass: another try may help.
-        retry_after_s: seconds the server asks to be left alone.
+        retry_after_s: seconds that the server asks the client to wait.
     """
 
     cause: str
@@ -51,8 +51,8 @@ class Answer:
     """An answer of any status.
 
     Args:
-        body: truncated where the status is not 200 and the body is too long.
-        retry_after_s: seconds the server asks to be left alone.
+        body: truncated if the status is not 200 and the body is too long.
+        retry_after_s: seconds that the server asks the client to wait.
     """
 
     status: int
@@ -73,8 +73,8 @@ class Link:
         connection: timeouts, limits and the token.
 
     Attributes:
-        slots: semaphore of the requests under way.
-        probing: lock for the one request that asks whether the server is back.
+        slots: semaphore of the requests in flight.
+        probing: lock for the single request that checks whether the server is back.
     """
 
     def __init__(self, url: str, connection: Connection) -> None:
@@ -115,19 +115,19 @@ class Link:
             return future.result()
         except CancelledError as error:
             raise LinkClosed from error
-        except BaseException:  # Ctrl-C too: nothing goes on behind the caller's back
+        except BaseException:  # Ctrl-C too: do not continue in the background
             future.cancel()
             raise
 
     def close(self) -> None:
-        """Cancel what is under way and close the connections; from any thread, any number of times."""
+        """Cancel pending requests and close the connections; from any thread, any number of times."""
         if self.process != os.getpid():
-            return  # a fork copies the memory of the thread, but not the thread
+            return  # a fork does not copy the thread
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
                 self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:  # where the last reference to a reward is dropped there
+        if threading.current_thread() is not self._thread:  # unless the last reference to a reward is dropped there
             self._thread.join(STOP_S)
 
     def _serve(self) -> None:
@@ -154,7 +154,7 @@ class Link:
         import httpx
 
         try:
-            # a limit for the whole: a server that sends a byte now and then never exceeds the one for a read
+            # a limit on the whole exchange: a server that trickles bytes never exceeds the one on a read
             return await asyncio.wait_for(self._exchange(method, url, content), timeout_s)
         except httpx.ConnectTimeout as error:
             reason = f"could not be reached within {self._connection.connect_timeout_s:g} s"
@@ -166,8 +166,8 @@ class Link:
         except (httpx.NetworkError, httpx.ProtocolError) as error:
             # httpx has one class for a connection that is closed too early and for an answer that is not HTTP
             if isinstance(error, httpx.NetworkError) or "disconnect" in str(error) or "closed" in str(error):
-                raise Fault("reset", "closed the connection before the whole answer was there") from error
-            raise Fault("garbage", f"answered something that is not HTTP ({one_line(error)})") from error
+                raise Fault("reset", "closed the connection before the answer was complete") from error
+            raise Fault("garbage", f"sent something other than HTTP ({one_line(error)})") from error
         except httpx.HTTPError as error:
             raise Fault("unreachable", f"cannot be reached ({one_line(error)})") from error
 

@@ -1,4 +1,4 @@
-"""What the rewards share that run a checkpoint."""
+"""Shared code of the rewards that run a model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @checked
 class ModelReward(Reward):
-    """Scores with a frozen model, loaded once; each distinct prompt of a call is read once, by itself.
+    """A reward from a frozen model, loaded once; each distinct prompt of a call is encoded once, by itself.
 
-    A subclass defines :meth:`_build`, :meth:`_score` and, where the prompt counts, :meth:`_read`.
+    A subclass defines :meth:`_build`, :meth:`_score` and, if it uses the prompt, :meth:`_read`.
 
     Args:
         checkpoint: hub name or local path.
-        batch_size: images of every forward pass; fewer are filled up, so that a score has the same bits anywhere.
+        batch_size: images per forward pass; smaller batches are padded, so that a score does not depend on its batch.
         dtype: of the model's weights; scores are float32.
         device: where the model runs; ``"auto"`` follows the images. With ``"cpu"`` it does not compete with the policy,
             so it may run in a thread.
@@ -36,12 +36,12 @@ class ModelReward(Reward):
     """
 
     package: str | None = None
-    """What the model needs beside the plain install; ``extra`` installs it."""
+    """An additional package that the model needs; ``extra`` installs it."""
     extra: str = ""
 
     def __init__(self, checkpoint: str, batch_size: BatchSize, dtype: Dtype, device: str) -> None:
         if not checkpoint:
-            raise ValueError("checkpoint='' names nothing. Give a hub name or a local path.")
+            raise ValueError("checkpoint='' is empty. Use a hub name or a local path.")
         check_arguments(batch_size, dtype, device)
         self.checkpoint = checkpoint
         self.batch_size = batch_size
@@ -51,7 +51,7 @@ class ModelReward(Reward):
         self._model: nn.Module | None = None
 
     def check(self) -> list[str]:
-        """List a missing package or file, a model of another family, or weights neither cached nor reachable."""
+        """Report a missing package or file, a model of another family, or weights neither cached nor reachable."""
         missing = self._missing_package()
         return [fault for fault in (missing, *self._file_faults()) if fault]
 
@@ -60,7 +60,7 @@ class ModelReward(Reward):
 
         Raises:
             ModuleNotFoundError: its package is not installed.
-            LoadError: another fault of :meth:`check`, or files that do not hold what they should.
+            LoadError: another error of :meth:`check`, or files with the wrong content.
         """
         if self._model is not None:
             return
@@ -85,32 +85,32 @@ class ModelReward(Reward):
 
     @abstractmethod
     def _build(self) -> nn.Module:
-        """Return the model with its weights, on the CPU; what else is needed may be kept on the side."""
+        """Return the model with its weights, on the CPU; may store tokenizers and the like on the reward."""
 
     @abstractmethod
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        """One forward pass.
+        """Run one forward pass.
 
         Args:
-            images: shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as PIL does.
-            texts: what :meth:`_read` made of their prompts, first dimension b.
+            images: shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as in PIL.
+            texts: the prompts as returned by :meth:`_read`, first dimension b.
 
         Returns:
             Shape ``(b,)``.
         """
 
     def _read(self, prompts: list[str]) -> Tensor:
-        """Return what a forward pass needs of each prompt, on the model's device; here nothing."""
+        """Return the encoded prompts for a forward pass, on the model's device; empty by default."""
         return torch.zeros(len(prompts), 0)
 
     def _file_faults(self) -> list[str | None]:
-        """Return what is wrong with the files, as far as can be seen without loading them."""
+        """Return errors in the files that can be found without loading them."""
         return []
 
     def _texts(self, prompts: list[str]) -> Tensor:
         distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
         place = {prompt: number for number, prompt in enumerate(distinct)}
-        # one at a time, as a policy encodes them: what stands beside a prompt must not change its last bits
+        # one at a time, as in a policy: other prompts must not change its last bits
         return torch.cat([self._read([prompt]) for prompt in distinct])[[place[prompt] for prompt in prompts]]
 
     def _missing_package(self) -> str | None:
@@ -120,15 +120,15 @@ class ModelReward(Reward):
 
 
 def unit(features: Tensor) -> Tensor:
-    """Embeddings of length 1, in float32."""
+    """Normalise embeddings to length 1, in float32."""
     return nn.functional.normalize(features.float(), dim=-1)
 
 
 def check_arguments(batch_size: int, dtype: str, device: str) -> None:
-    """Refuse what no model can run with.
+    """Check the arguments that all models share.
 
     Raises:
-        ValueError: one of them is out of range.
+        ValueError: an argument is out of range.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} is too small. Use 1 or more.")
@@ -142,7 +142,7 @@ def check_arguments(batch_size: int, dtype: str, device: str) -> None:
 
 
 def device_for(images: Tensor, device: str) -> torch.device:
-    """Where a model runs; ``"auto"`` follows the images."""
+    """Return the device of a model; ``"auto"`` follows the images."""
     return images.device if device == "auto" else torch.device(device)
 
 
@@ -150,15 +150,15 @@ WIDTHS = (1024, 128, 64, 16, 1)
 
 
 class ScoreHead(nn.Module):
-    """Linear layers only: both originals have their activations commented out.
+    """A stack of linear layers; both originals have their activations commented out.
 
-    The places of the originals' dropout are kept, since they number the weights: ``layers.0, 2, 4, 6, 7``.
+    Identities replace the originals' dropout so that the weights keep their numbers: ``layers.0, 2, 4, 6, 7``.
 
     Args:
         width: of the embedding.
 
     Source:
-        github.com/christophschuhmann/improved-aesthetic-predictor, simple_inference.py; taken over by
+        github.com/christophschuhmann/improved-aesthetic-predictor, simple_inference.py; also used by
         github.com/THUDM/ImageReward, ImageReward.py.
     """
 
@@ -170,6 +170,6 @@ class ScoreHead(nn.Module):
         self.layers = nn.Sequential(first, nn.Identity(), second, nn.Identity(), third, nn.Identity(), fourth, last)
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Scores ``(b,)`` of embeddings ``(b, width)``, float32."""
+        """Return scores ``(b,)`` of embeddings ``(b, width)``, float32."""
         scores: Tensor = self.layers(embeddings.float())
         return scores.squeeze(-1)

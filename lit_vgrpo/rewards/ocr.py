@@ -1,4 +1,4 @@
-"""Text rendering: what an OCR model reads in a picture, against the text that its prompt quotes."""
+"""Text rendering: the text an OCR model reads in an image, compared with the text its prompt quotes."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
     from rapidocr import RapidOCR
 
 QUOTED = re.compile(r'"([^"]*)"|[\u201c\u201e]([^\u201c\u201d\u201e]*)[\u201d\u201c]')
-PLAIN_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u201e", '\'\'"""')  # a recogniser does not tell them apart
-RECOGNISER_HEIGHT = 48  # pixels, the line height that PP-OCR is trained on
-DETECTOR_LINE_WIDTH = 320  # pixels, the recogniser's usual least width
-MIN_LINE_CONFIDENCE = 0.5  # of a detected line, PaddleOCR's own default
+PLAIN_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u201e", '\'\'"""')  # a recogniser does not distinguish them
+RECOGNISER_HEIGHT = 48  # pixels, the line height that PP-OCR was trained on
+DETECTOR_LINE_WIDTH = 320  # pixels, the recogniser's usual minimum width
+MIN_LINE_CONFIDENCE = 0.5  # of a detected line, PaddleOCR's default
 LINES_PER_PASS = 8  # more are slower on a CPU
 
 
 @checked
 class OCRReward(Reward):
-    """How much of the text quoted in the prompt can be read: ``1 - edit distance / length of the text``, in [0, 1].
+    """Legibility of the text quoted in the prompt: ``1 - edit distance / length of the text``, in [0, 1].
 
-    The text is what stands in double quotes, straight or curly, several pieces joined in order, or the row's field
-    ``text``. It is read by PP-OCR through rapidocr, whose models come inside its package. Nothing to read is a 0, not a
-    failure; a prompt without text is a failure.
+    The text is in double quotes, straight or curly, several pieces joined in order, or in the row's field ``text``.
+    PP-OCR reads the image through rapidocr, whose package includes the models. An image without legible text scores 0
+    and is not a failure; a prompt without text is a failure.
 
-    As in Flow-GRPO, blanks and (here by default) case do not count, the distance is divided by the length of the
-    text to render and lines that the recogniser is not sure of are dropped. Other than there, a text that holds the
-    right one among others is not a 1 unless ``allow_extra`` is set: a picture full of letters would learn to pass.
-    All quoted pieces count, not the first alone, and full-width or curly forms of a sign are equal to the plain one.
+    As in Flow-GRPO, spaces and (here by default) case are ignored, the distance is divided by the length of the text to
+    render, and lines with a low confidence are dropped. Unlike there, text that contains the right text among others
+    does not score 1 unless ``allow_extra`` is set, because a model could pass by filling the image with letters. All
+    quoted pieces count, not only the first, and full-width or curly characters equal the plain ones.
 
     Args:
-        detect: look for lines of text in the picture and read them from top to bottom, left to right; ``False``
-            takes the picture as one line, which is much faster and right for small pictures of a word.
-        min_height: pixels; lower pictures are enlarged first, so that the letters are legible.
+        detect: find lines of text in the image and read them from top to bottom, left to right; ``False`` reads the
+            image as one line, which is much faster and right for small images of one word.
+        min_height: pixels; lower images are enlarged first, so that the letters are legible.
         case_sensitive: whether ``Cat`` differs from ``cat``.
-        allow_extra: score 1 wherever the text occurs within what is read, as Flow-GRPO's code does.
-        threads: CPU threads of each model, at most the machine's; more read sooner and cost more CPU time in all.
+        allow_extra: score 1 wherever the text occurs within what is read, as in Flow-GRPO's code.
+        threads: CPU threads of each model, at most the machine's; more are faster but cost more CPU time in total.
 
     Source:
         arXiv 2505.05470 (Flow-GRPO), visual text rendering.
@@ -75,12 +75,12 @@ class OCRReward(Reward):
         self._engine: RapidOCR | None = None
 
     def check(self) -> list[str]:
-        """List a missing package, or one without the models."""
+        """Report a missing package, or one without the models."""
         missing = [package for package in ("rapidocr", "onnxruntime") if find_spec(package) is None]
         if missing:
             return [f'OCRReward needs {" and ".join(missing)}. Run: pip install "lit-vgrpo[ocr]"']
         return [
-            f"rapidocr holds no {task} model in {_models_folder()}. Run: pip install --force-reinstall rapidocr"
+            f"rapidocr has no {task} model in {_models_folder()}. Run: pip install --force-reinstall rapidocr"
             for task in ("det", "rec")
             if _model_file(task) is None
         ]
@@ -101,7 +101,7 @@ class OCRReward(Reward):
 
         Raises:
             ModuleNotFoundError: rapidocr or onnxruntime is not installed.
-            LoadError: the installed rapidocr holds no models.
+            LoadError: the installed rapidocr has no models.
         """
         if self._engine is not None:
             return
@@ -116,11 +116,11 @@ class OCRReward(Reward):
                 "Global.log_level": "critical",
                 "Global.use_cls": False,
                 "Global.text_score": MIN_LINE_CONFIDENCE,
-                # without a path it would download what another release of it names
+                # without a path, another release of rapidocr might download models
                 "Det.model_path": str(_model_file("det")),
                 "Rec.model_path": str(_model_file("rec")),
                 "Rec.rec_img_shape": [3, RECOGNISER_HEIGHT, least_width],
-                # pictures one by one, so that what is read in one does not depend on the others; it is no slower
+                # one image at a time, so that results do not depend on the batch; it is no slower
                 "Rec.rec_batch_num": LINES_PER_PASS if self.detect else 1,
                 "EngineConfig.onnxruntime.intra_op_num_threads": threads,
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
@@ -137,7 +137,7 @@ class OCRReward(Reward):
         return scores
 
     def read(self, images: Tensor) -> list[str]:
-        """Return the text in each picture, lines joined by a blank; empty where there is none.
+        """Return the text in each image, lines joined by a space; empty if there is none.
 
         Args:
             images: shape ``(B, 3, H, W)``, float in [0, 1].
@@ -151,13 +151,13 @@ class OCRReward(Reward):
             return list(self._engine.recognize_txt(pictures).txts or ())
         texts = []
         for picture in pictures:
-            # picture by picture, because the width that lines of several are padded to would depend on the batch
+            # one image at a time, because the padded line width would depend on the batch
             result: Any = self._engine(picture)
             texts.append(" ".join(in_reading_order(result.boxes, result.txts)) if result.txts else "")
         return texts
 
     def score(self, found: str, wanted: str) -> float:
-        """1 for the wanted text, less ``1 / length`` for each letter to change, add or remove, at least 0."""
+        """Return 1 minus ``1 / length`` for each letter to change, add or remove, at least 0."""
         found, wanted = self._plain(found), self._plain(wanted)
         if self.allow_extra and wanted in found:
             return 1.0
@@ -169,7 +169,7 @@ class OCRReward(Reward):
 
 
 def wanted_text(prompt: str, row: dict[str, Any]) -> str:
-    """Return the text that a picture of this prompt has to show, empty where none is given.
+    """Return the text that an image of this prompt must show, empty if none is given.
 
     >>> wanted_text('A sign that says "open" and a mug with “tea”', {})
     'open tea'
@@ -183,7 +183,7 @@ def wanted_text(prompt: str, row: dict[str, Any]) -> str:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Return the fewest letters to replace, add or remove that turn one text into the other (Levenshtein).
+    """Return the Levenshtein distance of two texts.
 
     >>> edit_distance("kitten", "sitting")
     3
@@ -197,7 +197,7 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def in_reading_order(boxes: np.ndarray, texts: tuple[str, ...]) -> list[str]:
-    """Texts from top to bottom, and from left to right where they stand on one line.
+    """Sort texts from top to bottom, and from left to right within a line.
 
     Args:
         boxes: shape ``(N, 4, 2)``, the corners in pixels, x then y.
@@ -207,7 +207,7 @@ def in_reading_order(boxes: np.ndarray, texts: tuple[str, ...]) -> list[str]:
     middle = (top + bottom) / 2
     lines: list[list[int]] = []
     for index in np.argsort(middle, kind="stable").tolist():
-        # on one line: the middle of each stands within the height of the line's first
+        # on one line: each text's middle is within the height of the line's first text
         if lines and middle[index] < bottom[lines[-1][0]]:
             lines[-1].append(index)
         else:

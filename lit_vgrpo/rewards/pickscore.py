@@ -1,4 +1,4 @@
-"""PickScore: a CLIP model trained on people's choices between two pictures."""
+"""PickScore: a CLIP model trained on human preferences between two images."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from lit_vgrpo.rewards.clip import CLIPReward
 from lit_vgrpo.rewards.model import Dtype
 
 HUB_CHECKPOINT = "yuvalkirstain/PickScore_v1"
-HUB_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # the PickScore repository holds no processor
+HUB_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # the PickScore repository has no processor
 SCALE = 26.0
 
 
 @checked
 class PickScore(CLIPReward):
-    """CLIP similarity of picture and prompt: ``exp(logit_scale) * cos / 26``, near 1 for a picture that people like.
+    """CLIP similarity of image and prompt: ``exp(logit_scale) * cos / 26``, near 1 for a preferred image.
 
-    The tables of papers often give the bare cosine instead, about 0.2.
+    Papers often report the cosine instead, about 0.2.
 
     Args:
         checkpoint: hub name or local folder of a ``CLIPModel``.
-        processor: hub name or local folder of its ``CLIPProcessor``; None takes the published one for the published
+        processor: hub name or local folder of its ``CLIPProcessor``; None uses the published one for the published
             checkpoint, else ``checkpoint``.
-        batch_size: images of every forward pass; fewer are filled up.
+        batch_size: images per forward pass; smaller batches are padded.
         dtype: of the weights; scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
 

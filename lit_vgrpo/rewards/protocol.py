@@ -27,7 +27,7 @@ T = TypeVar("T")
 VERSION = 1
 _LARGEST_SCORE = torch.finfo(torch.float32).max
 VALUES_PER_IMAGE = 1000
-"""JSON values a request may hold for each image it may hold."""
+"""JSON values that a request may contain, per allowed image."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class EncodedRequest:
-    """A request within its limits, whose images are still files.
+    """A request within its limits, with images still encoded.
 
     Args:
         files: PNG files.
@@ -64,7 +64,7 @@ class EncodedRequest:
     max_pixels: int
 
     def decoded(self) -> ScoreRequest:
-        """Decode the images, or raise :class:`ProtocolError` where a file is broken."""
+        """Decode the images, or raise :class:`ProtocolError` if a file is corrupt."""
         return ScoreRequest(_each(decode_png, self.files, self.max_pixels), self.prompts, self.rows)
 
 
@@ -99,7 +99,7 @@ class ScoreAnswer:
 
 
 def json_request(images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return a request with its images inside.
+    """Return a request as JSON, including its images.
 
     Args:
         images: uint8, shape ``(B, 3, H, W)``.
@@ -131,7 +131,7 @@ def row_fault(row: Mapping[str, Any]) -> str | None:
 
 
 def read_json_request(body: bytes, limits: Limits) -> EncodedRequest:
-    """Read a request, or raise :class:`ProtocolError` where it is not one or exceeds the limits."""
+    """Read a request, or raise :class:`ProtocolError` if it is invalid or exceeds the limits."""
     request = _load(body, limits.max_images * VALUES_PER_IMAGE)
     texts = _strings(request, "images", limits.max_images)
     files = []
@@ -144,7 +144,7 @@ def read_json_request(body: bytes, limits: Limits) -> EncodedRequest:
 
 
 def read_multipart_request(field: bytes, files: Sequence[bytes], limits: Limits) -> EncodedRequest:
-    """Read a request, or raise :class:`ProtocolError` where it is not one or exceeds the limits."""
+    """Read a request, or raise :class:`ProtocolError` if it is invalid or exceeds the limits."""
     _check_count(len(files), limits.max_images)
     return _request(_load(field, limits.max_images * VALUES_PER_IMAGE), files, limits)
 
@@ -157,7 +157,7 @@ def score_answer(
     Args:
         scores: shape ``(B,)``, float32.
         errors: why a score is NaN; None elsewhere.
-        parts: scores of each term of a weighted sum by name, ``(B,)`` each; for people to read.
+        parts: scores of each reward of a weighted sum by name, ``(B,)`` each; informative only.
     """
     answer: dict[str, Any] = {"version": VERSION, "scores": _nulled(scores), "errors": list(errors), "name": name}
     if parts:
@@ -172,7 +172,7 @@ def read_answer(body: bytes, count: int) -> ScoreAnswer:
     the whole answer.
 
     Raises:
-        ProtocolError: it is not an answer, or has another number of scores.
+        ProtocolError: it is not an answer, or has the wrong number of scores.
     """
     answer = _load(body)
     given = answer.get("scores")
@@ -217,8 +217,7 @@ def _request(request: dict[str, Any], files: Sequence[bytes], limits: Limits) ->
     pixels = sum(_each(png_pixels, files, limits.max_pixels))
     if pixels > limits.max_request_pixels:
         raise ProtocolError(
-            f"{pixels} pixels are more than the {limits.max_request_pixels} that one request may hold. "
-            "Send fewer images at once",
+            f"{pixels} pixels exceed the limit of {limits.max_request_pixels} per request. Send fewer images at once",
             "too_large",
         )
     return EncodedRequest(list(files), prompts, rows, pixels, limits.max_pixels)
@@ -235,10 +234,10 @@ def _each(read: Callable[[bytes, int], T], files: Sequence[bytes], max_pixels: i
 
 
 def _load(body: bytes, max_values: int | None = None) -> dict[str, Any]:
-    # Counted before decoding, since a value of two bytes takes a hundred in memory. Marks inside strings count too:
-    # base64 has none, and prompts have few.
+    # Counted before decoding, since a value of two bytes takes a hundred in memory. Characters inside strings count
+    # too: base64 has none of them, and prompts have few.
     if max_values is not None and sum(body.count(mark) for mark in (b",", b"[", b"{")) > max_values:
-        raise ProtocolError(f"its JSON holds more than {max_values} values", "too_large")
+        raise ProtocolError(f"its JSON has more than {max_values} values", "too_large")
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -247,7 +246,7 @@ def _load(body: bytes, max_values: int | None = None) -> dict[str, Any]:
         raise ProtocolError(f"it is not a JSON object: {_shown(body)}")
     version = message.get("version", VERSION)
     if version != VERSION:
-        raise ProtocolError(f"it speaks version {_shown(str(version).encode())} of the protocol, not {VERSION}")
+        raise ProtocolError(f"it uses version {_shown(str(version).encode())} of the protocol, not {VERSION}")
     return message
 
 
@@ -255,9 +254,9 @@ def _dump(message: dict[str, Any]) -> bytes:
     try:
         return json.dumps(message, allow_nan=False).encode()
     except TypeError as error:
-        raise ProtocolError(f"JSON cannot say it ({one_line(error)})") from error
+        raise ProtocolError(f"JSON cannot represent it ({one_line(error)})") from error
     except (ValueError, RecursionError) as error:
-        raise ProtocolError("JSON has no NaN, no infinity and no circles") from error
+        raise ProtocolError("JSON allows no NaN, infinity or circular reference") from error
 
 
 def _strings(message: dict[str, Any], key: str, most: int) -> list[str]:
@@ -270,7 +269,7 @@ def _strings(message: dict[str, Any], key: str, most: int) -> list[str]:
 
 def _check_count(count: int, most: int) -> None:
     if count > most:
-        raise ProtocolError(f"{count} images are more than the {most} that one request may hold", "too_large")
+        raise ProtocolError(f"{count} images exceed the limit of {most} per request", "too_large")
 
 
 def _nulled(scores: Tensor) -> list[float | None]:

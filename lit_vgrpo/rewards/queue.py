@@ -1,4 +1,4 @@
-"""Scoring that goes on while the next images are made."""
+"""Scoring in threads while the next images are sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lit_vgrpo.rewards.batch import RewardBatch
 from lit_vgrpo.rewards.combine import ImageBatch, Part, PartScores, Weighted, image_batch
 
 MOST_WAITING = 4
-"""Batches that a thread may have before it; more would only keep their pixels in memory."""
+"""Maximum number of batches waiting per thread; more would only use memory."""
 
 
 @dataclass
@@ -26,14 +26,14 @@ class _Pending:
 
 
 class ScoreQueue:
-    """Scores batches of images in the order in which they come.
+    """A queue that scores batches of images in order.
 
-    A reward that says it is ``concurrent`` has a thread of its own and works there while the caller goes on; the others
-    score at once. Each of them sees the same batches in the same order as without threads.
+    Each ``concurrent`` reward scores in its own thread while the caller continues; the others score immediately. Each
+    reward sees the same batches in the same order as without threads.
 
     Args:
-        reward: what the images are scored by; where it says so, every reward scores at once.
-        beside: another queue with rewards of the same names, which then keep their threads.
+        reward: the rewards; with ``overlap=False`` all of them score immediately.
+        beside: another queue with rewards of the same names, whose threads are reused.
     """
 
     def __init__(self, reward: Weighted, beside: ScoreQueue | None = None) -> None:
@@ -43,11 +43,11 @@ class ScoreQueue:
         self._is_loaded = False
 
     def __len__(self) -> int:
-        """Batches that were put in and not yet taken."""
+        """Return the number of batches put in and not yet taken."""
         return len(self._pending)
 
     def put(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> None:
-        """Score a batch, or have it scored; arguments and errors are those of :meth:`Weighted.score`."""
+        """Score a batch, now or in threads; arguments and errors as in :meth:`Weighted.score`."""
         if not self._is_loaded:
             self.reward.load()
             self._is_loaded = True
@@ -61,18 +61,18 @@ class ScoreQueue:
         for part in self.reward.parts:
             if part not in threaded:
                 scores[part.name] = self.reward.score_part(part, batch)
-        # in the order of the parts, whoever comes first
+        # in the order of the parts, not of completion
         self._pending.append(_Pending(rows, {name: scores[name] for name in self.reward.part_names}))
 
     def take(self) -> RewardBatch:
-        """Return the scores of everything that was put in, in that order, as one batch; waits for the threads.
+        """Wait for the threads and return the scores of everything put in, in order, as one batch.
 
         Raises:
-            RewardError: a reward broke its contract, or cannot go on at all; nothing was put in.
+            RewardError: a reward broke its contract or cannot continue, or nothing was put in.
         """
         pending, self._pending = self._pending, []
         if not pending:
-            raise RewardError("There is nothing to take: no images were put in.")
+            raise RewardError("No images were put into the queue.")
         return RewardBatch.joined(
             [
                 self.reward.summed({name: _done(score) for name, score in entry.scores.items()}, entry.rows)
@@ -81,7 +81,7 @@ class ScoreQueue:
         )
 
     def close(self) -> None:
-        """Drop what is waiting and let the rewards give up what they are doing; the queue can be used again."""
+        """Drop waiting batches and cancel the rewards' pending work; the queue stays usable."""
         for entry in self._pending:
             for score in entry.scores.values():
                 if isinstance(score, Future):
@@ -93,7 +93,7 @@ class ScoreQueue:
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Close the queue where the block fails, so that nothing goes on scoring for a run that has ended."""
+        """Close the queue if the block fails, so that no scoring continues after the run."""
         try:
             yield
         except BaseException:
@@ -109,7 +109,7 @@ class ScoreQueue:
         scores = [entry.scores[part.name] for entry in self._pending]
         running = [score for score in scores if isinstance(score, Future) and not score.done()]
         if len(running) >= MOST_WAITING:
-            running[0].exception()  # waits; an error is for take() to raise
+            running[0].exception()  # waits; take() raises errors
 
 
 def _done(score: PartScores | Future[PartScores]) -> PartScores:

@@ -1,4 +1,4 @@
-"""Rewards that ask a server which may hang, hang up or answer nonsense: retries, outages, and counts by cause."""
+"""Rewards from unreliable servers: retries, outages, and counts of failures by cause."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ OptionName = Callable[[str], str]
 NOT_INSTALLED = 'httpx is not installed. Run: pip install "lit-vgrpo[http]"'
 LONGEST_PAUSE_S = 30.0
 WRONG_PATH = (404, 405)
-"""Statuses of an address that takes no posts."""
+"""Statuses of an address that accepts no POST requests."""
 PASSING_STATUS = (408, 425, 429)
-"""Statuses below 500 that another try may cure."""
+"""Statuses below 500 that are retried."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Call(Generic[T_co]):
     """A request.
 
     Args:
-        content: makes its body, as keyword arguments of httpx; called in a worker thread when its turn comes.
-        read: turns the body of a status 200 into the result; a :class:`ProtocolError` is tried again.
+        content: builds the body, as keyword arguments of httpx; called in a worker thread just before sending.
+        read: converts the body of a status 200 into the result; a :class:`ProtocolError` is retried.
     """
 
     content: Callable[[], dict[str, Any]]
@@ -48,24 +48,25 @@ class Call(Generic[T_co]):
 
 @dataclass(frozen=True)
 class Failed:
-    """A request that was given up, with the reason in one line."""
+    """A request that failed for good, with the reason in one line."""
 
     reason: str
 
 
 @dataclass
 class _Batch:
-    """The requests of one call; the rest is skipped once one has found the server still down."""
+    """The requests of one call; the rest is skipped once one finds the server still down."""
 
     is_skipped: bool = False
 
 
 class Transport:
-    """Posts requests to one address, several at once.
+    """Sender of concurrent POST requests to one address.
 
-    Counts, for :meth:`take_counts`: each failed try under its cause (``timeout``, ``reset``, ``unreachable``,
+    Counts, for :meth:`take_counts`: each failed attempt by cause (``timeout``, ``reset``, ``unreachable``,
     ``status_500`` and the like, ``garbage``, ``wrong_number``, ``too_large``), of which ``retried`` were followed by
-    another try and ``gave_up`` were the last of a request; ``skipped`` requests were not sent, as the server was down.
+    another attempt and ``gave_up`` were a request's last; ``skipped`` requests were not sent because the server was
+    down.
 
     Args:
         url: address to post to.
@@ -82,20 +83,20 @@ class Transport:
         self._link: Link | None = None
 
     def __reduce__(self) -> tuple[type[Transport], tuple[str, Connection]]:
-        return Transport, (self.url, self.connection)  # a copy, in another process perhaps, connects for itself
+        return Transport, (self.url, self.connection)  # a copy, perhaps in another process, opens its own connections
 
     def check(self, option: OptionName = str) -> list[str]:
-        """Return the faults of the address, the packages and the token; asks no server.
+        """Return errors in the address, packages and token, without contacting the server.
 
         Args:
-            option: names an option of the reward in messages.
+            option: returns an option's name for messages.
         """
         missing = NOT_INSTALLED if find_spec("httpx") is None else None
         faults = (missing, address_fault(self.url), self.connection.token_fault())
         return [_naming(option, fault) for fault in faults if fault is not None]
 
     def ask(self, url: str, option: OptionName = str) -> Answer:
-        """Get another address of the same server, trying again while it cannot be reached.
+        """GET another address of the same server, retrying while it cannot be reached.
 
         Raises:
             RewardError: the server cannot be reached, does not answer or refuses the token.
@@ -110,7 +111,7 @@ class Transport:
                 answer = link.run(link.attempt("GET", url, {}, patience))
                 break
             except LinkClosed as error:
-                raise RewardError(f"The question to {url} was given up.") from error
+                raise RewardError(f"The request to {url} was cancelled.") from error
             except Fault as fault:
                 if fault.cause != "unreachable" or number == connection.retries:
                     advice = "Start the server, or set url to where it listens."
@@ -125,27 +126,27 @@ class Transport:
 
         Args:
             calls: the requests.
-            option: names an option of the reward in messages.
+            option: returns an option's name for messages.
 
         Raises:
-            RewardOutage: too many requests failed in a row, and ``connection.on_outage`` says stop.
+            RewardOutage: too many requests failed in a row, and ``connection.on_outage`` is stop.
             ModuleNotFoundError: httpx is missing.
         """
         link, posted = self._open(), list(calls)
         try:
             answers = link.run(self._send(link, posted))
         except LinkClosed:
-            return [Failed(f"{self.url} was not asked: the run is ending") for _ in posted]
+            return [Failed(f"{self.url} was not contacted: the run is ending") for _ in posted]
         if self._is_down and self.connection.on_outage == "stop":
             failed, self._failed_in_a_row = self._failed_in_a_row, 0
             reason = next((answer.reason for answer in answers if isinstance(answer, Failed)), f"{self.url} failed")
-            advice = "Look after the server and resume the run"
+            advice = "Repair the server and resume the run"
             if any(f"status {status}" in reason for status in WRONG_PATH):
-                address = "the address that it scores at; lightning serve-reward's ends in /score"
+                address = "its scoring address, which for lightning serve-reward ends in /score"
                 advice = f"Set {option('url')} to {address}"
             raise RewardOutage(
                 f"{reason}, and so did {failed} requests in a row. {advice}, or set "
-                f"{option('connection.on_outage')}=nan to go on without its scores."
+                f"{option('connection.on_outage')}=nan to continue without its scores."
             )
         return answers
 
@@ -162,7 +163,7 @@ class Transport:
         return dict(sorted(counts.items()))
 
     def close(self) -> None:
-        """Give up what is under way and close the connections; the next request opens them again."""
+        """Cancel pending requests and close the connections; the next request reopens them."""
         link, self._link = self._link, None
         if link is not None:
             link.close()
@@ -185,18 +186,18 @@ class Transport:
         tasks = [asyncio.create_task(self._request(link, call, batch)) for call in calls]
         try:
             return await asyncio.gather(*tasks)
-        except BaseException:  # a request that cannot be made
+        except BaseException:  # the content of a request cannot be built
             for task in tasks:
                 task.cancel()
             raise
 
     async def _request(self, link: Link, call: Call[T], batch: _Batch) -> T | Failed:
-        async with link.slots:  # kept while a retry waits, so that what comes later learns whether the server is down
+        async with link.slots:  # held while a retry waits, so that later requests know whether the server is down
             if self._is_down:
                 async with link.probing:  # one at a time, without retries, until one is answered
                     if self._is_down and (batch.is_skipped or self.connection.on_outage == "stop"):
                         self.count("skipped")
-                        return Failed(f"{self.url} is down and was not asked again")
+                        return Failed(f"{self.url} is down and was not contacted again")
                     if self._is_down:
                         answer = await self._post(link, call, 0)
                         batch.is_skipped = isinstance(answer, Failed)
@@ -253,11 +254,11 @@ class RemoteReward(Reward):
         self._is_loaded = False
 
     def check(self) -> list[str]:
-        """Return the faults of the address, the packages and the token; asks no server."""
+        """Return errors in the address, packages and token, without contacting the server."""
         return self._transport.check(self.option)
 
     def load(self) -> None:
-        """Ask the server once whether it is the right one.
+        """Check once that the server is the right one.
 
         Raises:
             RewardError: it cannot be reached, refuses the token or is not the right one.
@@ -268,7 +269,7 @@ class RemoteReward(Reward):
 
     @abstractmethod
     def _check_server(self) -> None:
-        """Ask the server whether it is the right one, or raise :class:`RewardError`."""
+        """Check that the server is the right one, or raise :class:`RewardError`."""
 
     def take_counts(self) -> dict[str, int]:
         return self._transport.take_counts()
@@ -278,5 +279,5 @@ class RemoteReward(Reward):
 
 
 def _naming(option: OptionName, fault: str) -> str:
-    """Return a message with its options named for who reads it."""
+    """Replace option names in a message by the names the reader types."""
     return re.sub(r"(?<![\w.])(url(?=[= ])|connection\.\w+)", lambda found: option(found.group()), fault)

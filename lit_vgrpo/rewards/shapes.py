@@ -1,4 +1,4 @@
-"""A verifiable reward for the shapes task: find the shape, then check its colour, kind and place."""
+"""A verifiable reward for the shapes task: finds the shape, then checks its colour, kind and place."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Check = Literal["mean", "colour", "shape", "place"]
 
 _MIN_CONTRAST = 0.25  # RGB distance of the shape from the background
 _MIN_AREA, _MAX_AREA = 20.0, 300.0  # pixels at 32 x 32; the task's own shapes have 50 to 125
-_MIN_SHARE = 0.7  # of the foreground that is the largest blob: a picture of two shapes is not a picture of one
+_MIN_SHARE = 0.7  # of the foreground in the largest blob: rejects images of two shapes
 _MAX_COLOUR_DISTANCE = 0.35  # RGB; the closest two colours of the palette are .52 apart
 _MIN_OVERLAP = 0.7  # intersection over union with the best template
 
 
 class ShapesReward(Reward):
-    """How much of a prompt such as ``a red circle on the left`` a picture shows.
+    """Correctness of colour, shape and place for prompts such as ``a red circle on the left``.
 
-    Each check is 0 or 1; a picture without exactly one shape fails all of them. The attributes come from the row's
+    Each check is 0 or 1; an image without exactly one shape fails all of them. The attributes come from the row's
     fields ``colour``, ``shape`` and ``place``, else from the prompt; a prompt that does not name them scores NaN.
 
     Args:
@@ -57,12 +57,12 @@ class ShapesReward(Reward):
         return scores / len(self.checked)
 
 
-# One recipe often asks for all three checks as rewards of their own, on the very same tensor.
+# Recipes often use all three checks as separate rewards on the same tensor.
 _SEEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _recognise_once(images: Tensor) -> dict[str, Tensor]:
-    if images.is_inference():  # which keeps no count of what is written to it
+    if images.is_inference():  # inference tensors have no version counter
         return recognise(images)
     version, seen = _SEEN.get(images, (None, None))
     if version != images._version:
@@ -72,10 +72,10 @@ def _recognise_once(images: Tensor) -> dict[str, Tensor]:
 
 
 def recognise(images: Tensor) -> dict[str, Tensor]:
-    """Read colour, shape and place off pictures.
+    """Recognise colour, shape and place in images.
 
     Args:
-        images: shape ``(B, 3, H, W)`` in [0, 1]; resized to 32 x 32 where they are not.
+        images: shape ``(B, 3, H, W)`` in [0, 1]; resized to 32 x 32 if necessary.
 
     Returns:
         ``{"colour", "shape", "place"}``, each of shape ``(B,)``, long: the index in `CHOICES`, or -2 for none.
@@ -94,7 +94,7 @@ def recognise(images: Tensor) -> dict[str, Tensor]:
     share = size / foreground.flatten(1).sum(1).clamp_min(1)
     valid = (peak > _MIN_CONTRAST) & (size >= _MIN_AREA) & (size <= _MAX_AREA) & (share >= _MIN_SHARE)
 
-    # Steeper than the rim itself: the outline lies at half contrast however blurred the picture is.
+    # Steeper than the edge itself: the outline is at half contrast however blurred the image is.
     weight = (2 * alpha - 0.5).clamp(0, 1) * _dilate(blob)
     area = weight.flatten(1).sum(1).clamp_min(1)
     grid = torch.arange(IMAGE_SIZE, device=images.device) + 0.5
@@ -113,7 +113,7 @@ def _colour(images: Tensor, weight: Tensor) -> Tensor:
 
 
 def _shape(weight: Tensor, x: Tensor, y: Tensor, area: Tensor) -> Tensor:
-    """Return the template that overlaps most, each drawn with the blob's own centroid and area."""
+    """Return the template with the largest overlap, each drawn with the blob's centroid and area."""
     overlaps = []
     for shape in SHAPES:
         template = coverage(shape, x, y, area)
@@ -127,7 +127,7 @@ def _place(x: Tensor, y: Tensor) -> Tensor:
     offset = torch.stack([x, y], 1) - IMAGE_SIZE / 2
     steps = torch.tensor(list(PLACES.values()), dtype=offset.dtype, device=offset.device)
     along, index = (offset @ steps.T).max(1)
-    # In the middle, or as far across as along, the place is ambiguous.
+    # In the middle, or on a diagonal, the place is ambiguous.
     clear = (along >= 2.5) & (along >= math.sqrt(0.5) * offset.norm(dim=1) * 1.1)
     return torch.where(clear, index, -2)
 
@@ -138,7 +138,7 @@ def _border(images: Tensor) -> Tensor:
 
 
 def _majority(mask: Tensor) -> Tensor:
-    """Drop specks and fill holes: a pixel is what at least 5 of its 3 x 3 neighbourhood are."""
+    """Drop specks and fill holes by a majority vote in each 3 x 3 neighbourhood."""
     return F.avg_pool2d(mask.float()[:, None], 3, 1, 1)[:, 0] > 4.5 / 9
 
 
@@ -153,7 +153,7 @@ def _dilate(mask: Tensor) -> Tensor:
 
 
 def _largest_blob(mask: Tensor) -> Tensor:
-    """Return the connected region around the place where the mask is densest, grown by up to 24 pixels."""
+    """Return the connected region around the mask's densest point, grown by up to 24 pixels."""
     density = F.avg_pool2d(mask.float()[:, None], 7, 1, 3)[:, 0].masked_fill(~mask, -1)
     blob = torch.zeros_like(mask)
     blob.flatten(1)[torch.arange(len(mask), device=mask.device), density.flatten(1).argmax(1)] = True

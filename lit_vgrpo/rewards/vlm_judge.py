@@ -30,17 +30,17 @@ Judge how well the image was made from its caption. Look at two things.
 Name each element of the caption and whether the image shows it, as 'element (type): 1', or 0 where it does not. Then \
 give one score from 1 to 5 for the image as a whole, in a last line 'Final Score: x'.
 Text Caption: [{prompt}]"""
-"""Asks for what UnifiedReward's pointwise prompt asks for, and for an answer of the same form, in other words."""
+"""Asks the same as UnifiedReward's pointwise prompt, for the same answer format, in our words."""
 LONGEST_NAME = 100
-"""Characters of a model's name that are shown."""
+"""Maximum characters of a model's name in messages."""
 LONGEST_VERDICT = 10_000
-"""Characters at an answer's end that are searched for its JSON object."""
+"""Characters at the end of an answer that are searched for a JSON object."""
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A judge's score of an image, or why there is none and the cause it is counted under."""
+    """A judge's score of an image, or why there is none, with its cause in the counts."""
 
     score: float
     cause: str | None = None
@@ -60,16 +60,16 @@ class VLMJudge(RemoteReward):
         name: key of the score.
         prompt_template: the question; ``{prompt}`` and ``{field}`` stand for fields of the prompt's row. The model card
             of a trained judge has the wording it was trained on: scores of other wordings are not comparable.
-        score_pattern: regular expression whose one group is the score; its last match counts.
+        score_pattern: regular expression with one group, the score; the last match counts.
         score_key: key of the score in an answer that is a JSON object; replaces ``score_pattern``.
         score_range: lowest and highest valid score; null for any.
         normalise: map ``score_range`` to [0, 1].
         max_tokens: length limit of an answer.
-        temperature: 0 takes the likeliest answer.
+        temperature: of sampling; 0 is greedy.
         seed: of the server's sampler; null sends none.
         system_prompt: precedes the question; null for none.
         extra_body: additional fields of the request, such as ``{chat_template_kwargs: {enable_thinking: false}}``.
-        connection: timeouts, retries, simultaneous requests, the token, and what to do when the server is down.
+        connection: timeouts, retries, simultaneous requests, the token, and the reaction to an outage.
 
     Source:
         Pointwise judging, the range 1 to 5 and the line with the final score: UnifiedReward, arXiv 2503.05236.
@@ -96,11 +96,11 @@ class VLMJudge(RemoteReward):
             self.score_pattern = re.compile(score_pattern)
         except re.error as error:
             raise ValueError(
-                f"score_pattern={score_pattern!r} is no regular expression ({error}). Use {SCORE_PATTERN!r}."
+                f"score_pattern={score_pattern!r} is not a regular expression ({error}). Use {SCORE_PATTERN!r}."
             ) from error
         if self.score_pattern.groups != 1:
             raise ValueError(
-                f"score_pattern={score_pattern!r} has {self.score_pattern.groups} groups. Put one round the score."
+                f"score_pattern={score_pattern!r} has {self.score_pattern.groups} groups. Put one around the score."
             )
         if score_range is not None and not score_range[0] < score_range[1]:
             raise ValueError(f"score_range={list(score_range)} is empty. Write [lowest, highest].")
@@ -126,10 +126,10 @@ class VLMJudge(RemoteReward):
         missing = [field for field in _FIELD.findall(self.prompt_template) if field not in known]
         if not missing:
             return None
-        return f"prompt_template asks for {{{missing[0]}}}, which the row lacks. {suggestion(missing[0], known)}"
+        return f"prompt_template uses {{{missing[0]}}}, which the row lacks. {suggestion(missing[0], known)}"
 
     def _check_server(self) -> None:
-        """Compare the model with the server's list; a server without one is taken at its word."""
+        """Check that the server lists the model, if it has a list."""
         answer = self._transport.ask(f"{self.url}/models", self.option)
         try:
             models = [str(entry["id"]) for entry in json.loads(answer.body)["data"]] if answer.status == 200 else []
@@ -167,7 +167,7 @@ class VLMJudge(RemoteReward):
                 return Verdict(
                     math.nan, "cut", f"the answer was cut before the score. Raise max_tokens={self.max_tokens}"
                 )
-            return Verdict(math.nan, "unparsable", f"the answer holds no score: {one_line(text)[-100:]!r}")
+            return Verdict(math.nan, "unparsable", f"the answer has no score: {one_line(text)[-100:]!r}")
         if self.score_range is None:
             return Verdict(score)
         low, high = self.score_range
@@ -191,7 +191,7 @@ class VLMJudge(RemoteReward):
 
     def _content(self, image: Tensor, prompt: str, row: dict[str, Any]) -> dict[str, Any]:
         fields = {**row, "prompt": prompt}
-        # one pass: braces inside a prompt are the prompt's own
+        # one pass, so that braces inside a prompt stay as they are
         question = _FIELD.sub(lambda match: str(fields[match.group(1)]), self.prompt_template)
         picture = "data:image/png;base64," + base64.b64encode(encode_png(image)).decode()
         content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": question}]
@@ -212,15 +212,15 @@ def _text_of(body: bytes) -> tuple[str, bool]:
         choice = json.loads(body)["choices"][0]
         text, finish = choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise ProtocolError("it is no chat completion") from error
+        raise ProtocolError("it is not a chat completion") from error
     if not isinstance(text, str):
-        text = ""  # a model that only thought, or called a tool
+        text = ""  # the model only reasoned, or called a tool
     return text, finish == "length"
 
 
 def _object_in(text: str) -> dict[str, Any]:
-    """Return the last JSON object in a text, which may be in a code fence or follow other words."""
-    text = text[-LONGEST_VERDICT:]  # each brace that opens nothing costs a pass over the text
+    """Return the last JSON object in a text, which may be in a code fence or follow other text."""
+    text = text[-LONGEST_VERDICT:]  # each unmatched brace costs a pass over the text
     decoder, found, place = json.JSONDecoder(), {}, text.find("{")
     while place >= 0:
         try:

@@ -1,4 +1,4 @@
-"""Single files of weights, as the scorers publish them, read without unpickling anything but tensors."""
+"""Single-file weights, as published for reward models, read without unpickling anything but tensors."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".safetensors"})
 
 
 def file_fault(checkpoint: str, filename: str, what_to_set: str) -> str | None:
-    """Why a file of weights cannot be had, in one line, or None.
+    """Return why a file of weights is not available, in one line, or None.
 
     Args:
-        checkpoint: the file itself, a local folder that holds ``filename``, or a hub name.
-        filename: what the file is called where it is published.
+        checkpoint: the file itself, a local folder with ``filename``, or a hub name.
+        filename: the file's published name.
         what_to_set: the recipe's key of the checkpoint, for the message.
     """
     path = _as_file(checkpoint)
     if path is None:
         return explain_unloadable(checkpoint, filename, what_to_set)
     if not path.is_file():
-        return f"{path} is not a file. Set {what_to_set} to {filename}, to a folder that holds it, or to a hub name."
+        return f"{path} is not a file. Set {what_to_set} to {filename}, to a folder with this file, or to a hub name."
     return None
 
 
@@ -54,10 +54,10 @@ def weights_path(checkpoint: str, filename: str, what_to_set: str) -> Path:
 
 
 def read_weights(path: Path, what_to_set: str) -> dict[str, Tensor]:
-    """Return the tensors of a file by name, on the CPU; those of ``state_dict`` where the file holds more.
+    """Return a file's tensors by name, on the CPU; those of ``state_dict`` if the file has one.
 
     Raises:
-        LoadError: the file holds no tensors, or something that would have to be unpickled.
+        LoadError: the file has no tensors, or anything that would have to be unpickled.
     """
     remedy = f"Set {what_to_set} to a file of weights."
     try:
@@ -67,39 +67,37 @@ def read_weights(path: Path, what_to_set: str) -> dict[str, Tensor]:
             content: Any = load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # readers of zip and pickle files raise nearly anything on a foreign file
-        raise LoadError(
-            f"Cannot load {path}: not a file of tensors alone ({type(error).__name__}). {remedy}"
-        ) from error
+    except Exception as error:  # readers of zip and pickle files may raise almost anything
+        raise LoadError(f"Cannot load {path}: not a pure tensor file ({type(error).__name__}). {remedy}") from error
     if isinstance(content, Mapping):
         content = content.get("state_dict", content)
     if not (isinstance(content, Mapping) and content and all(isinstance(w, Tensor) for w in content.values())):
-        raise LoadError(f"Cannot load {path}: it holds no weights by name. {remedy}")
+        raise LoadError(f"Cannot load {path}: it has no named weights. {remedy}")
     return {str(name).removeprefix("module."): weight for name, weight in content.items()}
 
 
 def fill(model: nn.Module, weights: Mapping[str, Tensor], path: Path, what_to_set: str) -> None:
-    """Copy weights into a model, each of them into its place.
+    """Load weights into a model, which must match exactly.
 
     Raises:
-        LoadError: weights of another model.
+        LoadError: the weights belong to a different model.
     """
     places = model.state_dict()
     faults = {
         "missing": [name for name in places if name not in weights],
         "unknown": [name for name in weights if name not in places],
-        "of another shape": [n for n, weight in weights.items() if n in places and weight.shape != places[n].shape],
+        "of a different shape": [n for n, weight in weights.items() if n in places and weight.shape != places[n].shape],
     }
     found = [f"{len(names)} weights {what}, such as {names[0]}" for what, names in faults.items() if names]
     if found:
         raise LoadError(
-            f"Cannot load {path}: it holds another model ({'; '.join(found)}). Set {what_to_set} to its own."
+            f"Cannot load {path}: it holds a different model ({'; '.join(found)}). Set {what_to_set} to the right file."
         )
     model.load_state_dict(weights)
 
 
 def unloadable(checkpoint: str, error: Exception, remedy: str) -> LoadError:
-    """Return a library's own words on a checkpoint, cut to one line."""
+    """Return an error with the library's message about a checkpoint, shortened to one line."""
     reason = one_line(str(error).strip().split("\n")[0]).rstrip(".") or type(error).__name__
     return LoadError(f"Cannot load {checkpoint}: {reason}. {remedy}")
 
@@ -108,5 +106,5 @@ def _as_file(checkpoint: str) -> Path | None:
     try:
         path = resolve_path(checkpoint)
     except ValueError:
-        return None  # said where it is taken for a folder
+        return None  # reported when it is treated as a folder
     return path if path.is_file() or (path.suffix in SUFFIXES and not path.is_dir()) else None

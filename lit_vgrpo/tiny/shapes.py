@@ -1,4 +1,4 @@
-"""Pictures of one coloured shape, and the prompts that describe them: the project's own verifiable task."""
+"""Images of one coloured shape, and the prompts that describe them: the project's own verifiable task."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _AREA_PER_RADIUS_SQUARED = {"circle": math.pi, "square": 3.24, "triangle": 2.03}
 
 
 class Attributes(NamedTuple):
-    """The attributes of one picture, in the words of the prompt."""
+    """The attributes of one image, in the words of the prompt."""
 
     colour: str
     shape: str
@@ -43,7 +43,7 @@ class Attributes(NamedTuple):
 
 
 def prompt_of(colour: str, shape: str, place: str) -> str:
-    """Return the prompt of one picture, e.g. ``a red circle on the left``."""
+    """Return the prompt of one image, e.g. ``a red circle on the left``."""
     return f"a {colour} {shape} {place}"
 
 
@@ -72,7 +72,7 @@ def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor, size: int = IMAGE_S
         x: horizontal centroid in pixels, shape ``(B,)``.
         y: vertical centroid in pixels, downwards, shape ``(B,)``.
         area: in square pixels, shape ``(B,)``.
-        size: side of the square picture in pixels.
+        size: side of the square image in pixels.
 
     Returns:
         Shape ``(B, size, size)``, in [0, 1]: about the covered part of each pixel.
@@ -94,7 +94,7 @@ def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor, size: int = IMAGE_S
 
 
 def render(colour: str, shape: str, place: str, generator: torch.Generator | None = None) -> Tensor:
-    """Render one picture, with a random size and position around its place.
+    """Render one image, with a random size and position around its place.
 
     Returns:
         Shape ``(3, 32, 32)``, float32 in [0, 1], on the CPU.
@@ -119,7 +119,7 @@ def render(colour: str, shape: str, place: str, generator: torch.Generator | Non
 
 
 class ShapesImages:
-    """Training pictures for the denoising objective, with captions that are often wrong.
+    """Training images for the denoising objective, with captions that are often wrong.
 
     Args:
         caption_noise: probability, for each of the three attributes by itself, that the caption names another value.
@@ -134,10 +134,10 @@ class ShapesImages:
     def __call__(
         self, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], generators: Sequence[torch.Generator]
     ) -> tuple[Tensor, list[str]]:
-        """Render each row's picture and caption it.
+        """Render each row's image and caption it.
 
         Returns:
-            Pictures of shape ``(B, 3, 32, 32)``, float32 in [0, 1], and one caption a picture.
+            Images of shape ``(B, 3, 32, 32)``, float32 in [0, 1], and one caption an image.
 
         Raises:
             ValueError: a prompt, with its row's fields, does not name all three attributes.

@@ -1,4 +1,4 @@
-"""Pictures of one short printed word, and the prompts that quote it: the project's own task for the OCR reward."""
+"""Images of one short printed word, and the prompts that quote it: the project's own task for the OCR reward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def render(word: str, generator: torch.Generator) -> Tensor:
     """Print a word near the centre, in one of five dark colours on light grey.
 
     Args:
-        word: what to print; three letters fill the picture.
+        word: what to print; three letters fill the image.
         generator: ink, grey and place are drawn from it alone.
 
     Returns:
@@ -73,12 +73,12 @@ def random_letters(generator: torch.Generator) -> str:
 
 
 def random_pictures(count: int, generator: torch.Generator) -> Tensor:
-    """Return pictures of random letters, shape ``(count, 3, 16, 40)`` in [0, 1]."""
+    """Return images of random letters, shape ``(count, 3, 16, 40)`` in [0, 1]."""
     return torch.stack([render(random_letters(generator), generator) for _ in range(count)])
 
 
 class WordImages:
-    """Training pictures for the denoising objective, with captions that are often misspelt.
+    """Training images for the denoising objective, with captions that are often misspelt.
 
     They show random letters, whatever the rows say: words, the held-out ones too, come by chance alone.
 
@@ -95,10 +95,10 @@ class WordImages:
     def __call__(
         self, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], generators: Sequence[torch.Generator]
     ) -> tuple[Tensor, list[str]]:
-        """Return one picture of random letters and one caption for each generator.
+        """Return one image of random letters and one caption for each generator.
 
         Returns:
-            Pictures of shape ``(B, 3, 16, 40)``, float32 in [0, 1], and one caption a picture.
+            Images of shape ``(B, 3, 16, 40)``, float32 in [0, 1], and one caption an image.
         """
         shown = [random_letters(generator) for generator in generators]
         images = [render(letters, generator) for letters, generator in zip(shown, generators, strict=True)]

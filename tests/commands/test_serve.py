@@ -122,9 +122,9 @@ def test_version_says_what_is_served(ask):
     [
         (b"\x80\x04\x95", 422, "not JSON"),
         (b"", 422, "not JSON: nothing"),
-        (b'{"images": ["YWJj"], "prompts": ["a"]}', 422, "images[0]: 3 bytes are no PNG file"),
+        (b'{"images": ["YWJj"], "prompts": ["a"]}', 422, "images[0]: its 3 bytes are not a PNG file"),
         (b'{"images": [], "prompts": []}', 422, "no images"),
-        (body_of(make_images(9)[0]), 413, "9 images are more than the 8"),
+        (body_of(make_images(9)[0]), 413, "9 images exceed the limit of 8"),
         (bytes(1_000_001), 413, "larger than 1000000 bytes"),
         (b'{"rows": [' + b"{}," * 8000, 413, "more than 8000 values"),
     ],
@@ -287,7 +287,7 @@ def test_a_reward_that_breaks_its_contract_is_an_error_and_not_a_score():
     with Serving(Wrong()) as serving:
         answer = httpx.post(serving.url, content=body_of(make_images(2)[0]), timeout=30)
         assert answer.status_code == 500
-        assert "Return one score for each image" in answer.json()["detail"]
+        assert "Return one score per image" in answer.json()["detail"]
         assert httpx.get(serving.url.replace("score", "health")).json()["waiting"] == 0
 
 

@@ -52,7 +52,8 @@ def test_a_head_of_another_width_is_one_line(tmp_path, clip_folder):
     path = tmp_path / "head.pth"
     torch.save(head_weights(8, torch.Generator()), path)
     with pytest.raises(
-        RuntimeError, match=r"of another shape, such as layers\.0\.weight.*AestheticScore\.clip to its own\.$"
+        RuntimeError,
+        match=r"of a different shape, such as layers\.0\.weight.*AestheticScore\.clip to the right file\.$",
     ):
         AestheticScore(str(path), clip=str(clip_folder)).load()
 
@@ -60,5 +61,5 @@ def test_a_head_of_another_width_is_one_line(tmp_path, clip_folder):
 def test_a_missing_clip_is_a_fault(aesthetic_file, tmp_path):
     (fault,) = AestheticScore(str(aesthetic_file), clip=str(tmp_path / "no")).check()
     assert "Set AestheticScore.clip to" in fault
-    with pytest.raises(ValueError, match=r"^clip='' names nothing"):
+    with pytest.raises(ValueError, match=r"^clip='' is empty"):
         AestheticScore(clip="")

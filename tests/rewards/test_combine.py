@@ -109,7 +109,7 @@ def test_an_image_that_is_not_finite_fails_and_reaches_no_reward():
     assert batch.ok.tolist() == [True, False, True, True]
     assert batch.parts["field"][[0, 2, 3]].tolist() == [0, 2, 3]
     assert [len(images) for images in seen] == [3]
-    assert batch.errors == {"field": "1 of 4 images hold NaN or infinite pixels"}
+    assert batch.errors == {"field": "1 of 4 images have NaN or infinite pixels"}
     assert not score(Field(), images=torch.full_like(IMAGES, math.inf)).ok.any()
 
 
@@ -217,7 +217,7 @@ def test_a_failed_score_stays_failed_through_clip_and_normalisation():
     ("options", "said"),
     [
         ({"clips": [(1.0, 1.0)]}, r"clips=\[1.0, 1.0\] is an empty range"),
-        ({"clips": []}, r"clips=\[\] does not fit 1 rewards"),
+        ({"clips": []}, r"clips=\[\] does not match 1 rewards"),
         (
             {"normalise": [(0.0, 0.0)]},
             r"normalise=\[\(0.0, 0.0\)\] holds 0.0, which is too small",
@@ -275,7 +275,7 @@ def test_a_sum_with_others_beside_it():
     assert batch.total.tolist() == [0, 2, 4, 6]
     assert other.total(batch.parts, batch.applies).tolist() == [0, 1, 1, 1]
     assert trained.observing(None) is trained
-    with pytest.raises(ValueError, match='heldout_reward holds "a", which'):
+    with pytest.raises(ValueError, match='heldout_reward has a "a", as model.reward does'):
         trained.observing(Weighted([Field("a")]))
 
 
@@ -307,8 +307,8 @@ def test_as_weighted():
     ("rewards", "weights", "error", "said"),
     [
         ([], None, ValueError, "rewards=\\[\\]"),
-        ([Field()], [1.0, 2.0], ValueError, "does not fit 1 rewards"),
-        ([Field()], [0.0], ValueError, "at least one is not 0"),
+        ([Field()], [1.0, 2.0], ValueError, "does not match 1 rewards"),
+        ([Field()], [0.0], ValueError, "are all 0. Set at least one"),
         ([Field()], [math.nan], ValueError, "Use a finite number for each"),
         ([Field("")], None, ValueError, "Field has no name"),
         ([lambda images: images], None, TypeError, "function is not a reward"),
@@ -353,5 +353,5 @@ def test_what_a_reward_says_of_a_failure_cannot_take_over_the_terminal():
 
 @pytest.mark.parametrize("name", ["a\x1b[2J", "two\nlines"])
 def test_a_name_that_cannot_be_printed_is_refused(name):
-    with pytest.raises(ValueError, match="cannot be printed"):
+    with pytest.raises(ValueError, match="has unprintable characters"):
         Weighted([Field(name)])

@@ -102,7 +102,7 @@ def test_images_of_another_kind_are_refused():
 
 
 def test_what_is_no_number_is_said():
-    with pytest.raises(RewardError, match="own_rewards:words returned list, not a number for each image"):
+    with pytest.raises(RewardError, match="own_rewards:words returned list, not one number per image"):
         score("words")
 
 

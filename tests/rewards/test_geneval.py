@@ -280,7 +280,7 @@ def test_missing_folders_are_faults(tmp_path):
 def test_models_of_other_families_are_faults(detector_folder, clip_folder):
     faults = GenEval(str(clip_folder), str(detector_folder)).check()
     assert len(faults) == 2
-    assert f"{clip_folder} holds a model of type 'clip', which detects no objects." in faults[0]
+    assert f"{clip_folder} holds a model of type 'clip', which is not an object detector." in faults[0]
     assert f"{detector_folder} holds a model of type 'yolos', not 'clip'." in faults[1]
     assert all("\n" not in fault for fault in faults)
 

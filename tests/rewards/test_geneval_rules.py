@@ -255,8 +255,8 @@ def test_the_classes_are_cocos():
         ({"include": ["bench"]}, "include[0]='bench' is not a mapping."),
         ({"include": [{"class": "banch", "count": 1}]}, "include[0].class='banch' is not a class of the detector. Did"),
         ({"include": [{"count": 1}]}, "include[0].class=None is not a class"),
-        ({"include": [{"class": "bench"}]}, "include[0].count=None is not a number"),
-        ({"include": [{"class": "bench", "count": 0}]}, "include[0].count=0 is not a number"),
+        ({"include": [{"class": "bench"}]}, "include[0].count=None is not a positive whole number"),
+        ({"include": [{"class": "bench", "count": 0}]}, "include[0].count=0 is not a positive whole number"),
         (
             {"include": [{"class": "bench", "count": 1, "color": "grean"}]},
             "color='grean' is not a color of GenEval. Did",
@@ -265,10 +265,10 @@ def test_the_classes_are_cocos():
             {"include": [*LEFT["include"], {**LEFT["include"][1], "position": ["near", 0]}]},
             "include[2].position=['near'",
         ),
-        ({"include": [{**LEFT["include"][1], "position": ["above", 0]}]}, "points at no requirement before it"),
+        ({"include": [{**LEFT["include"][1], "position": ["above", 0]}]}, "does not refer to an earlier requirement"),
         (
             {"include": [LEFT["include"][0], {**LEFT["include"][1], "position": ["above", -1]}]},
-            "points at no requirement",
+            "does not refer to an earlier requirement",
         ),
         ({**BENCH, "exclude": [{"class": "bench", "count": 0}]}, "exclude[0].count=0"),
     ],

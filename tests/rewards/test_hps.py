@@ -85,7 +85,9 @@ def test_an_unknown_architecture_is_a_fault(hps_checkpoint):
 def test_weights_of_another_architecture_are_one_line(hps_checkpoint, tmp_path):
     scorer_files.write_hps(tmp_path, "wider-hps", embed_dim=24)
     reward = HPSv2(str(hps_checkpoint[0]), model="wider-hps")
-    said = r"it holds another model \(2 weights of another shape, .*\)\. Set HPSv2\.checkpoint and HPSv2\.model to"
+    said = (
+        r"it holds a different model \(2 weights of a different shape, .*\)\. Set HPSv2\.checkpoint and HPSv2\.model to"
+    )
     with pytest.raises(RuntimeError, match=said) as caught:
         reward.load()
     assert "\n" not in str(caught.value)

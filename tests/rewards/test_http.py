@@ -240,10 +240,10 @@ def test_the_token_comes_from_the_environment_and_is_sent(monkeypatch):
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("127.0.0.1:8000/score", "no address of a web server"),
-        ("ftp://host/score", "no address of a web server"),
-        ("http:///score", "no address of a web server"),
-        ("http://host:99999/score", "no address"),
+        ("127.0.0.1:8000/score", "is not a web address"),
+        ("ftp://host/score", "is not a web address"),
+        ("http:///score", "is not a web address"),
+        ("http://host:99999/score", "is not an address"),
         ("http://user:pw@host/score", "token_env"),
     ],
 )
@@ -260,7 +260,7 @@ def test_a_missing_token_or_package_is_found_before_anything_starts(monkeypatch)
     reward = HTTPReward("http://127.0.0.1:1/score", connection=Connection(token_env="REWARD_TOKEN"))
     assert "REWARD_TOKEN is not in the environment" in reward.check()[0]
     monkeypatch.setenv("REWARD_TOKEN", "two words")
-    assert "REWARD_TOKEN holds no token" in reward.check()[0]
+    assert "REWARD_TOKEN is not a valid token" in reward.check()[0]
     assert "words" not in reward.check()[0]
     monkeypatch.setitem(sys.modules, "httpx", None)
     reward = HTTPReward("http://127.0.0.1:1/score")

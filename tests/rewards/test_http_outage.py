@@ -27,7 +27,7 @@ def http(url, **options):
 def test_a_wrong_path_is_said_to_be_one():
     with FaultServer(then=answering(b"Not Found", 404)) as server:
         reward = http(server.url)
-        with pytest.raises(RewardOutage, match="Set HTTPReward.url to the address .* ends in /score"):
+        with pytest.raises(RewardOutage, match="Set HTTPReward.url to its scoring address.* ends in /score"):
             reward(*images(8))
         reward.close()
 
@@ -127,8 +127,8 @@ def test_a_server_that_hangs_is_a_clear_line_before_anything_starts():
     [
         ((401, b"{}"), "status 401. Set HTTPReward.connection.token_env"),
         ((403, b"{}"), "status 403. Set HTTPReward.connection.token_env"),
-        ((200, b'{"protocol": 7}'), "speaks version 7"),
-        ((200, b'{"protocol": "\\u001b[2J\\n"}'), r"speaks version \?\[2J of"),
+        ((200, b'{"protocol": 7}'), "uses version 7"),
+        ((200, b'{"protocol": "\\u001b[2J\\n"}'), r"uses version \?\[2J of"),
         ((404, b""), None),
         ((500, b""), None),
         ((200, b"v1.2"), None),

@@ -131,6 +131,6 @@ def test_the_tokenizer_beside_the_weights_is_taken(image_reward_folder, tmp_path
 def test_a_file_without_blip_is_one_line(aesthetic_file, image_reward_folder):
     other = ImageReward(str(aesthetic_file), tokenizer=str(image_reward_folder))
     with pytest.raises(
-        RuntimeError, match=r"^Cannot load .*linearMSE\.pth: it holds no .*Set ImageReward\.checkpoint to"
+        RuntimeError, match=r"^Cannot load .*linearMSE\.pth: it has no .*Set ImageReward\.checkpoint to"
     ):
         other.load()

@@ -137,7 +137,7 @@ def test_only_on_a_cpu_of_its_own_it_runs_beside_the_policy(kind):
         ({"batch_size": 0}, "batch_size=0 is too small."),
         ({"dtype": "int8"}, "dtype='int8' is unknown."),
         ({"device": "gpu"}, "device='gpu' is unknown."),
-        ({"checkpoint": ""}, "checkpoint='' names nothing."),
+        ({"checkpoint": ""}, "checkpoint='' is empty."),
     ],
 )
 def test_wrong_arguments_are_refused(kind, arguments, said):

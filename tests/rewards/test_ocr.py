@@ -239,7 +239,7 @@ def test_a_package_without_models_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr("lit_vgrpo.rewards.ocr._models_folder", lambda: tmp_path)
     (tmp_path / "PP-OCRv6_rec_small.onnx").touch()
     (fault,) = OCRReward().check()
-    assert fault.startswith(f"rapidocr holds no det model in {tmp_path}. Run: pip install")
+    assert fault.startswith(f"rapidocr has no det model in {tmp_path}. Run: pip install")
     with pytest.raises(LoadError, match="no det model"):
         OCRReward().load()
 

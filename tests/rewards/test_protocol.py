@@ -196,15 +196,15 @@ BROKEN_REQUESTS = {
     "number": ({"images": [PNG], "prompts": ["a", "b"]}, "1 images, 2 prompts and 2 rows", "wrong_number"),
     "rows": ({"images": [PNG], "prompts": ["a"], "rows": ["a"]}, "rows is not a list of objects", "garbage"),
     "row_count": ({"images": [PNG], "prompts": ["a"], "rows": []}, "0 rows", "wrong_number"),
-    "many": ({"images": [PNG] * 4, "prompts": ["a"] * 4}, "4 images are more than the 3", "too_large"),
+    "many": ({"images": [PNG] * 4, "prompts": ["a"] * 4}, "4 images exceed the limit of 3", "too_large"),
     "large": (
         {"images": [base64.b64encode(encode_png(pixels(3, 9, 9))).decode()], "prompts": ["a"]},
-        "9 x 9 pixels are more than the 64",
+        "9 x 9 pixels exceed the limit of 64",
         "too_large",
     ),
     "large_together": (
         {"images": [base64.b64encode(encode_png(pixels(3, 6, 6))).decode()] * 2, "prompts": ["a", "b"]},
-        "72 pixels are more than the 64",
+        "72 pixels exceed the limit of 64",
         "too_large",
     ),
 }

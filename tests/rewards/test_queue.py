@@ -132,7 +132,7 @@ def test_closing_drops_what_waits_and_the_queue_works_again():
         raise KeyboardInterrupt
     gate.set()
     assert slow.is_closed
-    with pytest.raises(RewardError, match="nothing to take"):
+    with pytest.raises(RewardError, match="No images were put into the queue"):
         queue.take()
     put_all(queue, batches(1))
     assert len(queue.take()) == 2

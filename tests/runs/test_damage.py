@@ -140,4 +140,4 @@ def test_images_that_are_not_finite_are_not_written(inside, capsys):
     assert err.count("\n") == 1
     assert not Path("drawn").exists()
     assert evaluate(["run", "--checkpoint=huge.ckpt"]) == 1
-    assert "2 of 2 images hold NaN or infinite pixels" in capsys.readouterr().out
+    assert "2 of 2 images have NaN or infinite pixels" in capsys.readouterr().out
