@@ -1,4 +1,4 @@
-"""Lightning callbacks, one class a file."""
+"""Lightning callbacks, one class per file."""
 
 from lit_vgrpo.callbacks.collapse import CollapseStop
 from lit_vgrpo.callbacks.diagnostics import SurrogateDiagnostics

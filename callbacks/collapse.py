@@ -1,4 +1,4 @@
-"""Ends a run that is lost."""
+"""Ends a run that has collapsed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ COLLAPSED = "collapsed"
 
 @checked
 class CollapseStop(StopsRun):
-    """Stops a run whose weights are no longer finite, whose rewards no longer differ, or whose held-out reward fell.
+    """Stops a run with non-finite weights, constant rewards within groups, or a collapsed held-out reward.
 
-    Weights are looked at after every update, before anything is saved: a run with one that is not finite fails with
-    the reason, and no checkpoint holds it. The other two let the iteration end and save as an early stop does.
+    Weights are checked after every update, before anything is saved: the run fails with the reason, and no checkpoint
+    contains non-finite weights. In the other two cases the iteration ends and saves, as in an early stop.
 
     Args:
-        patience: iterations in a row in which no group has reward spread; null allows any number.
-        drop: how far the held-out reward may fall below its best, in standard deviations of the rewards in the first
-            iteration, a unit that follows the reward's own scale; null allows any fall.
-        patience_evaluations: evaluations in a row that are so low.
+        patience: consecutive iterations without reward spread in any group; null allows any number.
+        drop: maximum fall of the held-out reward below its best, in standard deviations of the first iteration's
+            rewards (which follow the reward's scale); null allows any fall.
+        patience_evaluations: consecutive evaluations below that bound.
 
     Raises:
-        ValueError: a number that is too small.
+        ValueError: a number is too small.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CollapseStop(StopsRun):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         found = [line for line in (self._flat(pl_module), self._fallen(trainer, pl_module)) if line is not None]
-        found = trainer.strategy.broadcast(found)  # one rank speaks for all
+        found = trainer.strategy.broadcast(found)  # rank 0 decides for all
         if found:
             self.end_run(trainer, COLLAPSED, f"Collapsed: {' '.join(found)}")
 
@@ -87,7 +87,7 @@ class CollapseStop(StopsRun):
         for name in STATE:
             setattr(self, name, state_dict[name])
 
-    # --- what is a collapse ----------------------------------------------------------------------------------------
+    # --- criteria --------------------------------------------------------------------------------------------------
 
     def _flat(self, module: L.LightningModule) -> str | None:
         """Return the warning for groups without spread for too many iterations, or ``None``."""
@@ -103,14 +103,14 @@ class CollapseStop(StopsRun):
         if self.patience is None or self.flat_iterations < self.patience:
             return None
         return (
-            f"no group has had reward spread for {self.flat_iterations} iterations, so that nothing is learned. The "
-            f"last rewards' mean is {float(rewards.mean()):.4g}."
+            f"no group has had reward spread for {self.flat_iterations} iterations, so there is no gradient. The mean "
+            f"of the last rewards is {float(rewards.mean()):.4g}."
         )
 
     def _fallen(self, trainer: L.Trainer, module: L.LightningModule) -> str | None:
         """Return the warning for a held-out reward far below its best for too long; each evaluation counts once.
 
-        It needs the unit, hence the rewards of an iteration.
+        Needs the first iteration's rewards as the unit.
         """
         assert isinstance(module, VGRPOModule)
         now = module.heldout.get(TRAINED, math.nan)

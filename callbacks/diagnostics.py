@@ -1,4 +1,4 @@
-"""How noisy the surrogate is."""
+"""Noise of the surrogate."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lit_vgrpo.module import VGRPOModule
 class SurrogateDiagnostics(L.Callback):
     """Logs the surrogate's coefficient of variation over all images and within groups.
 
-    The figure of arXiv 2604.23380: what differs within a group beyond the images themselves is noise in the ratio.
+    The metric of arXiv 2604.23380: variation within a group beyond that of the images is noise in the ratio.
 
     Args:
-        every_n_iterations: how often.
+        every_n_iterations: log every N iterations.
     """
 
     def __init__(self, every_n_iterations: PositiveInt = 1) -> None:

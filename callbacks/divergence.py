@@ -1,4 +1,4 @@
-"""Whether one score rises while another falls, from evaluation to evaluation."""
+"""Detection of one score rising while another falls over evaluations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 STANDARD_ERRORS = 2.0
-"""A change below so many standard errors is taken for noise."""
+"""Changes below this many standard errors count as noise."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Measurement:
 
     Attributes:
         iteration: iterations done.
-        trained: what is trained on: a value an image, NaN where there is none, or the mean alone.
-        watched: what is not: a value an image or prompt, or the mean alone.
+        trained: the score that is trained on: one value per image, NaN if missing, or only the mean.
+        watched: the score that is not: one value per image or prompt, or only the mean.
     """
 
     iteration: int
@@ -31,7 +31,7 @@ class Measurement:
 
 
 def finite_mean(values: Sequence[float]) -> float:
-    """Return the mean of the values that are finite; NaN where none is.
+    """Return the mean of the finite values; NaN if there are none.
 
     >>> finite_mean([1.0, math.nan, 3.0])
     2.0
@@ -41,7 +41,7 @@ def finite_mean(values: Sequence[float]) -> float:
 
 
 def change(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """Mean difference of values that belong together pair by pair, and its standard error: 0 for a single pair.
+    """Return the mean difference of paired values and its standard error, 0 for a single pair.
 
     >>> [round(value, 3) for value in change([0.0, 1.0, 2.0], [1.0, 2.0, 4.0])]
     [1.333, 0.333]
@@ -55,15 +55,15 @@ def change(before: Sequence[float], after: Sequence[float]) -> tuple[float, floa
 
 
 class Divergence:
-    """Counts evaluations in a row at which the trained score is up and the watched one down.
+    """Counter of consecutive evaluations with the trained score up and the watched score down.
 
-    Both are compared with the evaluation at which the watched score was highest, value by value, since the images are
-    made from the same noise each time. A change counts where it is larger than a share of what it changes and than two
-    standard errors; the latter are known only where there are several values.
+    Both are compared value by value with the evaluation where the watched score was highest, since images always start
+    from the same noise. A change counts if it exceeds both a share of the previous value and, if there are several
+    values, two standard errors.
 
     Args:
-        min_rise: smallest rise of the trained score, as a share of its absolute value.
-        min_drop: smallest fall of the watched one, likewise.
+        min_rise: minimum rise of the trained score, as a share of its absolute value.
+        min_drop: minimum fall of the watched score, likewise.
     """
 
     def __init__(self, min_rise: float, min_drop: float) -> None:
@@ -73,11 +73,11 @@ class Divergence:
         self.in_a_row = 0
 
     def add(self, now: Measurement) -> int:
-        """Take an evaluation; returns how many in a row diverge."""
+        """Add an evaluation and return the number of consecutive diverging ones."""
         if math.isnan(finite_mean(now.watched)) or math.isnan(finite_mean(now.trained)):
-            return self.in_a_row  # it tells nothing
+            return self.in_a_row  # no information
         best = self.reference
-        # The held-out prompts may change where a run goes on; then nothing belongs together any more.
+        # The held-out prompts may change when a run resumes; then values no longer correspond.
         is_first = best is None or not now.is_comparable_to(best)
         if best is None or is_first or finite_mean(now.watched) > finite_mean(best.watched):
             self.reference, self.in_a_row = now, 0

@@ -21,8 +21,8 @@ SIDE = 32
 class HeldOutDiversity:
     """Logs ``heldout/diversity``: the mean distance between two images of one prompt, over the held-out prompts.
 
-    With ``pixels``, the distance is the root mean square difference of the images, in [0, 1], scaled down to 32 x 32
-    pixels: it measures layout and colour, not content. With a feature network, it is the cosine distance of features.
+    With ``pixels``, the distance is the root mean square difference of images in [0, 1], resized to 32 x 32 pixels; it
+    measures layout and colour, not content. With a feature network, it is the cosine distance of features.
 
     Args:
         features: ``pixels``, or a feature network as for :class:`lit_vgrpo.callbacks.FID`.
@@ -38,11 +38,11 @@ class HeldOutDiversity:
         self._numbers: list[int] = []
 
     def check(self, images_per_prompt: int) -> list[str]:
-        """Return the faults that can be found without loading weights, one line each."""
+        """Return errors that can be found without loading weights, one line each."""
         faults = [] if self.network is None else self.network.check()
         if images_per_prompt < 2:
             faults.append(
-                f"data.heldout_images_per_prompt={images_per_prompt} leaves no two images of a prompt to compare. "
+                f"data.heldout_images_per_prompt={images_per_prompt} gives no two images of a prompt to compare. "
                 "Set data.heldout_images_per_prompt=4 or more, or leave diversity out."
             )
         return faults
@@ -53,7 +53,7 @@ class HeldOutDiversity:
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
-        self._features.append(self._features_of(images).cpu())  # not finite for an image that is not
+        self._features.append(self._features_of(images).cpu())  # non-finite for a non-finite image
         self._numbers += batch.slots
 
     def compute(self, module: HeldOutModule) -> dict[str, float]:

@@ -16,14 +16,14 @@ from lit_vgrpo.module import VGRPOModule
 
 @checked
 class EMA(L.Callback):
-    """Averages the trainable weights, counted in optimizer steps; evaluation and export use the average.
+    """Averages the trainable weights over optimizer steps; evaluation and export use the average.
 
-    The average is float32 and part of the checkpoint; training always goes on from the weights themselves. Where a
-    strategy shards the weights, the average is sharded alike.
+    The average is float32 and part of the checkpoint; training always continues from the weights themselves. If a
+    strategy shards the weights, the average is sharded in the same way.
 
     Args:
-        decay: share of the old average that one optimizer step keeps.
-        warmup: let the decay grow as ``(1 + n) / (10 + n)`` up to ``decay``, so that the start is soon forgotten.
+        decay: share of the old average kept at each optimizer step.
+        warmup: increase the decay as ``(1 + n) / (10 + n)`` up to ``decay``, to forget the initial weights sooner.
 
     Raises:
         ValueError: a decay outside [0, 1).
@@ -53,7 +53,7 @@ class EMA(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # The trainer's own count goes on when a gradient scaler skips a step; this one does not.
+        # The trainer also counts steps that a gradient scaler skips; this count does not.
         if _steps_done(pl_module) == self._last_step:
             return
         self._last_step = _steps_done(pl_module)
@@ -63,7 +63,7 @@ class EMA(L.Callback):
         self.average.move_towards(pl_module, min(self.decay, warm) if self.warmup else self.decay)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._restored is not None:  # from a checkpoint that is evaluated, not trained on
+        if self._restored is not None:  # from a checkpoint that is only evaluated
             self.average = Snapshot(pl_module)
             self.average.load_state_dict(self._restored)
             self._restored = None
@@ -86,7 +86,7 @@ class EMA(L.Callback):
 
     @contextmanager
     def applied(self, pl_module: L.LightningModule) -> Iterator[None]:
-        """Put the averaged weights in place of the trained ones; no effect before training or when nested."""
+        """Use the averaged weights within the context; no effect before training or when nested."""
         if self.average is None or self._swapped:
             yield
             return
@@ -98,7 +98,7 @@ class EMA(L.Callback):
             self._swapped = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole average, on rank 0 where it is sharded; all ranks must call it."""
+        """Return the full average, on rank 0 if it is sharded; all ranks must call this."""
         if self.average is None:
             return {}
         return {"num_updates": self.num_updates, "average": self.average.state_dict()}
@@ -116,7 +116,7 @@ def _steps_done(pl_module: L.LightningModule) -> int:
 
 @contextmanager
 def averaged_weights(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[None]:
-    """Return the weights of the trainer's EMA callback; the trained ones where there is none."""
+    """Use the weights of the trainer's EMA callback, if it has one, within the context."""
     with ExitStack() as stack:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EMA):

@@ -1,4 +1,4 @@
-"""Writes what was trained in the format that diffusers loads."""
+"""Exports the trained weights in the diffusers format."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, drafted, write_fault
 
 
 class Export(L.Callback):
-    """Saves the policy after training, with the EMA's weights where that callback is used.
+    """Saves the policy after training, with the EMA's weights if that callback is used.
 
-    LoRA: a folder for ``pipe.load_lora_weights``; full weights: a pipeline folder. An export that cannot be written is
-    a warning: the checkpoint, which is saved after it, holds the same weights.
+    LoRA: a folder for ``pipe.load_lora_weights``; full weights: a pipeline folder. A failed export only warns, because
+    the checkpoint, which is saved afterwards, has the same weights.
 
     Args:
-        folder: where to; relative paths are inside the run folder.
+        folder: destination; relative paths are inside the run folder.
 
     Raises:
-        ValueError: a folder that is no place of its own.
+        ValueError: the folder is not a separate folder, such as ``..``.
     """
 
     def __init__(self, folder: str = "export") -> None:
         path = Path(folder)
         if not path.name or ".." in path.parts:
-            raise ValueError(f"folder={folder} is no folder of its own. Use a name in the run folder, such as export.")
+            raise ValueError(f"folder={folder} is not a separate folder. Use a name in the run folder, such as export.")
         self.folder = folder
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -41,7 +41,7 @@ class Export(L.Callback):
         policy = pl_module.policy
         with averaged_weights(trainer, pl_module):
             trained = trainable_parameters(policy.network)
-            # All ranks help to gather what is sharded, rank 0 writes it.
+            # All ranks gather sharded weights, rank 0 writes them.
             sharded = any(is_sharded(p) for p in trained.values())
             weights = {name: full(p, local(p)) for name, p in trained.items()} if sharded else None
             if trainer.is_global_zero:
@@ -56,5 +56,5 @@ class Export(L.Callback):
         except WRITE_ERRORS as error:
             rank_zero_warn(
                 f"No export: cannot write {folder}: {write_fault(error)}. "
-                f"Make room and run: lightning export {root} --to {folder}"
+                f"Free some space and run: lightning export {root} --to {folder}"
             )

@@ -78,7 +78,7 @@ class FID(L.Callback):
         return f"{type(self).__qualname__}{parts}"
 
     def check(self, world_size: int = 1) -> list[str]:
-        """Return the faults that can be found without loading weights, one line each."""
+        """Return errors that can be found without loading weights, one line each."""
         faults = [*self.network.check(), *reference_faults(self.reference)]
         if self.prompts is None:
             return faults
@@ -88,7 +88,7 @@ class FID(L.Callback):
             return [*faults, str(error)]
         if held_out_fault(prompts * self.images_per_prompt, self.batch_size, world_size):
             faults.append(
-                f"FID of {prompts} prompts cannot be spread over {world_size} ranks with images_per_prompt="
+                f"FID of {prompts} prompts cannot be split over {world_size} ranks with images_per_prompt="
                 f"{self.images_per_prompt} and batch_size={self.batch_size}. Use images_per_prompt="
                 f"{-(-world_size // prompts)} or more, and batch_size=2 or more."
             )
@@ -98,8 +98,8 @@ class FID(L.Callback):
         assert isinstance(pl_module, HeldOutModule)
         faults = self.check(trainer.world_size)
         if not getattr(getattr(trainer, "datamodule", None), "has_heldout", False):
-            faults.append("FID is measured at held-out evaluations, and there are none. Set data.heldout.")
-        # a file may be missing on one machine only: all ranks stop together
+            faults.append("FID needs held-out evaluations, and there are none. Set data.heldout.")
+        # a file may be missing on one machine only, but all ranks must stop
         raise_together(ValueError(faults[0]) if faults else None)
         self._trainer = trainer
         if self not in pl_module.heldout_observers:
@@ -163,7 +163,7 @@ class FID(L.Callback):
             self._statistics = reference_statistics(self.reference, self.network, keep_features=self.kid)
 
     def _metrics(self) -> tuple[FrechetDistance, KeptFeatures]:
-        # made anew for each evaluation: a state made in Lightning's inference mode cannot be updated outside it
+        # created for each evaluation: state created in Lightning's inference mode cannot be updated outside it
         if self._fid is None or self._kept is None:
             self._fid, self._kept = FrechetDistance(self.network.dimension), KeptFeatures(self.network.dimension)
         return self._fid, self._kept
@@ -195,8 +195,8 @@ class FID(L.Callback):
         if count <= dimension and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"FID of {count} images with {dimension} features is biased upwards. Compare it with equal "
-                "numbers of images only, or use kid=true."
+                f"FID of {count} images with {dimension} features is biased upwards. Compare only equal "
+                "numbers of images, or use kid=true."
             )
         values = {f"heldout/fid@{count}": fid.compute().item()}
         if self.kid:

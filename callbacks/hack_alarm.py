@@ -1,4 +1,4 @@
-"""Notices when a run gets better at its reward alone."""
+"""An alarm for reward hacking."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ DIVERSITY = "heldout/diversity"
 
 @checked
 class RewardHackAlarm(StopsRun):
-    """Warns, or stops, when the trained reward rises while what is not trained on falls.
+    """Warns or stops when the trained reward rises while an untrained score falls.
 
-    After every evaluation the reward that is trained on is looked at beside one that is not, or beside the diversity of
-    the images of a prompt, all of them on the same held-out images: what an iteration's own images get says nothing, as
-    their prompts differ each time. The alarm compares with the evaluation at which the untrained score was highest. A
-    rise or a fall counts where it is larger than a share of what it was then, and than two standard errors of the
-    difference image by image. The warning comes once until the two go together again.
+    After every evaluation the trained reward is compared with an untrained one, or with the diversity of each prompt's
+    images, on the same held-out images. (Training images are not comparable, since their prompts change.) The baseline
+    is the evaluation where the untrained score was highest. A change counts if it exceeds both a share of the baseline
+    and two standard errors of the per-image differences. The warning is given once, until the divergence ends.
 
     Args:
-        metric: the held-out metric that must not fall while ``heldout/reward`` rises; null looks at diversity alone.
-        patience: evaluations in a row.
-        min_change: smallest rise and fall, as a share of the value before.
-        diversity: ``pixels``, or a feature network as that of FID; null leaves it out. See ``HeldOutDiversity``.
-        min_diversity_drop: smallest fall of the diversity, as a share: large, since what a prompt asks for makes its
-            images alike.
-        action: warn and go on, or stop the run.
+        metric: the held-out metric that must not fall while ``heldout/reward`` rises; null uses only diversity.
+        patience: consecutive evaluations.
+        min_change: minimum rise and fall, as a share of the previous value.
+        diversity: ``pixels``, or a feature network as for FID; null leaves it out. See ``HeldOutDiversity``.
+        min_diversity_drop: minimum fall of the diversity, as a share; large, since learning to follow a prompt also
+            makes its images more alike.
+        action: warn and continue, or stop the run.
 
     Raises:
-        ValueError: a number or an action that makes no sense, or nothing to look at.
+        ValueError: a number or action is invalid, or there is nothing to compare.
     """
 
     def __init__(
@@ -53,11 +52,11 @@ class RewardHackAlarm(StopsRun):
         action: Action = "warn",
     ) -> None:
         if action not in get_args(Action):
-            raise ValueError(f"action={action} is not known. Use warn or stop.")
+            raise ValueError(f"action={action} is unknown. Use warn or stop.")
         if metric == TRAINED:
-            raise ValueError(f"metric={metric} is what is trained on. Use {UNTRAINED}.")
+            raise ValueError(f"metric={metric} is the trained reward. Use {UNTRAINED}.")
         if metric is None and diversity is None:
-            raise ValueError(f"metric=null leaves nothing to look at. Use {UNTRAINED}, or diversity=pixels.")
+            raise ValueError(f"metric=null leaves nothing to compare. Use {UNTRAINED}, or diversity=pixels.")
         self.metric = metric
         self.patience = patience
         self.action = action
@@ -75,13 +74,13 @@ class RewardHackAlarm(StopsRun):
         return f"{type(self).__qualname__}{parts}"
 
     def check(self, module: VGRPOModule, data: PromptDataModule) -> list[str]:
-        """Return the faults that can be found without loading weights, one line each."""
+        """Return errors that can be found without loading weights, one line each."""
         faults = []
         if not data.has_heldout:
-            faults.append("RewardHackAlarm looks at held-out images, and there are none. Set data.heldout.")
+            faults.append("RewardHackAlarm needs held-out images, and there are none. Set data.heldout.")
         if self.metric == UNTRAINED and getattr(module, "heldout_reward", None) is None and self.diversity is None:
             faults.append(
-                "RewardHackAlarm has no reward to look at that is not trained on. "
+                "RewardHackAlarm needs a reward that is not trained on. "
                 "Add model.heldout_reward, such as PickScore, or the alarm's diversity=pixels."
             )
         return faults if self.diversity is None else [*faults, *self.diversity.check(data.heldout_images_per_prompt)]
@@ -116,7 +115,7 @@ class RewardHackAlarm(StopsRun):
     # --- the alarm -------------------------------------------------------------------------------------------------
 
     def _look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the newest evaluation, once."""
+        """Process the latest evaluation, once."""
         assert isinstance(pl_module, VGRPOModule)
         if not self._newest.is_new(pl_module.heldout_step, trainer.global_step):
             return
@@ -124,11 +123,11 @@ class RewardHackAlarm(StopsRun):
         for name, watch in self.watches.items():
             if name in pl_module.heldout:
                 now = self._measured(pl_module, name)
-                if watch.add(now) == self.patience:  # and not again at those that follow
+                if watch.add(now) == self.patience:  # warn once
                     rang.append(self._line(name, watch, now))
             elif name != UNTRAINED:
-                rank_zero_warn(f"No evaluation measured {name}, which RewardHackAlarm should look at.")
-        # One rank speaks for all, so that none goes on alone.
+                rank_zero_warn(f"No evaluation measured {name}, which RewardHackAlarm needs.")
+        # Rank 0 decides for all, so that none continues alone.
         rang = trainer.strategy.broadcast(rang)
         for line in rang if self.action == "warn" else []:
             rank_zero_warn(f"{line} Look at the samples, or raise model.objective.kl_weight.")
@@ -141,7 +140,7 @@ class RewardHackAlarm(StopsRun):
 
     @staticmethod
     def _values(module: VGRPOModule, name: str) -> list[float]:
-        """Return a held-out metric image by image, or its mean where it is of all images together."""
+        """Return a held-out metric per image, or its mean if it is defined only for the whole set."""
         of_images = module.heldout_scores.get(name)
         return [module.heldout[name]] if of_images is None else of_images.tolist()
 

@@ -1,4 +1,4 @@
-"""A progress bar that speaks of iterations and reward."""
+"""A progress bar with iterations and rewards."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lit_vgrpo.errors import say
 from lit_vgrpo.module import VGRPOModule
 
 NARROW = 90
-"""Columns below which the times would be cut off by the words before them."""
+"""Minimum columns; below it the text would push out the times."""
 
 
 @checked
 class ProgressBar(LightningProgressBar):
-    """One bar over the whole run: iteration, reward, held-out reward, step, time left.
+    """One bar for the whole run: iteration, reward, held-out reward, step, time left.
 
-    Where the output is no terminal it prints a line now and then instead.
+    Without a terminal it prints lines at intervals instead.
 
     Args:
-        lines: how many lines to print over a run without a terminal.
+        lines: number of lines printed over a run without a terminal.
     """
 
     def __init__(self, lines: PositiveInt = 20) -> None:
@@ -108,7 +108,7 @@ class ProgressBar(LightningProgressBar):
 
 
 def _columns() -> int:
-    """Width of the terminal that stderr goes to; 0 where there is none, or one that does not know its size."""
+    """Return the width of stderr's terminal; 0 if there is none or its size is unknown."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 0
     except (OSError, ValueError):

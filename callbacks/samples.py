@@ -19,20 +19,20 @@ from lit_vgrpo.module import VGRPOModule
 LABEL_HEIGHT = 18
 GAP = 4
 MAGENTA = torch.tensor([1.0, 0.0, 1.0]).view(3, 1, 1)
-"""What an image is drawn in that holds NaN or infinite values; written as it is, it would be black."""
+"""Colour of images with NaN or infinite values, which would otherwise be black."""
 
 
 @checked
 class SampleGrid(L.Callback):
-    """Draws held-out prompts with fixed noise into ``RUN/samples/*.png``.
+    """Samples held-out prompts with fixed noise and saves them as ``RUN/samples/*.png``.
 
-    One row a prompt. The first column is the frozen reference, the second the policy on the same noise, the others
-    the policy on more noise. Drawn with the EMA's weights where that callback is used.
+    One row per prompt. The first column is the frozen reference, the second the policy on the same noise, the others
+    the policy on different noise. Uses the EMA's weights if that callback is used.
 
     Args:
         num_prompts: rows.
         images_per_prompt: columns after the reference's.
-        every_n_iterations: how often while training.
+        every_n_iterations: sample every N iterations of training.
         min_pixels: smaller images are enlarged to this width.
     """
 
@@ -83,7 +83,7 @@ class SampleGrid(L.Callback):
             unfit = int((~rows.isfinite().flatten(2).all(dim=2)).sum())
             if unfit:
                 rank_zero_warn(
-                    f"{unfit} of the images of samples/{name}.png are not finite: they are drawn in magenta."
+                    f"{unfit} images of samples/{name}.png are not finite and shown in magenta."
                 )
             labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
             picture = draw_grid(rows, self._prompts, labels, self.min_pixels)
@@ -93,11 +93,11 @@ class SampleGrid(L.Callback):
                 picture.save(path)
             except OSError as error:
                 path.unlink(missing_ok=True)
-                rank_zero_warn(f"Cannot write {path}: {error.strerror}. Training goes on without it.")
+                rank_zero_warn(f"Cannot write {path}: {error.strerror}. Training continues without it.")
 
 
 def held_out_prompts(trainer: L.Trainer, number: int) -> list[str]:
-    """Return the first different held-out prompts of the trainer's data module, on every rank the same."""
+    """Return the first distinct held-out prompts of the trainer's data module, the same on every rank."""
     return trainer.datamodule.heldout_prompts()[:number]  # type: ignore[attr-defined]
 
 
@@ -105,7 +105,7 @@ def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels:
     """Return a labelled image of ``images (rows, columns, 3, H, W)`` in [0, 1], a prompt above each row.
 
     Args:
-        labels: what stands above the first columns.
+        labels: labels above the first columns.
         min_pixels: smaller images are enlarged without smoothing.
     """
     rows, columns, _, height, width = images.shape

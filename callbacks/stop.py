@@ -1,4 +1,4 @@
-"""Callbacks that may end a run before its time."""
+"""Base class of callbacks that may end a run early."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lit_vgrpo.runs.folder import BEST, CHECKPOINTS, CONFIG_NAME
 
 
 class StopsRun(L.Callback):
-    """Ends a run with a line that says why; ``summary.json`` repeats it.
+    """Ends a run with a one-line reason, which ``summary.json`` repeats.
 
     Attributes:
-        outcome: how the run ended, in a word or two; ``None`` where it was not this callback that ended it.
-        reason: the line.
+        outcome: how the run ended, in a word or two; ``None`` unless this callback ended it.
+        reason: the reason.
     """
 
     outcome: str | None = None
     reason: str | None = None
 
     def end_run(self, trainer: L.Trainer, outcome: str, reason: str) -> None:
-        """Let the iteration under way be the last one; called on every rank."""
+        """Stop after the current iteration; called on every rank."""
         self.outcome, self.reason = outcome, f"{reason} {what_is_best(trainer)}"
         trainer.should_stop = True
         if trainer.is_global_zero:
@@ -31,12 +31,12 @@ class StopsRun(L.Callback):
 
 
 def what_is_best(trainer: L.Trainer) -> str:
-    """Say which checkpoint of a run is the best, and how to go on from it."""
+    """Describe a run's best checkpoint and how to continue from it."""
     folder = Path(trainer.default_root_dir)
     file = folder / CHECKPOINTS / BEST
     kept = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, RunCheckpoint)]
     best = kept[0].best if kept else None
     if best is None or best.name is None:
-        return "No best checkpoint was kept: it takes an evaluation on held-out prompts, and RunCheckpoint's best."
+        return "No best checkpoint was saved: that needs an evaluation on held-out prompts, and RunCheckpoint's best."
     again = f"lightning run {folder / CONFIG_NAME} ckpt_path={file}"
-    return f"Best checkpoint: {file} ({best}). Go on from it in a new folder: {again}"
+    return f"Best checkpoint: {file} ({best}). Continue from it in a new folder: {again}"

@@ -1,4 +1,4 @@
-"""One file that says how a run went."""
+"""A summary file of a run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "pef
 
 
 class RunSummary(L.Callback):
-    """Writes ``RUN/summary.json`` at the end of training, also of one that was interrupted or failed.
+    """Writes ``RUN/summary.json`` at the end of training, even if it was interrupted or failed.
 
     Args:
         filename: name of the file in the run folder.
 
     Attributes:
-        unwritten: why it could not be written; ``None`` where it was.
+        unwritten: why it could not be written; ``None`` if it was.
     """
 
     def __init__(self, filename: str = "summary.json") -> None:
@@ -55,7 +55,7 @@ class RunSummary(L.Callback):
             self._outcome = "stopped early"
         assert isinstance(pl_module, VGRPOModule)
         if pl_module.heldout_step != trainer.global_step:
-            # The last evaluation was some iterations ago.
+            # The last evaluation may be several iterations old.
             with averaged_weights(trainer, pl_module):
                 pl_module.evaluate()
         if trainer.is_global_zero:
@@ -102,14 +102,14 @@ class RunSummary(L.Callback):
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that was in use at once on this rank: what torch's allocator held of a GPU, else resident memory."""
+    """Return this rank's peak memory: allocated by torch on a GPU, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return peak_resident_bytes()
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that decide a run's numbers."""
+    """Return the installed versions of packages that affect a run's numbers."""
     found = {}
     for name in PACKAGES:
         try:

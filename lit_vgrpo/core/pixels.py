@@ -23,7 +23,7 @@ def to_uint8(images: Tensor) -> Tensor:
 
 
 def to_pil(images: Tensor) -> list[Image.Image]:
-    """Images as RGB images, what a file would hold.
+    """Convert images to PIL RGB images, rounded as in a file.
 
     Args:
         images: shape ``(B, 3, H, W)``, float in [0, 1], finite.
@@ -33,7 +33,7 @@ def to_pil(images: Tensor) -> list[Image.Image]:
 
 
 def centre_cropped(images: Tensor, size: int) -> Tensor:
-    """Return the middle square of images, its side scaled to ``size`` and normalised as CLIP's.
+    """Return the middle square of images, resized to ``size`` and normalised as for CLIP.
 
     On the CPU torchvision resizes uint8 as PIL does, but for one level in at most 0.5 % of the pixels. Elsewhere it
     goes through floats, and 10 to 22 % of the pixels differ from PIL's, by up to 8 levels.
@@ -53,7 +53,7 @@ def centre_cropped(images: Tensor, size: int) -> Tensor:
 
 
 def letterboxed(images: Tensor, size: int) -> Tensor:
-    """Whole images, their longer side scaled to ``size``, on a black square, normalised as CLIP's.
+    """Return images with their longer side resized to ``size``, padded to a black square, normalised as for CLIP.
 
     Args:
         images: shape ``(b, 3, H, W)``, uint8.

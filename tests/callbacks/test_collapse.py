@@ -93,7 +93,7 @@ def test_a_fall_is_measured_by_the_spread_of_the_first_rewards(tiny_sd3, tmp_pat
     best = tmp_path / "checkpoints/best.ckpt"
     assert f"Best checkpoint: {best} (heldout/reward 5" in said
     again = f"lightning run {tmp_path}/config.yaml ckpt_path={best}"
-    assert said.endswith(f"after 1 iterations). Go on from it in a new folder: {again}")
+    assert said.endswith(f"after 1 iterations). Continue from it in a new folder: {again}")
     assert torch.load(best, weights_only=True)["global_step"] == 1
 
 

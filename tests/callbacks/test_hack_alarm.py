@@ -179,9 +179,9 @@ def test_it_warns_once_and_a_resumed_run_goes_on_with_its_history(tmp_path):
         ({"patience": 0}, "patience=0 is too small"),
         ({"min_change": 1.0}, "min_change=1.0 is too large"),
         ({"min_diversity_drop": -0.1}, "min_diversity_drop=-0.1 is too small"),
-        ({"action": "shout"}, "action=shout is not known. Use warn or stop."),
-        ({"metric": None}, "metric=null leaves nothing to look at"),
-        ({"metric": TRAINED}, "is what is trained on"),
+        ({"action": "shout"}, "action=shout is unknown. Use warn or stop."),
+        ({"metric": None}, "metric=null leaves nothing to compare"),
+        ({"metric": TRAINED}, "is the trained reward"),
     ],
 )
 def test_arguments(options, said):
