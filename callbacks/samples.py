@@ -82,9 +82,7 @@ class SampleGrid(L.Callback):
             rows = torch.cat([self._reference[:, None], images.unflatten(0, (-1, columns))], dim=1)
             unfit = int((~rows.isfinite().flatten(2).all(dim=2)).sum())
             if unfit:
-                rank_zero_warn(
-                    f"{unfit} images of samples/{name}.png are not finite and shown in magenta."
-                )
+                rank_zero_warn(f"{unfit} images of samples/{name}.png are not finite and shown in magenta.")
             labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
             picture = draw_grid(rows, self._prompts, labels, self.min_pixels)
             path = Path(trainer.default_root_dir) / "samples" / f"{name}.png"

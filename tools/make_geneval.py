@@ -1,8 +1,8 @@
-"""Makes prompts of the six tasks of GenEval with the metadata that its rules need.
+"""Generates prompts for GenEval's six tasks, with the metadata that its rules need.
 
-Classes, colours, places, the form of a row and "a photo of" are those of GenEval (arXiv 2310.11513); which of them are
-put together is drawn here, so these are not the prompts of the official evaluation, although short ones coincide. The
-English is mended where its generator is not: "two pairs of scissors", "three knives".
+Classes, colours, positions, row format and "a photo of" follow GenEval (arXiv 2310.11513). Combinations are sampled
+here, so these are not the prompts of the official evaluation, although short ones coincide. Plurals are correct,
+unlike in the official generator: "two pairs of scissors", "three knives".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lit_vgrpo.rewards.geneval_rules import CLASSES, COLORS, RELATIONS
 
 Row = dict[str, Any]
 COUNTS = {"single_object": (64, 16), "counting": (192, 48)}
-"""Training and held-out rows of a task; the small ones use up all there is."""
+"""Numbers of training and held-out rows per task; small tasks use all combinations."""
 OTHER_COUNTS = (300, 50)
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 UNCOLOURED = ("person",)
@@ -25,7 +25,7 @@ PLURALS = {"person": "people", "sheep": "sheep", "knife": "knives", "computer mo
 
 
 def geneval_rows() -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows; no fact is in both, however it is worded."""
+    """Return training and held-out rows; no fact is in both, in any wording."""
     train: list[Row] = []
     heldout: list[Row] = []
     for tag, facts in FACTS.items():
@@ -41,7 +41,7 @@ def geneval_rows() -> tuple[list[Row], list[Row]]:
 
 
 def phrase(name: str, color: str = "") -> str:
-    """One object with its article.
+    """Return an object with its article.
 
     >>> phrase("bench", "orange"), phrase("umbrella"), phrase("skis", "red")
     ('an orange bench', 'an umbrella', 'a pair of red skis')
@@ -53,7 +53,7 @@ def phrase(name: str, color: str = "") -> str:
 
 
 def plural(name: str) -> str:
-    """Several of them.
+    """Return an object's plural.
 
     >>> [plural(name) for name in ("bus", "knife", "toothbrush", "wine glass", "scissors", "toy")]
     ['buses', 'knives', 'toothbrushes', 'wine glasses', 'pairs of scissors', 'toys']
@@ -104,7 +104,7 @@ def _colors() -> list[Row]:
 
 
 def _position() -> list[Row]:
-    # "a left of b" and "b right of a" are one fact, so it is worded one way only
+    # "a left of b" and "b right of a" are the same fact, so only one wording is used
     draw = random.Random("geneval wordings of positions")
     rows = []
     for pair in permutations(CLASSES, 2):

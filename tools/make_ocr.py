@@ -1,4 +1,4 @@
-"""Makes prompts that ask for a text in the image: our own words in our own sentences, the text in double quotes."""
+"""Generates prompts that ask for text in the image, with our own texts and sentences, the text in double quotes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ VIEWS = [
 
 
 def ocr_prompts() -> tuple[list[str], list[str]]:
-    """Training and held-out prompts; no text is in both, nor twice."""
+    """Return training and held-out prompts; no text occurs twice."""
     draw = random.Random("ocr prompts")
     prompts: dict[str, str] = {}
     while len(prompts) < TRAIN_COUNT + HELDOUT_COUNT:
@@ -63,7 +63,7 @@ def ocr_prompts() -> tuple[list[str], list[str]]:
 
 
 def _scene(draw: random.Random) -> tuple[str, str]:
-    """Where the text stands, and the text."""
+    """Return where the text appears, and the text."""
     kind = _pick(draw, ["shop", "shop", "shop", "notice", "title", "title", "number", "number"])
     if kind == "shop":
         return _pick(draw, SHOP_PLACES), f"{_pick(draw, QUALITIES)} {_pick(draw, GOODS)}"

@@ -88,7 +88,7 @@ QUALITIES = [
 
 
 def make_prompts(count: int, seed: int = 0) -> list[str]:
-    """``count`` different prompts, the same for the same seed."""
+    """Return ``count`` distinct prompts, deterministic given the seed."""
     draw = random.Random(f"image prompts {seed}")
     prompts: dict[str, None] = {}
     while len(prompts) < count:
@@ -97,7 +97,7 @@ def make_prompts(count: int, seed: int = 0) -> list[str]:
 
 
 def files() -> dict[str, str]:
-    """Return the content of each shipped file; no prompt is both in a training file and in its held-out one.
+    """Return the content of each shipped file; no prompt is in both a training file and its held-out file.
 
     ``shapes_all.jsonl`` holds both, to pre-train on.
     """

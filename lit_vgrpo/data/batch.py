@@ -1,4 +1,4 @@
-"""What the loaders hand to a step."""
+"""The batches that the data loaders yield."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lit_vgrpo.core.rollout import RolloutRequest
 
 @dataclass
 class PromptBatch:
-    """The prompts of one rank's share of an iteration, or a batch of held-out images to make.
+    """The prompts of one rank's share of an iteration, or a batch of held-out images to sample.
 
-    Every step of a training iteration carries the same prompts; step 0 collects, the later ones take micro-batches of
-    what it collected.
+    Every step of a training iteration has the same prompts; step 0 collects experience, and all steps train on
+    micro-batches of it.
 
     Args:
         iteration: number of the iteration, from 0; -1 for held-out batches.
@@ -24,13 +24,12 @@ class PromptBatch:
         slots: training: the group's number over all ranks, 0..P-1 (the group id); held-out: the image's number over
             all ranks.
         group_size: images of a group over all ranks; 1 for held-out batches.
-        images: of the whole iteration, or of the whole held-out set, over all ranks; 0 where that is not known.
-        members: which images of each group this rank makes: all of them, unless groups are cut over ranks.
+        images: in the whole iteration, or the whole held-out set, over all ranks; 0 if unknown.
+        members: images of each group that this rank samples: all of them, unless groups are split over ranks.
         updates: optimizer steps of the iteration; 0 for held-out batches.
-        order: the order in which this rank's images are shared out, where each optimizer step takes its own; else None.
+        order: order in which this rank's images are divided among optimizer steps; None if each step uses all.
         micro_batches_per_update: micro-batches of one optimizer step; 0 for held-out batches.
-        micro_batch_size: images of one forward and backward pass; for held-out batches the most that any rank has in
-            this one.
+        micro_batch_size: images of one forward and backward pass; for held-out batches the largest number on any rank.
     """
 
     iteration: int
@@ -48,25 +47,25 @@ class PromptBatch:
     micro_batch_size: int = 1
 
     def request(self, seed: int, batch_size: int | None) -> RolloutRequest:
-        """Return the images of a training iteration that this rank makes, ``batch_size`` per forward pass."""
+        """Return the request for this rank's images of a training iteration, ``batch_size`` per forward pass."""
         return RolloutRequest(
             self.prompts, self.rows, self.slots, self.group_size, self.iteration, seed, self.members, batch_size
         )
 
     def padded(self) -> tuple[list[str], list[int]]:
-        """Prompts and numbers of a held-out batch, the last one repeated to the size of the largest on any rank.
+        """Return prompts and numbers of a held-out batch, padded with the last one to the largest size on any rank.
 
-        The passes of a sharded network need all ranks, so one with fewer images must make an image again.
+        The passes of a sharded network need all ranks, so a rank with fewer images must repeat one.
         """
         missing = self.micro_batch_size - len(self.slots)
         return [*self.prompts, *self.prompts[-1:] * missing], [*self.slots, *self.slots[-1:] * missing]
 
     @property
     def is_first(self) -> bool:
-        """Whether this step collects the iteration's images."""
+        """True if this step collects the iteration's images."""
         return self.step == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this step ends the iteration."""
+        """True if this step ends the iteration."""
         return self.step == self.num_steps - 1 and self.step >= 0

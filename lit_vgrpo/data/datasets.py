@@ -13,9 +13,9 @@ from lit_vgrpo.data.rows import Rows
 
 
 class IterationDataset(Dataset[PromptBatch]):
-    """Item ``iteration * steps + step`` is that step's batch on one rank: a pure function of the index, without end.
+    """One rank's batches: item ``iteration * steps + step``, a pure function of the index, without end.
 
-    Its length is that of one iteration, since an iteration is an epoch.
+    Its length is the number of steps of one iteration, since an iteration is an epoch.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class IterationDataset(Dataset[PromptBatch]):
         )
 
     def _rows(self, iteration: int) -> Rows:
-        """Return this rank's rows; the steps of an iteration share them, and a stream cannot go back."""
+        """Return this rank's rows, cached for the steps of an iteration because a stream cannot go back."""
         if self._drawn[0] != iteration:
             start = iteration * self.plan.prompts_per_iteration
             self._drawn = iteration, self.prompts.rows(self.seed, [start + slot for slot in self.slots])
@@ -62,7 +62,7 @@ class IterationDataset(Dataset[PromptBatch]):
 
 
 class HeldOutDataset(Dataset[PromptBatch]):
-    """One rank's share of the held-out images, cut into batches; prompt after prompt, every image exactly once.
+    """One rank's share of the held-out images in batches, prompt by prompt, every image exactly once.
 
     Image j of prompt i has the number ``i * images_per_prompt + j`` over all ranks. Every rank gets a contiguous share
     and the same number of batches, because a sharded network's forward pass needs all ranks to take part.
@@ -102,14 +102,14 @@ class HeldOutDataset(Dataset[PromptBatch]):
 
 
 def held_out_fault(images: int, batch_size: int, world_size: int) -> str | None:
-    """Why ``images`` held-out images cannot be shared out with as many batches on every rank, or None."""
+    """Return why ``images`` held-out images cannot be split into equally many batches per rank, or None."""
     if images < world_size:
         return (
-            f"{images} held-out images cannot be spread over {world_size} ranks. "
+            f"{images} held-out images cannot be split over {world_size} ranks. "
             f"Use heldout_images_per_prompt={-(-world_size // max(images, 1))} or more, or fewer ranks."
         )
     if batch_size == 1 and images % world_size:
-        return f"eval_batch_size=1 cannot spread {images} held-out images over {world_size} ranks. Use 2 or more."
+        return f"eval_batch_size=1 cannot split {images} held-out images over {world_size} ranks. Use 2 or more."
     return None
 
 

@@ -1,4 +1,4 @@
-"""A dataset of prompts in words, and as a fingerprint."""
+"""Start-up messages about the prompts, and their fingerprint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEDUPLICATE = "data.deduplicate=true"
 
 
 def describe(sets: PromptSets) -> list[str]:
-    """Return a line about what was read, and one for each thing worth a second look."""
+    """Return a line about what was read, and one per warning."""
     lines = [f"Prompts: {_amount(sets)} from {_origin(sets)}{_heldout(sets)}{_dropped(sets)}."]
     if sets.shared:
         lines.append(
@@ -26,8 +26,7 @@ def describe(sets: PromptSets) -> list[str]:
         )
     if sets.repeated:
         lines.append(
-            f"{sets.repeated:,} of the training prompts {_are(sets.repeated)} there before. "
-            f"Set {DEDUPLICATE} to drop them."
+            f"{sets.repeated:,} of the training prompts {_are(sets.repeated)} repeated. Set {DEDUPLICATE} to drop them."
         )
     return lines + [line for source, rows in sets.sources() for line in _unseen(sets, source, rows)]
 
@@ -62,9 +61,9 @@ def _unseen(sets: PromptSets, source: PromptSource, rows: Opened) -> list[str]:
     if seen is None or (isinstance(rows, Sequence) and (sets.choice.reads_all or len(rows) <= seen)):
         return []
     of = "" if isinstance(rows, StreamedRows) else f" of {len(rows):,}"
-    lines = [f"Only the first {seen:,}{of} rows of {source.path} were checked. A wrong one later stops the run."]
+    lines = [f"Only the first {seen:,}{of} rows of {source.path} were checked. An invalid row later stops the run."]
     if sets.choice.heldout is not None:
-        lines.append(f"Whether held-out prompts stand in {source.path} too was not checked.")
+        lines.append(f"{source.path} was not checked for held-out prompts.")
     return lines
 
 
@@ -73,10 +72,10 @@ def _are(number: int) -> str:
 
 
 def prompts_fingerprint(sets: PromptSets) -> str:
-    """Return a fingerprint of the training prompts in their order, wherever their files lie: 64 hex digits.
+    """Return a fingerprint of the training prompts and their order, independent of file locations: 64 hex digits.
 
-    Every row counts with its fields. A text file that stays on disk counts byte by byte, which takes a second for each
-    1 to 2 GB; of datasets, their length and the rows that are looked at before a run.
+    It covers every row with its fields. A text file that stays on disk is hashed whole, which takes a second per 1 to
+    2 GB; of datasets it covers the length and the rows checked before a run.
     """
     digest = sha256()
     for _, rows in sets.sources():

@@ -15,18 +15,18 @@ from lit_vgrpo.system.paths import resolve_path
 
 LONGEST_REASON = 200
 SAVED_MARKS = ("dataset_dict.json", "state.json")
-"""A folder that ``save_to_disk`` wrote holds one of them."""
+"""Files of which a folder written by ``save_to_disk`` has one."""
 _SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)+")
 
 
 def open_table(source: PromptSource, kind: Kind, streaming: bool = False) -> Any:
-    """Return the ``datasets.Dataset`` of a parquet file, a folder or a dataset of the hub: on disk, not in memory.
+    """Open a parquet file, a folder or a hub dataset as a ``datasets.Dataset`` that stays on disk.
 
     Args:
         source: what to open.
         kind: what it is.
-        streaming: an ``IterableDataset``, of which nothing is copied or downloaded beforehand; not for folders that
-            ``save_to_disk`` wrote, which need no copy.
+        streaming: return an ``IterableDataset``, without copying or downloading first; not for folders written by
+            ``save_to_disk``, which need no copy.
 
     Raises:
         PromptError: it cannot be read, or the hub cannot be reached and it is not in the local cache.
@@ -45,7 +45,7 @@ def open_table(source: PromptSource, kind: Kind, streaming: bool = False) -> Any
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` wrote the folder."""
+    """Return whether ``save_to_disk`` wrote the folder."""
     return any((folder / name).is_file() for name in SAVED_MARKS)
 
 
@@ -69,7 +69,7 @@ def _one_split(found: Any, source: PromptSource) -> Any:
 
 
 def _hub_place(source: PromptSource) -> str:
-    """Return the hub name where the hub can be asked, else the folder that ``hf download`` filled."""
+    """Return the hub name if the hub can be reached, else the folder of an earlier ``hf download``."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -106,7 +106,7 @@ def _downloaded(name: str) -> Path | None:
 
 
 def _missing_shard(folder: Path) -> str | None:
-    """Return a file that a download which was cut short left out, as far as the names of the others tell."""
+    """Return a file missing from an incomplete download, inferred from the other files' names."""
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     for file in sorted(files):
         match = _SHARD.fullmatch(file)
@@ -122,13 +122,13 @@ def _missing_shard(folder: Path) -> str | None:
 
 @contextmanager
 def _readable(source: PromptSource) -> Iterator[None]:
-    """Say in one line what the library does not like."""
+    """Convert the library's errors to one line."""
     try:
         yield
     except MemoryError:
         raise
     except FileNotFoundError as error:
-        what = "holds no data files. Put .jsonl, .csv or .parquet files into it"
+        what = "has no data files. Put .jsonl, .csv or .parquet files into it"
         raise PromptError(f"{source.path} {what}, or check config= and split=.") from error
     except Exception as error:
         cause: BaseException = error
@@ -142,7 +142,7 @@ def _readable(source: PromptSource) -> Iterator[None]:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """Neither bars nor hints."""
+    """Silence progress bars and hints."""
     level, silent = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity_error()
     datasets.disable_progress_bars()

@@ -1,4 +1,4 @@
-"""Several sources of prompts as one: which source a place takes its prompt from, and which prompt of it."""
+"""A weighted mixture of prompt sources."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lit_vgrpo.data.tables import StreamedRows
 
 
 def place_in_mixture(position: int, weights: Sequence[int]) -> tuple[int, int]:
-    """Return the source of a place in the endless sequence of prompts, and how many earlier places it had.
+    """Return the source for a position in the endless prompt sequence, and how many earlier positions it had.
 
-    The sources are halved again and again; each half gets its share of the places, rounded. So after any number of
-    places a source is at most half a place per halving away from its share, and nothing needs to be remembered.
+    Sources are split in halves recursively; each half gets its rounded share of the positions. Any prefix is therefore
+    within half a position per split of the exact shares, without keeping state.
 
     >>> [place_in_mixture(position, [3, 1])[0] for position in range(8)]
     [0, 0, 1, 0, 0, 0, 1, 0]
 
     Args:
-        position: place, from 0.
-        weights: shares in whole numbers, see :func:`whole_weights`.
+        position: from 0.
+        weights: shares as whole numbers, see :func:`whole_weights`.
     """
     first, last = 0, len(weights)
     while last - first > 1:
@@ -37,7 +37,7 @@ def place_in_mixture(position: int, weights: Sequence[int]) -> tuple[int, int]:
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Return the weights as whole numbers in exactly the written ratio.
+    """Convert the weights to whole numbers in exactly the same ratio.
 
     >>> whole_weights([0.1, 1, 2.5])
     [1, 10, 25]
@@ -49,7 +49,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 class PromptMixture:
-    """Sources of training prompts, each walked through in shuffled passes of its own.
+    """A mixture of training prompt sources, each shuffled and repeated on its own.
 
     Args:
         sources: their rows.
@@ -61,11 +61,11 @@ class PromptMixture:
         self.weights = whole_weights(weights if weights is not None else [1.0] * len(sources))
 
     def rows(self, seed: int, positions: Sequence[int]) -> Rows:
-        """Return the rows at places of the endless sequence of prompts: a pure function of seed and place.
+        """Return the rows at positions of the endless prompt sequence: a pure function of seed and position.
 
         Args:
             seed: seed of the order; a stream has its own.
-            positions: places, ascending.
+            positions: in ascending order.
         """
         return [self._row(seed, *place_in_mixture(position, self.weights)) for position in positions]
 

@@ -28,35 +28,36 @@ from lit_vgrpo.system.paths import resolve_path
 class PromptDataModule(L.LightningDataModule):
     """Prompts for training and held-out prompts for evaluation, from files, folders and datasets.
 
-    One epoch of the training loader is one iteration: the loader's length is the number of steps of an iteration and
-    every item is a :class:`PromptBatch` with the same prompts and the next step.
+    One epoch of the training loader is one iteration: its length is the number of steps of an iteration, and every item
+    is a :class:`PromptBatch` with the same prompts and the next step.
 
     Args:
         train: prompt file, folder or dataset, or a mapping of the options of
-            :class:`~lit_vgrpo.data.source.PromptSource`, or a list of these. Of several, each gets its share of the
-            prompts by weight, and each is walked through in shuffled passes of its own.
+            :class:`~lit_vgrpo.data.source.PromptSource`, or a list of these. Several are mixed by weight, and each is
+            shuffled and repeated on its own.
         prompts_per_iteration: prompts of one iteration over all ranks.
         group_size: images per prompt, at least 2.
-        heldout: prompts of the evaluation; None for no evaluation, unless ``heldout_fraction`` is given.
+        heldout: prompts for evaluation; None for no evaluation, unless ``heldout_fraction`` is given.
         updates_per_iteration: optimizer steps of one iteration.
-        micro_batch_size: most images a rank takes through one forward and backward pass; ``auto`` tries out before
-            training which is the largest that fits into memory.
-        split_updates: every update takes its own share of the images, instead of all of them.
-        heldout_images_per_prompt: images made for each held-out prompt.
-        heldout_limit: take only the first so many held-out prompts.
-        eval_batch_size: most held-out images in one batch of a rank.
+        micro_batch_size: maximum number of images in a rank's forward and backward pass; ``auto`` finds the largest
+            that fits into memory before training.
+        split_updates: every update uses its own share of the images, instead of all of them.
+        heldout_images_per_prompt: images per held-out prompt.
+        heldout_limit: use only the first N held-out prompts.
+        eval_batch_size: maximum number of held-out images in a rank's batch.
         seed: seed of the order of the training prompts.
-        heldout_fraction: hold out this share of the training prompts for the evaluation instead, chosen by their hash.
-        deduplicate: keep the first of equal prompts only, and train on no held-out prompt; prompts that differ in case
-            or white space alone are equal.
-        streaming: leave the training prompts on disk; by default those of large files. See
+        heldout_fraction: hold out this share of the training prompts for evaluation instead, chosen by hash.
+        deduplicate: keep only the first of equal prompts, and do not train on held-out prompts; prompts that differ
+            only in case or white space are equal.
+        streaming: leave the training prompts on disk; by default only large files. See
             :func:`~lit_vgrpo.data.prompts.open_prompts`.
-        num_workers: 0, for data configurations that name it: what takes time is not the prompts.
-        pin_memory: false, likewise: prompts are text.
+        num_workers: must be 0; accepted for configurations that set it.
+        pin_memory: must be false, likewise: prompts are text.
 
     Raises:
-        TypeError: a number that is not a whole number, or a wrong option of a source.
-        ValueError: a number that is too small, a fraction that is none, no source, or held-out prompts given twice.
+        TypeError: a number is not a whole number, or an option of a source is wrong.
+        ValueError: a number is too small, a fraction is invalid, no source is given, or held-out prompts are given
+            twice.
     """
 
     def __init__(
@@ -81,11 +82,11 @@ class PromptDataModule(L.LightningDataModule):
         super().__init__()
         if num_workers:
             raise ValueError(
-                f"num_workers={num_workers} has nothing to do: a batch is a few prompts, already in memory, and a "
-                "loader that runs ahead would break resuming. Use 0, or leave it out."
+                f"num_workers={num_workers} has no use: a batch is a few prompts, already in memory, and prefetching "
+                "would break resuming. Use 0, or leave it out."
             )
         if pin_memory:
-            raise ValueError("pin_memory=true has nothing to pin: a batch is text. Use false, or leave it out.")
+            raise ValueError("pin_memory=true has no use: a batch is text. Use false, or leave it out.")
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self._sizes = Sizes(prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates)
         if heldout_fraction is not None and heldout is not None:
@@ -113,7 +114,7 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of an iteration, with as few prompts as possible in a trainer's ``fast_dev_run``."""
+        """The sizes of an iteration, with as few prompts as possible under a trainer's ``fast_dev_run``."""
         if not self._is_tried:
             return self._sizes
         return self._small_sizes or self._sizes.smallest(self._world_size)
@@ -136,25 +137,25 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def has_heldout(self) -> bool:
-        """Whether there are held-out prompts to evaluate on."""
+        """True if there are held-out prompts."""
         return self.heldout is not None or self.choice.heldout_fraction is not None
 
     def check(self, world_size: int = 1) -> list[str]:
-        """All faults of the sizes and the files on ``world_size`` ranks, one line each; empty when all is well."""
+        """Return all errors in the sizes and files for ``world_size`` ranks, one line each."""
         return self._load(world_size)
 
     def setup(self, stage: str | None = None) -> None:
         """Read the prompts.
 
         Raises:
-            ValueError: the first fault of :meth:`check`.
+            ValueError: the first error of :meth:`check`.
         """
         if self._sets is None or self.sizes.faults(self._world_size):
             for fault in self._load(self._world_size):
                 raise ValueError(fault)
 
     def train_dataloader(self) -> DataLoader[PromptBatch]:
-        """Return the steps of one iteration on this rank; ``sampler.set_epoch`` names the iteration."""
+        """Return the steps of one iteration on this rank; ``sampler.set_epoch`` sets the iteration."""
         dataset = IterationDataset(self._loaded().training, self.sizes, self._world_size, self._rank, self.seed)
         first_step, self._first_step = self._first_step, 0
         sampler = GroupSampler(dataset, len(dataset), self._world_size, self._rank, self.seed, first_step)
@@ -171,7 +172,7 @@ class PromptDataModule(L.LightningDataModule):
         return _loader(dataset, LocalSampler(dataset, self._world_size, self._rank))
 
     def test_dataloader(self) -> DataLoader[PromptBatch]:
-        """The held-out images once more.
+        """Return this rank's share of the held-out images, as for validation.
 
         Raises:
             ValueError: there are no held-out prompts.
@@ -182,15 +183,15 @@ class PromptDataModule(L.LightningDataModule):
         return loader
 
     def predict_dataloader(self) -> DataLoader[PromptBatch]:
-        """Return the held-out prompts; raises as :meth:`test_dataloader`."""
+        """Return the held-out prompts; raises as in :meth:`test_dataloader`."""
         return self.test_dataloader()
 
     def heldout_prompts(self) -> list[str]:
-        """Return the different held-out prompts, in their order; the same on every rank."""
+        """Return the distinct held-out prompts in order, the same on every rank."""
         return list(dict.fromkeys(row["prompt"] for row in self._loaded().heldout or []))
 
     def heldout_rows(self) -> Rows:
-        """Return the held-out prompts; the training prompts are read only where these are split off from them.
+        """Return the held-out prompts; reads the training prompts only if the held-out ones are split off from them.
 
         Raises:
             ValueError: they cannot be read.
@@ -206,7 +207,7 @@ class PromptDataModule(L.LightningDataModule):
         return sets.heldout or []
 
     def heldout_origin(self) -> dict[str, str]:
-        """Where the held-out prompts come from, for a report: ``file``, and the ``sha256`` of it or of the prompts."""
+        """Return the held-out prompts' origin for a report: ``file``, and the ``sha256`` of it or of the prompts."""
         source, fraction = self.choice.heldout, self.choice.heldout_fraction
         if source is not None and resolve_path(source.path).is_file():
             return {"file": source.path, "sha256": sha256(resolve_path(source.path).read_bytes()).hexdigest()}
@@ -216,14 +217,14 @@ class PromptDataModule(L.LightningDataModule):
         return {"file": name, "sha256": sha256(prompts.encode()).hexdigest()}
 
     def describe(self) -> list[str]:
-        """Return a line about what was read, and one for each thing worth a second look, to print before a run."""
+        """Return a line about what was read, and one per warning, to print before a run."""
         lines = describe(self._loaded())
         if self.heldout_limit is not None and not self.has_heldout:
             lines.append(f"data.heldout_limit={self.heldout_limit} has no effect: there are no held-out prompts.")
         return lines
 
     def fingerprint(self) -> str:
-        """Return a fingerprint of the training prompts in their order.
+        """Return a fingerprint of the training prompts and their order.
 
         Raises:
             ValueError: they cannot be read.
@@ -231,7 +232,7 @@ class PromptDataModule(L.LightningDataModule):
         return prompts_fingerprint(self._loaded())
 
     def training_rows(self) -> Iterator[Row]:
-        """Return the training rows for a look before a run: all, but only the first ones of what is not in memory."""
+        """Return the training rows to check before a run: all in memory, and the first ones of other sources."""
         return self._loaded().training_rows()
 
     @property
@@ -265,7 +266,7 @@ def take_item(items: list[PromptBatch]) -> PromptBatch:
 
 
 def _loader(dataset: Dataset[PromptBatch], sampler: GroupSampler | LocalSampler) -> DataLoader[PromptBatch]:
-    # its own generator: a loader otherwise draws a seed from the global one each time it is iterated
+    # its own generator, since a loader otherwise draws a seed from the global one at each iteration
     return DataLoader(
         dataset, batch_size=1, sampler=sampler, num_workers=0, collate_fn=take_item, generator=torch.Generator()
     )

@@ -8,10 +8,10 @@ ROUNDS = 6
 
 
 def shuffled_index(key: str, index: int, size: int) -> int:
-    """Entry ``index`` of a permutation of ``range(size)`` that the key chooses.
+    """Return entry ``index`` of a permutation of ``range(size)`` determined by the key.
 
-    A Feistel network over the next even number of bits, walked until it falls into the range: at most four rounds of it
-    on average.
+    A Feistel network over the next even number of bits, applied until the result is in range: at most four times on
+    average.
 
     >>> sorted(shuffled_index("any key", index, 10) for index in range(10)) == list(range(10))
     True

@@ -1,4 +1,4 @@
-"""Training and held-out prompts: opened, without duplicates, split, and described in a few lines."""
+"""Training and held-out prompts: opening, deduplication, splitting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lit_vgrpo.data.split import Keys, first_of_each, held_out, prompt_key, prom
 from lit_vgrpo.data.tables import StreamedRows
 
 CHECKED_ROWS = 10_000
-"""Rows that are looked at before a run, of a source that is not in memory."""
+"""Rows checked before a run, for sources that are not in memory."""
 CHECKED_STREAM_ROWS = 1_000
 
 Opened = Sequence[Row] | StreamedRows
@@ -28,7 +28,7 @@ NO_KEYS: Keys = np.empty(0, dtype=np.uint64)
 
 @dataclass
 class PromptChoice:
-    """What a recipe says about its prompts; see :class:`~lit_vgrpo.data.module.PromptDataModule`."""
+    """A recipe's prompt options; see :class:`~lit_vgrpo.data.module.PromptDataModule`."""
 
     train: list[PromptSource]
     heldout: PromptSource | None = None
@@ -40,12 +40,12 @@ class PromptChoice:
 
     @property
     def reads_all(self) -> bool:
-        """Whether every training prompt is looked at before a run, wherever it is kept."""
+        """True if every training prompt is read before a run, even from disk."""
         return self.deduplicate or self.heldout_fraction is not None
 
 
 class ChosenRows(RowSequence):
-    """Some of the rows of a source that is not in memory: 8 bytes a row."""
+    """A selection of rows of a source that is not in memory: 8 bytes per row."""
 
     def __init__(self, rows: Sequence[Row], numbers: NDArray[np.int64]) -> None:
         self.rows, self.numbers = rows, numbers
@@ -58,15 +58,15 @@ class ChosenRows(RowSequence):
 
 
 class PromptSets:
-    """The prompts that a recipe asks for.
+    """A recipe's prompts.
 
     Attributes:
-        faults: why they cannot be used, one line each; the others hold only where there is none.
+        faults: errors, one line each; the other attributes are valid only if there are none.
         training: the training prompts.
         heldout: the held-out prompts; None without any.
-        dropped: duplicates that were left out.
-        repeated: training prompts that stand there before, and were kept.
-        shared: training prompts that are held-out prompts too, and were kept.
+        dropped: number of duplicates left out.
+        repeated: number of duplicate training prompts that were kept.
+        shared: number of training prompts that are also held-out prompts, and were kept.
     """
 
     training: PromptMixture
@@ -94,13 +94,13 @@ class PromptSets:
             return
         if choice.heldout_fraction is not None and not self.heldout:
             self.faults.append(
-                f"heldout_fraction={choice.heldout_fraction} holds out none of the prompts. "
-                "Use a larger one, or a held-out file."
+                f"heldout_fraction={choice.heldout_fraction} holds out no prompts. "
+                "Use a larger fraction, or a held-out file."
             )
         self.training = PromptMixture(sources, [source.weight for source in choice.train])
 
     def training_rows(self) -> Iterator[Row]:
-        """Return the training rows, source by source; of one that is not in memory only the first ones."""
+        """Return the training rows, source by source; of sources not in memory only the first ones."""
         for _, rows in self.sources():
             yield from islice(rows, checked_rows(rows))
 
@@ -127,20 +127,20 @@ class PromptSets:
     def _check_stream(self, source: PromptSource) -> None:
         if self.choice.deduplicate:
             raise PromptError(
-                f"deduplicate=true cannot see {source.path} whole: it is a stream. "
+                f"deduplicate=true needs all of {source.path}, which is a stream. "
                 "Set data.deduplicate=false or data.streaming=null."
             )
         if self.choice.heldout_fraction is not None and self.choice.heldout_limit is None:
             raise PromptError(
-                f"heldout_fraction={self.choice.heldout_fraction} of the stream {source.path} has no end. "
+                f"heldout_fraction={self.choice.heldout_fraction} of the stream {source.path} is unbounded. "
                 "Set data.heldout_limit."
             )
 
     def _split(self, sources: list[Opened], apart: Keys) -> list[Opened]:
-        """Leave out duplicates and held-out prompts; those split off by hash go to ``heldout``.
+        """Remove duplicates and held-out prompts; those split off by hash go to ``heldout``.
 
         Args:
-            sources: as they were opened.
+            sources: the opened sources.
             apart: keys of the prompts of the held-out file.
         """
         fraction = self.choice.heldout_fraction
@@ -169,13 +169,13 @@ class PromptSets:
         if fraction is not None:
             streams = [rows for rows in sources if isinstance(rows, StreamedRows)]
             taken += [pair for rows in streams for pair in self._of_stream(rows, fraction)]
-            # by hash, so that neither the order of the sources nor that of their rows matters
+            # by hash, independent of the order of sources and rows
             taken.sort(key=lambda pair: pair[0])
             self.heldout = [row for _, row in taken][: self.choice.heldout_limit]
         return sources
 
     def _keys(self, rows: Opened) -> Keys | None:
-        """Return the keys of a source; None for one that is not read whole."""
+        """Return the keys of a source; None if it is not read completely."""
         if isinstance(rows, StreamedRows):
             return None
         if isinstance(rows, list) or self.choice.reads_all:
@@ -183,7 +183,7 @@ class PromptSets:
         return None
 
     def _taken(self, rows: Sequence[Row], keys: Keys, numbers: NDArray[np.int64]) -> list[tuple[int, Row]]:
-        """Return the held-out rows of a source with their keys, as many as can be used."""
+        """Return a source's held-out rows with their keys, as many as needed."""
         lowest = numbers[np.argsort(keys[numbers], kind="stable")][: self.choice.heldout_limit]
         return [(int(keys[number]), rows[number]) for number in lowest.tolist()]
 
@@ -199,7 +199,7 @@ class PromptSets:
 
 
 def limited_heldout(rows: Rows, choice: PromptChoice) -> Rows:
-    """Return the rows of a held-out file that the evaluation takes."""
+    """Return the rows of a held-out file that the evaluation uses."""
     if choice.deduplicate:
         firsts = first_of_each(prompt_keys(row[PROMPT] for row in rows))
         rows = [row for row, first in zip(rows, firsts, strict=True) if first]
@@ -214,7 +214,7 @@ def _chosen(rows: Sequence[Row], mask: NDArray[np.bool_]) -> Sequence[Row]:
 
 
 def checked_rows(rows: Opened) -> int | None:
-    """How many rows of a source are looked at before a run; None for all."""
+    """Return how many rows of a source are checked before a run; None for all."""
     if isinstance(rows, list):
         return None
     return CHECKED_STREAM_ROWS if isinstance(rows, StreamedRows) else CHECKED_ROWS

@@ -1,4 +1,4 @@
-"""Prompts out of files, folders and datasets."""
+"""Prompts from files, folders and datasets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lit_vgrpo.data.text_files import IndexedRows, read_text
 from lit_vgrpo.system.paths import resolve_path
 
 LARGE_FILE_BYTES = 64 * 2**20
-"""Files from this size on are left on disk."""
+"""Files of at least this size are left on disk."""
 
 __all__ = ["PromptError", "open_prompts", "prompt_faults", "prompts_of", "read_prompts"]
 
@@ -23,14 +23,13 @@ def read_prompts(source: str | Path | PromptSource) -> list[dict[str, Any]]:
     """Read prompts into rows ``{"prompt": str, **fields}``.
 
     Args:
-        source: a ``.txt`` file with one prompt a line; a ``.jsonl`` file with one object a line that has a "prompt"
-            string and any fields a reward may read; a ``.csv`` file with a header; a ``.parquet`` file; a folder or
-            a dataset of the hub, see :class:`PromptSource`. Text is UTF-8; blank lines are skipped; ``shipped:``
-            paths are resolved.
+        source: a ``.txt`` file with one prompt per line; a ``.jsonl`` file with one object per line that has a "prompt"
+            string and any fields for rewards; a ``.csv`` file with a header; a ``.parquet`` file; a folder or a hub
+            dataset, see :class:`PromptSource`. Text is UTF-8; blank lines are skipped; ``shipped:`` paths are resolved.
 
     Raises:
-        PromptError: (a ValueError) it is missing, of another kind, not UTF-8, empty, or a line of it is wrong. The
-            message is one line and names the file and the number of the line or row.
+        PromptError: (a ValueError) it is missing, of another kind, not UTF-8, empty or malformed. The one-line message
+            names the file and the line or row.
         ModuleNotFoundError: it needs the extra ``data``.
     """
     source = as_source(source)
@@ -41,16 +40,16 @@ def read_prompts(source: str | Path | PromptSource) -> list[dict[str, Any]]:
 
 
 def open_prompts(source: PromptSource, streaming: bool | None = None, seed: int = 0) -> Sequence[Row] | StreamedRows:
-    """Return the rows of a source, in memory or left where they are.
+    """Open a source's rows, in memory or on disk.
 
     Args:
         source: what to open.
-        streaming: True leaves them on disk, and reads folders of data files and datasets of the hub forwards only;
-            False reads text and parquet files into memory; None looks at their size.
+        streaming: True leaves them on disk, and reads folders of data files and hub datasets sequentially; False reads
+            text and parquet files into memory; None decides by file size.
         seed: seed of the order of a stream.
 
     Raises:
-        PromptError: as :func:`read_prompts`; what stands in a row that is left on disk shows when it is asked for.
+        PromptError: as in :func:`read_prompts`; rows left on disk are checked when accessed.
         ModuleNotFoundError: it needs the extra ``data``.
     """
     kind = kind_of(source)
@@ -66,7 +65,7 @@ def open_prompts(source: PromptSource, streaming: bool | None = None, seed: int 
 
 
 def prompt_faults(*given: object) -> list[str]:
-    """List what keeps the sources in a recipe's plain values from being opened; other values are skipped."""
+    """Return why sources in a recipe's plain values cannot be opened; other values are skipped."""
     faults = []
     for value in given:
         for entry in value if isinstance(value, list) else [value]:
@@ -75,7 +74,7 @@ def prompt_faults(*given: object) -> list[str]:
             try:
                 source = as_source(entry)
             except (TypeError, ValueError):
-                continue  # the parser says it
+                continue  # the parser reports it
             try:
                 open_prompts(source)
             except (PromptError, ModuleNotFoundError) as error:
@@ -84,7 +83,7 @@ def prompt_faults(*given: object) -> list[str]:
 
 
 def prompts_of(rows: Sequence[Row]) -> Iterator[str]:
-    """Every prompt, in order."""
+    """Yield every prompt in order."""
     if isinstance(rows, TableRows):
         return rows.prompts()
     return (row[PROMPT] for row in rows)

@@ -1,4 +1,4 @@
-"""One row of a prompt source: checked, and in the form in which rewards get it."""
+"""Rows of a prompt source, validated and in the format that rewards receive."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PROMPT = "prompt"
 
 
 class RowSequence(Sequence[Row]):
-    """Rows that are made one by one when they are asked for."""
+    """Rows that are created on access."""
 
     @abstractmethod
     def row(self, number: int) -> Row:
-        """Row ``number``, from 0."""
+        """Return row ``number``, from 0."""
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -32,16 +32,16 @@ class RowSequence(Sequence[Row]):
 
 
 def checked(row: Mapping[str, Any], source: PromptSource, where: str, need: str = "") -> Row:
-    """Return the row ``{"prompt": str, **fields}`` of what a file holds.
+    """Validate a file's row and return it as ``{"prompt": str, **fields}``.
 
     Args:
         row: its fields.
-        source: says which field is the prompt, and which rewards apply.
+        source: determines which field is the prompt, and which rewards apply.
         where: file and line or row, for the message.
-        need: what to do about a wrong one.
+        need: advice for the message.
 
     Raises:
-        PromptError: no prompt, or one that is no text.
+        PromptError: the prompt is missing or not text.
     """
     column = source.column or PROMPT
     if column not in row:
@@ -63,7 +63,7 @@ def checked(row: Mapping[str, Any], source: PromptSource, where: str, need: str 
 
 
 def prompt_fault(prompt: object) -> str | None:
-    """Why a value is no prompt, or None."""
+    """Return why a value is not a prompt, or None."""
     if not isinstance(prompt, str):
         return f"is {type_name(prompt)}"
     if not prompt.strip():
@@ -71,7 +71,7 @@ def prompt_fault(prompt: object) -> str | None:
     try:
         prompt.encode()
     except UnicodeEncodeError:
-        return "holds half a character (a lone surrogate)"
+        return "contains half a character (a lone surrogate)"
     return None
 
 
@@ -82,15 +82,15 @@ def type_name(value: object) -> str:
 
 
 def check_columns(columns: Iterable[str], source: PromptSource, where: str) -> None:
-    """See that the prompt's column is there.
+    """Check that the prompt's column exists.
 
     Raises:
-        PromptError: it is not; the message names those that are.
+        PromptError: it does not; the message names the existing columns.
     """
     columns, column = list(columns), source.column or PROMPT
     if column in columns:
         return
-    remedy = suggestion(column, columns) if source.column else "Set column= to the one that holds the prompts."
+    remedy = suggestion(column, columns) if source.column else "Set column= to the prompts' column."
     raise PromptError(f'{where}: no column "{column}", but {_listed(columns)}. {remedy}')
 
 
@@ -100,7 +100,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value of a table without its empty cells, so that a row has the fields that it was written with."""
+    """Remove empty cells from a table's value, so that a row has only the fields it was written with."""
     if isinstance(value, Mapping):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Which prompts an iteration takes, and which step comes next: pure functions of (seed, iteration, rank)."""
+"""The order of prompts and steps: pure functions of (seed, iteration, rank)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from lit_vgrpo.data.permutation import shuffled_index
 
 LARGEST_IN_MEMORY = 1_000_000
-"""Data sets up to this size are shuffled in a list, larger ones by a permutation that needs no memory."""
+"""Datasets up to this size are shuffled in a list, larger ones by a permutation that needs no memory."""
 
 
 @lru_cache(maxsize=16)
@@ -25,13 +25,13 @@ def _shuffled_pass(key: str, dataset_size: int) -> Sequence[int]:
 
 
 def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -> int:
-    """Return the prompt at a position of the shuffled passes over a dataset, laid end to end.
+    """Return the prompt at a position in consecutive shuffled passes over a dataset.
 
     Args:
         seed: seed of the order.
         position: from 0, without end.
         dataset_size: number of prompts.
-        source: number of the dataset among several, so that each has an order of its own.
+        source: number of the dataset among several, so that each has its own order.
 
     Returns:
         An index into the dataset.
@@ -44,10 +44,10 @@ def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -
 
 
 def prompt_indices(seed: int, iteration: int, prompts_per_iteration: int, dataset_size: int) -> list[int]:
-    """Return the prompts of one iteration: the next stretch of shuffled passes over the dataset.
+    """Return the prompts of one iteration, the next slice of consecutive shuffled passes over the dataset.
 
-    No prompt comes twice within one pass, whatever the sizes; an iteration that needs more prompts than the dataset
-    has runs on into the next pass. The number of ranks plays no part.
+    No prompt occurs twice within a pass; an iteration that needs more prompts than remain continues with the next
+    pass. The result does not depend on the number of ranks.
 
     Returns:
         ``prompts_per_iteration`` indices into the dataset; entry k is the prompt of group slot k.
@@ -57,18 +57,18 @@ def prompt_indices(seed: int, iteration: int, prompts_per_iteration: int, datase
 
 
 class GroupSampler(DistributedSampler[Any]):
-    """Yields the steps of one iteration in order: ``iteration * steps + step``.
+    """Sampler of the steps of one iteration in order: ``iteration * steps + step``.
 
-    It is a ``DistributedSampler`` so that Lightning leaves it in place and tells it the epoch, which is the iteration.
-    Every rank walks through the same steps; which prompts they mean for a rank is the dataset's business.
+    A ``DistributedSampler``, so that Lightning keeps it and sets its epoch, which is the iteration. Every rank goes
+    through the same steps; the dataset maps them to the rank's prompts.
 
     Args:
         dataset: the training dataset.
         steps_per_iteration: steps of one iteration, the same on every rank.
         num_replicas: ranks.
         rank: this rank.
-        seed: kept for the record; the order of prompts comes from :func:`prompt_indices`.
-        first_step: where the first iteration goes on that was stopped in its middle; later ones start at 0.
+        seed: unused; the order of prompts comes from :func:`prompt_indices`.
+        first_step: where the first iteration continues if it was interrupted; later ones start at 0.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GroupSampler(DistributedSampler[Any]):
 
 
 class LocalSampler(DistributedSampler[Any]):
-    """Yields every item of a dataset that holds only this rank's share already."""
+    """Sampler of every item, for a dataset that already has only this rank's share."""
 
     def __init__(self, dataset: Dataset[Any], num_replicas: int = 1, rank: int = 0) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=False)

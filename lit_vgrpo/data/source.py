@@ -1,4 +1,4 @@
-"""Where prompts come from, as a recipe says it."""
+"""The sources of prompts that a recipe names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USE = "Use a .txt, .jsonl, .csv or .parquet file, a folder of them, or a dataset
 
 
 class PromptError(ValueError):
-    """Prompts cannot be read, or one of them is wrong, said in one line with the file and the line or row."""
+    """Prompts cannot be read or are malformed; the one-line message has the file and the line or row."""
 
 
 @checked
@@ -28,18 +28,18 @@ class PromptSource:
 
     Args:
         path: ``.txt``, ``.jsonl``, ``.csv`` or ``.parquet`` file; a folder of such files or one that the ``datasets``
-            library saved; a dataset of the hub, ``owner/name``; ``shipped:`` paths are resolved.
-        weight: share of the prompts that are drawn, in relation to the other sources; its size plays no part.
-        column: column or field of the prompt; "prompt" by default.
+            library saved; a hub dataset, ``owner/name``; ``shipped:`` paths are resolved.
+        weight: share of the sampled prompts relative to other sources, independent of the source's size.
+        column: the prompt's column or field; "prompt" by default.
         split: split of a dataset; by default its only one, or "train".
         config: configuration of a dataset that has several.
         rewards: names of the rewards that apply to these prompts, for rows without a field of that name; all by
             default.
-        limit: take only the first so many rows.
+        limit: use only the first N rows.
 
     Raises:
-        TypeError: a value of another type.
-        ValueError: a weight or a limit that is too small, or an empty path.
+        TypeError: a value has the wrong type.
+        ValueError: a weight or limit is too small, or the path is empty.
     """
 
     path: str
@@ -56,7 +56,7 @@ class PromptSource:
                 what = "name or a list of names" if name == "rewards" else "text"
                 raise TypeError(f"{name}={value!r} has the wrong type. Give a {what}.")
         if not self.path.strip():
-            raise ValueError(f"path={self.path!r} names nothing. {USE}")
+            raise ValueError(f"path={self.path!r} is empty. {USE}")
 
     def _typed(self) -> Iterator[tuple[str, object, bool]]:
         names = self.rewards if isinstance(self.rewards, list) else [self.rewards or ""]
@@ -70,21 +70,21 @@ if TYPE_CHECKING:
     Source = str | PromptSource | dict[str, Any]
     Sources = Source | Sequence[Source]
 else:
-    # what the recipe's parser sees: for a class it would open every path that exists as the file of its options
+    # the type that the parser sees: for a class it would read every existing path as a file of its options
     Source = str | dict[str, Any]
     Sources = Source | list[Source]
 
 
 def as_source(value: Source | Path, name: str = "") -> PromptSource:
-    """Return the source of a path or of a source's options.
+    """Build a source from a path or from its options.
 
     Args:
-        value: what a recipe says.
+        value: the recipe's value.
         name: its key, for messages.
 
     Raises:
-        TypeError: an option of another type, or no option.
-        ValueError: an option's value.
+        TypeError: an option is unknown or has the wrong type.
+        ValueError: an option's value is invalid.
     """
     if isinstance(value, PromptSource):
         return value
@@ -103,19 +103,19 @@ def as_source(value: Source | Path, name: str = "") -> PromptSource:
 
 
 def as_sources(value: Sources) -> list[PromptSource]:
-    """One source or several as a list; raises as :func:`as_source`, and ValueError for an empty list."""
+    """Return one or several sources as a list; raises as in :func:`as_source`, and ValueError for an empty list."""
     if isinstance(value, str | PromptSource | Mapping):
         return [as_source(value, "train")]
     if not value:
-        raise ValueError(f"train=[] names no prompts. {USE}")
+        raise ValueError(f"train=[] is empty. {USE}")
     return [as_source(entry, f"train[{number}]") for number, entry in enumerate(value)]
 
 
 def kind_of(source: PromptSource) -> Kind:
-    """Name the kind of what is at the source's path.
+    """Return the kind of file, folder or dataset at the source's path.
 
     Raises:
-        PromptError: nothing does, or nothing that holds prompts, or an option does not go with it.
+        PromptError: it does not exist or holds no prompts, or an option does not apply to it.
     """
     kind = _kind(source.path)
     if kind in FILE_KINDS:
@@ -123,7 +123,7 @@ def kind_of(source: PromptSource) -> Kind:
             if value is not None:
                 raise PromptError(f"{source.path} is a file and has no {name}. Leave out {name}={value}.")
     if kind == "txt" and source.column is not None:
-        raise PromptError(f"{source.path} has one prompt a line and no columns. Leave out column={source.column}.")
+        raise PromptError(f"{source.path} has one prompt per line and no columns. Leave out column={source.column}.")
     return kind
 
 
@@ -141,7 +141,7 @@ def _kind(text: str) -> Kind:
             raise PromptError(f"{path} {wrong}. Give the path of a .txt, .jsonl, .csv or .parquet prompt file.")
     if path.is_dir():
         return "folder"
-    # "prompts/train.tsv" has the form of a hub name; beside it lies the folder prompts/
+    # "prompts/train.tsv" looks like a hub name, but the folder prompts/ exists
     if path.exists() or local_folder(text) is not None or "/" not in text or path.parent.is_dir():
         raise PromptError(f"{path} is not a prompt file. {USE}" if path.exists() else f"{path} does not exist. {USE}")
     return "hub"

@@ -1,4 +1,4 @@
-"""The hash of a prompt, and what is decided by it alone: which prompts are held out, and which are the same."""
+"""The hash of a prompt, which alone determines held-out prompts and duplicates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Keys = NDArray[np.uint64]
 
 
 def normalised(prompt: str) -> str:
-    """Return the prompt without what does not make it another: case, white space, the storage of accents.
+    """Normalise a prompt's case, white space and Unicode representation of accents.
 
     >>> normalised("A  Cafe\\u0301 ") == normalised("a caf\\u00e9")
     True
@@ -40,10 +40,10 @@ def prompt_keys(prompts: Iterable[str]) -> Keys:
 
 
 def held_out(keys: Keys, fraction: float) -> NDArray[np.bool_]:
-    """Which prompts are held out: those whose key lies in the lowest ``fraction`` of all possible keys.
+    """Return a mask of the held-out prompts: those with keys in the lowest ``fraction`` of all possible keys.
 
-    Nothing but the prompt decides: it stays on its side whatever is added to its file or stands around it, and a larger
-    fraction holds out the same prompts and more.
+    Only the prompt matters: it keeps its side whatever else is in its file, and a larger fraction holds out the same
+    prompts and more.
 
     Args:
         keys: from :func:`prompt_keys`, shape ``(N,)``.
@@ -56,7 +56,7 @@ def held_out(keys: Keys, fraction: float) -> NDArray[np.bool_]:
 
 
 def first_of_each(keys: Keys) -> NDArray[np.bool_]:
-    """Which entries are the first with their key: shape ``(N,)``."""
+    """Return a mask of the entries that are the first with their key, shape ``(N,)``."""
     firsts = np.zeros(len(keys), dtype=bool)
     firsts[np.unique(keys, return_index=True)[1]] = True
     return firsts

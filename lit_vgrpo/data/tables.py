@@ -1,4 +1,4 @@
-"""Prompts of tables: parquet files read whole, and datasets that stay on disk or come as a stream."""
+"""Prompts in tables: parquet files read into memory, and datasets on disk or streamed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lit_vgrpo.system.paths import resolve_path
 
 BATCH = 1000
 SHUFFLE_BUFFER = 10_000
-"""Rows of a stream among which the next one is drawn."""
+"""Size of the shuffle buffer of a stream."""
 PLAIN_FEATURES = ("Value", "ClassLabel", "List", "LargeList", "Sequence", "Json", "dict", "list")
 
 
 def read_parquet(source: PromptSource) -> Rows:
-    """All rows of a parquet file, without the columns that hold bytes.
+    """Read all rows of a parquet file, without columns of bytes.
 
     Raises:
-        PromptError: as :func:`lit_vgrpo.data.prompts.read_prompts`.
+        PromptError: as in :func:`lit_vgrpo.data.prompts.read_prompts`.
         ModuleNotFoundError: pyarrow is missing.
     """
     try:
@@ -39,17 +39,17 @@ def read_parquet(source: PromptSource) -> Rows:
         cells = list(islice((cell for batch in batches for cell in batch.to_pylist()), source.limit))
     except (pa.ArrowException, OSError) as error:
         reason = one_line(error).rstrip(".")
-        raise PromptError(f"{file} cannot be read as parquet ({reason}). Is the file whole?") from error
+        raise PromptError(f"{file} cannot be read as parquet ({reason}). Is the file complete?") from error
     if not cells:
-        raise PromptError(f"{file} holds no prompts: it has no rows.")
+        raise PromptError(f"{file} has no rows.")
     return [_table_row(row, source, f"{file} row {number}") for number, row in enumerate(cells, start=1)]
 
 
 class TableRows(RowSequence):
-    """The rows of a dataset that stays on disk; what stands in one is looked at when it is asked for.
+    """The rows of a dataset that stays on disk, validated on access.
 
     Raises:
-        PromptError: the dataset cannot be read, is empty or lacks the column; on access: that row is wrong.
+        PromptError: the dataset cannot be read, is empty or lacks the column; on access: the row is invalid.
         ModuleNotFoundError: the ``datasets`` package is missing.
     """
 
@@ -58,7 +58,7 @@ class TableRows(RowSequence):
         table = open_table(source, kind)
         check_columns(table.column_names, source, source.path)
         if not len(table):
-            raise PromptError(f"{source.path} holds no prompts: it has no rows.")
+            raise PromptError(f"{source.path} has no rows.")
         table = table.select_columns(_plain_columns(table, source))
         self.table = table if source.limit is None else table.select(range(min(source.limit, len(table))))
 
@@ -69,7 +69,7 @@ class TableRows(RowSequence):
         return _table_row(self.table[number], self.source, self._where(number))
 
     def prompts(self) -> Iterator[str]:
-        """Every prompt, without its other fields."""
+        """Yield every prompt, without other fields."""
         column = self.source.column or PROMPT
         number = 0
         for batch in self.table.select_columns([column]).iter(BATCH):
@@ -85,9 +85,9 @@ class TableRows(RowSequence):
 
 
 class StreamedRows:
-    """The training rows of a dataset that is only ever read forwards: passes in a shuffled order, laid end to end.
+    """The training rows of a sequentially read dataset: an endless sequence of shuffled passes.
 
-    Going back starts from the beginning and skips. The shuffling is that of ``datasets``, among 10,000 rows at a time.
+    Going back restarts from the beginning and skips. ``datasets`` shuffles with a buffer of 10,000 rows.
 
     Args:
         source: what to open.
@@ -98,7 +98,7 @@ class StreamedRows:
         skips: prompts that are left out.
 
     Raises:
-        PromptError: the dataset cannot be read or lacks the column; on access: that row is wrong.
+        PromptError: the dataset cannot be read or lacks the column; on access: the row is invalid.
         ModuleNotFoundError: the ``datasets`` package is missing.
     """
 
@@ -115,7 +115,7 @@ class StreamedRows:
         self._row: Row = {}
 
     def __iter__(self) -> Iterator[Row]:
-        """All rows once, in the dataset's order."""
+        """Yield all rows once, in the dataset's order."""
         return self._rows(self.table)
 
     def at(self, position: int) -> Row:
@@ -138,7 +138,7 @@ class StreamedRows:
                     is_empty = False
                     yield row
             if is_empty:
-                raise PromptError(f"{self.source.path} holds no training prompts.")
+                raise PromptError(f"{self.source.path} has no training prompts.")
             number_of_pass += 1
 
     def _rows(self, table: Any) -> Iterator[Row]:
@@ -152,7 +152,7 @@ def _table_row(row: Any, source: PromptSource, where: str) -> Row:
 
 
 def _plain_columns(table: Any, source: PromptSource) -> list[str]:
-    """Return the columns that are no images, sounds or bytes."""
+    """Return the columns that are not images, audio or bytes."""
     features = table.features
     if features is None:
         return list(table.column_names)

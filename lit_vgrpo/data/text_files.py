@@ -1,4 +1,4 @@
-"""Prompt files of text: read whole (txt, jsonl, csv), or row by row where they do not fit into memory."""
+"""Text prompt files (txt, jsonl, csv), read into memory, or row by row if they are too large."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lit_vgrpo.data.source import Kind, PromptError, PromptSource
 from lit_vgrpo.system.paths import resolve_path
 
 LONGEST_CELL = 2**24
-"""Bytes of a csv cell; one without its closing quote would otherwise swallow the rest of a large file."""
+"""Maximum bytes of a csv cell; without a closing quote it would otherwise extend over the rest of the file."""
 Parse = Callable[[Any, str], Row]
-"""A record, which is a line or the cells of a csv row, and where it stands -> its row."""
+"""A record (a line or a csv row's cells) and its location -> its row."""
 
 
 def read_text(source: PromptSource, kind: Kind) -> Rows:
-    """All rows of a file.
+    """Read all rows of a file.
 
     Raises:
-        PromptError: as :func:`lit_vgrpo.data.prompts.read_prompts`.
+        PromptError: as in :func:`lit_vgrpo.data.prompts.read_prompts`.
     """
     file = resolve_path(source.path)
     with _opened(file) as stream:
@@ -39,12 +39,12 @@ def read_text(source: PromptSource, kind: Kind) -> Rows:
 
 
 class IndexedRows(RowSequence):
-    """The rows of a text file that stays on disk: 8 bytes of memory a row.
+    """The rows of a text file that stays on disk: 8 bytes of memory per row.
 
-    Building reads the file once to find its rows; what stands in one is looked at when it is asked for.
+    The constructor reads the file once to index its rows, which are validated on access.
 
     Raises:
-        PromptError: the file is empty or cannot be read; on access: that row is wrong.
+        PromptError: the file is empty or cannot be read; on access: the row is invalid.
     """
 
     def __init__(self, source: PromptSource, kind: Kind) -> None:
@@ -66,7 +66,7 @@ class IndexedRows(RowSequence):
         try:
             return self._read(offset, 0)
         except PromptError:
-            return self._read(offset, self._lines_before(offset))  # lines are counted only to be said
+            return self._read(offset, self._lines_before(offset))  # line numbers are only for messages
 
     def __iter__(self) -> Iterator[Row]:
         with _opened(self.file) as stream:
@@ -92,14 +92,14 @@ class IndexedRows(RowSequence):
 
 
 class _Records:
-    """Yields ``(line number, offset, record)`` of every row that is not blank, from where the stream stands.
+    """Iterator over ``(line number, offset, record)`` of non-blank rows, from the stream's position on.
 
     Args:
         stream: the file's bytes.
         file: its name, for messages.
         source: its options.
         kind: its format.
-        header: columns of a csv whose first line is behind the stream's position; None to read them.
+        header: columns of a csv if the stream is past its first line; None to read them.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _Records:
         )
 
     def _lines(self) -> Iterator[str]:
-        # str.splitlines would also cut at U+2028 and its like, which may stand inside a JSON string
+        # str.splitlines would also split at U+2028 and the like, which may occur inside a JSON string
         for line in self.stream:
             self.number += 1
             begins, self.offset = self.offset == 0, self.offset + len(line)
@@ -186,7 +186,7 @@ def _json_row(line: str, source: PromptSource, where: str) -> Row:
     need = f'Each line must be an object with a "{source.column or "prompt"}" string.'
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # ValueError alone: a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # a plain ValueError: a number with thousands of digits
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise PromptError(f"{where}: not JSON ({reason}). {need}") from error
     if not isinstance(row, dict):
@@ -205,4 +205,4 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def _empty(file: Path) -> PromptError:
-    return PromptError(f"{file} holds no prompts. Write one prompt a line.")
+    return PromptError(f"{file} has no prompts. Write one prompt per line.")

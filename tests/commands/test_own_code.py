@@ -60,7 +60,10 @@ def recipe(tiny_recipe):
         (["model.reward=rewards_of_mine.Fragile"], "rewards_of_mine.py line 14: KeyError: 'no such key'."),
         (["model.reward={python: 'no_colon:reward'}"], "Cannot import no_colon: SyntaxError: expected ':'"),
         (["model.reward={python: 'leaves:reward'}"], "Cannot import leaves: SystemExit: bye."),
-        (["trainer.callbacks={class_path: Export, init_args: {folder: /}}"], "folder=/ is not a separate folder. Use a"),
+        (
+            ["trainer.callbacks={class_path: Export, init_args: {folder: /}}"],
+            "folder=/ is not a separate folder. Use a",
+        ),
         (["trainer.callbacks={class_path: Export, init_args: {folder: ..}}"], "folder=.. is not a separate folder. "),
         (
             ["trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: heldout_reward}}"],

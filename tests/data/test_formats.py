@@ -37,15 +37,15 @@ def test_a_csv_has_a_header_and_its_empty_cells_are_absent(write):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("id,caption\n1,a\n", 'line 1: no column "prompt", but "id", "caption". Set column= to the one'),
+        ("id,caption\n1,a\n", 'line 1: no column "prompt", but "id", "caption". Set column= to the prompts'),
         ("prompt,tag\na,b\nc\n", "line 3: 1 cells where the header has 2. Put a cell with a comma in quotes."),
         ("prompt,tag\na,b\na, b, c\n", "line 3: 3 cells where the header has 2."),
         ('prompt,tag\n"a\nb",c\n,d\n', 'line 4: "prompt" is empty.'),
         ('prompt\na\n"b\nc\n', "line 3: not csv (unexpected end of data)."),
         ('prompt\n"a"b\n', "line 2: not csv ("),
         ("prompt,a,a\nx,y,z\n", 'line 1: two columns are called "a". Rename one.'),
-        ("prompt\n", "holds no prompts."),
-        ("", "holds no prompts."),
+        ("prompt\n", "has no prompts."),
+        ("", "has no prompts."),
         ("prompt\na\ncaf\u00e9\n".encode("latin-1"), "line 3: not UTF-8. Save the file as UTF-8."),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_wrong_parquet_file_is_refused(write):
     assert 'no column "prompt", but "text", "n".' in refused(write("c.parquet", [{"text": "a", "n": 1}]))
     assert 'row 2: "prompt" is null.' in refused(write("n.parquet", [{"prompt": "a"}, {"prompt": None}]))
     assert 'row 1: "prompt" is a number.' in refused(write("i.parquet", [{"prompt": 7}]))
-    assert "it has no rows" in refused(write("e.parquet", _empty_parquet()))
+    assert "has no rows." in refused(write("e.parquet", _empty_parquet()))
 
 
 def _empty_parquet():
@@ -121,7 +121,7 @@ def test_a_folder_that_datasets_saved_is_read_where_it_lies(tmp_path, datasets_c
 
 def test_a_folder_without_prompts_or_with_broken_files_is_refused(write, tmp_path, datasets_cache):
     (tmp_path / "empty").mkdir()
-    assert refused(tmp_path / "empty").startswith(f"{tmp_path / 'empty'} holds no data files. Put .jsonl, .csv or")
+    assert refused(tmp_path / "empty").startswith(f"{tmp_path / 'empty'} has no data files. Put .jsonl, .csv or")
     write("broken/train.jsonl", '{"prompt": "a"}\n{"prompt": \n')
     assert "cannot be read as a dataset (" in refused(tmp_path / "broken")
     write("numbers/train.jsonl", '{"prompt": 3}\n')
@@ -176,7 +176,7 @@ def test_a_missing_package_is_named_with_the_command(write, monkeypatch, name, p
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (PromptSource("p.txt", column="a"), "has one prompt a line and no columns. Leave out column=a."),
+        (PromptSource("p.txt", column="a"), "has one prompt per line and no columns. Leave out column=a."),
         (PromptSource("p.jsonl", split="test"), "is a file and has no split. Leave out split=test."),
         (PromptSource("p.jsonl", config="big"), "is a file and has no config. Leave out config=big."),
         (PromptSource("bare_name"), "does not exist. Use a .txt, .jsonl, .csv or .parquet file"),

@@ -136,7 +136,7 @@ def test_only_the_first_loader_goes_on_in_the_middle(files):
 
 def test_held_out_images_that_do_not_reach_every_rank_are_a_fault(files):
     assert data_module(files, prompts_per_iteration=8).check(8) == [
-        "5 held-out images cannot be spread over 8 ranks. Use heldout_images_per_prompt=2 or more, or fewer ranks."
+        "5 held-out images cannot be split over 8 ranks. Use heldout_images_per_prompt=2 or more, or fewer ranks."
     ]
 
 

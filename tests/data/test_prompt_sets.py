@@ -88,7 +88,7 @@ def test_a_prompt_of_the_held_out_file_is_said_or_left_out(file):
     assert data.describe() == [
         "Prompts: 5 from 1 source, 1 held out.",
         "3 of the training prompts are held-out prompts too. Set data.deduplicate=true to train without them.",
-        "1 of the training prompts is there before. Set data.deduplicate=true to drop them.",
+        "1 of the training prompts is repeated. Set data.deduplicate=true to drop them.",
     ]
     data = data_module(train, heldout=apart, heldout_limit=1, deduplicate=True)
     assert (training(data), heldout(data)) == (["a", "c"], ["b"])  # "d" is no training prompt with a limit either
@@ -120,8 +120,8 @@ def test_a_large_file_stays_on_disk_and_gives_the_same_prompts(file, monkeypatch
     data = data_module(path, heldout=file(["held"], "held.txt"))
     assert data.train_dataloader().dataset[9] == batches[0]
     assert data.describe()[1:] == [
-        f"Only the first 50 of 300 rows of {path} were checked. A wrong one later stops the run.",
-        f"Whether held-out prompts stand in {path} too was not checked.",
+        f"Only the first 50 of 300 rows of {path} were checked. An invalid row later stops the run.",
+        f"{path} was not checked for held-out prompts.",
     ]
     assert len(list(data.training_rows())) == 50
     assert data_module(path, deduplicate=True).describe() == ["Prompts: 300 from 1 source, 0 duplicates dropped."]
@@ -145,13 +145,13 @@ def test_a_stream_is_split_by_hash_as_it_comes(write, datasets_cache):
     folder = write("set/train.jsonl", rows).parent
     options = {"heldout_fraction": 0.3, "streaming": True}
     (fault,) = data_module(folder, **options).check()
-    assert fault == f"heldout_fraction=0.3 of the stream {folder} has no end. Set data.heldout_limit."
+    assert fault == f"heldout_fraction=0.3 of the stream {folder} is unbounded. Set data.heldout_limit."
     (fault,) = data_module(folder, streaming=True, deduplicate=True).check()
-    assert fault.startswith(f"deduplicate=true cannot see {folder} whole: it is a stream.")
+    assert fault.startswith(f"deduplicate=true needs all of {folder}, which is a stream.")
     data = data_module(folder, **options, heldout_limit=5)
     assert data.describe() == [
         "Prompts: a stream from 1 source, 5 held out by hash.",
-        f"Only the first 1,000 rows of {folder} were checked. A wrong one later stops the run.",
+        f"Only the first 1,000 rows of {folder} were checked. An invalid row later stops the run.",
     ]
     dataset = data.train_dataloader().dataset
     drawn = [prompt for iteration in range(30) for prompt in dataset[iteration * len(dataset)].prompts]
@@ -165,7 +165,7 @@ def test_a_stream_is_split_by_hash_as_it_comes(write, datasets_cache):
 @pytest.mark.parametrize(
     ("train", "options", "error", "said"),
     [
-        ([], {}, ValueError, "train=[] names no prompts."),
+        ([], {}, ValueError, "train=[] is empty."),
         ({"path": "a", "wieght": 1}, {}, TypeError, "train.wieght is not an option of PromptSource. Did you"),
         (["a.txt", {"path": "b.txt", "weight": 0}], {}, ValueError, "train[1].weight=0 is too small."),
         ([{"weight": 1}], {}, TypeError, "train[0].path is missing."),
@@ -189,7 +189,7 @@ def test_every_source_that_cannot_be_read_is_a_fault_of_its_own(file):
     assert [part in fault for part, fault in zip(("empty.txt", "none.csv", "column=b", "gone"), faults, strict=True)]
     assert prompt_faults([*bad, {"oops": 1}, 3], "gone.txt", None) == faults
     (fault,) = data_module(file(["a", "b"]), heldout_fraction=1e-9).check()
-    assert fault.startswith("heldout_fraction=1e-09 holds out none of the prompts.")
+    assert fault.startswith("heldout_fraction=1e-09 holds out no prompts.")
 
 
 def test_a_report_says_where_held_out_prompts_come_from(file, write, datasets_cache):

@@ -43,7 +43,7 @@ NEED = 'Each line must be an object with a "prompt" string.'
         ('{"prompt": null}', '"prompt" is null.'),
         ('{"prompt": 7}', '"prompt" is a number.'),
         ('{"prompt": " "}', '"prompt" is empty.'),
-        ('{"prompt": "\\ud800"}', '"prompt" holds half a character (a lone surrogate).'),
+        ('{"prompt": "\\ud800"}', '"prompt" contains half a character (a lone surrogate).'),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, line, said):
@@ -75,7 +75,7 @@ def test_a_hostile_line_is_one_short_message(tmp_path, line):
 @pytest.mark.parametrize("content", ["", "\n \n", "\ufeff"])
 def test_a_file_without_prompts_is_refused(tmp_path, name, content):
     path = write(tmp_path, name, content)
-    with pytest.raises(ValueError, match="holds no prompts") as caught:
+    with pytest.raises(ValueError, match="has no prompts") as caught:
         read_prompts(path)
     assert str(path) in str(caught.value)
 

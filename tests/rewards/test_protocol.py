@@ -191,7 +191,7 @@ BROKEN_REQUESTS = {
     "empty": ({"images": [], "prompts": []}, "no images", "garbage"),
     "numbers": ({"images": [1], "prompts": ["a"]}, "images is not a list of strings", "garbage"),
     "not_base64": ({"images": ["%%%"], "prompts": ["a"]}, "images[0] is not base64", "garbage"),
-    "no_png": ({"images": [PNG, "YWJj"], "prompts": ["a", "b"]}, "images[1]: 3 bytes", "garbage"),
+    "no_png": ({"images": [PNG, "YWJj"], "prompts": ["a", "b"]}, "images[1]: its 3 bytes are not a PNG", "garbage"),
     "prompts": ({"images": [PNG], "prompts": "a"}, "prompts is not a list", "garbage"),
     "number": ({"images": [PNG], "prompts": ["a", "b"]}, "1 images, 2 prompts and 2 rows", "wrong_number"),
     "rows": ({"images": [PNG], "prompts": ["a"], "rows": ["a"]}, "rows is not a list of objects", "garbage"),
