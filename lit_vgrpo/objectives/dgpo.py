@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.probability_paths import expand
 from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, Range, checked
 from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_TIMES
@@ -23,9 +24,18 @@ from lit_vgrpo.policies.base import Policy
 
 
 def gone_far_enough(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """Where ``q = exp(l_old - l)`` has left ``[1 - c, 1 + c]`` on the side the advantage pushes to; ``(B,)``, bool."""
+    """Return where ``q = exp(l_old - l)`` has left ``[1 - c, 1 + c]`` on the side the advantage pushes to.
+
+    Args:
+        losses: ``(B, ...)``, and ``old_losses`` alike.
+        advantages: ``(B,)``.
+        clip: ``c``.
+
+    Returns:
+        Shape of ``losses``, bool.
+    """
     ratio = (old_losses - losses.detach()).exp()
-    return torch.where(advantages > 0, ratio > 1 + clip, ratio < 1 - clip)
+    return torch.where(expand(advantages, losses) > 0, ratio > 1 + clip, ratio < 1 - clip)
 
 
 @checked
@@ -33,10 +43,10 @@ def gone_far_enough(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip
 class DGPO(ForwardObjective):
     """DGPO: the group's images as one preference, weighted by how far it is from being satisfied.
 
-    ``l_i`` is the mean over the update's times of ``m((target - prediction)^2)``, in the network's own prediction:
-    the velocity on a rectified flow, as in the paper; on a variance-preserving path, to which the method is carried
-    over, the noise of an eps-network (as in Diffusion-DPO) or the velocity of a v-network. Both the stop and the
-    weight of a group act on that mean.
+    ``l_it = m((target - prediction)^2)`` is an image's loss at one time, in the network's own prediction: the velocity
+    on a rectified flow, as in the paper; on a variance-preserving path, to which we carry the method over, the noise of
+    an eps-network (as in Diffusion-DPO) or the velocity of a v-network. As in the authors' code, the stop and the
+    weight of a group are those of each time, and the loss is the mean over times.
 
     A group must be whole in every update. Where a micro-batch does not hold whole groups, the update's images pass
     through the network once more without gradient, to know each group's weight; a ``micro_batch_size`` that is a
@@ -129,12 +139,12 @@ class DGPO(ForwardObjective):
     def _losses(
         self, policy: Policy, micro: Experience, use: Literal["training", "reference"] = "training"
     ) -> tuple[Tensor, Tensor]:
-        """Return the network's own predictions ``(M, N, ...)`` and ``l_i``, ``(M,)``."""
+        """Return the network's own predictions ``(M, N, ...)`` and ``l_it``, ``(M, N)``."""
         prediction, error, _ = self.predict(policy, micro, policy.path.prediction, use=use)
-        return prediction, surrogate(denoising_error(error, self_normalised=False))
+        return prediction, denoising_error(error, self_normalised=False)
 
     def _store_reference(self, micro: Experience, prediction: Tensor, losses: Tensor) -> None:
-        micro.extras["reference_loss"] = losses
+        micro.extras["reference_losses"] = losses
         if self.kl_weight > 0:
             micro.extras["reference_prediction"] = prediction
 
@@ -143,7 +153,7 @@ class DGPO(ForwardObjective):
         with self.with_copy(policy, "old", ledger):
             for micro in micros:
                 prediction, losses = self._losses(policy, micro)
-                micro.extras["old_loss"] = losses
+                micro.extras["old_losses"] = losses
                 if self.reference == "moving":
                     self._store_reference(micro, prediction, losses)
         if all(cut_group(*groups_of([micro])) is None for micro in micros):
@@ -152,12 +162,12 @@ class DGPO(ForwardObjective):
             losses = torch.cat([self._losses(policy, micro)[1] for micro in micros])
         weights = self._weights_of_spread_groups(micros, losses)
         for micro, weight in zip(micros, weights.split([len(m) for m in micros]), strict=True):
-            micro.extras["group_weight"] = weight
+            micro.extras["group_weights"] = weight
 
     def _weights_of_spread_groups(self, micros: Sequence[Experience], losses: Tensor) -> Tensor:
-        """Return the weight of each image's group ``(B,)``, for groups spread over micro-batches or ranks."""
+        """Return the weights of each image's group ``(B, N)``, for groups spread over micro-batches or ranks."""
         own, _ = ids, sizes = groups_of(micros)
-        reference = joined(micros, "reference_loss")
+        reference = joined(micros, "reference_losses")
         advantages = torch.cat([micro.advantages for micro in micros])
         if cut_group(ids, sizes) is not None:
             # Every rank gets here or none, since all hold equal parts.
@@ -176,21 +186,21 @@ class DGPO(ForwardObjective):
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         prediction, losses = self._losses(policy, micro)
-        weights = micro.extras.get("group_weight")
+        weights = micro.extras.get("group_weights")
         if weights is None:
             weights = group_weights(
-                losses, micro.extras["reference_loss"], micro.advantages, *groups_of([micro]), self.beta
+                losses, micro.extras["reference_losses"], micro.advantages, *groups_of([micro]), self.beta
             )
-        stop = gone_far_enough(losses, micro.extras["old_loss"], micro.advantages, self.clip)
-        preference = weights * micro.advantages * torch.where(stop, losses.detach(), losses)
-        distance = torch.zeros_like(losses)
+        stop = gone_far_enough(losses, micro.extras["old_losses"], micro.advantages, self.clip)
+        preference = surrogate(weights * micro.advantages[:, None] * torch.where(stop, losses.detach(), losses))
+        distance = torch.zeros_like(preference)
         if self.kl_weight > 0:
             distance = squared_distance(prediction, micro.extras["reference_prediction"])
         loss = (preference + self.kl_weight * distance).mean()
         return loss, {
-            "surrogate": losses.detach(),
-            "ratio_deviation": ((micro.extras["old_loss"] - losses.detach()).exp() - 1).abs(),
-            "clip_fraction": stop.float(),
+            "surrogate": surrogate(losses.detach()),
+            "ratio_deviation": surrogate(((micro.extras["old_losses"] - losses.detach()).exp() - 1).abs()),
+            "clip_fraction": surrogate(stop.float()),
             "kl": distance.detach(),
         }
 

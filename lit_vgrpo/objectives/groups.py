@@ -5,24 +5,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.probability_paths import expand
 from lit_vgrpo.core.rollout import Experience
 
 
 def group_weights(
     losses: Tensor, reference_losses: Tensor, advantages: Tensor, group_ids: Tensor, group_size: Tensor, beta: float
 ) -> Tensor:
-    """``sigmoid(z_g)`` of each image's group, detached, ``z_g = (beta / G) sum_{i in g} A_i (l_i - l_ref_i)``.
+    """Return ``sigmoid(z_g)`` of each image's group, detached.
+
+    ``z_g = (beta / G) sum_{i in g} A_i (l_i - l_ref_i)``, at each time by itself where there are several.
 
     Args:
-        losses: ``l_i``, ``(B,)``; whole groups, in any order. So are the others.
+        losses: ``l_i``, ``(B,)`` or ``(B, N)``; whole groups, in any order. So are the others.
+        reference_losses: ``l_ref_i``, shaped like them.
+        advantages: ``A_i``, ``(B,)``.
+        group_ids: ``(B,)``, int64.
         group_size: ``G`` of each image's group, ``(B,)``, int64.
 
     Returns:
-        Shape ``(B,)``, in (0, 1).
+        Shape of ``losses``, in (0, 1).
     """
     _, index = torch.unique(group_ids, return_inverse=True)
-    gains = advantages * (losses.detach() - reference_losses) / group_size
-    sums = torch.zeros(int(index.max()) + 1, device=gains.device).index_add(0, index, gains)
+    gains = expand(advantages, losses) * (losses.detach() - reference_losses) / expand(group_size, losses)
+    sums = gains.new_zeros(int(index.max()) + 1, *gains.shape[1:]).index_add(0, index, gains)
     return torch.sigmoid(beta * sums[index])
 
 

@@ -64,7 +64,7 @@ def test_loss_and_gradient_equal_the_paper_in_float64(network, reference):
     stopped = []
 
     def error(v):
-        return pixel_mean((pairs.target - v) ** 2).mean(1)
+        return pixel_mean((pairs.target - v) ** 2)
 
     def paper(v):
         terms = []
@@ -72,10 +72,13 @@ def test_loss_and_gradient_equal_the_paper_in_float64(network, reference):
         for group in ([0, 1, 2], [3, 4, 5]):
             z = 3.0 / 3 * sum(a[i] * (losses[i] - ref_losses[i]) for i in group).detach()
             for i in group:
-                q = math.exp((old_losses[i] - losses[i]).item())
-                stop = q > 1 + 1e-4 if a[i] > 0 else q < 1 - 1e-4
-                stopped.append(stop)
-                terms.append(torch.sigmoid(z) * a[i] * (losses[i].detach() if stop else losses[i]))
+                stops = []
+                for j in range(2):  # every time by itself, as in the authors' code
+                    q = math.exp((old_losses[i, j] - losses[i, j]).item())
+                    stops.append(q > 1 + 1e-4 if a[i] > 0 else q < 1 - 1e-4)
+                    l_it = losses[i, j].detach() if stops[j] else losses[i, j]
+                    terms.append(torch.sigmoid(z[j]) * a[i] * l_it)
+                stopped.append(sum(stops) / 2)
         return torch.stack(terms).mean() + 0.5 * pixel_mean((v - ref) ** 2).mean()
 
     expected, expected_gradient = pairs.loss_and_gradient(paper)
@@ -83,7 +86,7 @@ def test_loss_and_gradient_equal_the_paper_in_float64(network, reference):
     assert loss == pytest.approx(expected, rel=1e-3, abs=1e-5)
     assert_same_gradient(gradient, expected_gradient)
     clipped = objective.loss(network, experience)[1]["clip_fraction"]
-    assert clipped.tolist() == [float(stop) for stop in stopped]
+    assert clipped.tolist() == stopped
     assert 0 < clipped.sum() < 6
 
 
@@ -96,8 +99,8 @@ def test_the_gradient_is_that_of_the_preference_over_beta(policy):
     a = ADVANTAGES.double()
 
     def preference(v):
-        gain = a * (pixel_mean((pairs.target - v) ** 2) - pixel_mean((pairs.target - ref) ** 2)).mean(1)
-        z = torch.stack([50.0 * gain[:3].mean(), 50.0 * gain[3:].mean()])
+        gain = a[:, None] * (pixel_mean((pairs.target - v) ** 2) - pixel_mean((pairs.target - ref) ** 2))
+        z = torch.stack([50.0 * gain[:3].mean(0), 50.0 * gain[3:].mean(0)])
         assert (torch.sigmoid(z.detach()) - 0.5).abs().max() > 0.01
         return -torch.nn.functional.logsigmoid(-z).mean()
 
@@ -146,6 +149,15 @@ def test_the_weight_of_a_group_by_hand():
     assert found.tolist() == pytest.approx(expected, rel=1e-6)
 
 
+def test_the_weight_of_a_group_is_that_of_each_time():
+    ids, size, advantages = torch.tensor([3, 3]), torch.full((2,), 2), torch.tensor([1.0, -1.0])
+    losses, reference = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.zeros(2, 2)
+    found = group_weights(losses, reference, advantages, ids, size, beta=2.0)
+    assert found[0].tolist() == found[1].tolist() == pytest.approx([1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))])
+    whole = group_weights(losses.mean(1), reference.mean(1), advantages, ids, size, beta=2.0)
+    assert whole.tolist() == [0.5, 0.5]
+
+
 def test_an_image_that_has_gone_far_enough_has_no_gradient(policy):
     old, new = torch.full((6,), 1.0), torch.tensor([0.95, 1.05, 0.95, 1.05, 1.05, 0.995])
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 1.0])
@@ -154,7 +166,7 @@ def test_an_image_that_has_gone_far_enough_has_no_gradient(policy):
     objective.setup(policy)
     experience = prepare(policy, objective)
     objective.before_update(policy, [experience])
-    experience.extras["old_loss"] = experience.extras["old_loss"] + 0.1 * ADVANTAGES.sign()
+    experience.extras["old_losses"] = experience.extras["old_losses"] + 0.1 * ADVANTAGES.sign()[:, None]
     assert loss_and_gradient(policy, objective, [experience])[1].abs().max() == 0
 
 
