@@ -119,7 +119,7 @@ def test_everything_that_a_trainer_holds_can_be_pickled(tiny_sd3, tmp_path, tiny
     trainer = make_trainer(tmp_path, 1, callbacks, enable_progress_bar=True)
     pickle.loads(pickle.dumps((module, data, trainer)))
     pickle.dumps([make() for make, *_ in METHODS.values()])
-    pickle.dumps(module.optimizer_config.build([torch.nn.Parameter(torch.zeros(2))]))
+    pickle.dumps(module.optimization.optimizer.build([torch.nn.Parameter(torch.zeros(2))]))
     tiny_recipe.write_text(tiny_recipe.read_text().replace("\ndata:", SCHEDULED))
     cli = build([str(tiny_recipe)])
     pickle.dumps((cli.model, cli.datamodule))

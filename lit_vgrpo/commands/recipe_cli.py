@@ -174,8 +174,8 @@ class RecipeCLI(LightningCLI):
         plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         assert isinstance(plain, dict)
         recipe = {str(key): value for key, value in plain.items()}
-        if isinstance(self.model.optimizer_config, OptimizerConfig):
-            optimizer = vars(self.model.optimizer_config).items()
+        if isinstance(self.model.optimization.optimizer, OptimizerConfig):
+            optimizer = vars(self.model.optimization.optimizer).items()
             recipe["model"]["optimizer"] = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer}
         recipe["model"] |= {
             "advantage_std": self.model.advantage_std,
@@ -266,7 +266,7 @@ class RecipeCLI(LightningCLI):
         chosen = _as_list(self.config_init.trainer.callbacks, Callback)
         of_callbacks = callback_faults(chosen, self.model, self.datamodule, ranks)
         of_strategy = strategy_faults(
-            self.trainer.strategy, self.model.policy, self.model.optimizer_config, self.datamodule.sizes
+            self.trainer.strategy, self.model.policy, self.model.optimization.optimizer, self.datamodule.sizes
         )
         options = options_of_class(PromptDataModule)
         of_data = [with_full_keys("data", options, fault) for fault in self.datamodule.check(ranks)]

@@ -31,7 +31,6 @@ class IterationRecord:
             threads beside them.
         has_advantage: some image is better or worse than its group; without one no step is taken.
         updates: optimizer steps taken so far; those that were left out do not count.
-        skipped_updates: updates left out since the start, their loss or gradient not finite; None where that stops.
         is_whole: False where the run went on in the middle of the iteration: metrics and losses are those of the rest.
     """
 
@@ -47,7 +46,6 @@ class IterationRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     has_advantage: bool = True
     updates: int = 0
-    skipped_updates: int | None = None
     is_whole: bool = True
 
     def add(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:
@@ -55,6 +53,10 @@ class IterationRecord:
         self.losses.append(loss.detach())
         for name, values in metrics.items():
             self.metrics.setdefault(name, []).append(values)
+
+    def add_update(self) -> None:
+        """Count an optimizer step that was taken."""
+        self.updates += 1
 
     def first_update(self, name: str) -> Tensor | None:
         """Return a metric of all this rank's images in the first update, in the order of ``local_group_ids``."""

@@ -61,6 +61,15 @@ class PromptBatch:
         return [*self.prompts, *self.prompts[-1:] * missing], [*self.slots, *self.slots[-1:] * missing]
 
     @property
+    def update(self) -> int:
+        """The optimizer step that this step belongs to, from 0 in every iteration."""
+        return self.step // self.micro_batches_per_update
+
+    @property
+    def starts_update(self) -> bool:
+        return self.step % self.micro_batches_per_update == 0
+
+    @property
     def is_first(self) -> bool:
         """True if this step collects the iteration's images."""
         return self.step == 0

@@ -27,6 +27,7 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import Reward, ScoreQueue, Weighted, as_weighted
+from lit_vgrpo.runs.update_guard import UpdateGuard
 
 
 class HeldOutObserver(Protocol):
@@ -101,6 +102,8 @@ class HeldOutModule(L.LightningModule):
     ``validate`` and ``test`` score the held-out prompts, as ``heldout/*`` and ``test/*``; ``predict`` returns images.
     """
 
+    guard: UpdateGuard  # of the module that trains
+
     def __init__(
         self,
         policy: Policy,
@@ -161,6 +164,31 @@ class HeldOutModule(L.LightningModule):
         # Weights that were trained in processes of their own come back to one that has loaded none.
         self.configure_model()
         return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def evaluation_faults(self) -> list[str]:
+        """List what keeps held-out images from being sampled, a line each."""
+        if self.evaluation is None or self.evaluation.solver in self.policy.solvers:
+            return []
+        return [
+            f"model.evaluation.solver={self.evaluation.solver} is not an ODE solver of "
+            f"{type(self.policy).__name__}. Use {' or '.join(self.policy.solvers)}."
+        ]
+
+    def costs(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the run's costs and evaluations so far."""
+        return {
+            "ledger": self.ledger.state_dict(),
+            "images_seen": self.images_seen,
+            "stopwatch": self.stopwatch.state_dict(),
+            "evaluations": [evaluation.as_dict() for evaluation in self.evaluations],
+        }
+
+    def load_costs(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`costs` gave."""
+        self.ledger.load_state_dict(state["ledger"])
+        self.images_seen = state["images_seen"]
+        self.stopwatch.load_state_dict(state["stopwatch"])
+        self.evaluations = [Evaluation(**values) for values in state["evaluations"]]
 
     # The trainer evaluates in inference mode, whose tensors no later training could use: embeddings are kept.
     @torch.inference_mode(mode=False)

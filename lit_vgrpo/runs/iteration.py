@@ -28,13 +28,15 @@ class Iteration:
         image_ids: each image's global index, ``(B,)``, in that order.
         record: what callbacks read of it.
         micros: the experience cut into micro-batches.
-        updates_done: optimizer steps taken, or left out.
+        num_updates: optimizer steps of the iteration.
+        updates_done: those taken or left out so far.
     """
 
     experience: Experience
     image_ids: Tensor
     record: IterationRecord
     micro_batch_size: int
+    num_updates: int
     updates_done: int = 0
     micros: list[Experience] = field(init=False)
 
@@ -49,11 +51,36 @@ class Iteration:
             experience: the images as they were rolled out; so are ``image_ids`` and the record's groups.
         """
         if batch.order is None:
-            return cls(experience, image_ids, record, batch.micro_batch_size)
+            return cls(experience, image_ids, record, batch.micro_batch_size, batch.updates)
         order = torch.tensor(batch.order)
         record = replace(record, local_group_ids=record.local_group_ids[order])
         own = experience.select(order.to(experience.latents.device))
-        return cls(own, image_ids[order], record, batch.micro_batch_size)
+        return cls(own, image_ids[order], record, batch.micro_batch_size, batch.updates)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last update is done."""
+        return self.updates_done == self.num_updates
+
+    @property
+    def place(self) -> str:
+        """The update under way, for messages."""
+        return f"in update {self.updates_done + 1} of iteration {self.record.iteration}"
+
+    def micros_of_update(self, batch: PromptBatch) -> list[Experience]:
+        """Return the micro-batches of the update that a step belongs to."""
+        first = batch.update * batch.micro_batches_per_update % len(self.micros)
+        return self.micros[first : first + batch.micro_batches_per_update]
+
+    def micro_of_step(self, batch: PromptBatch) -> Experience:
+        """Return the micro-batch of a step; every update takes all of them, unless each takes its own share."""
+        return self.micros[batch.step % len(self.micros)]
+
+    def end_update(self, took_step: bool) -> None:
+        """Count an update, and in the record one whose step was taken."""
+        self.updates_done += 1
+        if took_step:
+            self.record.add_update()
 
     def state_dict(self, all_ranks: Gather) -> dict[str, Any]:
         """All ranks' images as plain tensors on the CPU: what is left can go on, on any number of ranks.
@@ -119,7 +146,7 @@ class Iteration:
             extras={name: value[position].to(device) for name, value in state["extras"].items()},
         )
         record = IterationRecord(**state["record"], local_group_ids=wanted // batch.group_size, is_whole=False)
-        return cls(experience, wanted, record, batch.micro_batch_size, state["updates_done"])
+        return cls(experience, wanted, record, batch.micro_batch_size, batch.updates, state["updates_done"])
 
 
 def _table(rows: Tensor, values: dict[str, Tensor], all_ranks: Gather) -> tuple[Tensor, dict[str, Tensor]]:
@@ -141,19 +168,35 @@ def _compact(rows: Tensor, values: dict[str, Tensor], device: torch.device) -> t
     return rows.to(device), {name: value[used].to(device) for name, value in values.items()}
 
 
-def rewind(progress: dict[str, Any], datamodule: PromptDataModule, world_size: int, updates_done: int) -> None:
-    """Let an iteration that was cut short go on after its last whole update, on this number of ranks.
+class Continuation:
+    """An iteration that a checkpoint was saved within, until training takes it up, on any number of ranks.
 
     Args:
-        progress: the trainer's ``epoch_loop.batch_progress`` in the checkpoint, before the trainer takes it over.
-        datamodule: whose sampler is to start there; its micro-batch size must be settled.
-        updates_done: whole updates of that iteration.
+        saved: :meth:`Iteration.state_dict`; ``None`` where the checkpoint was saved between two iterations.
+        progress: the trainer's ``epoch_loop.batch_progress`` in the checkpoint, which the trainer has not read yet.
     """
-    if progress["is_last_batch"]:
-        return
-    steps = updates_done * datamodule.sizes.plan(world_size).micro_batches_per_update
-    # Lightning cannot know that the sampler starts at the right step.
-    warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
-    progress["current"] = dict.fromkeys(progress["current"], steps)
-    progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
-    datamodule.start_at(steps)
+
+    def __init__(self, saved: dict[str, Any] | None, progress: dict[str, Any]) -> None:
+        self._saved, self._progress = saved, progress
+
+    def rewind(self, datamodule: PromptDataModule, world_size: int) -> None:
+        """Let trainer and data module go on after the last whole update; the micro-batch size must be settled."""
+        progress, self._progress = self._progress, {"is_last_batch": True}
+        if progress["is_last_batch"]:
+            return
+        updates_done = 0 if self._saved is None else self._saved["updates_done"]
+        steps = updates_done * datamodule.sizes.plan(world_size).micro_batches_per_update
+        # Lightning cannot know that the sampler starts at the right step.
+        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
+        progress["current"] = dict.fromkeys(progress["current"], steps)
+        progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
+        datamodule.start_at(steps)
+
+    def take_up(self, batch: PromptBatch, device: torch.device) -> Iteration | None:
+        """Return this rank's share of the iteration, the first time; ``None`` where there is none left.
+
+        Raises:
+            RuntimeError: the recipe has other prompts or sizes than the checkpoint's.
+        """
+        saved, self._saved = self._saved, None
+        return None if saved is None else Iteration.restored(saved, batch, device)

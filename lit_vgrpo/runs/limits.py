@@ -16,6 +16,21 @@ from lit_vgrpo.distributed.trainer_internals import count_iterations
 from lit_vgrpo.policies.base import Policy
 
 
+def sizes_of(trainer: Any) -> Sizes:
+    """Return the sizes of an iteration, which the trainer's data module knows.
+
+    Raises:
+        RuntimeError: the trainer was given no data module of ours.
+    """
+    sizes: Sizes | None = getattr(getattr(trainer, "datamodule", None), "sizes", None)
+    if sizes is None:
+        raise RuntimeError(
+            "VGRPOModule takes its sizes from the data module. "
+            "Call trainer.fit(module, datamodule=PromptDataModule(...))."
+        )
+    return sizes
+
+
 def keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
     """Refuse limits that end an iteration before its last step; let ``fast_dev_run`` count iterations, not batches.
 

@@ -87,8 +87,7 @@ class RewardLogger(L.Callback):
         }
         for phase, count in module.ledger.training_counts().items():
             metrics |= {f"passes/{phase}_{kind}": float(n) for kind, n in count.items() if n}
-        if record.skipped_updates is not None:
-            metrics["policy/skipped_updates"] = float(record.skipped_updates)
+        metrics |= module.guard.metrics()
         if not module.objective.needs_reward:
             return metrics
         scored = record.rewards[~record.rewards.isnan()]

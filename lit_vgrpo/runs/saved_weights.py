@@ -93,5 +93,29 @@ class SavedWeights:
         write(trainable_parameters(policy), self.tensors[variant])
 
 
+def trained_only(policy: Policy, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint holds of a module's tensors; the frozen ones come from the policy's own checkpoint."""
+    trained = _names_in_module(policy)
+    return {name: tensor for name, tensor in state_dict.items() if name in trained}
+
+
+def refuse_other_weights(policy: Policy, state_dict: Mapping[str, Any]) -> None:
+    """Refuse a module's tensors from a checkpoint where some of the trained ones are missing.
+
+    Raises:
+        RuntimeError: they are.
+    """
+    trained = _names_in_module(policy)
+    if missing := trained - state_dict.keys():
+        raise RuntimeError(
+            f"The checkpoint lacks {len(missing)} of {len(trained)} trained tensors, e.g. {min(missing)}. "
+            "Resume with the recipe that wrote it (RUN/config.yaml)."
+        )
+
+
+def _names_in_module(policy: Policy) -> set[str]:
+    return {f"{_OF_MODULE}{name}" for name in trainable_parameters(policy)}
+
+
 def _of_policy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(_OF_MODULE): tensor for name, tensor in tensors.items()}

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.advantages import no_spread_share
-from lit_vgrpo.core.records import timed
+from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd, combined_advantages, no_spread_share
+from lit_vgrpo.core.records import IterationRecord, timed
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.distributed.gather import objects_of_all_ranks
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.rewards import RewardBatch, RewardError
+from lit_vgrpo.rewards import RewardBatch, RewardError, Weighted
 from lit_vgrpo.rewards.queue import ScoreQueue
 
 
@@ -65,12 +65,14 @@ class IterationScores:
 
     Attributes:
         total: ``(B,)``, NaN where an image failed.
+        group_ids: ``(B,)``.
         parts: by name, ``(B,)``.
         metrics: by name: ``mean``, ``std``, ``no_spread``, ``failed``, ``seconds_per_image`` and the reward's counts.
         errors: by name, the last failure.
     """
 
     total: Tensor
+    group_ids: Tensor
     parts: dict[str, Tensor]
     metrics: dict[str, dict[str, float]]
     errors: dict[str, str]
@@ -99,7 +101,28 @@ class IterationScores:
                 counts.update(of_rank.get(name, {}))
             metrics[name] |= {key: float(count) for key, count in counts.items()}
         errors = {name: message for of_rank, _, _ in reports for name, message in of_rank.items()}
-        return cls(table[0], parts, metrics, errors)
+        return cls(table[0], group_ids, parts, metrics, errors)
+
+    def advantages(self, reward: Weighted, std: AdvantageStd, aggregate: AdvantageAggregate) -> Tensor:
+        """Compare every image with its group: ``(B,)``."""
+        shaped = {name: reward.shaped(name, self.parts) for name in self.parts}
+        return combined_advantages(self.total, shaped, reward.weight_of, self.group_ids, std=std, aggregate=aggregate)
+
+    def record(
+        self, iteration: int, local_group_ids: Tensor, seconds: dict[str, float], has_advantage: bool
+    ) -> IterationRecord:
+        """Return the record of an iteration whose updates are still to come; see its attributes."""
+        return IterationRecord(
+            iteration=iteration,
+            rewards=self.total,
+            group_ids=self.group_ids,
+            parts=self.metrics,
+            errors=self.errors,
+            local_group_ids=local_group_ids,
+            images=len(self.total),
+            seconds=seconds,
+            has_advantage=has_advantage,
+        )
 
     def refuse_failures(self, iteration: int, any_failure: bool) -> None:
         """End a run that has nothing to learn from.

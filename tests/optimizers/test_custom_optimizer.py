@@ -138,14 +138,14 @@ data:"""
 def test_a_recipe_names_them_by_class_path(tiny_recipe):
     tiny_recipe.write_text(tiny_recipe.read_text().replace("\ndata:", RECIPE))
     cli = build([str(tiny_recipe)])
-    optimizer = cli.model.optimizer_config.trial()
+    optimizer = cli.model.optimization.optimizer.trial()
     assert isinstance(optimizer, torch.optim.SGD)
     assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.01, 0.9)
-    assert isinstance(cli.model.schedule.make(optimizer), CosineAnnealingLR)
+    assert isinstance(cli.model.optimization.schedule.make(optimizer), CosineAnnealingLR)
     assert cli.plain_recipe()["model"]["optimizer"]["class_path"] == "torch.optim.SGD"
     other = "model.optimizer={class_path: torch.optim.RMSprop, init_args: {lr: 0.02}}"
     for settings in (str(tiny_recipe), "tiny_shapes"):  # which has AdamW's
-        changed = build([settings, other], make_folder=False).model.optimizer_config.trial()
+        changed = build([settings, other], make_folder=False).model.optimization.optimizer.trial()
         assert isinstance(changed, torch.optim.RMSprop)
         assert changed.defaults["lr"] == 0.02
     cli.give_back()

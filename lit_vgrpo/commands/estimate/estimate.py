@@ -82,7 +82,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     plan = cli.datamodule.sizes.plan(trainer.world_size)
     policy = policy_on_meta(module.policy, device.type)
     asked = demand(module.objective, policy, plan)
-    own = shares(policy, module.optimizer_config, trainer.strategy, trainer.world_size, on_gpu)
+    own = shares(policy, module.optimization.optimizer, trainer.strategy, trainer.world_size, on_gpu)
     averages = sum(isinstance(callback, EMA) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     copies = len(asked.copies) + averages
     if not on_gpu and "reference" not in asked.copies:

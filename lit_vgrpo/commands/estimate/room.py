@@ -147,7 +147,7 @@ def remedy(cli: RecipeCLI, found: Estimate, device: torch.device) -> str:
         "model.policy.dtype=bfloat16": policy.dtype == torch.float32 and not policy.trains_all,
         "model.policy.lora_rank=32": policy.trains_all,
         "model.optimizer.kind=adamw8bit": on_gpu
-        and cli.model.optimizer_config.kind == "adamw"
+        and cli.model.optimization.optimizer.kind == "adamw"
         and found.parts["AdamW's moments"] > weights,
         "trainer.strategy=fsdp2": cli.trainer.world_size > 1 and not _shards(cli),
     }
