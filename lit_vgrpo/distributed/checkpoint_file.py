@@ -1,4 +1,4 @@
-"""A checkpoint on disk: written so that it is whole or not there, and read so that damage is noticed."""
+"""Checkpoint files: written whole or not at all, and verified when read."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NEEDED_KEYS = ("state_dict", "loops", "global_step", "optimizer_states", "lit_vg
 
 
 class CheckpointDamage(Exception):
-    """A file is no checkpoint of ours, or no longer a whole one; the message says why."""
+    """A file that is not a checkpoint of a run, or is damaged; the message says why."""
 
 
 class FileCheckpointIO(TorchCheckpointIO):
-    """Writes beside the file that is asked for, without a copy in memory or in the system's folder for drafts.
+    """Lightning's checkpoint I/O, with atomic writes and verified reads.
 
-    What it reads is compared with its checksums.
+    A checkpoint is written to a draft beside its file and renamed, without a copy in memory or in a temporary folder.
     """
 
     @override
@@ -51,7 +51,7 @@ class FileCheckpointIO(TorchCheckpointIO):
 
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint and wait until it is on the disk.
+    """Write a checkpoint and flush it to disk.
 
     Raises:
         OSError: it cannot be written; what was written is removed.
@@ -64,7 +64,7 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
         path.unlink(missing_ok=True)
-        # torch's writer says RuntimeError when the disk says no; the first cause is the one to tell
+        # torch's writer raises RuntimeError for a full disk; the first cause is worth reporting.
         raise _disk_error(error) from error
 
 
@@ -78,22 +78,22 @@ def _disk_error(error: BaseException) -> OSError:
 
 
 def put_in_place(draft: Path, path: Path, previous: Path | None = None) -> None:
-    """Give a written file its name; the file that had it becomes ``previous``. Renames only, each of them lasting.
+    """Rename a draft to its final name, after renaming the file that had it to ``previous``.
 
     Raises:
         OSError: a rename failed; no file is lost.
     """
-    if previous is not None and zipfile.is_zipfile(path):  # a torn file must not take the place of a good one
+    if previous is not None and zipfile.is_zipfile(path):  # a torn file must not replace a good one
         os.replace(path, previous)
     os.replace(draft, path)
     sync_folder(path.parent)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's content; tensors stay on the disk until they are looked at.
+    """Return a checkpoint's content, with memory-mapped tensors.
 
     Raises:
-        CheckpointDamage: it is torn, unreadable, or lacks a part.
+        CheckpointDamage: it is torn, unreadable or incomplete.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -111,12 +111,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> None:
-    """Compare every byte with the file's own checksums, which torch itself does not.
-
-    A file that has not changed since this process compared it is not read again.
+    """Verify a file against its own checksums, which torch does not do; skip files that this process has verified.
 
     Raises:
-        CheckpointDamage: with the first tensor that differs.
+        CheckpointDamage: names the first tensor that differs.
     """
     try:
         version = _version(path)
@@ -126,7 +124,7 @@ def verify(path: Path) -> None:
             damaged = archive.testzip()
     except PermissionError as error:
         raise CheckpointDamage(f"cannot be read: {error.strerror}") from error
-    except (OSError, zipfile.BadZipFile, NotImplementedError, EOFError) as error:  # a zip file's parts contradict
+    except (OSError, zipfile.BadZipFile, NotImplementedError, EOFError) as error:  # inconsistent zip records
         raise CheckpointDamage("is torn, or no checkpoint") from error
     if damaged is not None:
         raise CheckpointDamage(f"is damaged: {_tensor_in(path, damaged)} is not what was written")
@@ -134,10 +132,10 @@ def verify(path: Path) -> None:
 
 
 def read_sound(path: Path) -> dict[str, Any]:
-    """Read a checkpoint as :func:`read` does, after comparing every byte and looking at every weight once.
+    """Read a checkpoint as :func:`read` does, and verify its bytes and that every weight is finite.
 
     Raises:
-        CheckpointDamage: it is torn, unreadable or damaged, lacks a part, or holds a weight that is not finite.
+        CheckpointDamage: it is torn, unreadable, incomplete or damaged, or holds a weight that is not finite.
     """
     content = read(path)
     verify(path)
@@ -149,14 +147,14 @@ def read_sound(path: Path) -> dict[str, Any]:
 
 
 def verify_for_trainer(path: str | Path, weights: Mapping[str, Tensor]) -> None:
-    """Refuse what a Trainer has just read, if it is damaged; a file that is not on this machine is let pass.
+    """Verify a checkpoint that a Trainer has just read; skip remote files and folders.
 
     Args:
-        path: what the Trainer was given.
-        weights: the ``state_dict`` that was in it.
+        path: path that the Trainer was given.
+        weights: the checkpoint's ``state_dict``.
 
     Raises:
-        RuntimeError: it is damaged, or a weight is not finite.
+        RuntimeError: the file is damaged, or a weight is not finite.
     """
     if not is_on_this_machine(path) or Path(path).is_dir():
         return
@@ -182,23 +180,23 @@ def _refuse_non_finite(weights: Mapping[str, Tensor]) -> None:
 
 _VERIFIED: set[tuple[object, ...]] = set()
 _FINITE: set[tuple[object, ...]] = set()
-"""Versions of files that this process has looked at."""
+"""Versions of files whose bytes, or weights, this process has verified."""
 
 
 def _version(path: Path) -> tuple[object, ...]:
-    """Return a value that stays the same until somebody writes to the file or replaces it."""
+    """Return an identifier of the file that changes when it is written to or replaced."""
     found = path.stat()
     return str(path.resolve()), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _tensor_in(path: Path, record: str) -> str:
-    """Return the name of the tensor that is stored in a record ``NAME/data/NUMBER``, or the record's own."""
+    """Return the name of the tensor in the record ``NAME/data/NUMBER``, or the record's own name."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         number = int(record.rpartition("/data/")[2])
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError):
         return record
-    # torch.save (2.15) numbers the storages in the order in which it meets them, and tells them apart by _cdata
+    # torch.save (2.15) numbers storages in pickling order and identifies them by _cdata.
     names: dict[int, str] = {}
     for name, tensor in _tensors(content, ""):
         names.setdefault(tensor.untyped_storage()._cdata, name)
@@ -206,7 +204,7 @@ def _tensor_in(path: Path, record: str) -> str:
 
 
 def _tensors(tree: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor with its dotted name, in the order in which pickle meets them."""
+    """Yield every tensor with its dotted name, in pickling order."""
     if isinstance(tree, Tensor):
         yield prefix, tree
     elif isinstance(tree, Mapping | list | tuple):

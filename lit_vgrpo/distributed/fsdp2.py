@@ -18,7 +18,7 @@ from lit_vgrpo.distributed.portable_checkpoints import PortableCheckpoints
 
 
 class FSDP2(PortableCheckpoints, ModelParallelStrategy):
-    """Torch's fully sharded data parallelism over all processes; see :func:`shard`."""
+    """Fully sharded data parallelism over all processes; see :func:`shard`."""
 
     def __init__(self) -> None:
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
@@ -30,7 +30,7 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        # Not in configure_model: the weights of a checkpoint are read between the two, whole.
+        # Not in configure_model: whole checkpoint weights are loaded between the two.
         network: Any = self.lightning_module.policy.network  # type: ignore[union-attr]
         if not any(is_sharded(p) for p in network.parameters()):
             shard(network, self.device_mesh["data_parallel"])
@@ -63,8 +63,8 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
 def shard(network: nn.Module, mesh: Any) -> None:
     """Shard a diffusers network over a mesh, block by block, with ``fully_shard``.
 
-    Every module gives its whole weights back after each forward pass, the root too: rollouts run many passes without a
-    backward, and between them copies of the weights may be swapped in.
+    Every module, the root included, reshards after each forward pass: a rollout runs many forward passes without a
+    backward pass, and copies of the weights may be swapped in between.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -73,10 +73,10 @@ def shard(network: nn.Module, mesh: Any) -> None:
 
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:
-    """Return the innermost modules of the classes that diffusers says must not be split over devices.
+    """Return the innermost modules of the classes that diffusers does not split over devices.
 
-    In a UNet such classes hold each other: one block that goes up has nearly half of SDXL's weights, which would all be
-    gathered at once.
+    In a UNet such classes are nested: a single up block has nearly half of SDXL's weights, which would all be gathered
+    at once.
     """
     names = frozenset(getattr(network, "_no_split_modules", None) or ())
     return _innermost(network, names)

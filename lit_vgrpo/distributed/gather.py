@@ -1,4 +1,4 @@
-"""What metrics ask of the other ranks; without a process group every function is the identity."""
+"""Collectives for metrics; without a process group every function is the identity."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this rank and how many there are."""
+    """Return this rank and the world size."""
     return (dist.get_rank(), dist.get_world_size()) if _is_group() else (0, 1)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Return the sum of every rank's tensor of one shape, on the CPU; one all-reduce."""
+    """Return the sum of all ranks' tensors, of equal shape, on the CPU."""
     if not _is_group():
         return values
     total = values.to(_device(), copy=True)
@@ -26,7 +26,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def rows_of_all_ranks(values: Tensor) -> Tensor:
-    """Every rank's rows ``(n, ...)`` in rank order, on the CPU; ranks may have different numbers of rows."""
+    """Return all ranks' rows ``(n, ...)`` in rank order, on the CPU; ``n`` may differ between ranks."""
     if not _is_group():
         return values
     rank, world_size = rank_and_world_size()
@@ -39,7 +39,7 @@ def rows_of_all_ranks(values: Tensor) -> Tensor:
 
 
 def objects_of_all_ranks(value: T) -> list[T]:
-    """Every rank's small object, in rank order."""
+    """Return all ranks' objects, which must be small, in rank order."""
     if not _is_group():
         return [value]
     gathered: list[T] = [value] * dist.get_world_size()
@@ -48,7 +48,7 @@ def objects_of_all_ranks(value: T) -> list[T]:
 
 
 def raise_together(error: Exception | None) -> None:
-    """Raise on every rank what failed on any, so that no rank waits for it in the next collective."""
+    """Raise any rank's error on every rank, so that none hangs in the next collective."""
     failed = [other for other in objects_of_all_ranks(error) if other is not None]
     if error is not None:
         raise error
@@ -61,6 +61,6 @@ def _is_group() -> bool:
 
 
 def _device() -> torch.device:
-    # a group of NCCL alone takes no CPU tensors
+    # A process group with NCCL alone takes no CPU tensors.
     is_cpu_able = "gloo" in str(dist.get_backend_config())
     return torch.device("cpu") if is_cpu_able else torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Checkpoints that continue under any strategy, on any number of processes."""
+"""Checkpoints that can be resumed under any strategy and world size."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lit_vgrpo.distributed.checkpoint_file import verify_for_trainer
 
 
 class PortableCheckpoints(Strategy):
-    """One file a checkpoint, written by rank 0, with whole tensors: what one process would have written.
+    """Writes one file per checkpoint, on rank 0, with whole tensors, as a single process does.
 
-    Weights are read before they are sharded or wrapped, as under DDP, so that every hook runs in the same order.
+    Weights are loaded before they are sharded or wrapped, as under DDP, so that hooks run in the same order.
     """
 
     @property
@@ -33,7 +33,7 @@ class PortableCheckpoints(Strategy):
 
     @property
     def _trained(self) -> dict[str, nn.Parameter]:
-        """In the optimizer's order."""
+        """Trained parameters by name, in the optimizer's order."""
         assert self.lightning_module is not None
         return trainable_parameters(self.lightning_module)
 
@@ -43,7 +43,7 @@ class PortableCheckpoints(Strategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        # Mapped, so that the processes of a node share the pages of one file instead of each holding all of it.
+        # Memory-mapped, so that the processes of a node share its pages.
         safe = True if weights_only is None else weights_only
         content: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=safe)
         verify_for_trainer(checkpoint_path, content.get("state_dict", {}))

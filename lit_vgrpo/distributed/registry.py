@@ -1,4 +1,4 @@
-"""The strategies that recipes name, and those that are refused."""
+"""Strategies by their names in recipes, and the checks that refuse others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lit_vgrpo.optimizers.optimizer import CustomOptimizer, OptimizerConfig
 __all__ = ["FSDP2", "ZeRO", "register", "strategy_fault", "strategy_faults"]
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta")
-"""torch's optimizers whose state has for every weight a tensor of its shape, or one number."""
+"""torch's optimizers whose state holds a tensor of the weight's shape, or a scalar, per weight."""
 
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -41,7 +41,7 @@ class PolicyOptions(Protocol):
 def strategy_faults(
     strategy: Strategy, policy: PolicyOptions, optimizer: OptimizerConfig | CustomOptimizer, sizes: Sizes
 ) -> list[str]:
-    """List what in a run does not work under a strategy, a line each."""
+    """Return one line for each part of a run that does not work under a strategy."""
     found = (
         strategy_fault(strategy),
         precision_fault(strategy),
@@ -55,7 +55,7 @@ def strategy_faults(
 
 
 def strategy_fault(strategy: Strategy) -> str | None:
-    """Why a run cannot go on under a strategy, in a line; ``None`` when it can."""
+    """Return why a run cannot use a strategy, or ``None``."""
     name = type(strategy).__name__
     advice = {DeepSpeedStrategy: "zero2", FSDPStrategy: "fsdp2", ModelParallelStrategy: "fsdp2"}
     if not isinstance(strategy, PortableCheckpoints):
@@ -73,9 +73,9 @@ def strategy_fault(strategy: Strategy) -> str | None:
 
 
 def precision_fault(strategy: Strategy) -> str | None:
-    """Why a precision of the trainer's cannot be trained in, in a line; ``None`` where it can.
+    """Return why a run cannot use the trainer's precision, or ``None``.
 
-    All but autocast cast the trained weights, and leave the policy's other parts, which compute in types of their own.
+    All but autocast cast the trained weights, but not the policy's other parts, which keep their own dtypes.
     """
     precision = strategy.precision_plugin.precision
     if isinstance(strategy, PortableCheckpoints) or precision in PRECISIONS:
@@ -85,7 +85,7 @@ def precision_fault(strategy: Strategy) -> str | None:
 
 
 def plugin_fault(strategy: Strategy) -> str | None:
-    """Why a plugin cannot write this run's checkpoints, in a line; ``None`` where none is in the way."""
+    """Return why a plugin cannot write a run's checkpoints, or ``None``."""
     if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
         return (
             "trainer.plugins=AsyncCheckpointIO writes a checkpoint some time later, and RunCheckpoint has to know "
@@ -95,7 +95,7 @@ def plugin_fault(strategy: Strategy) -> str | None:
 
 
 def optimizer_fault(strategy: Strategy, optimizer: OptimizerConfig | CustomOptimizer) -> str | None:
-    """Return why an optimizer cannot work under a strategy, or ``None`` where it can."""
+    """Return why an optimizer does not work under a strategy, or ``None``."""
     name = type(strategy).__name__
     if optimizer.kind == "adamw" or not isinstance(strategy, PortableCheckpoints):
         return None
@@ -117,9 +117,9 @@ def optimizer_fault(strategy: Strategy, optimizer: OptimizerConfig | CustomOptim
 
 
 def whole_weights_fault(strategy: Strategy, policy: PolicyOptions) -> str | None:
-    """Return which of a policy's options for speed needs weights that a strategy shards, or ``None``.
+    """Return which speed option of a policy needs whole weights that a strategy shards, or ``None``.
 
-    Compiled blocks were not tried between the hooks by which FSDP2 and ZeRO-3 gather the weights.
+    Compiled blocks are untested with the hooks by which FSDP2 and ZeRO-3 gather weights.
     """
     asked = [name for name, is_on in (("compile", policy.compile_network), ("fold_lora", policy.fold_lora)) if is_on]
     if not asked or not (isinstance(strategy, FSDP2) or (isinstance(strategy, ZeRO) and strategy.stage == 3)):
@@ -133,8 +133,8 @@ def whole_weights_fault(strategy: Strategy, policy: PolicyOptions) -> str | None
 def scaling_fault(strategy: Strategy, policy: PolicyOptions) -> str | None:
     """Return why a policy cannot be trained in float16, or ``None``.
 
-    A loss is a mean over some 10^5 latents, so that most gradients lie below float16's smallest number (6e-8) unless
-    the loss is scaled up before its backward pass.
+    The loss is a mean over about 1e5 latent values, so most gradients are below float16's smallest number (6e-8)
+    unless the loss is scaled before the backward pass.
     """
     if policy.dtype != torch.float16 or getattr(strategy.precision_plugin, "scaler", None) is not None:
         return None
@@ -145,7 +145,7 @@ def scaling_fault(strategy: Strategy, policy: PolicyOptions) -> str | None:
 
 
 def micro_batch_fault(strategy: Strategy, sizes: Sizes) -> str | None:
-    """Return why the micro-batch size cannot be found under a strategy, or ``None`` when it can, or was given."""
+    """Return why ``micro_batch_size="auto"`` does not work under a strategy, or ``None``."""
     if sizes.micro_batch_size != "auto" or not isinstance(strategy, ZeRO):
         return None
     return (
@@ -155,7 +155,7 @@ def micro_batch_fault(strategy: Strategy, sizes: Sizes) -> str | None:
 
 
 def register() -> None:
-    """Make the strategies known to Lightning by name: ``trainer.strategy=zero2``."""
+    """Register the strategies with Lightning by name, as in ``trainer.strategy=zero2``."""
     for stage in (1, 2, 3):
         StrategyRegistry.register(f"zero{stage}", ZeRO, f"DeepSpeed ZeRO-{stage}", override=True, stage=stage)
     for stage in (2, 3):

@@ -24,7 +24,7 @@ from lit_vgrpo.optimizers.resumed_state import resumed_group
 
 
 class StoredPrecision(DeepSpeedPrecision):
-    """Leaves the weights as the policy stores them: Lightning's own would cast a frozen bfloat16 base to float32."""
+    """Keeps the policy's storage dtypes; Lightning's own plugin casts a frozen bfloat16 base to float32."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -32,23 +32,23 @@ class StoredPrecision(DeepSpeedPrecision):
 
     @override
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        # DeepSpeed's engine goes past the module's own backward, which says when there is nothing to learn.
+        # DeepSpeed's engine bypasses the module's backward, which skips an iteration without advantages.
         if not model.is_idle:
             model.trainer.model.backward(tensor, *args, **kwargs)
 
 
 @checked
 class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
-    """DeepSpeed ZeRO over the policy's network, with torch's own AdamW; also on CPUs, by gloo, to try things out.
+    """DeepSpeed ZeRO over the policy's network, with torch's AdamW; also on CPUs over gloo, for tests.
 
     Args:
-        stage: what is sharded: 1 the optimizer's state, 2 also gradients, 3 also the weights, frozen ones included.
-        offload: keep the optimizer's state, and in stage 3 the weights too, in the CPU's memory.
-        bucket_size: elements that are reduced or gathered at once.
-        zero_options: more entries of DeepSpeed's ``zero_optimization``.
+        stage: 1 shards the optimizer state, 2 also gradients, 3 also the weights, frozen ones included.
+        offload: keep the optimizer state, and in stage 3 the weights, in CPU memory.
+        bucket_size: elements per reduction or gathering.
+        zero_options: further entries of DeepSpeed's ``zero_optimization``.
 
     Raises:
-        ValueError: there is no such stage.
+        ValueError: ``stage`` is not 1, 2 or 3.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
         config = {
             "zero_optimization": {**zero, **(zero_options or {})},
             "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own has to be compiled, and computes another AdamW
+            "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own needs compiling and computes a different AdamW
             "train_micro_batch_size_per_gpu": 1,  # only for its log
         }
         super().__init__(config=config)
@@ -99,7 +99,7 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
 
         if deepspeed.get_accelerator().device_name() != "cpu":
             raise RuntimeError("DeepSpeed takes this machine's GPUs. To use its CPUs, set DS_ACCELERATOR=cpu before.")
-        # On a CPU it would spend minutes compiling a faster way between the processes of a node than gloo.
+        # On CPUs DeepSpeed would compile its shared-memory collectives for minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         reset_seed()
         self.set_world_ranks()
@@ -109,12 +109,12 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
     @override
     def root_device(self) -> torch.device:
         device = super().root_device
-        return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed wants its index
+        return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
 
     @contextmanager
     @override
     def model_sharded_context(self) -> Iterator[None]:
-        # The pipeline loads whole, text encoders and VAE too; then deepspeed.initialize cuts up what it is given.
+        # The pipeline loads whole, with text encoders and VAE; deepspeed.initialize then shards the network.
         yield
 
     @override
@@ -122,7 +122,7 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
         self.precision_plugin = StoredPrecision("32-true")
         super().setup(trainer)
         if self.stage == 3:
-            # For core/sharding.py, when other weights are swapped in.
+            # core/sharding.py calls it after it has written to the weights.
             for parameter in self.deepspeed_engine.module.parameters():
                 parameter.forget_gathered = self.deepspeed_engine.optimizer.empty_partition_cache
 
@@ -131,24 +131,24 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        # Otherwise the hooks of an optimizer step would run for every micro-batch.
+        # With True, the hooks of an optimizer step would run for every micro-batch.
         return False
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        yield  # the boundary below says when to reduce
+        yield  # the accumulation boundary in backward() decides when to reduce
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
         accumulates = self.lightning_module.trainer.fit_loop._should_accumulate()
         self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulates)
-        # Lightning has divided the loss by the number of micro-batches already.
+        # Lightning has already divided the loss by the number of micro-batches.
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def last_gradient_norm(self) -> float | None:
-        """Norm of the last update's gradients before clipping; ``None`` before the first."""
+        """Return the gradient norm of the last update before clipping; ``None`` before the first."""
         norm = self.deepspeed_engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
@@ -156,13 +156,13 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
 
     @property
     def _partitions(self) -> list[Tensor]:
-        """The flat float32 weights that AdamW really steps."""
+        """Flat float32 weights that AdamW steps."""
         zero: Any = self.deepspeed_engine.optimizer
         return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """AdamW's own ``state_dict``, whole on rank 0; all ranks must call it."""
+        """Return AdamW's ``state_dict``, whole on rank 0; all ranks must call it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         adam = self.deepspeed_engine.optimizer.optimizer
@@ -190,7 +190,7 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
         adam.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
         if not saved["state"]:
             return
-        # AdamW makes its state in its first step, which is still to come.
+        # AdamW creates its state in its first step.
         for partition in self._partitions:
             adam.state[partition] = {
                 "step": saved["state"][0]["step"].clone(),

@@ -1,4 +1,4 @@
-"""Which evaluation of a run is its newest, and which was its best."""
+"""The newest and the best held-out evaluation of a run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ DISTANCES = ("heldout/fid", "heldout/kid")
 
 
 class NewestEvaluation:
-    """Says once of every evaluation that it is there, if it is of the weights as they are."""
+    """Detects evaluations of the current weights, each once."""
 
     def __init__(self) -> None:
         self._seen_step = -1
 
     def is_new(self, heldout_step: int, global_step: int) -> bool:
-        """Whether there is one that was not asked about yet.
+        """Return ``True`` once for each evaluation of the current weights.
 
         Args:
             heldout_step: optimizer steps at the newest evaluation, -1 before the first one.
@@ -34,12 +34,12 @@ class BestEvaluation:
     """The highest value of a held-out metric so far; NaN is never the best.
 
     Args:
-        metric: its key; ``auto`` takes the reward that is not trained on where there is one, else the one that is.
+        metric: its key; ``auto`` takes the untrained reward where there is one, else the trained one.
 
     Attributes:
-        name: the metric that the value is of; ``None`` before the first one.
+        name: the metric of ``value``; ``None`` before the first evaluation.
         value: the best value.
-        iteration: iterations that were done then.
+        iteration: iterations done at that evaluation.
 
     Raises:
         ValueError: a metric that is better when lower.
@@ -54,13 +54,13 @@ class BestEvaluation:
         self.iteration = 0
 
     def is_in(self, heldout: Mapping[str, float]) -> bool:
-        """Whether an evaluation measured the metric."""
+        """Return ``True`` if an evaluation measured the metric."""
         return self._name_in(heldout) in heldout
 
     def improved_by(self, heldout: Mapping[str, float]) -> bool:
-        """Whether an evaluation is better than every one before."""
+        """Return ``True`` if an evaluation is better than all before it."""
         name = self._name_in(heldout)
-        # A run may go on with a held-out reward that it did not have before; their values cannot be compared.
+        # A resumed run may have a new held-out reward, whose values cannot be compared.
         known = self.value if name == self.name else -math.inf
         return heldout.get(name, math.nan) > known
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and what Ctrl-C, SIGTERM and a closed terminal do to it."""
+"""Checkpoints of a run, and its reaction to Ctrl-C, SIGTERM and a closed terminal."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ FIRST_CTRL_C = "\nFinishing this {}, then saving. Ctrl-C again stops at once.\n"
 
 @checked
 class RunCheckpoint(Checkpoint):
-    """Saves ``last.ckpt`` every so often and at the end, ``best.ckpt``, and ``interrupted.ckpt`` on Ctrl-C and SIGTERM.
+    """Saves ``last.ckpt`` periodically and at the end, ``best.ckpt``, and ``interrupted.ckpt`` on Ctrl-C and SIGTERM.
 
-    The first Ctrl-C lets the iteration finish. SIGTERM and SIGHUP, to any rank, and Ctrl-C under torchrun save after
-    the micro-batch under way and stop. A second signal stops at once and, on one rank, saves in the middle; a third
-    does not wait for that. Files are written aside and renamed, so none is ever half a checkpoint; one that cannot be
-    written leaves those before it, and training goes on.
+    After the first Ctrl-C the run finishes its iteration, saves and stops. After SIGTERM or SIGHUP on any rank, or
+    Ctrl-C under torchrun, it finishes only its micro-batch. A second signal stops at once and, on a single rank, saves
+    mid-iteration; a third does not wait for that. Files are written atomically: a failed save leaves the earlier
+    checkpoints as they were, and training continues.
 
     Args:
-        every_n_iterations: iterations between two saves of ``last.ckpt``; 0 leaves that to another callback.
-        keep_previous: keep the last but one as ``previous.ckpt``, for the case that ``last.ckpt`` gets damaged.
-        best: the held-out metric, higher is better, by which ``best.ckpt`` is kept, of the evaluations while training;
-            ``auto`` takes the reward that is not trained on where the recipe names one, else the one that is. null
-            keeps none; so does ``auto`` where another callback saves.
+        every_n_iterations: iterations between saves of ``last.ckpt``; 0 leaves them to another callback.
+        keep_previous: keep the last but one as ``previous.ckpt``, in case ``last.ckpt`` gets damaged.
+        best: held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` takes the untrained reward
+            where the recipe names one, else the trained one. null keeps no best checkpoint; neither does ``auto``
+            where another callback saves.
 
     Attributes:
         interrupted: Ctrl-C was pressed.
         terminated: SIGTERM, SIGHUP or torchrun's SIGINT came.
-        status: the exit status for what came, that of a shell; ``None`` when nothing did.
-        saved: the checkpoint of the present state; ``None`` once training has gone on.
-        unsaved: why the newest save failed; ``None`` when it did not.
+        status: exit status for the signals that came, as in a shell; ``None`` without one.
+        saved: checkpoint of the current state; ``None`` once training has continued.
+        unsaved: why the latest save failed; ``None`` if it succeeded.
 
     Raises:
         ValueError: ``every_n_iterations`` is negative, or ``best`` is better when lower.
@@ -80,10 +80,10 @@ class RunCheckpoint(Checkpoint):
 
     @contextmanager
     def listening(self, watch: Watch | None = None) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP inside the block; Lightning changes some, so they are put back.
+        """Handle SIGINT, SIGTERM and SIGHUP inside the block, and restore the handlers after it.
 
         Args:
-            watch: knows of silent ranks, and ends this process where the main thread cannot.
+            watch: knows which ranks are stopped, and ends this process where the main thread cannot.
         """
         requests = _Requests(self, watch or Watch())
         with requests.listening():
@@ -94,18 +94,18 @@ class RunCheckpoint(Checkpoint):
                 self._requests = None
 
     def ask_to_stop(self, status: int, waits: bool) -> None:
-        """Let the run save and end: after the iteration where it ``waits``, else after the micro-batch."""
+        """Let the run save and end after its iteration if it ``waits``, else after its micro-batch."""
         self.interrupted, self.terminated = self.interrupted or waits, self.terminated or not waits
         self.status = status
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_requests": None}  # ranks that are spawned have none to listen for
+        return {**self.__dict__, "_requests": None}  # spawned ranks handle no signals
 
     # --- hooks, in the order they fire -----------------------------------------------------------------------------
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning's own handler, set just before, talks to the other ranks from within: that may hang.
+        # Lightning's own handler, set just before, runs a collective, which may hang.
         if self._requests is not None and self._requests.on_signal in getattr(
             signal.getsignal(signal.SIGTERM), "signal_handlers", ()
         ):
@@ -123,7 +123,7 @@ class RunCheckpoint(Checkpoint):
         self.saved = None
 
     def _leave(self) -> None:
-        # Here and not where the checkpoint is written, so that the loggers have had their row.
+        # Not where the checkpoint is written: the loggers write their row first.
         if self._leaving:
             raise SIGTERMException
 
@@ -138,16 +138,16 @@ class RunCheckpoint(Checkpoint):
     ) -> None:
         if self._requests is not None:
             self._requests.release()
-        # After any micro-batch: an update may take longer than a job is given, and its images are in the checkpoint.
+        # After any micro-batch: an update may take longer than the job has left, and the checkpoint holds its images.
         if self._any_rank(trainer, self.terminated):
             self.terminated = True
             self._save(trainer, INTERRUPTED)
-            # After the last step comes the iteration's end, and perhaps an evaluation, whose result must not be lost.
+            # After the last step the iteration ends first, perhaps with an evaluation, whose result must not be lost.
             self._leaving = not trainer.is_last_batch
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._any_rank(trainer, self.terminated):  # then there is time for one checkpoint
+        if not self._any_rank(trainer, self.terminated):  # which leaves time for one checkpoint only
             self._keep_best(trainer, pl_module)
         if self._is_final(trainer):
             self._is_through = True
@@ -172,17 +172,17 @@ class RunCheckpoint(Checkpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._keep_best(trainer, pl_module)  # the end has an evaluation of its own where the last one was earlier
+        self._keep_best(trainer, pl_module)  # a final evaluation may have run
         self.training = False
         if self._is_through:
-            self.terminated = self.interrupted = False  # a signal came while the run was ending by itself
+            self.terminated = self.interrupted = False  # the signal came while the run was ending by itself
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._requests is not None:
             self._requests.release(heed=False)
             self._requests.hear_ctrl_c()
-        # Saving takes all ranks, and the others may be waiting for this one elsewhere.
+        # Saving is collective, and the other ranks may be waiting elsewhere.
         alone = trainer.world_size == 1
         asked = isinstance(exception, KeyboardInterrupt | SIGTERMException)
         if asked and self.training and self.saved is None and alone and not self._leaving:
@@ -200,7 +200,7 @@ class RunCheckpoint(Checkpoint):
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def _keep_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the best checkpoint where the newest evaluation is of these weights and the best so far."""
+        """Save ``best.ckpt`` if there is a new evaluation of the current weights and it is the best so far."""
         assert isinstance(pl_module, HeldOutModule)
         if self.best is None or not self._newest.is_new(pl_module.heldout_step, trainer.global_step):
             return
@@ -215,7 +215,7 @@ class RunCheckpoint(Checkpoint):
         self.best.take(pl_module.heldout, pl_module.evaluations[-1].iteration)
         if self._save(trainer, BEST) is None:
             self.best.load_state_dict(before)
-        self.unsaved = unsaved  # which says whether the run's end is lost
+        self.unsaved = unsaved  # it is about last.ckpt
 
     def _is_final(self, trainer: Trainer) -> bool:
         epochs_done = trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1
@@ -228,15 +228,15 @@ class RunCheckpoint(Checkpoint):
         return (trainer.current_epoch + 1) % self.every_n_iterations == 0 or self._is_final(trainer)
 
     def _save(self, trainer: Trainer, name: str) -> Path | None:
-        """Write a checkpoint; called on every rank, and each learns how it went.
+        """Write a checkpoint; all ranks must call it, and all get the same result.
 
         Returns:
-            The file; ``None`` when it could not be written.
+            The file; ``None`` if it could not be written.
         """
         path = Path(trainer.default_root_dir) / CHECKPOINTS / name
         with self._requests.held() if self._requests is not None else nullcontext():
-            # What Trainer.save_checkpoint does (lightning 2.6.6), without its barrier, in which the others would wait
-            # for a rank that failed.
+            # As Trainer.save_checkpoint (lightning 2.6.6), without its barrier, where the others would wait for a rank
+            # that failed.
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             self.unsaved = trainer.strategy.broadcast(self._write(trainer, checkpoint, path))
             if name != BEST:
@@ -252,7 +252,7 @@ class RunCheckpoint(Checkpoint):
         return None
 
     def _write(self, trainer: Trainer, checkpoint: dict[str, Any], path: Path) -> str | None:
-        """Write and name the file; returns what to say where that fails."""
+        """Write the file; return an error message if that fails."""
         draft = path.with_name(DRAFT_PREFIX + path.name)
         try:
             trainer.strategy.save_checkpoint(checkpoint, draft)
@@ -281,13 +281,13 @@ def _what_failed(path: Path, error: Exception) -> str:
 
 
 class _Requests(StopRequests):
-    """What signals do to a run: the first lets it save and stop, a second ends it."""
+    """Signals to a run: the first lets it save and stop, a second ends it."""
 
     def __init__(self, checkpoints: RunCheckpoint, watch: Watch) -> None:
         super().__init__()
         self._checkpoints, self._watch = checkpoints, watch
         self._has_raised = False
-        self._has_30_s = "TORCHELASTIC_RUN_ID" in os.environ  # then torchrun kills what it has passed a signal on to
+        self._has_30_s = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun then kills what it has forwarded a signal to
 
     @override
     def can_wait(self) -> bool:

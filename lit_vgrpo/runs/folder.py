@@ -1,4 +1,4 @@
-"""The folder that one run writes to: never an old one, and never the same one twice."""
+"""The folder of a run, which no other run writes to."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def reserve(base: Path) -> Path:
 
 
 def reopen(folder: Path) -> Path:
-    """Return the folder of a run that goes on; made where there is none yet.
+    """Return the folder of a resumed run, created if it is missing.
 
     Raises:
         UserError: the folder cannot be created.
@@ -77,7 +77,7 @@ def reopen(folder: Path) -> Path:
 
 
 class FolderLock:
-    """Keeps a second run out of a folder for as long as this process lives, also if it is killed."""
+    """Locks a folder against other runs until this process ends, however it ends."""
 
     def __init__(self) -> None:
         self._handle: int | None = None
@@ -108,7 +108,7 @@ class FolderLock:
 
 
 def release(folder: Path) -> None:
-    """Give back a folder in which nothing was written."""
+    """Remove a folder to which nothing was written."""
     try:
         folder.rmdir()
     except OSError:
@@ -116,18 +116,16 @@ def release(folder: Path) -> None:
 
 
 def is_first_process() -> bool:
-    """Return True in the one process of all ranks that owns the folder; works before a Trainer exists."""
+    """Return True on the rank that owns the folder; works before a Trainer exists."""
     ranks = [os.environ.get(key, "0") for key in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")]
     return all(rank in ("", "0") for rank in ranks)
 
 
 class RunFolder(Callback):
-    """Tells every rank the folder that the first one created.
-
-    Children of a distributed run start before they can ask; until ``setup`` they hold the name that was asked for.
+    """Broadcasts the folder that rank 0 created; until ``setup`` the other ranks have the name that was asked for.
 
     Args:
-        ckpt_path: what this rank is about to continue from.
+        ckpt_path: checkpoint that this rank resumes from.
 
     Raises:
         RuntimeError: the ranks found different checkpoints.

@@ -1,4 +1,4 @@
-"""Images of held-out prompts: their scores, and the module's hooks that make them."""
+"""Held-out evaluation: the module's hooks that sample and score images of held-out prompts."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from lit_vgrpo.runs.update_guard import UpdateGuard
 
 
 class HeldOutObserver(Protocol):
-    """What looks at held-out images beside the reward, such as FID; on every rank, at every evaluation."""
+    """A metric of held-out images besides the reward, such as FID; called on every rank at every evaluation."""
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
-        """Take a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
+        """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
 
     def compute(self, module: HeldOutModule) -> dict[str, float]:
-        """Metrics over all ranks' images since the last call, the same on every rank; starts over."""
+        """Return the metrics over all ranks' images since the last call, the same on every rank."""
 
 
 class HeldOutScores:
     """Collects the scores of one evaluation, batch by batch.
 
     Args:
-        observed: what is trained on, and beside it what is not.
-        untrained: the latter alone.
-        beside: the queue of the training images, whose threads are used.
+        observed: the trained reward and the untrained one.
+        untrained: the untrained one alone.
+        beside: queue of the training images, whose threads are shared.
     """
 
     def __init__(self, observed: Weighted, untrained: Weighted | None, beside: ScoreQueue) -> None:
@@ -62,18 +62,18 @@ class HeldOutScores:
         self.queue.put(images, batch.prompts, batch.rows)
 
     def get(self, name: str) -> Tensor | None:
-        """Return a metric of the last evaluation per image, ``(N,)`` in the order of their numbers, over all ranks.
+        """Return a metric of the last evaluation per image over all ranks, ``(N,)``, ordered by image number.
 
-        NaN where an image has none; ``None`` where the metric is not of single images.
+        NaN where an image has none; ``None`` for a metric that is not defined per image.
         """
         return self._of_images.get(name)
 
     def means(self) -> dict[str, float]:
-        """Means over the images of all ranks that did not fail, the same on every rank; starts over.
+        """Return the means over all ranks' images that were scored, the same on every rank, and start over.
 
-        ``heldout/reward`` is what is trained on, ``heldout/untrained_reward`` what is not, ``heldout/<part>`` each
-        reward alone, and ``heldout/failed`` the number of images that one of them could not score, with a warning that
-        says why.
+        ``heldout/reward`` is the trained reward, ``heldout/untrained_reward`` the untrained one, ``heldout/<part>``
+        each reward alone, and ``heldout/failed`` the number of images that a reward failed to score; a warning says
+        why.
         """
         scores = self.queue.take()
         values = {"heldout/reward": scores.total}
@@ -82,7 +82,7 @@ class HeldOutScores:
         values |= {f"heldout/{name}": part for name, part in scores.parts.items()}
         failed = [part.isnan() & scores.applies_to(name) for name, part in scores.parts.items()]
         values["heldout/failed"] = torch.stack(failed).any(dim=0)
-        # a rank's share of the images is a stretch of them, in the order of the ranks
+        # Each rank has a contiguous share of the images, in rank order.
         table = rows_of_all_ranks(torch.stack(list(values.values()), dim=1).double())
         self._of_images = dict(zip(values, table.unbind(dim=1), strict=True))
         means = {name: float(own.nanmean()) for name, own in self._of_images.items()}
@@ -97,7 +97,7 @@ class HeldOutScores:
 
 
 class HeldOutModule(L.LightningModule):
-    """The part of :class:`~lit_vgrpo.module.VGRPOModule` that makes images of given prompts and trains on none.
+    """The part of :class:`~lit_vgrpo.module.VGRPOModule` that evaluates: it samples images and does not train.
 
     ``validate`` and ``test`` score the held-out prompts, as ``heldout/*`` and ``test/*``; ``predict`` returns images.
     """
@@ -137,7 +137,7 @@ class HeldOutModule(L.LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
-        """Return the module with the weights of a checkpoint; its parts are arguments, as in the constructor.
+        """Return the module with a checkpoint's weights; the other arguments are the constructor's.
 
         Raises:
             TypeError: a part is missing.
@@ -161,12 +161,12 @@ class HeldOutModule(L.LightningModule):
             ) from None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        # Weights that were trained in processes of their own come back to one that has loaded none.
+        # Spawned processes return their weights to a process that has loaded none.
         self.configure_model()
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def evaluation_faults(self) -> list[str]:
-        """List what keeps held-out images from being sampled, a line each."""
+        """Return one line for each error in ``evaluation``."""
         if self.evaluation is None or self.evaluation.solver in self.policy.solvers:
             return []
         return [
@@ -175,7 +175,7 @@ class HeldOutModule(L.LightningModule):
         ]
 
     def costs(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the run's costs and evaluations so far."""
+        """Return the costs and evaluations so far, for a checkpoint."""
         return {
             "ledger": self.ledger.state_dict(),
             "images_seen": self.images_seen,
@@ -184,18 +184,23 @@ class HeldOutModule(L.LightningModule):
         }
 
     def load_costs(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`costs` gave."""
+        """Restore what :meth:`costs` returned."""
         self.ledger.load_state_dict(state["ledger"])
         self.images_seen = state["images_seen"]
         self.stopwatch.load_state_dict(state["stopwatch"])
         self.evaluations = [Evaluation(**values) for values in state["evaluations"]]
 
-    # The trainer evaluates in inference mode, whose tensors no later training could use: embeddings are kept.
+    # The trainer evaluates in inference mode, but cached embeddings are used in training too.
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     @in_own_precision
     def generate(self, prompts: Sequence[str], image_ids: list[int], images: int = 0) -> Tensor:
-        """Held-out images ``(B, 3, H, W)`` in [0, 1], by the seed and ``image_ids``; ``images``: of all ranks."""
+        """Sample held-out images ``(B, 3, H, W)`` in [0, 1].
+
+        Args:
+            image_ids: numbers of the images, which with the seed determine their noise.
+            images: number of images over all ranks.
+        """
         spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self.has_trainer else 0).as_ode()
         conditioning, rows = self.policy.encode_each(prompts)
         noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
@@ -204,10 +209,10 @@ class HeldOutModule(L.LightningModule):
 
     @property
     def has_trainer(self) -> bool:
-        """Whether a trainer holds the module."""
+        """``True`` while the module is attached to a trainer."""
         try:
             return self.trainer is not None
-        except RuntimeError:  # Lightning's way to say so
+        except RuntimeError:  # raised by Lightning when there is none
             return False
 
     def all_ranks(self, values: Tensor) -> Tensor:
@@ -218,7 +223,7 @@ class HeldOutModule(L.LightningModule):
         return gathered.flatten(0, 1).cpu()
 
     def evaluate(self) -> dict[str, float]:
-        """Score the held-out prompts with the weights as they are, on every rank; empty without held-out prompts."""
+        """Evaluate the current weights on the held-out prompts, on every rank; return {} if there are none."""
         loader, limit = self.trainer.datamodule.val_dataloader(), self.trainer.limit_val_batches  # type: ignore[attr-defined]
         batches = limit if isinstance(limit, int) else int(limit * len(loader))
         for index, batch in enumerate(islice(loader, batches)):
@@ -243,11 +248,11 @@ class HeldOutModule(L.LightningModule):
         self.log_dict(self.heldout)
 
     def _finish_heldout(self) -> None:
-        """Mean held-out reward and parts over all ranks, into ``self.heldout``."""
+        """Store the evaluation's means in ``self.heldout``, and what it cost in ``self.evaluations``."""
         self.heldout = self._measured()
         self.heldout_step = self.trainer.global_step
         evaluation = Evaluation(
-            # The trainer's own count is behind by one while an epoch is being validated.
+            # The trainer's own count lags by one during validation.
             iteration=self.record.iteration + 1 if self.record is not None else self.trainer.current_epoch,
             reward=self.heldout["heldout/reward"],
             images=self.images_seen,
@@ -273,10 +278,10 @@ class HeldOutModule(L.LightningModule):
         self._num_predicted = 0
 
     def predict_step(self, batch: PromptBatch | Sequence[str], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Images ``(B, 3, H, W)`` in [0, 1] of a batch of prompts, on the CPU.
+        """Return images ``(B, 3, H, W)`` in [0, 1] of a batch of prompts, on the CPU.
 
-        The held-out prompts give the images of the evaluation. Of any other loader, the prompt number n starts from the
-        noise of number n, on any number of ranks.
+        The data module's held-out prompts give the images of the evaluation. In any other loader, prompt n starts from
+        noise n on any number of ranks.
 
         Raises:
             TypeError: the batch does not hold prompts.
@@ -297,7 +302,7 @@ class HeldOutModule(L.LightningModule):
                 "PromptDataModule gives. Use trainer.predict(module, datamodule=...), or one device."
             )
         first, self._num_predicted = self._num_predicted, self._num_predicted + len(batch)
-        # the trainer deals a loader's prompts out in turn
+        # The trainer assigns a loader's batches to ranks in turn.
         numbers = [self.global_rank + ranks * number for number in range(first, self._num_predicted)]
         with self.ledger.phase("evaluation"):
             return self.generate(batch, numbers).cpu()

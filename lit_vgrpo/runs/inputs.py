@@ -1,4 +1,4 @@
-"""What a run reads beside its recipe: code of the user's own, prompts and weights, each as a short fingerprint."""
+"""Fingerprints of what a run reads besides its recipe: the user's own code, prompts and weights."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ INSTALLED = ("site-packages", "dist-packages")
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
 Inputs = dict[str, dict[str, str]]
-"""Fingerprints of a recipe's parts: by the part's key, what of it by name."""
+"""Fingerprints by the recipe's key and the name of the file or option."""
 
 
 def inputs_of(module: HeldOutModule, data: PromptDataModule | None, known: Mapping[str, Any] | None = None) -> Inputs:
-    """Return the fingerprints of everything that weights depend on and that is at hand; nothing is downloaded.
+    """Return the fingerprints of everything that the weights depend on and that is on this machine.
 
-    A folder that moved has the same ones. Files of more than 64 MiB are sampled: 4 GiB in 1,000 tensors took 0.03 s
-    from the system's cache and 0.2 s from a disk.
+    They do not depend on paths. Files over 64 MiB are sampled: 4 GiB in 1,000 tensors took 0.03 s from the page cache
+    and 0.2 s from a disk.
 
     Args:
         module: need not be loaded.
-        data: whose training prompts are trained on.
-        known: what was found before, which is not looked at again.
+        data: the data module with the training prompts.
+        known: fingerprints from before, which are kept.
     """
     found: Inputs = dict(known or {})
     for key, look in _parts(module, data):
@@ -55,14 +55,14 @@ def inputs_of(module: HeldOutModule, data: PromptDataModule | None, known: Mappi
         try:
             names = look()
         except (OSError, ValueError, RuntimeError, ImportError):
-            continue  # what cannot be read is said where it is used
+            continue  # reported where it is used
         if names:
             found[key] = names
     return found
 
 
 def changed_inputs(saved: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """List the inputs known to both that differ, a line each.
+    """Return one line for each input that both know and that differs.
 
     >>> changed_inputs({"data.train": {"prompts": "1"}, "a": {}}, {"data.train": {"prompts": "2"}, "b": {}})
     ['data.train: prompts changed since the checkpoint was written']
@@ -76,12 +76,12 @@ def changed_inputs(saved: Mapping[str, Mapping[str, str]], now: Mapping[str, Map
 
 
 def same_inputs(saved: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> set[str]:
-    """Return the parts that both know and that are equal."""
+    """Return the keys of the inputs that both know and that are equal."""
     return {key for key in saved if key in now and saved[key] == now[key]}
 
 
 def moved_settings(same: set[str], saved: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Patterns of the settings that say where something lies which is the same, wherever it lies by now."""
+    """Return patterns of the settings that are paths of unchanged inputs, which may have moved."""
     found = [pattern for key, pattern in PLACES.items() if key in same]
     rewards = [key for key in saved if key.startswith(REWARD)]
     options = {name for key in rewards for name in saved[key] if name.isidentifier()}
@@ -98,7 +98,7 @@ def _parts(module: HeldOutModule, data: PromptDataModule | None) -> Iterator[tup
     for key, part in (("model.policy", policy), ("model.objective", module.objective)):
         yield key, lambda part=part: code_of(type(part))  # type: ignore[misc]
     for own in module.reward.parts:
-        if own.weight:  # with 0 it is only looked at
+        if own.weight:  # weight 0: not trained on
             yield f"{REWARD}{own.name}", lambda reward=own.reward: _of_reward(reward)  # type: ignore[misc]
     if data is not None:
         yield PROMPTS, lambda: {"prompts": data.fingerprint()}
@@ -119,10 +119,10 @@ def _of_reward(reward: Reward) -> dict[str, str]:
 
 
 def code_of(start: type | ModuleType) -> dict[str, str]:
-    """Fingerprints of the user's own modules that a class or a module is made of, by their files' names.
+    """Return fingerprints of the user's own modules behind a class or a module, by file name.
 
-    Its own module and those of its base classes, and what these import, but neither this package nor what is installed
-    beside it. What is only imported within a function is not seen.
+    These are its module, the modules of its base classes, and their imports, without this package and installed ones.
+    Imports inside functions are not followed.
     """
     waiting = [start.__name__] if isinstance(start, ModuleType) else [cls.__module__ for cls in start.__mro__]
     root = waiting[0].partition(".")[0]
@@ -143,7 +143,7 @@ def code_of(start: type | ModuleType) -> dict[str, str]:
 
 def _is_users_own(module: ModuleType, root: str) -> bool:
     file, package = getattr(module, "__file__", None), module.__name__.partition(".")[0]
-    # A script changes for many reasons; a class that it defines is not worth a word each time.
+    # A script changes for many reasons besides the class that it defines.
     if package in ("lit_vgrpo", "__main__") or file is None or not file.endswith(".py"):
         return False
     path = Path(file).resolve()
@@ -152,7 +152,7 @@ def _is_users_own(module: ModuleType, root: str) -> bool:
 
 
 def _module_name(value: object) -> str | None:
-    kind = type(value)  # isinstance() would ask the value, which may be a stand-in that loads something
+    kind = type(value)  # isinstance() may trigger a lazy import
     if issubclass(kind, ModuleType):
         return value.__name__  # type: ignore[attr-defined]
     return value.__module__ if issubclass(kind, type | FunctionType) else None

@@ -1,4 +1,4 @@
-"""The iteration under way: what its updates still need, and how it goes on after a stop."""
+"""The current iteration: what its updates need, and how a resumed run continues it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Iteration:
     """One iteration on this rank, from its rollout to its last update.
 
     Attributes:
-        experience: this rank's images, in the order in which the updates take them.
-        image_ids: each image's global index, ``(B,)``, in that order.
-        record: what callbacks read of it.
-        micros: the experience cut into micro-batches.
+        experience: this rank's images, in the order of the updates.
+        image_ids: global index of each image, ``(B,)``, in that order.
+        record: the metrics that callbacks read.
+        micros: the experience in micro-batches.
         num_updates: optimizer steps of the iteration.
         updates_done: those taken or left out so far.
     """
@@ -45,10 +45,10 @@ class Iteration:
 
     @classmethod
     def of(cls, experience: Experience, image_ids: Tensor, record: IterationRecord, batch: PromptBatch) -> Iteration:
-        """Return the iteration with its images in the order in which the batch's updates take them.
+        """Return the iteration with its images in the order of the batch's updates.
 
         Args:
-            experience: the images as they were rolled out; so are ``image_ids`` and the record's groups.
+            experience: the images in rollout order, as are ``image_ids`` and the record's groups.
         """
         if batch.order is None:
             return cls(experience, image_ids, record, batch.micro_batch_size, batch.updates)
@@ -59,12 +59,12 @@ class Iteration:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last update is done."""
+        """``True`` once the last update is done."""
         return self.updates_done == self.num_updates
 
     @property
     def place(self) -> str:
-        """The update under way, for messages."""
+        """The current update, for messages."""
         return f"in update {self.updates_done + 1} of iteration {self.record.iteration}"
 
     def micros_of_update(self, batch: PromptBatch) -> list[Experience]:
@@ -73,20 +73,20 @@ class Iteration:
         return self.micros[first : first + batch.micro_batches_per_update]
 
     def micro_of_step(self, batch: PromptBatch) -> Experience:
-        """Return the micro-batch of a step; every update takes all of them, unless each takes its own share."""
+        """Return the micro-batch of a step; without ``split_updates`` every update repeats all micro-batches."""
         return self.micros[batch.step % len(self.micros)]
 
     def end_update(self, took_step: bool) -> None:
-        """Count an update, and in the record one whose step was taken."""
+        """Count an update; the record counts only those that took their step."""
         self.updates_done += 1
         if took_step:
             self.record.add_update()
 
     def state_dict(self, all_ranks: Gather) -> dict[str, Any]:
-        """All ranks' images as plain tensors on the CPU: what is left can go on, on any number of ranks.
+        """Return all ranks' images as CPU tensors, so that any number of ranks can continue.
 
         Args:
-            all_ranks: concatenates every rank's ``(B, ...)`` in rank order; called equally often on each of them.
+            all_ranks: concatenates every rank's ``(B, ...)`` in rank order; collective.
         """
         own, record = self.experience, self.record
         state: dict[str, Any] = {
@@ -116,10 +116,10 @@ class Iteration:
 
     @classmethod
     def restored(cls, state: dict[str, Any], batch: PromptBatch, device: torch.device) -> Iteration:
-        """Return this rank's share of a saved iteration; its metrics are those of the updates that are left.
+        """Return this rank's share of a saved iteration; its metrics cover the remaining updates.
 
         Raises:
-            RuntimeError: the state is that of another iteration, or of other sizes.
+            RuntimeError: the state is of another iteration, or of other sizes.
         """
         _, wanted = group_layout(batch.slots, batch.group_size, batch.members)
         if batch.order is not None:
@@ -150,7 +150,7 @@ class Iteration:
 
 
 def _table(rows: Tensor, values: dict[str, Tensor], all_ranks: Gather) -> tuple[Tensor, dict[str, Tensor]]:
-    """Every rank's rows and the values they point into, as one table."""
+    """Return all ranks' rows and the values they index, as one table."""
     length = torch.tensor([len(next(iter(values.values())))])
     longest = int(all_ranks(length).max())
     padded = {
@@ -163,37 +163,37 @@ def _table(rows: Tensor, values: dict[str, Tensor], all_ranks: Gather) -> tuple[
 
 
 def _compact(rows: Tensor, values: dict[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """Only the values that the rows point to."""
+    """Return the rows and only the values that they index."""
     used, rows = torch.unique(rows, return_inverse=True)
     return rows.to(device), {name: value[used].to(device) for name, value in values.items()}
 
 
 class Continuation:
-    """An iteration that a checkpoint was saved within, until training takes it up, on any number of ranks.
+    """The unfinished iteration of a checkpoint, until training continues it on any number of ranks.
 
     Args:
         saved: :meth:`Iteration.state_dict`; ``None`` where the checkpoint was saved between two iterations.
-        progress: the trainer's ``epoch_loop.batch_progress`` in the checkpoint, which the trainer has not read yet.
+        progress: ``epoch_loop.batch_progress`` in the checkpoint, before the trainer loads it.
     """
 
     def __init__(self, saved: dict[str, Any] | None, progress: dict[str, Any]) -> None:
         self._saved, self._progress = saved, progress
 
     def rewind(self, datamodule: PromptDataModule, world_size: int) -> None:
-        """Let trainer and data module go on after the last whole update; the micro-batch size must be settled."""
+        """Let trainer and data module continue after the last whole update; needs the final micro-batch size."""
         progress, self._progress = self._progress, {"is_last_batch": True}
         if progress["is_last_batch"]:
             return
         updates_done = 0 if self._saved is None else self._saved["updates_done"]
         steps = updates_done * datamodule.sizes.plan(world_size).micro_batches_per_update
-        # Lightning cannot know that the sampler starts at the right step.
+        # The sampler starts at the right step, which Lightning does not know.
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
         progress["current"] = dict.fromkeys(progress["current"], steps)
         progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
         datamodule.start_at(steps)
 
     def take_up(self, batch: PromptBatch, device: torch.device) -> Iteration | None:
-        """Return this rank's share of the iteration, the first time; ``None`` where there is none left.
+        """Return this rank's share of the iteration on the first call, then ``None``.
 
         Raises:
             RuntimeError: the recipe has other prompts or sizes than the checkpoint's.

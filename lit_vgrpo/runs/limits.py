@@ -1,4 +1,4 @@
-"""Settings of the trainer that would cut an iteration short, whose images are all paid for, or train nothing."""
+"""Checks of Trainer settings that would cut an iteration short or train nothing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lit_vgrpo.policies.base import Policy
 
 
 def sizes_of(trainer: Any) -> Sizes:
-    """Return the sizes of an iteration, which the trainer's data module knows.
+    """Return the sizes of an iteration from the trainer's data module.
 
     Raises:
-        RuntimeError: the trainer was given no data module of ours.
+        RuntimeError: there is no PromptDataModule.
     """
     sizes: Sizes | None = getattr(getattr(trainer, "datamodule", None), "sizes", None)
     if sizes is None:
@@ -35,7 +35,7 @@ def keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
     """Refuse limits that end an iteration before its last step; let ``fast_dev_run`` count iterations, not batches.
 
     Args:
-        sizes: of one iteration, already the small ones of ``fast_dev_run``.
+        sizes: sizes of an iteration, reduced under ``fast_dev_run``.
 
     Raises:
         ValueError: such a limit is set.
@@ -51,7 +51,7 @@ def keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
 
 
 def limit_fault(trainer: Any, sizes: Sizes) -> str | None:
-    """Why a limit of the trainer cannot be kept, in a line; ``None`` where all can."""
+    """Return why a limit of the trainer cannot be kept, or ``None``."""
     fewer = "Leave it out; use data.prompts_per_iteration for less work, or trainer.fast_dev_run=true for a try."
     if trainer.overfit_batches:
         return f"trainer.overfit_batches={trainer.overfit_batches} would drop images already made. {fewer}"
@@ -70,7 +70,7 @@ def limit_fault(trainer: Any, sizes: Sizes) -> str | None:
 
 
 def settings_without_effect(trainer: Trainer, policy: Policy) -> list[str]:
-    """List trainer settings that have no effect, a line each; the optimizers must be there."""
+    """Return one line for each trainer setting without effect; needs the optimizers."""
     found = []
     precision, name = trainer.precision, str(policy.dtype).removeprefix("torch.")
     if precision == "bf16-mixed" or (precision == "16-mixed" and policy.dtype != torch.float16):
@@ -82,8 +82,10 @@ def settings_without_effect(trainer: Trainer, policy: Policy) -> list[str]:
     group = trainer.optimizers[0].param_groups[0]
     if not clip or not isinstance(group.get("eps"), float):
         return found
-    # An optimizer divides a gradient by its own size plus eps: far below eps nothing is left of a step.
-    weights = sum(shape_of(p).numel() for p in trainable_parameters(policy).values())  # ZeRO-3 empties the group's
+    # Adam divides a gradient by its own size plus eps: far below eps almost no step is left.
+    weights = sum(
+        shape_of(p).numel() for p in trainable_parameters(policy).values()
+    )  # under ZeRO-3 the group's own are empty
     by_norm = trainer.gradient_clip_algorithm in (None, "norm")
     size = clip / math.sqrt(weights) if by_norm else clip
     if size < group["eps"]:

@@ -1,4 +1,4 @@
-"""``metrics.csv``: Lightning's table, which a resumed run goes on with and a killed one cannot lose."""
+"""``metrics.csv``: Lightning's table, continued by a resumed run and safe when a run is killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MetricsTable(CSVLogger):
 
     Args:
         folder: the run folder.
-        keep: which rows of the table that is there stay; ``None`` starts a new table.
+        keep: predicate for the existing rows to keep; ``None`` starts a new table.
     """
 
     def __init__(self, folder: Path, keep: Keep | None = None) -> None:
@@ -52,11 +52,11 @@ class MetricsTable(CSVLogger):
 
 
 class _Table:
-    """A CSV file that is replaced in one step when its columns change; rows that a full disk refuses are kept.
+    """A CSV file that is replaced atomically when its columns change; rows wait while the disk is full.
 
     Attributes:
         metrics: rows that are not in the file yet.
-        waits: they could not be written.
+        waits: writing them has failed.
     """
 
     def __init__(self, folder: Path, keep: Keep | None) -> None:
@@ -144,7 +144,7 @@ class _Table:
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows; a line that was being written when the run was killed is left out.
+    """Return a file's columns and rows, without a line that was cut off when a run was killed.
 
     Raises:
         OSError: it cannot be read.
@@ -169,7 +169,7 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _is_whole(row: dict[Any, Any]) -> bool:
-    """Whether a row has a cell for each column, and says when it was logged."""
+    """Return ``True`` if a row has a cell for each column and numbers for its step and epoch."""
     if None in row or None in row.values():
         return False
     try:

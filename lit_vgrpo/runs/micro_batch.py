@@ -1,4 +1,4 @@
-"""``data.micro_batch_size: auto``: finds out how many images fit into memory in one forward and backward pass."""
+"""``data.micro_batch_size: auto``: the most images that fit into memory in one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from lit_vgrpo.runs.heldout import HeldOutModule
 from lit_vgrpo.system.memory import available_bytes, measured_memory
 
 SAFE_SHARE = 0.9
-"""Of the memory that is free; the rest is for what comes and goes between kernels."""
+"""Share of the free memory to use; the rest is for temporary buffers of kernels."""
 LARGEST_JUMP = 4
-"""How much larger than the last size that fitted the next trial may be."""
+"""Largest ratio of the next trial's size to the largest size that fitted."""
 TOO_MUCH = 2**62
 
 
 def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
-    """Let the trainer take as many micro-batches for one update as the sizes say.
+    """Set the trainer's ``accumulate_grad_batches`` to the micro-batches of an update.
 
     Raises:
-        ValueError: the recipe itself asks for another number.
+        ValueError: the recipe sets another number.
     """
     needed, asked = sizes.plan(trainer.world_size).micro_batches_per_update, trainer.accumulate_grad_batches
     if asked not in (1, needed):
@@ -48,7 +48,7 @@ def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
 
 
 def settle(module: HeldOutModule, optimizer: OptimizerConfig | CustomOptimizer) -> None:
-    """Choose the size where it is still open, on all ranks the same, and say which it is.
+    """Choose the micro-batch size if it is ``"auto"``, the same on all ranks, and report it.
 
     Raises:
         RuntimeError: not even one image fits.
@@ -63,7 +63,7 @@ def settle(module: HeldOutModule, optimizer: OptimizerConfig | CustomOptimizer) 
     )
     room = -trial.most_of_ranks(-trial.room())
     with trial.without_trace():
-        trial.run(1)  # what libraries take the first time and keep
+        trial.run(1)  # libraries allocate workspaces on first use
         size, taken = largest_that_fits(divisors(share), room, lambda images: trial.most_of_ranks(trial.taken(images)))
     trainer.datamodule.settle(size)
     trainer.accumulate_grad_batches = 1
@@ -76,10 +76,10 @@ def settle(module: HeldOutModule, optimizer: OptimizerConfig | CustomOptimizer) 
 
 
 def largest_that_fits(sizes: list[int], room: int, taken: Callable[[int], int]) -> tuple[int, int]:
-    """Return the largest of the sizes that was tried and needs no more than ``room``, and what it took.
+    """Return the largest size tried that takes no more than ``room``, and what it took.
 
-    What a pass takes is the largest of several straight lines, so that a line through two sizes can only fall short:
-    the next trial is where the line leads, but not too far away.
+    Memory is the maximum of several linear functions of the size, so a line through two sizes can only underestimate
+    it: the next trial is where that line meets ``room``, but at most :data:`LARGEST_JUMP` times the last size.
 
     Args:
         sizes: ascending, the first of them 1.
@@ -100,7 +100,7 @@ def largest_that_fits(sizes: list[int], room: int, taken: Callable[[int], int]) 
     candidates = sizes[1:]
     while candidates:
         last = max(found)
-        reach = candidates[:1]  # two sizes make a line
+        reach = candidates[:1]  # a line needs two sizes
         if len(found) > 1:
             before = max(size for size in found if size < last)
             slope = (found[last] - found[before]) / (last - before)
@@ -117,11 +117,11 @@ def largest_that_fits(sizes: list[int], room: int, taken: Callable[[int], int]) 
 
 @dataclass
 class Trial:
-    """Steps of the method on images that were made up; the weights, the method and the counts stay as they are.
+    """Trial steps of the method on dummy images, without effect on weights, method and counts.
 
     Args:
-        plan: of one image a micro-batch.
-        prompt: whose embedding stands for all.
+        plan: the plan with one image per micro-batch.
+        prompt: prompt whose embedding is used for all images.
     """
 
     module: HeldOutModule
@@ -138,15 +138,15 @@ class Trial:
         self.weights = list(trainable_parameters(policy).values())
 
     def _place_helpers(self) -> None:
-        """Load the VAE and the rewards' models onto the device first: training will find that much less room."""
+        """Load the VAE and the rewards' models onto the device, as in training."""
         place([self.module.policy.pipeline.vae], self.device)
         for reward in self.module.observed.rewards:
             reward.load()
             if isinstance(reward, ModelReward):
-                reward(torch.zeros(0, 3, 1, 1, device=self.device), [], [])  # no image: it moves its model and no more
+                reward(torch.zeros(0, 3, 1, 1, device=self.device), [], [])  # without images it only moves its model
 
     def room(self) -> int:
-        """Bytes that a step may take: most of what is free, less what training will keep and does not hold yet."""
+        """Return the bytes that a step may take: free memory less what training will allocate later and keep."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info(self.device)[0]
@@ -164,7 +164,7 @@ class Trial:
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
-        """Whatever runs inside is not counted, and draws from no generator that training draws from."""
+        """Restore the counts and the random generators after the block."""
         counts = self.module.ledger.state_dict()
         devices = [self.device] if self.device.type == "cuda" else []
         try:
@@ -174,19 +174,19 @@ class Trial:
             self.module.ledger.load_state_dict(counts)
 
     def taken(self, images: int) -> int:
-        """Return the peak bytes of a step of so many images beside what is there; ``TOO_MUCH`` where it fails."""
+        """Return the additional peak bytes of a step on this many images; ``TOO_MUCH`` if it fails."""
         try:
             if self.device.type == "cuda":
                 with measured_memory() as use:
                     self.run(images)
                 return use.gpu or 0
-            # Resident memory tells too little: what a first trial has freed serves the next.
+            # Not resident memory: what the first trial has freed is reused by the next.
             with LiveMemory() as live:
                 self.run(images)
             return live.peak
         except torch.OutOfMemoryError:
             if isinstance(self.module.trainer.strategy, FSDP2):
-                raise  # the other ranks wait within a collective
+                raise  # the other ranks wait in a collective
         torch.cuda.empty_cache()
         return TOO_MUCH
 
@@ -211,9 +211,9 @@ class Trial:
 
     def _differentiate(self, loss: torch.Tensor) -> None:
         if not isinstance(self.module.trainer.strategy, FSDP2):
-            # Not backward(): a strategy's hooks wait for gradients that reach the weights.
+            # Not backward(), which triggers the strategy's gradient hooks.
             torch.autograd.grad(loss, self.weights, allow_unused=True)
             return
-        loss.backward()  # the whole weights that a pass computes with are not the ones that an optimizer has
+        loss.backward()  # the gathered weights of a pass are not the optimizer's parameters
         for weight in self.weights:
             weight.grad = None

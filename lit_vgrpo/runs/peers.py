@@ -1,4 +1,4 @@
-"""The other ranks on this machine, and which of them the system has stopped."""
+"""The other ranks on this machine, and which of them are stopped or blocked."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 STOPPED, ON_DISK = "Tt", "D"
-"""States of a process, as in ``ps``: by SIGSTOP, Ctrl-Z or a debugger; in a call that waits for a disk."""
+"""Process states as in ``ps``: stopped by SIGSTOP, Ctrl-Z or a debugger; in uninterruptible disk sleep."""
 
 
 class Peers(Callback):
-    """The processes of the other ranks, which each rank learns at the start and then looks at (on Linux).
+    """The processes of the other ranks, exchanged at the start and then observed through ``/proc`` (Linux only).
 
     Attributes:
-        rank: this process's own.
-        processes: process id by rank, of the others on this machine.
-        silent_s: seconds since each rank that is not running was last seen running.
+        rank: this process's rank.
+        processes: process ids of the other ranks on this machine, by rank.
+        silent_s: seconds since each stopped or blocked rank was last seen running.
     """
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ class Peers(Callback):
             self.meet(dist.get_rank(), told)
 
     def meet(self, rank: int, told: list[tuple[str, int]]) -> None:
-        """Remember which ranks are on this machine; ``told`` holds every rank's machine and process."""
+        """Store which ranks are on this machine; ``told`` holds every rank's machine and process id."""
         self.rank, own = rank, told[rank][0]
         others = {other: process for other, (there, process) in enumerate(told) if there == own and other != rank}
         self.processes = others if own else {}
 
     def look(self, elapsed_s: float) -> None:
-        """Look at each rank, ``elapsed_s`` seconds after the last look."""
+        """Check each rank's state, ``elapsed_s`` seconds after the last check."""
         for rank, process in self.processes.items():
             state = state_of(process)
             if state is not None and state in STOPPED + ON_DISK:
@@ -61,7 +61,7 @@ class Peers(Callback):
         return all(rank > self.rank or rank in self.silent_s for rank in self.processes)
 
     def about(self, at_least_s: float) -> dict[int, str]:
-        """Return what to say about each rank that has been silent for ``at_least_s`` seconds."""
+        """Return a message about each rank that has been silent for ``at_least_s`` seconds."""
         said = {}
         for rank in self._silent(at_least_s):
             name, process = self.name(rank), self.processes[rank]
@@ -72,13 +72,13 @@ class Peers(Callback):
         return said
 
     def newly_silent(self, at_least_s: float) -> list[str]:
-        """Return :meth:`about`'s lines on ranks that were not silent at the last call, where this rank speaks."""
+        """Return :meth:`about`'s messages on ranks newly silent since the last call, if this rank speaks."""
         silent = self.about(at_least_s)
         new, self._named = silent.keys() - self._named, set(silent)
         return [silent[rank] for rank in sorted(new)] if self.speaks() else []
 
     def name(self, rank: int) -> str:
-        """Return what to call a rank in a message."""
+        """Return a rank's name in messages."""
         return f"Rank {rank} (process {self.processes[rank]})"
 
     def _silent(self, at_least_s: float) -> list[int]:
@@ -86,7 +86,7 @@ class Peers(Callback):
 
 
 def machine() -> str:
-    """Return what tells machines and containers apart; empty where the system does not say."""
+    """Return an identifier of this machine or container; empty where the system has none."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -94,9 +94,9 @@ def machine() -> str:
 
 
 def state_of(process: int) -> str | None:
-    """Return the letter of a process's state; ``None`` where there is no such process."""
+    """Return the letter of a process's state, or ``None`` if there is no such process."""
     try:
-        # The name in brackets before it may hold anything.
+        # The process name in parentheses may contain anything.
         return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None

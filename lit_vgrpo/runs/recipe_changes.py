@@ -1,4 +1,4 @@
-"""The recipe that a checkpoint carries, and what may differ from it when a run goes on."""
+"""The recipe in a checkpoint, and which settings a resumed run may change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lit_vgrpo.runs.inputs import changed_inputs, moved_settings, same_inputs
 
 FREE_KEYS = ("name", "run_dir", "ckpt_path", "allow_changes", "model.non_finite", "model.failed_images")
 FREE_PARTS = ("trainer.", "data.heldout", "model.heldout", "model.evaluat")
-"""Where the run is computed and what is looked at meanwhile; no weight depends on it."""
+"""Prefixes of settings that no weight depends on: where a run is computed, and its evaluation."""
 MEMORY_ONLY = (
     "micro_batch_size",
     "eval_batch_size",
@@ -36,18 +36,18 @@ MEMORY_ONLY = (
     "overlap",
     "url",
 )
-"""Names of settings that change how much is computed at once, and where."""
+"""Names of settings that only change how much is computed at once, and where."""
 MEMORY_ONLY_PARTS = (".connection.",)
-"""Names of parts all of whose settings are of that kind."""
+"""Parts whose settings are all of that kind."""
 BOUND_KEYS = (
     *(f"trainer.{key}" for key in ("gradient_clip_val", "gradient_clip_algorithm", "precision", "EMA")),
-    "data.heldout_fraction",  # what is held out is not trained on
+    "data.heldout_fraction",  # held-out prompts are not trained on
 )
 ABSENT = "not set"
 UNUSED = (None, False)
-"""What an option that the checkpoint does not know must be, since it was written before there was one."""
+"""Values that an option missing in an older checkpoint may have."""
 UNUSED_WORDS = {"start_weights": "trained", "kind": "adamw"}
-"""The same for options that name what was done before there was a choice."""
+"""The same, for options that name the earlier behaviour."""
 
 
 class RecipeInCheckpoint(Callback):
@@ -61,7 +61,7 @@ class RecipeInCheckpoint(Callback):
         self.recipe: dict[str, Any] = {}
 
     def carry(self, recipe: dict[str, Any]) -> None:
-        """Put this recipe into the checkpoints from now on."""
+        """Set the recipe for all later checkpoints."""
         self.recipe = recipe
 
     @override
@@ -70,24 +70,24 @@ class RecipeInCheckpoint(Callback):
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any], moved: Sequence[str] = ()) -> list[str]:
-    """Return the settings that must be the same and are not, a line each.
+    """Return one line for each setting that must be the same and is not.
 
     Args:
         saved: the checkpoint's recipe, plain values with the defaults filled in.
-        now: the present one.
-        moved: patterns of the settings of which any other value means the same.
+        now: the current one.
+        moved: patterns of path settings whose files are unchanged.
 
     >>> changes({"model": {"lr": 0.001}, "name": "a"}, {"model": {"lr": 0.0003}, "name": "b"})
     ['model.lr: 0.001 in the checkpoint, 0.0003 now']
     """
     before, after = (dict(_settings(recipe)) for recipe in (saved, now))
-    # Where a class was swapped, its options say nothing.
+    # The options of a replaced class are not compared.
     swapped = [
         key.removesuffix("class_path")
         for key in before
         if key.endswith("class_path") and before[key] != after.get(key, ABSENT)
     ]
-    # Training prompts that are held out too are then left out.
+    # With deduplicate, held-out prompts are left out of training.
     bound = (*BOUND_KEYS, "data.heldout") if before.get("data.deduplicate") else BOUND_KEYS
     lines = []
     for key in [*before, *(key for key in after if key not in before)]:
@@ -110,19 +110,17 @@ def refuse_changes(
     allowed: bool,
     what: str,
 ) -> list[str]:
-    """Compare a checkpoint's recipe, and the files it was trained with, with the present ones.
-
-    A checkpoint goes with all of what it does not say.
+    """Compare a checkpoint's recipe and input files with the current ones; what it does not hold may be anything.
 
     Args:
         checkpoint: its content.
-        now: the present recipe, as in :func:`changes`.
-        inputs: the present fingerprints, see :func:`~lit_vgrpo.runs.inputs.inputs_of`.
-        allowed: the user has said ``allow_changes=true``.
-        what: how the user named the checkpoint.
+        now: the current recipe, as in :func:`changes`.
+        inputs: the current fingerprints, see :func:`~lit_vgrpo.runs.inputs.inputs_of`.
+        allowed: value of ``allow_changes``.
+        what: the checkpoint's name in messages.
 
     Returns:
-        The changes that were allowed.
+        The allowed changes.
 
     Raises:
         UserError: with every difference, unless they are allowed.
@@ -150,7 +148,7 @@ def _is_free(key: str, bound: Sequence[str]) -> bool:
 
 
 def _settings(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every setting with its dotted key; of the callbacks only the average is one of training."""
+    """Yield every setting with its dotted key; of the callbacks only EMA, which is part of training."""
     for key, value in _leaves(recipe, ""):
         if key == "trainer.callbacks":
             yield from _averages(value)

@@ -1,4 +1,4 @@
-"""``--resume``: which checkpoint of a run folder a run goes on from."""
+"""``--resume``: the checkpoint of a run folder to continue from."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SUMMARY_NAME = "summary.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a checkpoint is.
+    """Progress of a run at a checkpoint.
 
     Attributes:
-        iterations: iterations whose updates are all done.
-        optimizer_steps: updates done.
-        images: images made, over all ranks.
-        batches: micro-batches, also of an iteration that was cut short.
+        iterations: finished iterations.
+        optimizer_steps: finished updates.
+        images: images sampled, over all ranks.
+        batches: micro-batches, unfinished iterations included.
     """
 
     iterations: int
@@ -39,7 +39,7 @@ class Progress:
     def of(cls, checkpoint: dict[str, Any]) -> Progress:
         loop = checkpoint["loops"]["fit_loop"]
         return cls(
-            # At an iteration's end the loop counts it as processed; completed only once the checkpoint is written.
+            # At the end of an iteration the loop has counted it as processed; as completed only after the checkpoint.
             iterations=loop["epoch_progress"]["current"]["processed"],
             optimizer_steps=checkpoint["global_step"],
             images=checkpoint["lit_vgrpo"]["images_seen"],
@@ -51,19 +51,19 @@ class Progress:
         return (self.optimizer_steps, self.images, self.batches)
 
     def is_finished(self, max_epochs: int | None, max_steps: int) -> bool:
-        """Whether these limits of the trainer leave nothing to do."""
+        """Return ``True`` if these limits of the trainer are reached."""
         epochs_done = max_epochs is not None and 0 <= max_epochs <= self.iterations
         return epochs_done or 0 <= max_steps <= self.optimizer_steps
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that goes on in its own folder.
+    """A run that continues in its own folder.
 
     Attributes:
         folder: the run folder.
-        checkpoint: the file to go on from; ``None`` starts from the beginning.
-        progress: how far that is.
+        checkpoint: the file to continue from; ``None`` starts from the beginning.
+        progress: progress at that checkpoint.
     """
 
     folder: Path
@@ -72,23 +72,23 @@ class Resumption:
 
     @property
     def done(self) -> str:
-        """How far it is, in words."""
+        """The progress in words."""
         assert self.progress is not None
         return f"{self.progress.iterations} iterations, {self.progress.optimizer_steps} optimizer steps"
 
     @property
     def opening(self) -> str:
-        """What to say when the run goes on."""
+        """The line to print when the run continues."""
         if self.checkpoint is None:
             return "No checkpoint yet: starting from the beginning."
         return f"Continuing from {self.checkpoint} ({self.done})."
 
     def is_at_end(self, trainer: Trainer) -> bool:
-        """Whether the last iteration is done."""
+        """Return ``True`` if the last iteration is done."""
         return self.progress is not None and self.progress.is_finished(trainer.max_epochs, trainer.max_steps)
 
     def is_over(self, trainer: Trainer) -> bool:
-        """Whether also what belongs to the end is done: the summary is what is written last."""
+        """Return ``True`` if the run has ended: the summary is written last."""
         if not self.is_at_end(trainer):
             return False
         summary = read_summary(self.folder) or {}
@@ -97,7 +97,7 @@ class Resumption:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return a run's ``summary.json``; ``None`` where there is none that can be read."""
+    """Return a run's ``summary.json``, or ``None`` if it is missing or unreadable."""
     try:
         summary = json.loads((folder / SUMMARY_NAME).read_text())
     except (OSError, ValueError):
@@ -106,14 +106,14 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def resumed_folder(recipe: Path, run_dir: str | None) -> Path:
-    """Return the run folder that ``--resume`` is about.
+    """Return the run folder that ``--resume`` continues.
 
     Args:
-        recipe: the recipe that was typed.
-        run_dir: the folder that was typed, if any; the recipe's own otherwise.
+        recipe: the recipe on the command line.
+        run_dir: the folder on the command line, or in the recipe.
 
     Raises:
-        UserError: the recipe lies in no run folder, and none was named.
+        UserError: the recipe is not in a run folder, and none was given.
     """
     if run_dir is not None:
         return Path(run_dir).expanduser()
@@ -127,16 +127,16 @@ def resumed_folder(recipe: Path, run_dir: str | None) -> Path:
 
 
 def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption:
-    """Find the checkpoint of a run folder that is furthest, and sound; every rank finds the same one.
+    """Find the most advanced sound checkpoint of a run folder; every rank finds the same one.
 
-    Sound means that every byte agrees with the file's checksums, and that no weight is NaN or infinite.
+    A sound checkpoint agrees with its checksums and has no weight that is NaN or infinite.
 
     Args:
         folder: the run folder.
-        say: takes a line for every file that is skipped.
+        say: called with a line for every file that is skipped.
 
     Raises:
-        UserError: there are checkpoints, and none of them is sound: to start from the beginning would overwrite them.
+        UserError: there are checkpoints, but none is sound: starting from the beginning would overwrite them.
     """
     found: list[tuple[Progress, float, Path]] = []
     files = _files(folder)
@@ -145,7 +145,7 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
             progress = Progress.of(read(path))
             found.append((progress, path.stat().st_mtime, path))
         except (CheckpointDamage, FileNotFoundError) as damage:
-            if not os.path.lexists(path):  # a run that is still going on has just renamed it
+            if not os.path.lexists(path):  # a running process has just renamed it
                 return last_good_checkpoint(folder, say)
             say(f"Skipped {path}: it {damage}.")
         except (KeyError, TypeError):
@@ -168,7 +168,7 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the file that was written last; nothing is read."""
+    """Return the checkpoint that was written last, sound or not."""
     files = [path for path in _files(folder) if path.is_file()]
     return max(files, key=lambda path: path.stat().st_mtime, default=None)
 
@@ -183,17 +183,17 @@ def how_to_resume(folder: Path) -> str:
 
 
 def last_words(folder: Path) -> str:
-    """Say what an ended run left, and how to continue it."""
+    """Return a line on the last checkpoint of a run that has ended, and how to continue."""
     checkpoint = newest_checkpoint(folder)
     left = "Nothing was saved yet." if checkpoint is None else f"The last checkpoint is {checkpoint}."
     return f"{left} {how_to_resume(folder)}"
 
 
 def _files(folder: Path) -> list[Path]:
-    """Whole checkpoints, and those that Lightning writes when SLURM is about to requeue a job.
+    """Return the checkpoints, including those that Lightning writes before SLURM requeues a job.
 
     Raises:
-        UserError: nobody can tell what is there.
+        UserError: the folder cannot be read.
     """
     found = [*_listed(folder / CHECKPOINTS, ""), *_listed(folder, "hpc_ckpt_")]
     return sorted(path for path in found if not path.name.startswith(DRAFT_PREFIX))
@@ -204,5 +204,5 @@ def _listed(folder: Path, prefix: str) -> list[Path]:
         return [path for path in folder.iterdir() if path.suffix == ".ckpt" and path.name.startswith(prefix)]
     except FileNotFoundError:
         return []
-    except OSError as error:  # glob() would say that there is nothing
+    except OSError as error:  # glob() would return nothing
         raise UserError(f"Cannot look for checkpoints in {folder}: {error.strerror}.") from error

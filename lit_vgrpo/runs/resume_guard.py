@@ -1,4 +1,4 @@
-"""What stands between a Trainer and a checkpoint that it must not go on from."""
+"""Checks of the checkpoint that a Trainer resumes from."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lit_vgrpo.runs.inputs import Inputs, changed_inputs, inputs_of
 
 
 class ResumeGuard(Callback):
-    """Keeps fingerprints of the files that a run is trained with in its checkpoints, and refuses damaged checkpoints.
+    """Puts fingerprints of a run's input files into its checkpoints, and refuses damaged checkpoints.
 
     Args:
-        allow_changes: go on with files that have changed since; ``None`` does so with a warning.
+        allow_changes: continue although input files have changed; ``None`` does so with a warning.
 
     Attributes:
-        inputs: the fingerprints that are known already.
-        said: changes that need not be said again.
+        inputs: the fingerprints found so far.
+        said: changes that were already reported.
 
     Raises:
-        RuntimeError: before training, where files have changed and must not have.
+        RuntimeError: before training, if ``allow_changes`` is false and files have changed.
     """
 
     def __init__(self, allow_changes: bool | None = None) -> None:
@@ -36,12 +36,12 @@ class ResumeGuard(Callback):
         self.said: list[str] = []
 
     def expect(self, inputs: Inputs, allow_changes: bool, said: list[str]) -> None:
-        """Take what a look at the checkpoint has found; see the attributes."""
+        """Set the attributes after the checkpoint was checked before training."""
         self.inputs, self.allow_changes, self.said = inputs, allow_changes, said
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Some strategies write in a way of their own and refuse another one.
+        # Some strategies write checkpoints in their own way and accept no other.
         try:
             if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
                 trainer.strategy.checkpoint_io = FileCheckpointIO()
@@ -65,7 +65,7 @@ class ResumeGuard(Callback):
         self._look(trainer, pl_module)
 
     def _look(self, trainer: Trainer, module: Any) -> None:
-        """Take the fingerprints when all is read, so that a file that changes later is no concern."""
+        """Take the fingerprints once everything is read; files that change later do not matter."""
         data = getattr(trainer, "datamodule", None)
         self.inputs = inputs_of(module, data if isinstance(data, PromptDataModule) else None, self.inputs)
 

@@ -1,4 +1,4 @@
-"""Logs what a run is about: the reward, its parts, and whether the updates stay honest."""
+"""Metrics of every iteration: rewards, policy statistics, costs and times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lit_vgrpo.runs.heldout import HeldOutModule
 
 
 class RewardLogger(L.Callback):
-    """One row of metrics an iteration: ``reward/*``, ``policy/*``, ``cost/*``, ``time/*``.
+    """Logs one row of metrics per iteration: ``reward/*``, ``policy/*``, ``cost/*``, ``time/*``.
 
     Args:
         warn_without_spread: warn when every group's rewards are equal, so that no step is taken.
@@ -32,7 +32,7 @@ class RewardLogger(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch.is_first or not self._started:  # a run may go on in the middle of an iteration
+        if batch.is_first or not self._started:  # a resumed run may start mid-iteration
             self._started = time.perf_counter()
             self._norms = []
 

@@ -1,4 +1,4 @@
-"""A run that was saved, as it is named on the command line or in a recipe."""
+"""A saved run, by its name on the command line or in a recipe."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from lit_vgrpo.runs.resume import last_good_checkpoint
 
 
 def find_run(text: str) -> tuple[Path, Path | None]:
-    """Return the run that a folder, its config.yaml or one of its checkpoints names, and the checkpoint if it was one.
+    """Return the run folder that a path belongs to, and the checkpoint if the path is one.
+
+    Args:
+        text: a run folder, its config.yaml, or one of its checkpoints.
 
     Raises:
-        UserError: it names no run.
+        UserError: it is none of these.
     """
     path = Path(text).expanduser()
     if (path / CONFIG_NAME).is_file():
@@ -33,7 +36,7 @@ def find_run(text: str) -> tuple[Path, Path | None]:
 
 
 def find_checkpoint(text: str, run: Path) -> Path:
-    """Return a checkpoint by its path, or by its name in the run's folder of checkpoints.
+    """Return a checkpoint by its path, or by its name in a run's checkpoint folder.
 
     Raises:
         UserError: there is none.

@@ -1,4 +1,4 @@
-"""The trained weights that a checkpoint of a run holds, and their way into a policy."""
+"""The trained weights in a checkpoint of a run, and how they are put into a policy."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _OF_MODULE = "policy."  # in front of the names in a checkpoint, which are those
 
 @dataclass
 class SavedWeights:
-    """What a checkpoint of a run holds of its policy.
+    """The trained weights of a policy in a checkpoint.
 
     Args:
         path: the checkpoint.
-        progress: how far training was.
-        tensors: of the trained weights and, where the run had an EMA callback, of their average, by variant and by
-            their names in the policy.
-        policy_options: of the recipe that wrote it.
+        progress: progress of training.
+        tensors: trained weights and, if the run had an EMA callback, their average, by variant and by their names in
+            the policy.
+        policy_options: the policy's options in the checkpoint's recipe.
     """
 
     path: Path
@@ -39,7 +39,7 @@ class SavedWeights:
 
     @classmethod
     def read(cls, path: Path) -> SavedWeights:
-        """Read a checkpoint of which every byte is looked at; tensors stay on the disk until they are used.
+        """Read and verify a checkpoint; its tensors are memory-mapped.
 
         Raises:
             UserError: it is damaged, holds weights that are not finite, or is no checkpoint of a run.
@@ -56,19 +56,19 @@ class SavedWeights:
         return cls(path, Progress.of(saved), tensors, options)
 
     def require(self, variant: str) -> None:
-        """Raise UserError where the run did not keep a variant."""
+        """Raise UserError if the checkpoint has no such variant."""
         if variant == AVERAGE and AVERAGE not in self.tensors:
             raise UserError(f"{self.path} holds no average: the run had no EMA callback. Leave out --ema.")
 
     def faults(self, variant: str, policy: Policy) -> list[str]:
-        """Why the tensors of a variant cannot be put into a policy."""
+        """Return why the tensors of a variant do not fit a policy: at most one line."""
         difference = self.difference(variant, policy)
         if difference is None:
             return []
         return [f"{self.path} is a checkpoint of another policy: {difference} Use the recipe that wrote it."]
 
     def difference(self, variant: str, policy: Policy) -> str | None:
-        """Return what differs between the tensors of a variant and those that a policy trains, as a sentence."""
+        """Return how the tensors of a variant differ from those that a policy trains, or ``None``."""
         saved, own = self.tensors[variant], trainable_parameters(policy)
         shapes = {name: (saved[name].shape, shape_of(own[name])) for name in own.keys() & saved.keys()}
         odd = sorted(own.keys() ^ saved.keys()) or sorted(n for n, (there, here) in shapes.items() if there != here)
@@ -83,10 +83,10 @@ class SavedWeights:
         return f"{len(odd)} trained tensors differ, the first, {first}, {what}."
 
     def put_into(self, policy: Policy, variant: str) -> None:
-        """Put the tensors of a variant in place of the policy's trained ones, which must be whole.
+        """Replace the policy's trained tensors, which must be whole, by those of a variant.
 
         Raises:
-            UserError: the policy trains others.
+            UserError: the policy trains other tensors.
         """
         for fault in self.faults(variant, policy):
             raise UserError(fault)
@@ -94,16 +94,16 @@ class SavedWeights:
 
 
 def trained_only(policy: Policy, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint holds of a module's tensors; the frozen ones come from the policy's own checkpoint."""
+    """Return the trained tensors of a module's state; the frozen ones come from the policy's own checkpoint."""
     trained = _names_in_module(policy)
     return {name: tensor for name, tensor in state_dict.items() if name in trained}
 
 
 def refuse_other_weights(policy: Policy, state_dict: Mapping[str, Any]) -> None:
-    """Refuse a module's tensors from a checkpoint where some of the trained ones are missing.
+    """Check that a checkpoint's module state has all trained tensors.
 
     Raises:
-        RuntimeError: they are.
+        RuntimeError: some are missing.
     """
     trained = _names_in_module(policy)
     if missing := trained - state_dict.keys():

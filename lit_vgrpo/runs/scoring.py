@@ -1,4 +1,4 @@
-"""From latents to scores, and what an iteration's scores say."""
+"""Scores of a rollout, and the comparison of an iteration's scores."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lit_vgrpo.rewards.queue import ScoreQueue
 
 
 class RolloutScoring:
-    """Decodes and scores the images of a rollout batch by batch, so that pixels never exist for all of them.
+    """Decodes and scores a rollout batch by batch, so that the pixels of all images never exist at once.
 
-    Called with every batch of latents as soon as it is sampled: a reward that runs in a thread then works while the
-    next one is made.
+    It is called with each batch of latents as soon as that is sampled; a reward that runs in a thread then works while
+    the next batch is sampled.
 
     Args:
-        policy: decodes.
-        queue: scores.
+        policy: decodes the latents.
+        queue: scores the images.
         batch: the prompts of this rank's groups.
-        seconds: wall time by phase; what decoding and scoring take of the caller's is added, and is no part of
-            ``rollout``, within which they happen. What threads do meanwhile takes none.
+        seconds: wall time by phase; decoding and scoring are added, and taken out of ``rollout``. Work of threads
+            does not count.
     """
 
     def __init__(self, policy: Policy, queue: ScoreQueue, batch: PromptBatch, seconds: dict[str, float]) -> None:
@@ -40,7 +40,7 @@ class RolloutScoring:
         self.seconds = seconds
 
     def __call__(self, part: slice, latents: Tensor) -> None:
-        """Take the latents ``(b, C, h, w)`` of the images ``part`` of the rollout."""
+        """Decode and score the latents ``(b, C, h, w)`` of the images ``part`` of the rollout."""
         size = self.policy.decode_batch_size
         for start in range(0, len(latents), size):
             with timed(self.seconds, "decode"):
@@ -50,11 +50,11 @@ class RolloutScoring:
                 self.queue.put(images, self.prompts[own], self.rows[own])
 
     def result(self) -> RewardBatch:
-        """Every image's scores, in the order of the rollout, which is over."""
+        """Return all images' scores in rollout order, after the rollout."""
         self.seconds["rollout"] -= self.seconds["decode"] + self.seconds["reward"]
         with timed(self.seconds, "reward"):
             scores = self.queue.take()
-        # negative where handing over cost more than it saved
+        # Negative if the overhead of threads exceeded the overlap.
         self.seconds["reward_overlapped"] = sum(scores.seconds.values()) - self.seconds["reward"]
         return scores
 
@@ -125,14 +125,13 @@ class IterationScores:
         )
 
     def refuse_failures(self, iteration: int, any_failure: bool) -> None:
-        """End a run that has nothing to learn from.
+        """Stop the run if every image failed, or any with ``any_failure``.
 
         Args:
-            iteration: its number, for the message.
-            any_failure: a single failed image is enough.
+            iteration: number for the message.
 
         Raises:
-            RewardError: every image failed, or one did and that is to end the run; on every rank.
+            RewardError: on every rank.
         """
         failed, images = int(self.total.isnan().sum()), len(self.total)
         if not failed or not (any_failure or failed == images):

@@ -1,4 +1,4 @@
-"""Weights of an earlier run, from which a new one starts."""
+"""Starting a policy from the weights of an earlier run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lit_vgrpo.system.paths import resolve_path
 
 
 def policy_faults(policy: Policy) -> list[str]:
-    """List what keeps a policy, or the run that it starts from, from being loaded, a line each."""
+    """Return one line for each error in a policy or the run it starts from, without loading weights."""
     faults = policy.check()
     if policy.start_from is not None and not policy.loaded:
         fault = start_fault(policy.start_from, policy.start_weights)
@@ -27,7 +27,7 @@ def policy_faults(policy: Policy) -> list[str]:
 
 
 def load_policy(policy: Policy) -> Policy:
-    """Load a policy, with the weights of the run that it starts from where it names one.
+    """Load a policy, with the weights of the run in ``start_from`` if it names one.
 
     Raises:
         LoadError: the checkpoint or that run cannot be used.
@@ -42,7 +42,7 @@ def load_policy(policy: Policy) -> Policy:
 
 
 def start_fault(start_from: str, start_weights: str) -> str | None:
-    """Why a run cannot start from an earlier one's weights, every byte of which is looked at; ``None`` where it can.
+    """Verify the checkpoint that a run starts from; return why it cannot be used, or ``None``.
 
     Args:
         start_from: a run folder or a checkpoint.
@@ -56,7 +56,7 @@ def start_fault(start_from: str, start_weights: str) -> str | None:
 
 
 def _put_start(saved: SavedWeights, variant: str, policy: Policy) -> None:
-    """Put a variant of a run's weights in place of a loaded policy's own.
+    """Replace a loaded policy's weights by a variant of a run's.
 
     Raises:
         LoadError: the run trained other weights.
@@ -79,10 +79,10 @@ def _put_start(saved: SavedWeights, variant: str, policy: Policy) -> None:
 
 
 def start_fingerprint(policy: Policy) -> dict[str, str]:
-    """Return a fingerprint of the weights that a policy starts from, and that are its reference when its run goes on.
+    """Return a fingerprint of the weights that a policy starts from, which are its reference in a resumed run too.
 
     Raises:
-        LoadError: there are none, or not any more.
+        LoadError: they cannot be read.
     """
     assert policy.start_from is not None
     saved, variant = _saved(policy.start_from, policy.start_weights, _say_nothing)
@@ -93,10 +93,10 @@ def start_fingerprint(policy: Policy) -> dict[str, str]:
 
 
 def _saved(start_from: str, start_weights: str, say: Callable[[str], None]) -> tuple[SavedWeights, str]:
-    """Return the checkpoint that a run starts from, and which of its weights are meant.
+    """Return the checkpoint that a run starts from, and the variant of its weights.
 
     Args:
-        say: takes a line for every checkpoint that is skipped.
+        say: called with a line for every checkpoint that is skipped.
 
     Raises:
         LoadError: it cannot be used.

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 
 class Events(TensorBoardLogger):
-    """Lightning's logger, given up with a warning when its files cannot be written; ``metrics.csv`` has it all too."""
+    """Lightning's TensorBoard logger, which stops with a warning when its files cannot be written."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -46,7 +46,7 @@ class Events(TensorBoardLogger):
 
 
 def _report_others(report: Callable[[threading.ExceptHookArgs], Any], failure: threading.ExceptHookArgs) -> None:
-    """Leave out the writing thread's traceback: the logger says in a line what was wrong."""
+    """Report a thread's failure, unless it is the writer's, which the logger reports in one line."""
     is_writer = type(failure.thread).__module__.startswith("tensorboard.")
     if not (is_writer and isinstance(failure.exc_value, OSError)):
         report(failure)

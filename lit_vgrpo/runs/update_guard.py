@@ -1,4 +1,4 @@
-"""Which updates take their step: those with a finite loss, finite gradients and a loss scale that fits."""
+"""Decides which updates take their step: those with finite losses and gradients, and a fitting loss scale."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lit_vgrpo.distributed.zero import local_gradients
 
 
 class UpdateGuard(NonFiniteGuard):
-    """Leaves out the step of an update whose loss or gradient is not finite, and tells which steps were taken.
+    """Skips updates whose loss or gradient is not finite, and reports which updates took their step.
 
-    A gradient scaler (``trainer.precision=16-mixed``) looks for overflows itself: finding one now and then is how it
-    chooses its scale.
+    With a gradient scaler (``trainer.precision=16-mixed``) only losses are checked: the scaler skips steps with an
+    overflow itself, and occasional overflows are how it chooses its scale.
 
     Args:
         action: end the run with the reason, or leave the update out; ten left out in a row end the run too.
@@ -30,11 +30,11 @@ class UpdateGuard(NonFiniteGuard):
     def look(
         self, trainer: Any, weights: Sequence[nn.Parameter], all_ranks: Callable[[Tensor], Tensor], when: str
     ) -> None:
-        """Look at an update's losses and gradients before its step, and drop the gradients where it is left out.
+        """Check an update's losses and gradients before its step, and drop the gradients to skip it.
 
         Args:
             all_ranks: concatenates every rank's ``(B, ...)`` in rank order.
-            when: where the run is, for the message.
+            when: the current update, for the message.
 
         Raises:
             FloatingPointError: on every rank, where the action is to stop.
@@ -43,7 +43,7 @@ class UpdateGuard(NonFiniteGuard):
         self._is_refused = self.refuses([] if self._scale is not None else local_gradients(weights), all_ranks, when)
         if self._is_refused:
             for weight in weights:
-                weight.grad = None  # an optimizer leaves a weight without gradient as it is, moments and all
+                weight.grad = None  # an optimizer ignores a weight without gradient, and its moments
 
     def took_step(self, trainer: Any) -> bool:
         """Return ``True`` after an update that changed the weights; a scaler lowers its scale when it skips a step."""
