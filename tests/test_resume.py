@@ -3,25 +3,13 @@
 import math
 from functools import cache
 
-import lightning as L
 import pytest
 import torch
 from all_methods import METHODS, VARIANTS
-from helpers import make_data, make_module, make_trainer, weights
+from helpers import SaveAt, make_data, make_module, make_trainer, weights
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA
-
-
-class SaveAt(L.Callback):
-    """Saves after one step of one iteration."""
-
-    def __init__(self, path, iteration, step):
-        self.path, self.when = path, (iteration, step)
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if (batch.iteration, batch.step) == self.when:
-            trainer.save_checkpoint(self.path)
 
 
 class Counting:

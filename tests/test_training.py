@@ -4,10 +4,9 @@ import math
 import warnings
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
-from helpers import Brightness, make_data, make_module, make_trainer, weights
+from helpers import Brightness, SaveAt, make_data, make_module, make_trainer, weights
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA, RewardLogger, SurrogateDiagnostics
@@ -120,20 +119,11 @@ def test_resume_is_bit_exact(tiny_sd3, tmp_path, name):
     assert resumed.images_seen == whole.images_seen
 
 
-class SaveAt(L.Callback):
-    def __init__(self, iteration, step, path):
-        self.when, self.path = (iteration, step), path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if (batch.iteration, batch.step) == self.when:
-            trainer.save_checkpoint(self.path)
-
-
 def test_a_checkpoint_of_any_step_continues_exactly(tiny_sd3, tmp_path):
     """Within an iteration and after its last step; one that was complete is not repeated."""
     make = OBJECTIVES["anchor"][0]
     checkpoints = [tmp_path / "within.ckpt", tmp_path / "after.ckpt"]
-    savers = [SaveAt(1, step, path) for step, path in enumerate(checkpoints)]
+    savers = [SaveAt(path, 1, step) for step, path in enumerate(checkpoints)]
     whole, _ = train(tiny_sd3, tmp_path, 3, callbacks=savers, objective=make())
     expected = weights(whole)
     for path in checkpoints:

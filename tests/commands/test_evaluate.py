@@ -15,12 +15,12 @@ import torch
 from helpers import grey_level, in_order, make_module
 from PIL import Image
 from processes import PYTHON
+from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.commands.evaluate.command import evaluate
 from lit_vgrpo.commands.evaluate.options import EvaluateOptions
 from lit_vgrpo.commands.evaluate.report import results, table, write
 from lit_vgrpo.commands.evaluate.scores import ImageScores
-from lit_vgrpo.commands.run import run
 from lit_vgrpo.runs.folder import CONFIG_NAME
 from lit_vgrpo.runs.saved_weights import SavedWeights
 
@@ -67,9 +67,7 @@ class Pools(torch.nn.Module):
 def trained(tmp_path_factory, tiny_sd3):
     """A folder with a finished run of two iterations, runs/tiny, and the same one without callbacks, runs/plain."""
     place = tmp_path_factory.mktemp("evaluate")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        Path("train.txt").write_text("\n".join(in_order(["a red circle on the left", "a blue square at the top"])))
+    with folder_with(place, RECIPE, tiny_sd3, in_order(["a red circle on the left", "a blue square at the top"])):
         # no colour in the last prompt: its images have no score for that
         heldout = ["a green circle on the right", "a red square at the bottom", "something else"]
         Path("heldout.txt").write_text("\n".join(in_order(heldout)))
@@ -77,9 +75,8 @@ def trained(tmp_path_factory, tiny_sd3):
         for number, picture in enumerate(np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)):
             Image.fromarray(picture).save(f"real/{number}.png")
         torch.jit.script(Pools()).save("net.pt")
-        Path("tiny.yaml").write_text(RECIPE.replace("CHECKPOINT", str(tiny_sd3)))
-        assert run(["tiny.yaml"]) == 0
-        assert run(["tiny.yaml", "name=plain", "trainer.callbacks=[]"]) == 0
+        train()
+        train("name=plain", "trainer.callbacks=[]")
     return place
 
 
@@ -354,11 +351,7 @@ def test_a_torn_checkpoint_is_skipped_and_can_be_named_no_more(inside, capsys):
     ],
 )
 def test_mistakes_are_one_line(inside, capsys, words, line):
-    assert evaluate(words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert line in err
-    assert err.count("\n") == 1, err
+    assert_one_line(evaluate, words, capsys, line)
     assert not list(Path("runs").glob("*/eval*"))
 
 

@@ -15,6 +15,7 @@ from diffusers import DiffusionPipeline
 from processes import BARE
 from safetensors import safe_open
 from safetensors.torch import load_file
+from saved_runs import assert_one_line
 
 from lit_vgrpo.commands.export.command import export
 from lit_vgrpo.commands.run import run
@@ -368,11 +369,7 @@ def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_p
     ],
 )
 def test_mistakes_are_one_line(inside, capsys, words, line):
-    assert export(words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert line in err
-    assert err.count("\n") == 1, err
+    assert_one_line(export, words, capsys, line)
     assert not Path("x").exists()
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from saved_runs import assert_one_line, folder_with, train
 
-from lit_vgrpo.commands.run import run
 from lit_vgrpo.commands.sample import command
 from lit_vgrpo.commands.sample.command import sample_images, write_png
 from lit_vgrpo.core.rollout import RolloutSpec
@@ -40,11 +40,8 @@ data: {train: train.txt, prompts_per_iteration: 1, group_size: 2, micro_batch_si
 def trained(tmp_path_factory, tiny_sd3):
     """A folder with a finished run, runs/tiny."""
     place = tmp_path_factory.mktemp("sample")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        Path("train.txt").write_text("\n".join(PROMPTS))
-        Path("tiny.yaml").write_text(RECIPE.replace("CHECKPOINT", str(tiny_sd3)))
-        assert run(["tiny.yaml"]) == 0
+    with folder_with(place, RECIPE, tiny_sd3, PROMPTS):
+        train()
     return place
 
 
@@ -180,9 +177,5 @@ def test_ctrl_c_leaves_whole_images(inside, capsys, monkeypatch):
     ],
 )
 def test_mistakes_are_one_line(inside, capsys, words, line):
-    assert sample_images(words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert line in err
-    assert err.count("\n") == 1, err
+    assert_one_line(sample_images, words, capsys, line)
     assert not list(Path("runs/tiny").glob("sample*"))

@@ -1,10 +1,9 @@
 """``data.micro_batch_size: auto``: the largest that fits, found without a trace."""
 
-import lightning as L
 import pytest
 import torch
 from all_methods import METHODS
-from helpers import make_data, make_module, make_trainer, weights
+from helpers import SaveAt, make_data, make_module, make_trainer, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,17 +15,6 @@ from lit_vgrpo.distributed.zero import ZeRO
 from lit_vgrpo.memory.shares import shown
 from lit_vgrpo.rewards import CLIPScore
 from lit_vgrpo.runs.micro_batch import TOO_MUCH, Trial, largest_that_fits
-
-
-class SaveAt(L.Callback):
-    """Saves after one step of one iteration."""
-
-    def __init__(self, path, iteration, step):
-        self.path, self.when = path, (iteration, step)
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if (batch.iteration, batch.step) == self.when:
-            trainer.save_checkpoint(self.path)
 
 
 def fit(folder, tmp_path, make, micro_batch_size, iterations=1, ckpt=None, callbacks=(), **options):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import make_module
 from safetensors.torch import load_file
+from saved_runs import folder_with, train
 
 from lit_vgrpo.commands.export.command import export
 from lit_vgrpo.commands.run import run
@@ -37,11 +38,8 @@ data: {train: train.txt, prompts_per_iteration: 1, group_size: 2, micro_batch_si
 def place(tmp_path_factory, tiny_sd3):
     """A folder with a finished run, runs/first, that kept an average."""
     place = tmp_path_factory.mktemp("start")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        Path("train.txt").write_text("a red circle on the left\n")
-        Path("tiny.yaml").write_text(RECIPE.replace("CHECKPOINT", str(tiny_sd3)))
-        assert run(["tiny.yaml", "name=first", "trainer.callbacks+={class_path: EMA, init_args: {decay: 0.5}}"]) == 0
+    with folder_with(place, RECIPE, tiny_sd3, ["a red circle on the left"]):
+        train("name=first", "trainer.callbacks+={class_path: EMA, init_args: {decay: 0.5}}")
     return place
 
 

@@ -21,6 +21,17 @@ class Brightness(Reward):
         return images.mean(dim=(1, 2, 3))
 
 
+class SaveAt(L.Callback):
+    """Saves after one step of one iteration."""
+
+    def __init__(self, path, iteration, step):
+        self.path, self.when = path, (iteration, step)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if (batch.iteration, batch.step) == self.when:
+            trainer.save_checkpoint(self.path)
+
+
 def grey_level(side=32):
     """What one grey level of one channel of one pixel moves a picture's mean by: the least that pictures differ by.
 
