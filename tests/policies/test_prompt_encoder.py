@@ -41,6 +41,24 @@ def without_encoders(policy):
     return policy
 
 
+def test_a_prompt_is_encoded_once_while_memory_has_room(families):
+    policy = families("sdxl").load()
+    plain = policy.encode([A, B])
+    with prompts_encoded(policy) as sizes:
+        assert equal(policy.encode([B, A]), plain.select(torch.tensor([1, 0])))
+        assert sizes == []
+        recent = policy.prompt_encoder._recent
+        recent.max_bytes = recent._bytes  # room for two
+        policy.encode([A])
+        policy.encode([C])
+        assert len(sizes) == 1
+        assert equal(policy.encode([A]), plain.select(torch.tensor([0])))
+        assert len(sizes) == 1
+        assert equal(policy.encode([B]), plain.select(torch.tensor([1])))  # was used longest ago
+        assert len(sizes) == 2
+    assert recent._bytes == sum(value.nbytes for row in recent.values() for value in row.values())
+
+
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
