@@ -83,7 +83,8 @@ class DiffusionNFT(ForwardObjective):
 
     Args:
         beta: 1.0 (the paper's for GenEval, PickScore and HPS); 0.1 for OCR and for several rewards.
-        decay_type: how fast the copy that rolls out follows, see :func:`nft_decay`.
+        decay_type: how fast the copy that rolls out follows, see :func:`nft_decay`. With 0 and one update per iteration
+            the copy is the policy itself, and the old errors need no passes.
         num_times: times per image, drawn from the sampler's own (or its ``noisiest``) without repetition; null takes
             all but one.
         advantage_clip: bound of the advantages, and weight of the loss, so that an image's weight is its advantage.
@@ -137,10 +138,16 @@ class DiffusionNFT(ForwardObjective):
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
         times = self.times_an_image()
-        passes = {"update": sizes.uses_per_image * times, "old": times}
+        passes = {"update": sizes.uses_per_image * times}
+        if not self._is_on_policy(sizes.updates_per_iteration):
+            passes["old"] = times
         if self.kl_weight > 0:
             passes["reference"] = times
         return passes
+
+    def _is_on_policy(self, updates: int) -> bool:
+        """Return whether the old policy is the trained one in the only update of an iteration."""
+        return self.decay_type == 0 and updates == 1
 
     def setup(self, policy: Policy) -> None:
         self.copies["old"] = Snapshot(policy)
@@ -156,9 +163,10 @@ class DiffusionNFT(ForwardObjective):
         generators = image_generators(STREAM_TIMES, rollout.seed, rollout.iteration, rollout.image_ids.tolist())
         picked = torch.stack([times.pick(num_times, generator) for generator in generators])
         experience = context.experience(pairs_at(context, picked, shared=False))
-        with self.with_copy(policy, "old", context.ledger):
-            guidance = self.guidance_in("training", policy)
-            experience.extras["old_error"] = stored_errors(context, experience, "x", self.scale_cap, guidance)
+        if not self._is_on_policy(context.updates):
+            with self.with_copy(policy, "old", context.ledger):
+                guidance = self.guidance_in("training", policy)
+                experience.extras["old_error"] = stored_errors(context, experience, "x", self.scale_cap, guidance)
         if "reference" in self.copies:
             experience.extras["reference_prediction"] = self.copy_predictions(context, experience, "reference")
         return experience
@@ -166,7 +174,8 @@ class DiffusionNFT(ForwardObjective):
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         prediction, error, _ = self.predict(policy, micro, "x", self.scale_cap)
         share = optimality(micro.advantages, self.advantage_clip)
-        contrast = surrogate(contrastive_error(error, micro.extras["old_error"], share, self.beta))
+        old_error = micro.extras.get("old_error", error.detach())
+        contrast = surrogate(contrastive_error(error, old_error, share, self.beta))
         distance = torch.zeros_like(contrast)
         if "reference_prediction" in micro.extras:
             distance = squared_distance(prediction, micro.extras["reference_prediction"])

@@ -167,6 +167,35 @@ def test_passes_are_those_of_the_table(policy):
     assert "reference" not in DiffusionNFT(kl_weight=0.0).passes_per_image(Sizes(4, 4))
 
 
+@pytest.mark.parametrize("network", ["flow", "flow-lora", "epsilon"], indirect=True)
+def test_on_policy_the_old_passes_change_no_bit_and_are_left_out(network):
+    objective, ledger = DiffusionNFT(spec_for(network), beta=0.1, decay_type=0), PassLedger()
+    ledger.attach(network.network)
+    objective.setup(network)
+    nudge(network)
+    objective.after_iteration(network)  # the copy takes the trained weights over
+    short = prepare(network, objective, updates=1, micro_batch_size=2, ledger=ledger)
+    assert "old" not in ledger.counts
+    full = prepare(network, objective, updates=2, micro_batch_size=2, ledger=ledger)
+    assert ledger.counts["old"] == {"with_grad": 0, "without_grad": 18}
+    found, expected = (
+        loss_and_gradient(network, objective, experience.micro_batches(2)) for experience in (short, full)
+    )
+    assert found[0] == expected[0]
+    assert torch.equal(found[1], expected[1])
+    assert found[1].abs().max() > 0
+    slow = DiffusionNFT(spec_for(network))
+    slow.setup(network)
+    assert "old_error" in prepare(network, slow, updates=1).extras
+
+
+def test_on_policy_costs_no_old_passes():
+    one, two = Sizes(4, 4), Sizes(4, 4, updates_per_iteration=2)
+    assert DiffusionNFT(decay_type=0).prediction_passes(one) == {"update": 9, "reference": 9}
+    assert DiffusionNFT(decay_type=0).prediction_passes(two) == {"update": 18, "old": 9, "reference": 9}
+    assert DiffusionNFT(decay_type=2).prediction_passes(one)["old"] == 9
+
+
 def test_the_weights_are_put_back_when_a_pass_fails(policy):
     objective = DiffusionNFT(RolloutSpec(steps=2))
     objective.setup(policy)

@@ -20,6 +20,7 @@ COSTS = {
 }
 METHODS = {
     **COSTS,
+    "DiffusionNFT, on-policy": (lambda: DiffusionNFT(RolloutSpec(steps=S), decay_type=0), 1, (S, S - 1, S - 1)),
     "V-GRPO, widening": (lambda: VGRPO(RolloutSpec(steps=S), **WIDENING), 1, (S, 4, 0)),
     "Flow-GRPO, fast": (lambda: FlowGRPO(RolloutSpec(**SDE), fast=True), 1, (S, 2, 2)),
     "Flow-GRPO, cps": (lambda: FlowGRPO(RolloutSpec("cps", S), kl_weight=0.0), 1, (S, S - 1, 0)),
@@ -28,5 +29,12 @@ METHODS = {
     "DanceGRPO": (lambda: DanceGRPO(RolloutSpec("dance_sde", S, shared_noise=True)), 1, (S, 3, 0)),
     "DGPO, moving": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5, reference="moving"), 1, (S, 4, 4)),
 }
-VARIANTS = ("V-GRPO, one step", "V-GRPO, widening", "Flow-GRPO, cps", "Flow-GRPO, guard", "MixGRPO, Flash")
+VARIANTS = (
+    "V-GRPO, one step",
+    "V-GRPO, widening",
+    "DiffusionNFT, on-policy",
+    "Flow-GRPO, cps",
+    "Flow-GRPO, guard",
+    "MixGRPO, Flash",
+)
 """Another setting of a method, with no state between iterations of its own."""
