@@ -41,29 +41,29 @@ from lit_vgrpo.runs.update_guard import UpdateGuard
 
 @checked
 class VGRPOModule(HeldOutModule):
-    """Holds the policy, its frozen reference and the objective; rolls out and trains inside ``training_step``.
+    """Trains a policy; one epoch is one iteration of Algorithm 1.
 
-    One epoch is one iteration. Its first step rolls out, scores and prepares; every step takes one micro-batch of that
-    and returns its loss, so that Lightning accumulates, clips and steps as in any other run.
+    The first step of an iteration rolls out, scores and prepares. Every step returns the loss of one micro-batch, so
+    that Lightning accumulates, clips and steps as in any other run.
 
     Args:
-        policy: the denoising model; its weights load in ``configure_model``.
+        policy: the denoising model; its weights are loaded in ``configure_model``.
         objective: the training method.
-        reward: what images are scored by; ``Weighted`` combines several.
-        optimizer: AdamW's settings; or any other optimizer, by ``class_path`` or as a function of the weights.
-        heldout_reward: what held-out images are scored by beside the reward; never trained on.
-        advantage_std: divide advantages by the std of the whole iteration, or of the group; null as the method's paper.
-        advantage_aggregate: with several rewards, sum the rewards and then normalise, or normalise each and sum the
-            advantages; null as the method's paper.
-        evaluation: how held-out images are sampled, by an ODE; null takes the objective's rollout, without noise.
-        rollout_batch_size: images of every network pass while sampling, filled up at the end; null takes all at once.
-        rollout_device: where an iteration's latents, pairs and embeddings are kept; cpu saves the device's memory.
-        failed_images: leave images that a reward could not score out of their group, or stop with the reason.
-        evaluate_at_start: score the held-out prompts once before training.
-        non_finite: what to do with an update whose loss or gradient is not finite on any rank: stop with the reason,
-            or skip it on all of them.
-        seed: fixes all rollout noise, pairs and held-out noise.
-        lr_scheduler: any schedule of torch's, by ``class_path`` or as a function of the optimizer, stepped with every
+        reward: scores the images; ``Weighted`` combines several.
+        optimizer: AdamW's settings, or any other optimizer by ``class_path`` or as a function of the weights.
+        heldout_reward: scores held-out images in addition to the reward; never trained on.
+        advantage_std: divide advantages by the std of the whole iteration, or of the group; null follows the
+            method's paper.
+        advantage_aggregate: with several rewards, sum the rewards and normalise the sum, or normalise each and sum the
+            advantages; null follows the method's paper.
+        evaluation: how held-out images are sampled, by an ODE; null uses the objective's rollout without noise.
+        rollout_batch_size: images per network pass while sampling, the last batch padded; null takes all at once.
+        rollout_device: where an iteration's latents, pairs and embeddings are kept; cpu saves device memory.
+        failed_images: leave images that a reward failed to score out of their group, or stop with the reason.
+        evaluate_at_start: evaluate on the held-out prompts before training.
+        non_finite: stop at an update whose loss or gradient is not finite on any rank, or skip it on all ranks.
+        seed: seed of all rollout noise, pairs and held-out noise.
+        lr_scheduler: any of torch's schedules, by ``class_path`` or as a function of the optimizer, stepped after every
             update; null keeps the rate constant after the warm-up.
     """
 
@@ -103,7 +103,7 @@ class VGRPOModule(HeldOutModule):
     # --- set-up ----------------------------------------------------------------------------------------------------
 
     def check(self, sizes: Sizes) -> list[str]:
-        """Return the faults that can be found without loading weights, a line each."""
+        """Return one line for each error that can be found without loading weights."""
         return [
             *policy_faults(self.policy),
             *self.observed.check(),
@@ -130,7 +130,7 @@ class VGRPOModule(HeldOutModule):
         self.ledger.attach(self.policy.network, self.trainer.world_size if self.has_trainer else 1)
         self.objective.connect(self.all_ranks, self.rollout_device)
         self.objective.setup(self.policy)
-        # A method that needs the start holds it already; one copy of it is enough.
+        # One copy of the start is enough where the method has it already.
         self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")
 
     def configure_callbacks(self) -> list[L.Callback]:
@@ -188,9 +188,9 @@ class VGRPOModule(HeldOutModule):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the iteration under way takes no step, since none of its images is better than another.
+        """``True`` in an iteration without advantages, which takes no step.
 
-        What would move the weights then is the KL's rounding error, which Adam makes whole steps of.
+        Otherwise the KL's rounding error would move the weights: Adam makes whole steps of it.
         """
         return self._iteration is not None and not self._iteration.record.has_advantage
 
@@ -198,7 +198,7 @@ class VGRPOModule(HeldOutModule):
         """Roll out, score, compare within groups, and prepare what the updates need.
 
         Raises:
-            RewardError: every image of the iteration failed, or any where that is to stop the run.
+            RewardError: every image failed, or any with ``failed_images="stop"``.
         """
         seconds: dict[str, float] = {}
         rollout, own_scores = self._roll_out_and_score(batch, seconds)
@@ -212,7 +212,7 @@ class VGRPOModule(HeldOutModule):
         return Iteration.of(experience, rollout.image_ids, record, batch)
 
     def _roll_out_and_score(self, batch: PromptBatch, seconds: dict[str, float]) -> tuple[Rollout, RewardBatch]:
-        """Return this rank's images and their scores; a batch is scored while the next one is sampled."""
+        """Return this rank's images and scores; each batch is scored while the next is sampled."""
         request = batch.request(self.seed, at_most(batch.images, self.rollout_batch_size))
         scoring = RolloutScoring(self.policy, self._scores, batch, seconds) if self.objective.needs_reward else None
         with self._scores.closed_on_error():
@@ -239,7 +239,7 @@ class VGRPOModule(HeldOutModule):
         self.guard.look(self.trainer, weights, self.all_ranks, self._iteration.place)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        # Only the first step of an iteration, which rolls out, can tell whether there is anything to learn.
+        # The iteration's first step rolls out inside the closure; only then is_idle is known.
         loss = optimizer_closure()
         assert self._iteration is not None
         took_step = False
@@ -249,7 +249,7 @@ class VGRPOModule(HeldOutModule):
             if took_step:
                 self.objective.after_update(self.policy)
         self._iteration.end_update(took_step)
-        # Here and not at the batch's end, where a checkpoint callback may already have saved the state.
+        # Not in on_train_batch_end, before which a checkpoint callback may have saved the state.
         if self._iteration.is_over:
             if self._iteration.record.updates:
                 self.objective.after_iteration(self.policy)
@@ -260,7 +260,7 @@ class VGRPOModule(HeldOutModule):
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         self.stopwatch.stop()
-        # Where max_time is over, the images of this iteration are paid for: it is finished first.
+        # After max_time, finish the iteration first: its images are paid for.
         self._stops |= self.trainer.should_stop
         self.trainer.should_stop = self._stops and batch.is_last
 
@@ -272,7 +272,7 @@ class VGRPOModule(HeldOutModule):
             **self.costs(),
             **self.guard.state_dict(),
             "objective": self.objective.state_dict(),
-            # The images of an iteration that was cut short, so that no rollout is paid twice.
+            # With the images of an unfinished iteration, so that no rollout is paid for twice.
             "iteration": self._iteration.state_dict(self.all_ranks) if self._iteration is not None else None,
         }
 

@@ -115,7 +115,7 @@ def _how_it_went(cli: RecipeCLI) -> int:
             _say_rewards(cli)
         if unwritten:
             say(f"What could be written is in {cli.folder}.")
-            report([f"{line} Make room and take up the run again with --resume." for line in unwritten])
+            report([f"{line} Free some disk space, then continue the run with --resume." for line in unwritten])
         elif checkpoints.unsaved is None:
             made = [name for name in WRITTEN if (cli.folder / name).exists()]
             say(f"Everything is in {cli.folder}: {', '.join(made)}.")

@@ -208,7 +208,7 @@ class RunCheckpoint(Checkpoint):
             return
         if not self.best.is_in(pl_module.heldout):
             metric, known = self.best.metric, suggestion(self.best.metric, pl_module.heldout)
-            rank_zero_warn(f"No evaluation measured best={metric}, so that no {BEST} is kept. {known}")
+            rank_zero_warn(f"No evaluation measured best={metric}, so no {BEST} is kept. {known}")
         if not trainer.strategy.broadcast(self.best.improved_by(pl_module.heldout)):
             return
         before, unsaved = self.best.state_dict(), self.unsaved
@@ -245,9 +245,13 @@ class RunCheckpoint(Checkpoint):
             return path
         if trainer.is_global_zero:
             is_last_try = name == INTERRUPTED or self._is_final(trainer)
-            then = "Make room and take up the run again with --resume" if is_last_try else "The next save tries again"
+            then = (
+                "Free some disk space, then continue the run with --resume"
+                if is_last_try
+                else "The next save tries again"
+            )
             if name == BEST:
-                then = "The next evaluation that is better tries again"
+                then = "The next better evaluation tries again"
             say(f"{self.unsaved} {then}.", error=True)
         return None
 
@@ -276,7 +280,7 @@ def _what_failed(path: Path, error: Exception) -> str:
     reason = getattr(error, "strerror", None) or one_line(error)
     room = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
     kept = [name for name in (LAST, PREVIOUS, BEST, INTERRUPTED) if path.with_name(name).exists()]
-    stays = f"What was saved before stays: {', '.join(kept)}." if kept else "Nothing was saved before."
+    stays = f"Earlier checkpoints are kept: {', '.join(kept)}." if kept else "There is no earlier checkpoint."
     return f"Cannot save {path}: {reason} ({room}). {stays}"
 
 

@@ -52,7 +52,7 @@ def keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
 
 def limit_fault(trainer: Any, sizes: Sizes) -> str | None:
     """Return why a limit of the trainer cannot be kept, or ``None``."""
-    fewer = "Leave it out; use data.prompts_per_iteration for less work, or trainer.fast_dev_run=true for a try."
+    fewer = "Leave it out; use data.prompts_per_iteration for less work, or trainer.fast_dev_run=true for a trial run."
     if trainer.overfit_batches:
         return f"trainer.overfit_batches={trainer.overfit_batches} would drop images already made. {fewer}"
     limit = trainer.limit_train_batches

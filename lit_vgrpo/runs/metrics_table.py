@@ -99,7 +99,7 @@ class _Table:
         except OSError as error:
             if not self.waits:
                 what = f"Cannot write {self._file}: {error.strerror}."
-                rank_zero_warn(f"{what} Training goes on, and the rows are written once there is room.")
+                rank_zero_warn(f"{what} Training continues; the rows are written once there is space.")
             self.waits, self._columns_in_file = True, []
             return
         self.metrics, self.waits = [], False
@@ -115,7 +115,9 @@ class _Table:
             why = error.strerror if isinstance(error, OSError) else str(error)
             aside = next(p for p in candidates(path.with_name(f"{path.name}.foreign")) if not os.path.lexists(p))
             path.rename(aside)
-            rank_zero_warn(f"{path} is not the table of a run ({why}): it is {aside.name} now, and a new one begins.")
+            rank_zero_warn(
+                f"{path} is not a metrics table ({why}). It was renamed to {aside.name}, and a new one was started."
+            )
             return [], []
 
     def _append(self, rows: list[dict[str, Any]]) -> None:

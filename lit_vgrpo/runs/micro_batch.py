@@ -69,7 +69,7 @@ def settle(module: HeldOutModule, optimizer: OptimizerConfig | CustomOptimizer) 
     trainer.accumulate_grad_batches = 1
     accumulate(trainer, trainer.datamodule.sizes)
     if trainer.is_global_zero:
-        fit = f"{size} of {share} images an update fit"
+        fit = f"{size} of {share} images per update fit"
         say(f"micro_batch_size: {fit}: {shown(taken)} of {shown(room)} free")
     for logger in module.loggers:
         logger.log_metrics({"train/micro_batch_size": float(size)}, step=trainer.global_step)

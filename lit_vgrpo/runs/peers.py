@@ -68,7 +68,7 @@ class Peers(Callback):
             if self._states[rank] in STOPPED:
                 said[rank] = f"{name} is stopped, and the others wait for it. Let it go on: kill -CONT {process}"
             else:
-                said[rank] = f"{name} waits for a disk or a network drive, and the others for it."
+                said[rank] = f"{name} is waiting for a disk or network drive, and the others wait for it."
         return said
 
     def newly_silent(self, at_least_s: float) -> list[str]:

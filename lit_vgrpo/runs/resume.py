@@ -121,7 +121,7 @@ def resumed_folder(recipe: Path, run_dir: str | None) -> Path:
     if recipe.name == CONFIG_NAME:
         return folder
     raise UserError(
-        f"--resume goes on in a run folder, and {recipe} is not the {CONFIG_NAME} of one. "
+        f"--resume continues a run folder, and {recipe} is not the {CONFIG_NAME} of one. "
         f"Try: lightning run RUN_DIR/{CONFIG_NAME} --resume, or add run_dir=RUN_DIR."
     )
 
@@ -149,7 +149,7 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
                 return last_good_checkpoint(folder, say)
             say(f"Skipped {path}: it {damage}.")
         except (KeyError, TypeError):
-            say(f"Skipped {path}: it does not say how far it is.")
+            say(f"Skipped {path}: it holds no progress.")
     for progress, _, path in sorted(found, key=lambda entry: (entry[0].order, entry[1], entry[2].name), reverse=True):
         try:
             read_sound(path)

@@ -58,7 +58,7 @@ class ResumeGuard(Callback):
                 continue
             if self.allow_changes is False:
                 raise RuntimeError(f"{line}. Put back what was there, or add allow_changes=true.")
-            rank_zero_warn(f"{line}. Training goes on with what is there now.")
+            rank_zero_warn(f"{line}. Training continues with the current version.")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -42,7 +42,7 @@ class Events(TensorBoardLogger):
             if not isinstance(cause, OSError):
                 raise
             self._has_failed = True
-            rank_zero_warn(f"TensorBoard's files end here: {cause.strerror}. metrics.csv goes on.")
+            rank_zero_warn(f"TensorBoard logging has stopped: {cause.strerror}. metrics.csv continues.")
 
 
 def _report_others(report: Callable[[threading.ExceptHookArgs], Any], failure: threading.ExceptHookArgs) -> None:

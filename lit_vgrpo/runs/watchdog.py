@@ -26,21 +26,14 @@ from lit_vgrpo.runs.peers import Peers
 from lit_vgrpo.runs.resume import last_words
 from lit_vgrpo.system.signals import STOP_SIGNALS
 
-LAUNCHER_PID = "LIT_VGRPO_LAUNCHER_PID"
-"""Environment variable: the process of rank 0, for the ranks that it starts."""
+LAUNCHER_PID = "LIT_VGRPO_LAUNCHER_PID"  # environment variable: the process of rank 0, for the ranks that it starts
 POLL_S = 0.3
-GRACE_S = 10.0
-"""Time for the others to end with their own message after one has died."""
-END_S = 60.0
-"""Time for the others to end after rank 0 has finished."""
-BLAME_S = 3.0
-"""Time for another rank's death to show after an exchange has failed."""
-SILENT_S = 60.0
-"""Time until a stopped rank is named, and no longer waited for after a request to stop."""
-PATIENCE_S = 3.0
-"""The same after a second request."""
-LAST_WORDS_S = 2.0
-"""Time for the last line, which a terminal or pipe may not take."""
+GRACE_S = 10.0  # for the others to end with their own message after one has died
+END_S = 60.0  # for the others to end after rank 0 has finished
+BLAME_S = 3.0  # for another rank's death to show after a collective has failed
+SILENT_S = 60.0  # until a stopped rank is named, and no longer waited for after a request to stop
+PATIENCE_S = 3.0  # the same after a second request
+LAST_WORDS_S = 2.0  # for the last line, which a terminal or pipe may not take
 
 
 class Watch:
@@ -103,7 +96,7 @@ class Watch:
                 os._exit(1)
 
     def _say(self, death: str) -> None:
-        with self._saying:  # the watch's thread and the main one may both come to it
+        with self._saying:  # the watch's thread and the main thread may both report
             if not self._done.is_set() and self._speaks():
                 say(f"\n{death} {last_words(self._folder())}", error=True)
             self._done.set()
@@ -136,7 +129,7 @@ class ChildrenWatch(Watch):
         self.children: list[subprocess.Popen[Any]] = []
 
     def take(self, children: list[subprocess.Popen[Any]]) -> None:
-        """Watch these processes, or none any more."""
+        """Watch these processes, or no longer any."""
         self.children = children
         if children:
             self.start()

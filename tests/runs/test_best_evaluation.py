@@ -80,7 +80,7 @@ def test_a_metric_that_is_not_measured_is_said(tiny_sd3, tmp_path):
         train(tiny_sd3, tmp_path, RunCheckpoint(best="heldout/rewrad"), range(9), iterations=1)
     lines = [str(warning.message) for warning in said if "best=" in str(warning.message)]
     assert lines == [
-        "No evaluation measured best=heldout/rewrad, so that no best.ckpt is kept. Did you mean heldout/reward?"
+        "No evaluation measured best=heldout/rewrad, so no best.ckpt is kept. Did you mean heldout/reward?"
     ]
 
 
@@ -131,8 +131,8 @@ def test_one_that_cannot_be_written_leaves_the_one_before(tiny_sd3, tmp_path, ca
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("Cannot save")]
     assert len(said) == 1
     assert said[0].startswith(f"Cannot save {tmp_path}/checkpoints/best.ckpt: File too large (")
-    assert "What was saved before stays: last.ckpt, best.ckpt." in said[0]
-    assert said[0].endswith("The next evaluation that is better tries again.")
+    assert "Earlier checkpoints are kept: last.ckpt, best.ckpt." in said[0]
+    assert said[0].endswith("The next better evaluation tries again.")
     assert saver.best.value == 1
     assert saver.unsaved is None  # the end of the run was
     assert best_of(tmp_path, "last.ckpt")[1]["value"] == 1

@@ -288,9 +288,9 @@ def test_a_full_disk_leaves_what_was_saved(tiny_recipe, tmp_path, stop, ranks):
     failed = [line for line in done.stderr.splitlines() if line.startswith("Cannot save")]
     assert len(failed) == (1 if stop == 3 else 2), done.stderr
     assert "Cannot save runs/tiny/checkpoints/last.ckpt: File too large (" in failed[0]
-    kept = "What was saved before stays: last.ckpt, previous.ckpt. "
+    kept = "Earlier checkpoints are kept: last.ckpt, previous.ckpt. "
     assert failed[0].endswith(f"{kept}The next save tries again.")
-    assert stop == 3 or failed[1].endswith(f"{kept}Make room and take up the run again with --resume.")
+    assert stop == 3 or failed[1].endswith(f"{kept}Free some disk space, then continue the run with --resume.")
     assert "Traceback" not in done.stderr
     assert done.returncode == (0 if stop == 3 else 1), done.stderr
     folder = Path("runs/tiny/checkpoints")
@@ -322,7 +322,7 @@ def test_a_disk_without_room_for_a_byte_costs_lines_and_no_training(tiny_recipe,
     assert done.returncode == 1, done.stderr
     assert told == ["0", "1"]
     assert "Everything" not in done.stdout
-    again = "Make room and take up the run again with --resume."
+    again = "Free some disk space, then continue the run with --resume."
     assert f"Cannot write runs/tiny/summary.json: File too large. {again}" in done.stderr.splitlines()
     done = subprocess.run([*command[:4], str(folder / "config.yaml"), "--resume", f"trainer.callbacks=[{saving}]"])
     assert done.returncode == 0

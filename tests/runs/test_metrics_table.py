@@ -84,7 +84,9 @@ def test_what_is_no_table_of_a_run_is_moved_aside(tmp_path, make):
     make(path)
     before = path.read_bytes() if path.is_file() else None
     after_one = rows_up_to(Progress(iterations=1, optimizer_steps=2, images=4, batches=4))
-    with pytest.warns(UserWarning, match="metrics.csv is not the table of a run .*: it is metrics.csv.foreign-2 now"):
+    with pytest.warns(
+        UserWarning, match="metrics.csv is not a metrics table .*. It was renamed to metrics.csv.foreign-2, "
+    ):
         log(table(tmp_path, after_one), {"a": 1.0, "epoch": 1})
     assert read_table(path) == (["a", "epoch", "step"], [{"a": "1.0", "epoch": "1", "step": "2"}])
     assert aside.read_text() == "an earlier one"
@@ -96,7 +98,7 @@ def test_a_file_that_somebody_replaces_during_a_run_does_not_end_it(tmp_path):
     logger = table(tmp_path)
     log(logger, {"a": 1.0})
     (tmp_path / "metrics.csv").write_bytes(b"\xff\xfe\0\n")
-    with pytest.warns(UserWarning, match="metrics.csv.foreign now, and a new one begins"):
+    with pytest.warns(UserWarning, match="renamed to metrics.csv.foreign, and a new one was started"):
         log(logger, {"b": 2.0})
     assert read_table(tmp_path / "metrics.csv")[1] == [{"a": "", "b": "2.0", "step": "0"}]
 

@@ -36,7 +36,7 @@ def test_a_run_is_the_one_with_the_size_that_was_chosen(tiny_sd3, tmp_path, caps
     found, trainer, data = fit(tiny_sd3, tmp_path, make, "auto")
     assert data.sizes.micro_batch_size == 8
     assert trainer.accumulate_grad_batches == 1
-    assert "micro_batch_size: 8 of 8 images an update fit: " in capsys.readouterr().out
+    assert "micro_batch_size: 8 of 8 images per update fit: " in capsys.readouterr().out
     given_size, *_ = fit(tiny_sd3, tmp_path, make, 8)
     assert same(weights(found), weights(given_size))
     assert found.ledger.counts == given_size.ledger.counts
@@ -77,7 +77,7 @@ def test_less_memory_makes_smaller_micro_batches(tiny_sd3, tmp_path, capsys, mon
     assert size in (2, 4)
     assert trainer.accumulate_grad_batches == 8 // size
     said = capsys.readouterr().out
-    assert f"micro_batch_size: {size} of 8 images an update fit: {shown(tried[size])} of " in said
+    assert f"micro_batch_size: {size} of 8 images per update fit: {shown(tried[size])} of " in said
     room = float(said.partition(" of ")[2].partition(" of ")[2].split()[0]) * 2**20
     assert tried[size] <= room + 2**17 < 2 * tried[size]
     resumed, again, data = fit(tiny_sd3, tmp_path, make, "auto", 2, ckpt=tmp_path / "middle.ckpt")
