@@ -193,7 +193,7 @@ class PromptSets:
         def is_aside(prompt: str) -> bool:
             return bool(held_out(prompt_keys([prompt]), fraction)[0])
 
-        rows.skips = is_aside
+        rows.skip(is_aside)
         aside = (row for row in rows if is_aside(row[PROMPT]))
         return [(prompt_key(row[PROMPT]), row) for row in islice(aside, self.choice.heldout_limit)]
 

@@ -94,9 +94,6 @@ class StreamedRows:
         kind: what it is.
         seed: seed of the order.
 
-    Attributes:
-        skips: prompts that are left out.
-
     Raises:
         PromptError: the dataset cannot be read or lacks the column; on access: the row is invalid.
         ModuleNotFoundError: the ``datasets`` package is missing.
@@ -104,7 +101,7 @@ class StreamedRows:
 
     def __init__(self, source: PromptSource, kind: Kind, seed: int = 0) -> None:
         self.source, self.seed = source, seed
-        self.skips: Callable[[str], bool] = lambda prompt: False
+        self._skips: Callable[[str], bool] = lambda prompt: False
         table = open_table(source, kind, streaming=True)
         if table.column_names is not None:
             check_columns(table.column_names, source, source.path)
@@ -113,6 +110,10 @@ class StreamedRows:
         self._passes: Iterator[Row] | None = None
         self._position = -1
         self._row: Row = {}
+
+    def skip(self, is_skipped: Callable[[str], bool]) -> None:
+        """Leave these prompts out of the passes."""
+        self._skips = is_skipped
 
     def __iter__(self) -> Iterator[Row]:
         """Yield all rows once, in the dataset's order."""
@@ -134,7 +135,7 @@ class StreamedRows:
             table.set_epoch(number_of_pass)
             is_empty = True
             for row in self._rows(table):
-                if not self.skips(row[PROMPT]):
+                if not self._skips(row[PROMPT]):
                     is_empty = False
                     yield row
             if is_empty:

@@ -272,11 +272,8 @@ def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Con
 
 def _with_weights(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Conditioning]) -> Tensor:
     """Return the prediction of the network that diffusers reads from the saved folder."""
-    network = policy.network
-    kind = type(network)
+    kind = type(policy.network)
     with quiet_libraries():
-        policy.network = kind.from_pretrained(source_of(str(folder)), subfolder=policy.network_name).to(policy.device)
-    try:
+        saved = kind.from_pretrained(source_of(str(folder)), subfolder=policy.network_name).to(policy.device)
+    with policy.using(saved):
         return policy(*given)
-    finally:
-        policy.network = network

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -134,6 +135,15 @@ class PolicyContract(nn.Module):
         self.init_seed = init_seed
         self.pipeline: Any = None
         self.folded: Any = None  # made when first used
+
+    @contextmanager
+    def using(self, network: nn.Module) -> Iterator[None]:
+        """Replace the network inside the block."""
+        own, self.network = self.network, network
+        try:
+            yield
+        finally:
+            self.network = own
 
     def ignore_start(self) -> None:
         """Load without the run of ``start_from``, since a checkpoint's weights come after."""
