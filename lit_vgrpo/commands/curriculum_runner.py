@@ -23,10 +23,10 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class Child:
-    """One process at a time; signals to stop are passed on to it, and its end is awaited.
+    """Runs one process at a time to its end, forwarding stop signals to it.
 
     Attributes:
-        stopped_by: first signal to stop that arrived.
+        stopped_by: First stop signal received.
     """
 
     def __init__(self) -> None:
@@ -35,15 +35,15 @@ class Child:
         self._waiting: list[int] = []
 
     def listening(self) -> AbstractContextManager[None]:
-        """Pass signals on inside the block."""
+        """Forward signals inside the block."""
         return heard_by(self._pass_on)
 
     def run(self, words: Sequence[str], env: dict[str, str] | None = None, quiet: bool = False) -> int:
         """Run ``lightning WORDS`` to its end.
 
         Args:
-            env: environment of the process; ``None`` for our own.
-            quiet: drop what it writes to stdout.
+            env: Environment of the process; ``None`` inherits ours.
+            quiet: Discard its stdout.
 
         Returns:
             Its exit status, as a shell reports it: 128 + N where signal N ended it.
@@ -131,10 +131,10 @@ def _run_stages(curriculum: Curriculum, run: Path, child: Child) -> int:
 
 
 def new_run(curriculum: Curriculum) -> Path:
-    """Return the run folder of a curriculum that starts; the process that speaks for all ranks makes it.
+    """Return the run folder of a new curriculum, which the first process creates.
 
     Raises:
-        UserError: it cannot be made, or it exists and several processes would have to agree on another name.
+        UserError: It cannot be created, or it exists and several processes would have to agree on another name.
     """
     if not is_first_process():
         return curriculum.run_dir
@@ -184,7 +184,7 @@ def stage_environment(stage: Stage) -> dict[str, str]:
 
 
 def how_it_ended(status: int) -> str:
-    """Return an exit status in words.
+    """Describe an exit status.
 
     >>> how_it_ended(2)
     'ended with status 2'
@@ -199,7 +199,7 @@ def how_it_ended(status: int) -> str:
 
 
 def _processes() -> int:
-    """Return how many processes were started to run this together."""
+    """Return the number of processes that were started together."""
     counts = [os.environ.get(key, "") for key in ("WORLD_SIZE", "SLURM_NTASKS")]
     return max([1, *(int(count) for count in counts if count.isdecimal())])
 

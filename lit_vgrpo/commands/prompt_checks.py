@@ -13,7 +13,7 @@ from lit_vgrpo.rewards.combine import ROW_FIELD
 
 @dataclass
 class OfReward:
-    """Prompts that one reward cannot score: why not the first of them, and how many."""
+    """Prompts that one reward cannot score: the first one's error, and their number."""
 
     first: str
     count: int = 1

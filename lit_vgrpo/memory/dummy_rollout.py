@@ -1,4 +1,4 @@
-"""A rollout that was never sampled: real shapes, random latents, to see what a method does with one."""
+"""A dummy rollout with real shapes and random latents, for trying a method without sampling."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def made_up_rollout(
     group_size: int,
     seed: int = 0,
 ) -> Rollout:
-    """Return a rollout of whole groups on the conditioning's device; it draws from no global generator.
+    """Return a rollout of whole groups on the conditioning's device; global random generators are not used.
 
     Args:
-        conditioning: any number of rows; the groups take them in turn.
-        group_size: images of a group; smaller groups where these do not divide the images.
+        conditioning: Any number of rows; the groups use them in turn.
+        group_size: Images per group; reduced to a divisor of ``images`` if necessary.
     """
     spec, size = objective.rollout_spec(0), gcd(images, group_size)
     rows, image_ids = group_layout(range(images // size), size)

@@ -1,4 +1,4 @@
-"""Counts the bytes of the tensors that are alive, on any device, the meta device too."""
+"""Count the bytes of live tensors on any device, including the meta device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveMemory(TorchDispatchMode):
-    """While entered, counts every storage that an operation makes until it is freed, those of a backward pass too.
+    """Mode that counts every storage an operation allocates until it is freed, including those of a backward pass.
 
-    What an operation needs only while it runs is not seen.
+    An operation's temporary workspace is not counted.
 
     Attributes:
-        live: bytes alive now.
-        peak: most bytes that were alive at once.
+        live: Bytes alive now.
+        peak: Largest number of bytes alive at once.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class LiveMemory(TorchDispatchMode):
         known = {_place(value) for value in _held((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for value in _held(result):
-            # A view of an outer tensor, or one changed in place, takes nothing.
+            # A view of an outer tensor, or one changed in place, allocates nothing.
             if _place(value) not in known:
                 self._add(value.untyped_storage())
         return result
@@ -53,9 +53,9 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _held(values: Any) -> Iterator[Tensor]:
-    """Return the tensors of nested lists, tuples and dicts; of a sharded one the rank's shard.
+    """Yield the tensors in nested lists, tuples and dicts; for a sharded tensor, the rank's shard.
 
-    Itself it claims to be as large as the whole. ``tree_leaves`` would do, and takes a fifth of the time of a pass.
+    A ``DTensor`` reports the size of the whole. ``tree_leaves`` would add a fifth to the time of a pass.
     """
     if isinstance(values, Tensor):
         yield values._local_tensor if isinstance(values, DTensor) else values

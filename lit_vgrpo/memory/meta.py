@@ -1,4 +1,4 @@
-"""A policy of a pipeline's configurations alone, on torch's meta device: shapes and types, no weights."""
+"""A policy built from a pipeline's configuration files on torch's meta device: shapes and dtypes, no weights."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from lit_vgrpo.system.hub import quiet_libraries
 LIBRARIES = ("diffusers", "transformers")
 LOWERED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "baddbmm", "addmm"})
 RAISED = frozenset({"layer_norm", "group_norm", "softmax", "pow", "__pow__", "exp", "norm"})
-"""What autocast computes in its own type, and what a GPU's in float32, by the names of torch's functions."""
+"""Names of torch functions that autocast computes in its own dtype, and in float32 on a GPU."""
 
 
 class NotHere(Exception):
-    """The configurations of a checkpoint are not on this machine."""
+    """A checkpoint's configuration files are not on this machine."""
 
 
 class AutocastOnMeta(TorchFunctionMode):
-    """What ``torch.autocast`` does, for meta tensors, which it does not take; attention is always fused.
+    """Replacement of ``torch.autocast`` for meta tensors, which it does not support; attention is always fused.
 
     Args:
-        dtype: autocast's type; float32 casts nothing.
-        device_type: the device it is done as on: a GPU's norms are float32, a CPU's are not.
+        dtype: Autocast's dtype; float32 casts nothing.
+        device_type: Device to imitate: norms are computed in float32 on a GPU, but not on a CPU.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, device_type: str = "cuda") -> None:
@@ -86,7 +86,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention that keeps no matrix of all pairs of tokens; on meta, torch would take the one that does."""
+    """Attention without the matrix of all token pairs; on the meta device torch would allocate that matrix."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.to(query.dtype)
@@ -94,14 +94,14 @@ def _fused_attention(
 
 
 def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
-    """Return a loaded copy of a policy whose every weight is on the meta device; the policy itself stays unloaded.
+    """Return a loaded copy of a policy with all weights on the meta device; the policy itself stays unloaded.
 
     Args:
-        device_type: the kind of device whose autocast it follows.
+        device_type: Type of device whose autocast it imitates.
 
     Raises:
-        NotHere: the pipeline's configurations are not on this machine.
-        LoadError: an option of the policy does not fit them.
+        NotHere: The pipeline's configuration files are not on this machine.
+        LoadError: An option of the policy does not fit them.
     """
     import diffusers
 
@@ -109,7 +109,7 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
     if folder is None:
         raise NotHere(policy.checkpoint)
     twin = copy.deepcopy(policy)
-    # What changes no size, or cannot be done without weights.
+    # These change no size, or cannot be done without weights.
     twin.embedding_cache, twin.start_from, twin.attention_backend = None, None, None
     twin.compile_network = twin.offload_encoders = False
     nulls = twin.null_components(folder)
@@ -124,19 +124,19 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
         twin.adopt(pipeline)
     twin.autocast = partial(AutocastOnMeta, twin.dtype, device_type)  # type: ignore[method-assign]
     if twin.gradient_checkpointing:
-        # What is computed again in the backward pass must be in the same types.
+        # Recomputation in the backward pass must use the same dtypes.
         again = partial(checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), twin.autocast()))
         twin.network.enable_gradient_checkpointing(again)
     return twin
 
 
 def _components(folder: Path, nulls: dict[str, None]) -> dict[str, nn.Module]:
-    """Return the pipeline's networks by name, each of its own configuration."""
+    """Return the pipeline's networks by name, each built from its configuration."""
     networks: dict[str, nn.Module] = {}
     for name, entry in json.loads((folder / INDEX).read_text()).items():
         if not isinstance(entry, list) or name in nulls or entry[0] is None:
             continue
-        if entry[0] not in LIBRARIES:  # whatever a stranger's folder names would be imported
+        if entry[0] not in LIBRARIES:  # any module that a foreign folder names would be imported
             raise NotHere(str(folder))
         kind: Any = getattr(import_module(entry[0]), entry[1])
         if not issubclass(kind, nn.Module):

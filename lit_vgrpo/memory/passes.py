@@ -1,4 +1,4 @@
-"""What a training method asks of the network and keeps, found by running it on a network that costs nothing."""
+"""Network passes and storage that a method needs, found by running it on a dummy network."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
 
 LATENT = (5, 7, 11)
-"""A latent's shape that no other tensor of a method has by chance."""
+"""Latent shape that no other tensor of a method has by chance."""
 LATENT_BYTES = 4 * 5 * 7 * 11
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A call of the policy: rows before guidance doubles them."""
+    """A call of the policy; ``rows`` is the batch before guidance doubles it."""
 
     rows: int
     guidance: float
@@ -34,15 +34,15 @@ class Pass:
 
 @dataclass(frozen=True)
 class Demand:
-    """What an iteration asks for, on a rank.
+    """Needs of an iteration on one rank.
 
     Attributes:
-        stored: the largest pass without gradient beside the rollout's; ``None`` where there is none.
-        trained: the pass of a micro-batch.
-        kept: what is kept for the updates, in latents.
-        loss: what the loss takes beside the network at its peak, in latents.
-        copies: names of the copies of the trained weights that are kept on the device.
-        samples_with_copy: one of them is swapped in for the rollout.
+        stored: Largest pass without gradient besides the rollout's; ``None`` if there is none.
+        trained: The pass of a micro-batch.
+        kept: Storage kept for the updates, in latents.
+        loss: Peak memory of the loss without the network, in latents.
+        copies: Names of the copies of the trained weights kept on the device.
+        samples_with_copy: Whether one of them is swapped in for the rollout.
     """
 
     stored: Pass | None
@@ -54,7 +54,7 @@ class Demand:
 
 
 class _StandIn(nn.Module):
-    """Answers with its input, and remembers what it was asked."""
+    """Dummy network that returns its input and records its calls."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -70,10 +70,10 @@ class _StandIn(nn.Module):
 
 
 def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
-    """Let a copy of the method prepare an iteration, and take a micro-batch of its own.
+    """Return what a method needs, by preparing an iteration and one micro-batch with a copy of it.
 
     Args:
-        policy: loaded, on any device; only its path is used.
+        policy: Loaded, on any device; only its path is used.
     """
     method, network = copy.copy(objective), _StandIn(policy)
     method.copies = {}
@@ -107,7 +107,7 @@ def _prepared(method: Objective, policy: Any, images: int, plan: Plan) -> tuple[
 
 
 def _bytes_of_latents(value: Any) -> int:
-    """Of all tensors in a tree of dataclasses that are made of latents, each storage once."""
+    """Return the bytes of the latent-shaped tensors in a tree of dataclasses, counting each storage once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _tensors(value)}
     return sum(storages.values())
 

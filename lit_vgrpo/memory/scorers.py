@@ -1,4 +1,4 @@
-"""What the rewards' models take of the device that the policy is trained on."""
+"""Memory of the reward models on the device that trains the policy."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ PUBLISHED = {
     "facebook/mask2former-swin-small-coco-instance": 68_741_083,
     "THUDM/ImageReward": 413_121_249,
 }
-"""Parameters of the default checkpoints, counted in the classes that load them with their published sizes."""
+"""Parameter counts of the default checkpoints, from the classes that load them at their published sizes."""
 OPEN_CLIP = {"ViT-H-14": 986_109_441}
-"""Parameters of open_clip's models, by name; their weights must fill them exactly."""
+"""Parameter counts of open_clip models by name; their weights must match exactly."""
 AESTHETIC = {"openai/clip-vit-large-patch14": 303_966_208 + 927_969}
-"""What the aesthetic score keeps of a CLIP model, and its head."""
+"""Parameter counts of the parts of a CLIP model that the aesthetic score keeps, plus its head."""
 
 
 def scorers(rewards: Iterable[Reward], device: torch.device) -> tuple[int, list[str]]:
-    """Bytes of the rewards' models on a device, and the names of the rewards whose models are not known.
+    """Return the bytes of the reward models on a device, and the names of the rewards of unknown size.
 
-    Only weights: what a forward pass without gradient takes beside them is over before training's peak.
+    Counts weights only: activations without gradient are freed before training reaches its peak.
     """
     total, unknown = 0, []
     for reward in rewards:
@@ -45,7 +45,7 @@ def scorers(rewards: Iterable[Reward], device: torch.device) -> tuple[int, list[
             continue
         try:
             size = _bytes_of_models(reward)
-        except Exception:  # files that are damaged or of another model: the reward's own check says so
+        except Exception:  # damaged files or another model's: the reward's own check reports them
             size = None
         if size is None:
             unknown.append(reward.name)
@@ -62,7 +62,7 @@ def _runs_on(reward: Reward, device: torch.device) -> bool:
 
 
 def _bytes_of_models(reward: Reward) -> int | None:
-    """``None`` where they are not known; 0 for a reward of ours that has none, or none on a GPU."""
+    """Return the bytes of a reward's models: ``None`` if unknown, 0 for a built-in reward without one."""
     if isinstance(reward, GenEval):
         sizes = [_transformer(reward.detector, reward.dtype), _transformer(reward.clip, reward.dtype)]
         return None if None in sizes else sum(size for size in sizes if size)
@@ -83,7 +83,7 @@ def _bytes_of_models(reward: Reward) -> int | None:
 
 
 def _transformer(checkpoint: str, dtype: str) -> int | None:
-    """Of a model of transformers: from its configuration where that is here, else the published size."""
+    """Return the bytes of a transformers model, from its configuration if present, else as published."""
     config = _config(checkpoint)
     if config is None:
         elements = PUBLISHED.get(checkpoint)

@@ -1,4 +1,4 @@
-"""What one rank holds all the time of the weights and of what belongs to them, under each strategy."""
+"""Memory that a rank always holds for weights, gradients and optimizer state, under each strategy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lit_vgrpo.optimizers.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.policies.base import Policy
 
 SMALLEST_8BIT = 4096
-"""Elements from which on 8-bit Adam stores a tensor's moments in 8 bits."""
+"""Smallest number of elements for which 8-bit Adam stores a tensor's moments in 8 bits."""
 LIVE_PARAMETERS = 10**9
 """Elements that ZeRO-3 keeps gathered at once: DeepSpeed's ``stage3_max_live_parameters``."""
 
@@ -25,9 +25,9 @@ class Shares:
     """Bytes on one rank.
 
     Attributes:
-        parts: what is there from the first update on, by name.
-        trained: one copy of the trained weights.
-        step: what AdamW's step takes beside them.
+        parts: Memory held from the first update on, by name.
+        trained: One copy of the trained weights.
+        step: Additional memory of AdamW's step.
     """
 
     parts: dict[str, int]
@@ -38,11 +38,11 @@ class Shares:
 def shares(
     policy: Policy, optimizer: OptimizerConfig | CustomOptimizer, strategy: Strategy, world_size: int, on_gpu: bool
 ) -> Shares:
-    """Return the network's share of a rank.
+    """Return the memory of the network and optimizer on one rank.
 
     Args:
-        policy: loaded, on any device.
-        on_gpu: where AdamW steps all weights at once, and what is offloaded leaves the device.
+        policy: Loaded, on any device.
+        on_gpu: Whether the rank uses a GPU, where AdamW steps all weights at once and offloading frees memory.
     """
     trained = list(trainable_parameters(policy).values())
     frozen = [p for p in policy.network.parameters() if not p.requires_grad]
@@ -62,7 +62,7 @@ def shares(
     }
     if isinstance(strategy, ZeRO):
         parts["ZeRO's own copy of the trained weights"] = size // world_size
-        # One that gradients are reduced in, whole however few they are; gathering is done in place.
+        # The reduction bucket, allocated whole however few the gradients are; gathering is done in place.
         parts["ZeRO's bucket"] = 4 * strategy.config["zero_optimization"]["reduce_bucket_size"]  # type: ignore[index]
         if strategy.offload and on_gpu:
             parts |= dict.fromkeys(("AdamW's moments", "ZeRO's own copy of the trained weights", "gradients"), 0)
@@ -82,12 +82,12 @@ def _gathered(network: nn.Module, stage: int) -> int:
     if stage == 3:
         return min(whole, whole * LIVE_PARAMETERS // max(1, sum(p.numel() for p in network.parameters())))
     blocks = [bytes_of(block.parameters()) for block in blocks_of(network)]
-    # One block at work, the next on its way, and what belongs to no block.
+    # The current block, the prefetched one, and everything outside blocks.
     return whole - sum(blocks) + 2 * max(blocks, default=0)
 
 
 def moments(trained: Iterable[Tensor], optimizer: OptimizerConfig | CustomOptimizer) -> int:
-    """Bytes of AdamW's two moments; of most other optimizers the most that they take."""
+    """Return the bytes of AdamW's two moments, an upper bound for most other optimizers."""
     narrow = _is_8bit(optimizer)
     return sum(p.numel() * (2 if narrow and p.numel() >= SMALLEST_8BIT else 8) for p in trained)
 
@@ -102,10 +102,10 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of all of them, whole."""
+    """Return the total bytes of unsharded tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def shown(size: int) -> str:
-    """Bytes for a reader."""
+    """Format a number of bytes."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

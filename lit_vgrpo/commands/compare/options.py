@@ -17,7 +17,7 @@ from lit_vgrpo.errors import UserError, suggestion
 SETTINGS = ("published", "tuned")
 DEFAULT_METHODS = ("vgrpo", "flowgrpo", "mixgrpo", "nft", "dgpo")
 FIRST_SWEEP_SEED = 100
-"""A sweep picks settings on seeds that no race is run with."""
+"""A sweep chooses settings on seeds that comparisons do not use."""
 INSTEAD = {
     "seed_everything": "Use --seeds and --first-seed.",
     "run_dir": "Use --out.",

@@ -1,4 +1,4 @@
-"""Overlays: what a method changes in a recipe, and nothing else."""
+"""Overlays: the changes that a method makes to a recipe."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MAY_SET = (
     "data.split_updates",
     "trainer.gradient_clip_val",
 )
-"""What may differ between methods. The rest is the recipe's, so that all have the same task, images and evaluation."""
+"""Keys that may differ between methods; all share the recipe's task, images and evaluation."""
 LEFT_OUT_CALLBACKS = ("SampleGrid", "Export", "SurrogateDiagnostics")
-"""Callbacks that cost time or disk in every run and say nothing about a race."""
+"""Callbacks that cost time or disk space and do not affect a comparison."""
 
 
 @dataclass
@@ -139,7 +139,7 @@ def put(recipe: dict[str, Any], key: str, value: Any) -> None:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a nested mapping with its dotted key; an empty mapping counts as a value.
+    """Yield every value of a nested mapping with its dotted key; an empty mapping counts as a value.
 
     >>> dict(leaves({"a": {"b": 1}, "c": 2}))
     {'a.b': 1, 'c': 2}
@@ -153,13 +153,13 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def as_component(value: Any) -> dict[str, Any]:
-    """Write out a class given by its name alone as ``class_path`` and ``init_args``."""
+    """Return a class given by name as ``class_path`` and ``init_args``."""
     node: dict[str, Any] = {"class_path": value} if isinstance(value, str) else copy.deepcopy(dict(value))
     return {**node, "init_args": dict(node.get("init_args") or {})}
 
 
 def common_rollout(base: Mapping[str, Any]) -> dict[str, Any]:
-    """Solver, steps and guidance that every method starts from: the base recipe's, without any noise of its own.
+    """Return the base recipe's solver, steps and guidance without noise, which every method starts from.
 
     Raises:
         ValueError, TypeError: the recipe's ``model.objective.rollout`` is not one.
@@ -190,7 +190,7 @@ def with_overlay(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, 
 
 
 def for_race(recipe: Mapping[str, Any], iterations: int, evaluate_every: int) -> dict[str, Any]:
-    """Return the recipe without what a race has no use for: samples, exports, checkpoints, extra loggers."""
+    """Return the recipe without what a comparison does not need: samples, exports, checkpoints, extra loggers."""
     result = copy.deepcopy(dict(recipe))
     for key in ("name", "run_dir", "seed_everything"):
         result.pop(key, None)

@@ -1,4 +1,4 @@
-"""The race as a picture: held-out reward against three costs."""
+"""Plot of a comparison: held-out reward against three costs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PANELS = (
 
 
 def averaged(curves: Sequence[Curve], cost: str) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Mean cost, and mean, lowest and highest reward of the seeds, at every evaluation that all of them have."""
+    """Return mean cost, and mean, lowest and highest reward over seeds, at each evaluation that all have."""
     length = min(len(curve.evaluations) for curve in curves)
     columns = [[curve.evaluations[number] for curve in curves] for number in range(length)]
     scale = 1e-3 if cost == "passes" else 1.0
@@ -33,7 +33,7 @@ def averaged(curves: Sequence[Curve], cost: str) -> tuple[list[float], list[floa
 
 
 def draw(path: Path, rows: Sequence[Row], targets: Sequence[float], title: str) -> None:
-    """Draw mean lines with bands from the lowest to the highest seed; a row of panels for each kind of settings.
+    """Plot means with bands from the lowest to the highest seed; a row of panels per kind of settings.
 
     Args:
         path: a ``.png`` file.

@@ -1,4 +1,4 @@
-"""Which runs a comparison consists of, each with the recipe it runs."""
+"""The runs of a comparison and their recipes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lit_vgrpo.errors import UserError
 
 @dataclass
 class Entrant:
-    """A method with one set of settings; it is run once a seed.
+    """A method with one set of settings, run once per seed.
 
     Attributes:
-        settings: published or tuned; in a sweep ``sweep0``, ``sweep1``, ...
-        recipe: the merged recipe as plain values, without seed and folder.
-        changed: the swept keys and the values they have here.
+        settings: ``published`` or ``tuned``; in a sweep ``sweep0``, ``sweep1``, ...
+        recipe: The merged recipe as plain values, without seed and folder.
+        changed: The swept keys with their values.
     """
 
     method: str
@@ -45,7 +45,7 @@ class Run:
     """One process: an entrant with a seed.
 
     Attributes:
-        fingerprint: of everything that decides the run's numbers; a finished run with the same one is not run again.
+        fingerprint: Hash of everything that affects the results; a finished run with the same one is not repeated.
     """
 
     method: str
@@ -67,10 +67,10 @@ class Run:
 
 
 def entrants(options: CompareOptions) -> list[Entrant]:
-    """Every method with every setting, as merged recipes that were built and found without fault.
+    """Return every method with every kind of settings, as merged recipes that build without errors.
 
     Raises:
-        UserError: with every fault of the recipe, the methods, the overlays and the sizes.
+        UserError: With every error in the recipe, the methods, the overlays and the sizes.
     """
     _check_base(options)
     overlays, faults = [], []
@@ -152,14 +152,14 @@ def tuned_part(changed: Mapping[str, Any], objective: Mapping[str, Any]) -> dict
 
 
 def _lost_overrides(options: CompareOptions, found: Iterable[Entrant]) -> list[str]:
-    """Return overrides that a method's overlay sets anew, so that they would have no effect."""
+    """Return an error for each override that a method's overlay replaces."""
     faults = {}
     before = dict(leaves(options.base))
     for entrant in found:
         after = dict(leaves(entrant.recipe))
         for key, _ in options.command.overrides:
             full = _with_init_args(key.rstrip("+"))
-            # What a rollout starts from may be overridden, although a method may take a solver of its own.
+            # The base rollout may be overridden, although a method may set its own solver.
             if full == "trainer.callbacks" or full.startswith("model.objective.init_args.rollout"):
                 continue
             mine = [leaf for leaf in before if leaf == full or leaf.startswith(f"{full}.")]
@@ -202,7 +202,7 @@ def recipe_text(entrant: Entrant, path: str) -> str:
 
 
 def runs_of(options: CompareOptions, found: Iterable[Entrant]) -> list[Run]:
-    """Write the merged recipes; one run for each entrant and seed, all entrants of a seed before the next seed."""
+    """Write the merged recipes and return a run per entrant and seed, seed by seed."""
     recipes = {}
     (options.out / "recipes").mkdir(parents=True, exist_ok=True)
     (options.out / "runs").mkdir(exist_ok=True)
@@ -228,6 +228,6 @@ def runs_of(options: CompareOptions, found: Iterable[Entrant]) -> list[Run]:
 
 
 def fingerprint(recipe: Mapping[str, Any], seed: int) -> str:
-    """Return a number that changes with anything in the recipe, its iterations included, and with the seed."""
+    """Return a hash of the recipe, including its iterations, and the seed."""
     text = json.dumps(merged(recipe, {"seed_everything": seed}), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""How far each run is, read from what it writes, and the display of all of them."""
+"""Progress of each run, read from its files, and the display of all runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lit_vgrpo.errors import without_controls
 
 BAR_WIDTH = 16
 LINE_EVERY_S = 60.0
-"""Where the output is no terminal, a line about everything comes this often."""
+"""Interval of the summary line if the output is not a terminal."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Status:
     seconds: float = 0.0
 
     def read(self) -> None:
-        """Take the last values of the run's ``metrics.csv``; a line that is being written is left for the next time."""
+        """Read the latest values from the run's ``metrics.csv``, ignoring a partially written line."""
         try:
             with open(self.run.folder / "metrics.csv", newline="") as file:
                 rows = list(csv.DictReader(file))
@@ -54,7 +54,7 @@ class Status:
             self.heldout = self.heldout if heldout is None else heldout
 
     def text(self) -> str:
-        """Return the run in a line."""
+        """Return a line on the run."""
         total = self.run.iterations
         filled = BAR_WIDTH * min(self.iteration, total) // total
         shown = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {self.iteration:>3}/{total}"
@@ -66,7 +66,7 @@ class Status:
 
 
 def number(text: str | None) -> float | None:
-    """Return the number in a table's cell, ``None`` for an empty or a torn one.
+    """Return the number in a table's cell, ``None`` for an empty or partially written one.
 
     >>> number("0.5"), number(""), number(None), number("0.5e")
     (0.5, None, None, None)
@@ -78,7 +78,7 @@ def number(text: str | None) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds.
+    """Format hours, minutes and seconds.
 
     >>> duration(75), duration(3661)
     ('1:15', '1:01:01')
@@ -89,7 +89,7 @@ def duration(seconds: float) -> str:
 
 
 def totals(statuses: Sequence[Status], elapsed: float) -> str:
-    """All runs in a line, with the time that is left at the present pace."""
+    """Return a line on all runs, with the remaining time at the current pace."""
     states = [status.state for status in statuses]
     done = states.count("finished") + states.count("kept")
     words = [f"{done}/{len(states)} runs done"]
@@ -108,11 +108,11 @@ def totals(statuses: Sequence[Status], elapsed: float) -> str:
 
 
 class Display:
-    """A line for each active run and one for all, redrawn on a terminal; elsewhere a line where something happens.
+    """A line per active run and a summary, redrawn on a terminal; elsewhere a line per event.
 
     Args:
-        statuses: of every run, in the order they are started.
-        stream: where to write; stderr, so that the tables alone are on stdout.
+        statuses: Status of every run, in starting order.
+        stream: Output stream; stderr by default, so that stdout has only the tables.
     """
 
     def __init__(self, statuses: Sequence[Status], stream: TextIO | None = None) -> None:
@@ -131,7 +131,7 @@ class Display:
         self.refresh()
 
     def refresh(self) -> None:
-        """Draw the present state."""
+        """Draw the current state."""
         now = time.monotonic()
         if not self.live:
             if now - self._last_line >= LINE_EVERY_S:
@@ -143,13 +143,13 @@ class Display:
         lines = [f"  {status.run.name:<{self._width}}  {status.text()}" for status in active]
         lines.append(totals(self.statuses, now - self._started))
         columns = shutil.get_terminal_size().columns
-        # A line that wraps would make the count of lines to erase wrong.
+        # A wrapped line would make the number of lines to erase wrong.
         self.stream.write("".join(f"{line[: columns - 1]}\n" for line in lines))
         self.stream.flush()
         self._drawn = len(lines)
 
     def close(self) -> None:
-        """Leave the last totals behind."""
+        """Draw the final totals."""
         if not self.live:
             self._last_line = -LINE_EVERY_S
         self.refresh()

@@ -1,4 +1,4 @@
-"""The files a comparison leaves: JSON, CSV, and the tables in markdown."""
+"""The files that a comparison writes: JSON, CSV, and Markdown tables."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def reward_table(rows: Sequence[Row]) -> str:
-    """Held-out reward of each method: at the start, at the end with the spread of the seeds, and the best."""
+    """Return each method's held-out reward: at the start, at the end with its range over seeds, and the best."""
     header = ["method", "settings", "seeds", "start", "final", "lowest to highest", "best", "CPU s", "passes"]
     lines = []
     for row in rows:
@@ -89,7 +89,7 @@ def target_table(rows: Sequence[Row], target: float) -> str:
 
 
 def verdict(rows: Sequence[Row], target: float) -> str:
-    """Who was cheaper than V-GRPO with the same settings; empty where V-GRPO did not take part."""
+    """Return which methods were cheaper than V-GRPO with the same settings; empty without V-GRPO."""
     yardsticks = {row.settings: row.targets[target] for row in rows if row.method == YARDSTICK}
     others = [row for row in rows if row.method != YARDSTICK and row.settings in yardsticks]
     if not others:
@@ -113,7 +113,7 @@ def faults_text(curves: Sequence[Curve]) -> str:
 
 
 def tables(rows: Sequence[Row], targets: Sequence[float]) -> str:
-    """All tables with their headings, and what failed."""
+    """Return all tables with headings, and the failed runs."""
     parts = ["## Held-out reward", reward_table(rows)]
     for target in targets:
         parts += [f"## To reach {target:g}", target_table(rows, target), verdict(rows, target)]
@@ -142,7 +142,7 @@ def write_report(options: CompareOptions, rows: Sequence[Row]) -> str:
 
 
 def setting(options: CompareOptions) -> dict[str, Any]:
-    """Return what was asked for, and the machine it ran on."""
+    """Return the requested settings and the machine."""
     return {
         "command": options.line,
         "recipe": options.command.recipe.stem,
@@ -175,7 +175,7 @@ def as_plain(row: Row) -> dict[str, Any]:
 
 
 def csv_rows(curves: Iterable[Curve]) -> list[dict[str, Any]]:
-    """One row an evaluation."""
+    """Return one row per evaluation."""
     return [
         {"method": c.method, "settings": c.settings, "seed": c.seed, **{k: e[k] for k in CSV_COLUMNS[3:]}}
         for c in curves
@@ -184,7 +184,7 @@ def csv_rows(curves: Iterable[Curve]) -> list[dict[str, Any]]:
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Write a table, whole or not at all."""
+    """Write a CSV file atomically."""
     lines = io.StringIO(newline="")
     writer = csv.DictWriter(lines, columns, lineterminator="\n")
     writer.writeheader()

@@ -1,4 +1,4 @@
-"""What a comparison found: rewards, and what each target cost."""
+"""Results of a comparison: rewards, and the cost of reaching each target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lit_vgrpo.commands.compare.progress import Status
 from lit_vgrpo.runs.resume import read_summary
 
 COSTS = ("iteration", "cpu_seconds", "train_seconds", "passes", "images")
-"""What an evaluation says about how much had been spent until then; all cumulative, training only."""
+"""Costs up to an evaluation: cumulative, training only."""
 YARDSTICK = "vgrpo"
 
 Evaluation = Mapping[str, Any]
@@ -23,8 +23,8 @@ class Curve:
     """The evaluations of one run.
 
     Attributes:
-        evaluations: in order; each with ``reward`` and the :data:`COSTS`.
-        fault: why a run has none; empty for a finished one.
+        evaluations: In order, each with ``reward`` and the :data:`COSTS`.
+        fault: Why the run has none; empty for a finished run.
     """
 
     method: str
@@ -39,7 +39,7 @@ class Curve:
 
 
 def curves_of(statuses: Sequence[Status]) -> list[Curve]:
-    """Return what the runs wrote into their summaries; a failed run has no evaluations."""
+    """Return the evaluations in the runs' summaries; a failed run has none."""
     curves = []
     for status in statuses:
         run = status.run
@@ -113,7 +113,7 @@ class Row:
 
 
 def rows_of(curves: Sequence[Curve], targets: Sequence[float]) -> list[Row]:
-    """Put the seeds of each method and settings together, in the order they were given."""
+    """Group the seeds of each method and settings, in the given order."""
     groups: dict[tuple[str, str], list[Curve]] = {}
     for curve in curves:
         groups.setdefault((curve.method, curve.settings), []).append(curve)

@@ -23,7 +23,7 @@ from lit_vgrpo.system.signals import heard_by
 POLL_S = 0.2
 REFRESH_S = 1.0
 GRACE_S = 5.0
-"""How long a process that was asked to stop may take."""
+"""Time that a process has to end after SIGTERM."""
 
 
 class Stopped(Exception):
@@ -167,7 +167,7 @@ def _shown(value: Any) -> str:
 
 
 def last_error(log: Path, returncode: int) -> str:
-    """Return a failed process's last words: the line that ends its traceback, or else its last line."""
+    """Return the last line of a failed process's traceback, or of its log."""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hint = " Out of memory? Try --jobs 1." if name == "SIGKILL" else ""
@@ -184,7 +184,7 @@ def last_error(log: Path, returncode: int) -> str:
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes and their children; ask first."""
+    """Terminate the processes and their children; kill those that do not end in time."""
     for process in processes:
         _signal_group(process, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S

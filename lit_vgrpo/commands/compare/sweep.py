@@ -17,7 +17,7 @@ from lit_vgrpo.commands.compare.results import Curve
 from lit_vgrpo.system.paths import write_whole
 
 LAST = 2
-"""Evaluations whose mean is the final reward: one alone would reward a lucky oscillation."""
+"""Number of evaluations averaged to the final reward, to smooth out oscillations."""
 CSV_COLUMNS = ("method", "settings", "values", "seed", "start", "final", "best", "cpu_seconds", "passes")
 
 
@@ -35,17 +35,17 @@ class Trial:
 
     @property
     def values(self) -> str:
-        """The point in words, without the part of the keys that all have."""
+        """The point's values, by the last part of their keys."""
         return ", ".join(f"{key.rpartition('.')[2]}={_plain(value)}" for key, value in self.entrant.changed.items())
 
 
 def final_reward(curve: Curve) -> float:
-    """Mean of the last two evaluations; the start is not one of them where there are others."""
+    """Return the mean of the last two evaluations, without the start if there are others."""
     return fmean((curve.rewards[1:] or curve.rewards)[-LAST:])
 
 
 def trials_of(entrants: Sequence[Entrant], curves: Sequence[Curve]) -> list[Trial]:
-    """Each point with the runs of its seeds."""
+    """Return each point with the runs of its seeds."""
     trials = []
     for entrant in entrants:
         own = [c for c in curves if (c.method, c.settings) == (entrant.method, entrant.settings)]
@@ -55,7 +55,7 @@ def trials_of(entrants: Sequence[Entrant], curves: Sequence[Curve]) -> list[Tria
 
 
 def best_of(trials: Sequence[Trial]) -> dict[str, Trial | None]:
-    """Return the highest final reward of each method, the first of equals; ``None`` where no point was finished."""
+    """Return each method's point of highest final reward, the first of equals; ``None`` if none finished."""
     best: dict[str, Trial | None] = {}
     for trial in trials:
         method = trial.entrant.method

@@ -1,1 +1,1 @@
-"""How much memory a recipe needs, from configuration files alone."""
+"""Memory that a recipe needs, from configuration files alone."""

@@ -1,4 +1,4 @@
-"""How much memory a recipe needs on a rank, from its configuration alone: no weight is read."""
+"""Memory that a recipe needs on a rank, from configuration files alone, without reading weights."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Estimate:
     """Bytes on one rank's device.
 
     Attributes:
-        parts: what is there all the time, by name.
-        phases: what each phase takes beside that at its peak.
-        unknown: rewards whose models are not in it.
+        parts: Always allocated, by name.
+        phases: Additional peak memory of each phase.
+        unknown: Rewards whose models are not included.
     """
 
     parts: dict[str, int]
@@ -49,16 +49,16 @@ class Estimate:
 
     @property
     def peak_phase(self) -> str:
-        """The phase that needs most."""
+        """Phase with the largest peak."""
         return max(self.phases, key=self.phases.__getitem__)
 
     @property
     def peak(self) -> int:
-        """Most bytes at once."""
+        """Largest number of bytes allocated at once."""
         return sum(self.parts.values()) + self.phases[self.peak_phase]
 
     def table(self) -> str:
-        """As aligned text: what is there all the time, what the phases add, and their peak."""
+        """Return an aligned table of what is always allocated, what each phase adds, and the peak."""
         rows = [(name, shown(size)) for name, size in self.parts.items() if size]
         rows += [(f"+ {name}", shown(size)) for name, size in self.phases.items() if size]
         rows.append((f"peak, in {self.peak_phase}", shown(self.peak)))
@@ -67,14 +67,14 @@ class Estimate:
 
 
 def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
-    """Estimate what a recipe needs, without what libraries take for themselves.
+    """Estimate the memory that a recipe needs, without the libraries' own.
 
     Args:
-        device: of a rank; ``None`` takes the one that the recipe would use here.
+        device: Device of a rank; ``None`` uses the recipe's on this machine.
 
     Raises:
-        NotHere: the pipeline's configurations are not on this machine.
-        LoadError: an option of the policy does not fit them.
+        NotHere: The pipeline's configuration files are not on this machine.
+        LoadError: An option of the policy does not fit them.
     """
     module, trainer = cli.model, cli.trainer
     device = device or trainer.strategy.root_device
@@ -86,7 +86,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     averages = sum(isinstance(callback, EMA) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     copies = len(asked.copies) + averages
     if not on_gpu and "reference" not in asked.copies:
-        copies += 1  # the module's own, which is kept in the CPU's memory
+        copies += 1  # the module's own copy, which is kept in CPU memory
     vae = policy.pipeline.vae
     encoders = sum(bytes_of(tensors_of(encoder)) for encoder in policy.encoders())
     leave = on_gpu and module.policy.offload_encoders
@@ -120,7 +120,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
 
 
 def _evaluation(cli: RecipeCLI, policy: Policy, peak_of: Callable[[Pass], int], own: Shares, averages: int) -> int:
-    """Return the peak of a batch of held-out images; the average is swapped in for it where there is one."""
+    """Return the peak of a batch of held-out images, with the averaged weights swapped in if there are any."""
     module, data = cli.model, cli.datamodule
     spec = module.evaluation or module.objective.rollout_spec(0).as_ode()
     images = len(data.heldout_rows()) * data.heldout_images_per_prompt
@@ -137,10 +137,10 @@ def _encoding(policy: Policy, prompts: int) -> int:
 
 
 def peak_of_pass(policy: Policy, asked: Pass, cond: Conditioning | None = None) -> int:
-    """Return the peak of one call of the policy, and of its backward; gradients of weights are counted elsewhere.
+    """Return the peak of one call of the policy and its backward pass, without the gradients of weights.
 
     Args:
-        cond: of one prompt; ``None`` encodes one.
+        cond: Conditioning of one prompt; ``None`` encodes one.
     """
     cond = cond or policy.encode(["a"])
     policy.negative()

@@ -1,4 +1,4 @@
-"""Whether an estimate fits the device that a recipe would use, and what to set where it does not."""
+"""Comparison of an estimate with the device's memory, and advice if it does not fit."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 CONFIGURATIONS = 'hf download {} --include "*.json" "*.txt" "*.model"'
 SMALLEST_RESERVE, RESERVED = 2**30, 20
-"""What a GPU is left for itself: at least this, and one part of so many. Our choice: it was never measured."""
+"""Memory reserved on a GPU: at least this many bytes, and this fraction of it. A choice, not a measurement."""
 
 
 class NotEstimated(Exception):
-    """What a recipe needs cannot be found out here; the message is the reason."""
+    """The memory of a recipe cannot be estimated here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a rank's device has for a recipe.
+    """Memory of a rank's device.
 
     Attributes:
-        name: for a reader.
-        size: bytes in all.
-        reserve: bytes of them that a GPU's context, its libraries and fragmentation are left.
+        name: Name for messages.
+        size: Total bytes.
+        reserve: Bytes kept back for a GPU's context, libraries and fragmentation.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Room:
 
     @property
     def free(self) -> int:
-        """Bytes for the recipe."""
+        """Bytes available to the recipe."""
         return max(0, self.size - self.reserve)
 
     def __str__(self) -> str:
@@ -56,15 +56,15 @@ class Room:
 
 
 def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, list[str]]:
-    """Return the estimate as text, and the fault where the recipe needs more than its device has.
+    """Return the estimate as text, and an error if the recipe needs more than its device has.
 
-    The sizes must fit the world size.
+    The batch sizes must fit the world size.
 
     Args:
-        gpu_memory: bytes of a GPU to compare with instead of this machine's devices.
+        gpu_memory: Bytes of a GPU to compare with instead of this machine's devices.
 
     Raises:
-        NotEstimated: with the reason.
+        NotEstimated: With the reason.
     """
     place = room_of(cli, gpu_memory)
     try:
@@ -76,9 +76,9 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
         raise NotEstimated(f"{checkpoint} is not here{how}") from error
     except LoadError as error:
         raise UserError(str(error)) from error
-    except NotImplementedError as error:  # of the meta device, when a shape depends on values, which it has none of
+    except NotImplementedError as error:  # raised on the meta device if a shape depends on values
         raise NotEstimated(f"shapes in {cli.model.policy.pipeline_class} depend on the prompts") from error
-    except Exception as error:  # of a family of the user's own: a check is no place to fail for want of an estimate
+    except Exception as error:  # from a user's own policy: a missing estimate must not fail the check
         raise NotEstimated(f"{type(error).__name__}: {one_line(error)}") from error
     lines = [found.table(), f"Available: {place}"]
     if found.unknown:
@@ -93,9 +93,9 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
 
 
 def room_of(cli: RecipeCLI, gpu_memory: int | None = None) -> Room:
-    """Return a rank's device: a GPU's memory less a reserve, or the rank's part of this machine's free memory.
+    """Return a rank's device: a GPU's memory minus a reserve, or the rank's share of this machine's free memory.
 
-    A GPU may be in use by others just now; what it has is a property of the machine.
+    A GPU counts whole, even if other processes are using it now.
     """
     device = cli.trainer.strategy.root_device
     if gpu_memory is not None:
@@ -107,15 +107,15 @@ def room_of(cli: RecipeCLI, gpu_memory: int | None = None) -> Room:
 
 
 def reserve_of(size: int) -> int:
-    """Bytes of a GPU that are left for what is not counted."""
+    """Return the bytes of a GPU that are kept back for what is not counted."""
     return max(SMALLEST_RESERVE, size // RESERVED)
 
 
 def gpu_memory_of(text: str) -> int:
-    """Bytes of a GPU as it is sold: a number of GiB, with or without a unit.
+    """Return the bytes of a GPU size as sold: a number of GiB, with or without a unit.
 
     Raises:
-        UserError: it is no such size.
+        UserError: The text is not a size.
 
     >>> gpu_memory_of("80GB") == gpu_memory_of("80") == 80 * 2**30
     True
@@ -128,7 +128,7 @@ def gpu_memory_of(text: str) -> int:
 
 
 def remedy(cli: RecipeCLI, found: Estimate, device: torch.device) -> str:
-    """Return what to set next: the first option not yet used that lowers the largest phase."""
+    """Return the advice: the first unused option that lowers the largest phase."""
     policy, plan, phase = cli.model.policy, cli.datamodule.sizes.plan(cli.trainer.world_size), found.peak_phase
     on_gpu = device.type == "cuda"
     rollout = at_most(plan.images_per_iteration, cli.model.rollout_batch_size) or plan.images_per_rank

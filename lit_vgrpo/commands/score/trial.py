@@ -1,4 +1,4 @@
-"""Scores of a few images by every reward of a recipe, and warnings for a long run."""
+"""Scores of a few images by every reward of a recipe, and warnings before a long run."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def trial_table(parts: Sequence[PartTrial]) -> str:
 
 
 def findings(parts: Sequence[PartTrial]) -> list[str]:
-    """Return a line for each warning against a long run; ``parts`` are those of :func:`trials`."""
+    """Return the warnings before a long run; ``parts`` are those of :func:`trials`."""
     found = [
         f"{part.name} failed for {part.failed} of {len(part.scores)} images: {part.error}"
         for part in parts

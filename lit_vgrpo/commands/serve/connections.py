@@ -1,4 +1,4 @@
-"""HTTP connections that do not wait forever for a client."""
+"""HTTP connections with time limits."""
 
 from __future__ import annotations
 
