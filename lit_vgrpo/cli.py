@@ -6,16 +6,17 @@ Nothing outside of the standard library is imported at first, so that ``--help``
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from lit_vgrpo import __version__
+from lit_vgrpo.system.process import QuickEnd, import_at_once, quiet_libraries
 from lit_vgrpo.system.streams import outlast_readers
 
 
@@ -26,6 +27,7 @@ class Subcommand(NamedTuple):
     usage: str
     summary: str
     takes_recipe: bool = False
+    ends_quickly: bool = False
 
 
 SUBCOMMANDS: dict[str, Subcommand] = {
@@ -40,6 +42,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--memory 80GiB] [--untrusted]",
         "find every fault of a recipe, no training; --untrusted lists the code, variables and hosts that it names",
         takes_recipe=True,
+        ends_quickly=True,
     ),
     "eval": Subcommand(
         "lit_vgrpo.commands.evaluate.command:evaluate",
@@ -91,7 +94,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a subcommand, or hand over to the Lightning SDK's own command where that is installed.
 
     Args:
-        argv: Arguments after the program's name; ``None`` reads ``sys.argv``.
+        argv: Arguments after the program's name; ``None`` reads ``sys.argv`` and takes the process for the command's
+            own: its streams, imports and end.
 
     Returns:
         Exit status: 0, 1 for a failure while training, 2 for a mistake of the user, 130 after Ctrl-C, 143 after
@@ -101,12 +105,18 @@ def main(argv: list[str] | None = None) -> int:
     subcommand = SUBCOMMANDS.get(args[0]) if args else None
     if subcommand is None and argv is None and (sdk := _lightning_sdk()) is not None:
         return int(sdk() or 0)
-    outputs = outlast_readers() if argv is None else []
-    status = _answer(args) if subcommand is None else _run(subcommand, args)
-    return next((1 for output in outputs if output.is_incomplete()), 0) or status
+    if argv is not None:
+        return _answer(args) if subcommand is None else _run(subcommand, args, import_module)
+    end = QuickEnd()
+    outputs = outlast_readers()
+    status = _answer(args) if subcommand is None else _run(subcommand, args, import_at_once)
+    status = next((1 for output in outputs if output.is_incomplete()), 0) or status
+    if subcommand is not None and subcommand.ends_quickly:
+        end.status = status
+    return status
 
 
-def _run(subcommand: Subcommand, args: list[str]) -> int:
+def _run(subcommand: Subcommand, args: list[str], load: Callable[[str], ModuleType]) -> int:
     asked = any(word in ("-h", "--help") for word in args[1:])
     if asked or not args[1:]:
         usage = f"usage: lightning {args[0]} {subcommand.usage}\n{subcommand.summary}"
@@ -121,11 +131,11 @@ def _run(subcommand: Subcommand, args: list[str]) -> int:
         except UserError as error:
             report(error.faults)
             return 2
-    _quiet_libraries()
+    quiet_libraries()
     module, function = subcommand.target.split(":")
     try:
         _show_in_terminal("Loading ...")
-        body = getattr(import_module(module), function)
+        body = getattr(load(module), function)
         _show_in_terminal("           ")
         return int(body(args[1:]))
     except KeyboardInterrupt:
@@ -159,13 +169,3 @@ def _answer(args: list[str]) -> int:
     said = "No subcommand given" if first is None else f"{first!r} is not a subcommand"
     print(f"{said}. Use {' or '.join(SUBCOMMANDS)}, for example: lightning run tiny_shapes", file=sys.stderr)
     return 2
-
-
-def _quiet_libraries() -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # deepspeed, imported by diffusers, reports on stdout which accelerator it found
-    logging.getLogger("DeepSpeed").addFilter(
-        lambda record: record.levelno >= logging.WARNING and "accelerator" not in record.getMessage()
-    )
-    # imported by peft where it is installed, and warns of kernels that only quantized networks need
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

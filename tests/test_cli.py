@@ -86,6 +86,49 @@ print({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(sys.mod
     assert done.stderr == "tiny_shape is no recipe: no such file, and not a shipped name. Did you mean tiny_shapes?\n"
 
 
+UNUSED = {
+    *("torchmetrics.functional", "torchmetrics.image", "scipy.signal", "scipy.linalg", "scipy.stats._stats_py"),
+    *("bitsandbytes.nn", "torch._inductor.lowering", "onnxruntime.capi"),
+}
+"""What Lightning, diffusers, transformers and peft import, some 4 s, and a check does not use."""
+
+
+def test_a_check_imports_only_what_it_uses_and_ends_with_its_exit_handlers():
+    """In an interpreter of its own, with a thread that outlives the command."""
+    code = f"""
+import atexit, sys, threading, time, gc
+from lit_vgrpo.cli import main
+sys.argv[1:] = ["check", "tiny_shapes"]
+status = main()
+print(sorted({UNUSED} & set(sys.modules)), gc.isenabled())
+threading.Thread(target=lambda: (time.sleep(.2), print("thread"))).start()
+atexit.register(print, "handler")
+sys.exit(status)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert done.stdout.endswith("for world size 1.\n[] True\nthread\nhandler\n")
+
+
+@pytest.mark.parametrize(
+    ("after", "status"),
+    [("end.status = 3; print('said', end='')", 3), ("", 0), ("end.status = 3; raise ValueError", 1)],
+)
+def test_a_quick_end_hides_no_error(after, status):
+    code = f"""
+import atexit
+from lit_vgrpo.system.process import QuickEnd
+end = QuickEnd()
+atexit.register(print, "handler")
+{after}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == status
+    assert ("ValueError" in done.stderr) == (status == 1)
+    assert done.stdout == ("said" if "said" in after else "") + "handler\n"
+
+
 def test_module_and_argv():
     done = subprocess.run([sys.executable, "-m", "lit_vgrpo", "train"], capture_output=True, text=True)
     assert done.returncode == 2
