@@ -119,6 +119,11 @@ def soft_clip(advantages: Tensor, limit: float | None) -> Tensor:
     return advantages if limit is None else limit * torch.tanh(advantages / limit)
 
 
+def clamped(advantages: Tensor, limit: float | None) -> Tensor:
+    """Bound advantages at ``limit``; ``None`` leaves them as they are."""
+    return advantages if limit is None else advantages.clamp(-limit, limit)
+
+
 def no_spread_share(rewards: Tensor, group_ids: Tensor) -> float:
     """Share of groups, in [0, 1], whose valid rewards are all equal: they give no gradient."""
     mean, std, _, index = group_statistics(rewards, group_ids)

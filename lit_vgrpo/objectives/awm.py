@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
 from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sampling import STREAM_TIMES
@@ -22,7 +23,7 @@ from lit_vgrpo.objectives.forward import DrawnTimesObjective
 from lit_vgrpo.objectives.pairs import mean_over_pairs, pairs_at, squared_distance, stored_errors, with_negatives
 from lit_vgrpo.policies.base import Policy
 
-Weighting = Literal["power", "uniform", "time", "time_squared"]
+Weighting = Literal["power", "huber", "uniform", "time", "time_squared"]
 ERROR_OFFSET = 1e-10
 
 
@@ -32,12 +33,15 @@ def log_likelihood(errors: Tensor, times: Tensor, weighting: Weighting = "power"
     Args:
         errors: ``e = m((v_theta - (eps - x))^2)``, shape ``(B, N)``.
         times: ``t``, shape ``(B, N)``, in (0, 1].
-        weighting: ``-t ((e + 1e-10)^p - (1e-10)^p) / p``, ``-e``, ``-t e`` or ``-t^2 e``.
+        weighting: ``-t ((e + 1e-10)^p - (1e-10)^p) / p``; ``-t (sqrt(e + 1e-10) - 1e-5)``, which is half of that with
+            ``p = 1/2``; ``-e``, ``-t e`` or ``-t^2 e``.
         power: ``p`` of the first.
 
     Returns:
         Shape ``(B, N)``, at most 0.
     """
+    if weighting == "huber":
+        return log_likelihood(errors, times, "power", 0.5) / 2
     if weighting == "power":
         return -times * ((errors + ERROR_OFFSET) ** power - ERROR_OFFSET**power) / power
     return -errors * {"uniform": torch.ones_like(times), "time": times, "time_squared": times.square()}[weighting]
@@ -55,8 +59,9 @@ class AWM(DrawnTimesObjective):
     Args:
         num_times: times per image, one in each equal part of the schedule, shared by the images of a micro-batch.
         weighting: see :func:`log_likelihood`.
-        power: exponent of the power weighting.
+        power: exponent of the power weighting; the others do not use it.
         clip: half-width of the ratio's trust region; null for none. 1.0, nearly no bound, is what the public code sets.
+        advantage_clip: bound on the advantages, before they are divided; null for none.
         advantage_scale: advantages are divided by this.
         kl_weight: weight of the squared distance to the start's velocity: 3e-3 in the public code's GenEval and OCR
             runs, 1e-4 for PickScore; 0 saves the reference's passes.
@@ -83,6 +88,7 @@ class AWM(DrawnTimesObjective):
     ema_weight: NonNegativeFloat = 1.0
     ema_decay_rate: NonNegativeFloat = 0.001
     ema_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3
+    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
 
     def __post_init__(self) -> None:
         known = get_args(Weighting)
@@ -109,7 +115,8 @@ class AWM(DrawnTimesObjective):
         pairs = pairs_at(context, times, shared=False)
         if self.antithetic:
             pairs, weights = with_negatives(pairs), weights.repeat(1, 2)
-        experience = context.experience(pairs, advantages=context.advantages / self.advantage_scale)
+        advantages = clamped(context.advantages, self.advantage_clip) / self.advantage_scale
+        experience = context.experience(pairs, advantages=advantages)
         self.weight_pairs(experience, weights.to(pairs.times.device))
         if context.updates > 1:
             with context.ledger.phase("old"):

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, Range
 from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
@@ -149,9 +150,7 @@ class ChainObjective(Objective):
             self.copies["reference"] = Snapshot(policy)
 
     def prepare(self, context: PrepareContext) -> Experience:
-        policy, advantages = context.policy, context.advantages
-        if self.advantage_clip is not None:
-            advantages = advantages.clamp(-self.advantage_clip, self.advantage_clip)
+        policy, advantages = context.policy, clamped(context.advantages, self.advantage_clip)
         experience = context.experience(extras=self._chosen(context.rollout), advantages=advantages)
         if self._recomputes_old:
             with context.ledger.phase("old"), torch.no_grad():

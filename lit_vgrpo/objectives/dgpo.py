@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.probability_paths import expand
 from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, Range, checked
@@ -56,6 +57,7 @@ class DGPO(ForwardObjective):
         num_times: times of an iteration, the same for all images and ranks.
         noisiest: of how many of the sampler's noisiest times they are drawn, without repetition; null for all.
         beta: 100 (OCR, GenEval) or 10 (PickScore): how soon a satisfied group stops to pull.
+        advantage_clip: bound on the advantages; null for none. Where it acts, a group's no longer sum to 0.
         kl_weight: weight of the squared distance to the reference's predictions: 0.02, or 0.001.
         clip: how far an image's likelihood may move from the old policy before its gradient is dropped: 1e-2, or 5e-2.
         reference: the preference's and the KL's reference: the start, or the slowly moving old policy, which needs no
@@ -79,6 +81,7 @@ class DGPO(ForwardObjective):
     old_decay_rate: NonNegativeFloat = 0.001
     old_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3
     behaviour_from_step: NonNegativeInt = 200
+    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
 
     def __post_init__(self) -> None:
         require(self.reference in ("frozen", "moving"), "reference", self.reference, "Use frozen or moving")
@@ -124,8 +127,9 @@ class DGPO(ForwardObjective):
         times = self.sampler_times(rollout).pick(self.num_times, generator)
         group_size = torch.full((len(rollout),), rollout.group_size, device=device)
         experience = context.experience(
-            pairs_at(context, times, shared=True),
-            {"group_ids": rollout.group_ids.to(device), "group_size": group_size},
+            advantages=clamped(context.advantages, self.advantage_clip),
+            pairs=pairs_at(context, times, shared=True),
+            extras={"group_ids": rollout.group_ids.to(device), "group_size": group_size},
         )
         if "reference" in self.copies:
             micros = experience.micro_batches(context.micro_batch_size)

@@ -144,7 +144,7 @@ TAKEN = {
         (
             ["1e12", "null", "a million million"],
             "drop DDPO.advantage_clip DanceGRPO.advantage_clip scale_cap FlowGRPO.advantage_clip "
-            "MixGRPO.advantage_clip soft_clip",
+            "AWM.advantage_clip DGPO.advantage_clip MixGRPO.advantage_clip soft_clip",
         ),
         (
             ["null", "a million million"],

@@ -37,6 +37,7 @@ def small(**options):
 
 def log_q(error, t, weighting, p):
     return {
+        "huber": lambda: -t * ((error + 1e-10).sqrt() - 1e-5),
         "power": lambda: -t * ((error + 1e-10) ** p - 1e-10**p) / p,
         "uniform": lambda: -error,
         "time": lambda: -t * error,
@@ -44,7 +45,7 @@ def log_q(error, t, weighting, p):
     }[weighting]()
 
 
-@pytest.mark.parametrize("weighting", ["power", "uniform", "time", "time_squared"])
+@pytest.mark.parametrize("weighting", ["power", "huber", "uniform", "time", "time_squared"])
 def test_loss_and_gradient_equal_the_paper_in_float64(network, weighting):
     objective = small(weighting=weighting, power=0.5, clip=0.003, kl_weight=0.1, ema_weight=0.7)
     spread_copies(network, objective)
@@ -83,9 +84,21 @@ def test_the_likelihoods_by_hand():
     power = log_likelihood(errors, t)[0].tolist()
     assert power[0] == 0
     assert power[1] == pytest.approx(-2 * (0.0081000001**0.25 - 1e-10**0.25), rel=1e-5)
+    huber = log_likelihood(errors, t, "huber")[0].tolist()
+    assert huber == [0, pytest.approx(-0.5 * (0.0081000001**0.5 - 1e-5), rel=1e-5)]
     assert log_likelihood(errors, t, "uniform")[0, 1].item() == pytest.approx(-0.0081)
     assert log_likelihood(errors, t, "time")[0, 1].item() == pytest.approx(-0.00405)
     assert log_likelihood(errors, t, "time_squared")[0, 1].item() == pytest.approx(-0.002025)
+
+
+def test_advantages_are_clamped_before_they_are_divided(policy):
+    advantages = torch.tensor([7.0, -6.0, -1.0, 4.0, 0.0, -4.0])
+    options = {"kl_weight": 0.0, "ema_weight": 0.0}
+    assert prepare(policy, small(**options), advantages).advantages.tolist() == pytest.approx(
+        [1, -1, -0.2, 0.8, 0, -0.8]
+    )
+    free = prepare(policy, small(advantage_clip=None, **options), advantages)
+    assert free.advantages.tolist() == pytest.approx([1.4, -1.2, -0.2, 0.8, 0, -0.8])
 
 
 def test_the_on_policy_shortcut_has_the_same_gradient_and_no_old_passes(policy):

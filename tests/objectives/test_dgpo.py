@@ -158,6 +158,14 @@ def test_the_weight_of_a_group_is_that_of_each_time():
     assert whole.tolist() == [0.5, 0.5]
 
 
+def test_advantages_are_clamped(policy):
+    advantages = torch.tensor([7.0, -6.0, -1.0, 4.0, 0.0, -4.0])
+    for clip, expected in ((5.0, [5, -5, -1, 4, 0, -4]), (None, [7, -6, -1, 4, 0, -4])):
+        objective = small(advantage_clip=clip, reference="moving")
+        objective.setup(policy)
+        assert prepare(policy, objective, advantages).advantages.tolist() == expected
+
+
 def test_an_image_that_has_gone_far_enough_has_no_gradient(policy):
     old, new = torch.full((6,), 1.0), torch.tensor([0.95, 1.05, 0.95, 1.05, 1.05, 0.995])
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 1.0])
