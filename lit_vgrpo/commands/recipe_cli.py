@@ -12,7 +12,6 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from typing_extensions import override
@@ -21,11 +20,11 @@ from lit_vgrpo import callbacks as our_callbacks
 from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so that their classes go by short names
 from lit_vgrpo.commands.callback_checks import callback_faults, refuse_twins
 from lit_vgrpo.commands.prompt_checks import UnscorablePrompts
+from lit_vgrpo.commands.run_parts import as_list, read_checkpoint, refuse_finished, run_loggers
 from lit_vgrpo.config.recipe import Command, parser_config
 from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, options_of_class
 from lit_vgrpo.core.ranges import Seed
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.distributed.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.distributed.registry import strategy_faults
 from lit_vgrpo.errors import UserError, one_line, report, with_full_keys
 from lit_vgrpo.module import VGRPOModule
@@ -42,11 +41,9 @@ from lit_vgrpo.runs.folder import (
 )
 from lit_vgrpo.runs.inputs import inputs_of
 from lit_vgrpo.runs.limits import limit_fault
-from lit_vgrpo.runs.metrics_table import MetricsTable, rows_up_to
 from lit_vgrpo.runs.recipe_changes import RecipeInCheckpoint, refuse_changes
-from lit_vgrpo.runs.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
+from lit_vgrpo.runs.resume import Resumption, last_good_checkpoint, resumed_folder
 from lit_vgrpo.runs.resume_guard import ResumeGuard
-from lit_vgrpo.runs.tensorboard import Events
 from lit_vgrpo.system.memory import device_name, idle_gpu
 from lit_vgrpo.system.paths import write_whole
 
@@ -190,30 +187,12 @@ class RecipeCLI(LightningCLI):
         if path is None:
             return
         what = f"ckpt_path={path}" if self.resumption is None else path
-        if not Path(path).exists():
-            raise UserError(f"{what} does not exist. Give a checkpoint of an earlier run.")
-        if Path(path).is_dir():
-            newest = newest_checkpoint(Path(path))
-            advice = (
-                "Give a checkpoint file."
-                if newest is None
-                else f"Set ckpt_path={newest}, or continue it with --resume."
-            )
-            raise UserError(f"{what} is a folder. {advice}")
-        try:
-            checkpoint = read_sound(Path(path))
-        except CheckpointDamage as damage:
-            raise UserError(f"{what} {damage}. Give another checkpoint of its folder.") from damage
+        checkpoint = read_checkpoint(Path(path), what)
         inputs, allowed = inputs_of(self.model, self.datamodule), self.config.allow_changes
         self.allowed_changes = refuse_changes(checkpoint, self.carried.recipe, inputs, allowed, what)
         self.guard.expect(inputs, allowed, self.allowed_changes)
-        progress = Progress.of(checkpoint)
-        if self.resumption is None and progress.is_finished(self.trainer.max_epochs, self.trainer.max_steps):
-            limit = "max_epochs" if progress.is_finished(self.trainer.max_epochs, max_steps=-1) else "max_steps"
-            raise UserError(
-                f"{what} is the state after {progress.iterations} iterations, {progress.optimizer_steps} optimizer "
-                f"steps. trainer.{limit}={getattr(self.trainer, limit)} leaves nothing to do: set it higher."
-            )
+        if self.resumption is None:
+            refuse_finished(checkpoint, self.trainer, what)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -231,17 +210,10 @@ class RecipeCLI(LightningCLI):
 
     def _trainer_in(self, folder: Path) -> Trainer:
         settings = self.config_init.trainer
-        progress = self.resumption.progress if self.resumption is not None else None
-        loggers = _as_list(settings.logger, Logger)
-        if not any(isinstance(logger, CSVLogger) for logger in loggers):
-            loggers.insert(0, MetricsTable(folder, rows_up_to(progress) if self.resumption is not None else None))
-        if settings.logger in (None, True):
-            purge: Any = {"purge_step": progress.optimizer_steps} if progress is not None else {}
-            loggers.append(Events(folder, name="", version="tensorboard", **purge))
         return super().instantiate_trainer(
             default_root_dir=str(folder),
-            logger=loggers,
-            callbacks=self._callbacks(_as_list(settings.callbacks, Callback)),
+            logger=run_loggers(settings.logger, folder, self.resumption),
+            callbacks=self._callbacks(as_list(settings.callbacks, Callback)),
         )
 
     def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
@@ -263,7 +235,7 @@ class RecipeCLI(LightningCLI):
     def faults(self) -> list[str]:
         """Return all errors that can be found without loading weights."""
         ranks = self.trainer.world_size
-        chosen = _as_list(self.config_init.trainer.callbacks, Callback)
+        chosen = as_list(self.config_init.trainer.callbacks, Callback)
         of_callbacks = callback_faults(chosen, self.model, self.datamodule, ranks)
         of_strategy = strategy_faults(
             self.trainer.strategy, self.model.policy, self.model.optimization.optimizer, self.datamodule.sizes
@@ -339,9 +311,3 @@ def say_on_first(line: str) -> None:
     """Print a line on stderr, on the first rank only."""
     if is_first_process():
         report([line])
-
-
-def _as_list(value: Any, kind: type) -> list[Any]:
-    if isinstance(value, kind):
-        return [value]
-    return [] if value is None or isinstance(value, bool) else list(value)
