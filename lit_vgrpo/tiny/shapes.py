@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.ranges import ClosedUnitInterval, checked
+
 IMAGE_SIZE = 32
 BACKGROUND = (0.93, 0.92, 0.90)
 PALETTE: dict[str, tuple[float, float, float]] = {
@@ -118,6 +120,7 @@ def render(colour: str, shape: str, place: str, generator: torch.Generator | Non
     return background + mask * (torch.tensor(PALETTE[colour])[:, None, None] - background)
 
 
+@checked
 class ShapesImages:
     """Training images for the denoising objective, with captions that are often wrong.
 
@@ -126,9 +129,7 @@ class ShapesImages:
             A model trained on such pairs follows prompts badly, which leaves the reward something to teach.
     """
 
-    def __init__(self, caption_noise: float = 0.45) -> None:
-        if not 0 <= caption_noise <= 1:
-            raise ValueError(f"caption_noise={caption_noise} is not a probability. Use a number from 0 to 1.")
+    def __init__(self, caption_noise: ClosedUnitInterval = 0.45) -> None:
         self.caption_noise = caption_noise
 
     def __call__(

@@ -12,6 +12,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from lit_vgrpo.core.ranges import ClosedUnitInterval, checked
+
 HEIGHT, WIDTH = 16, 40  # pixels
 LETTERS = "ABCDEFGLMNPRSTUW"  # of all words; without O, which a reader takes for 0 where no word is spelt
 WORD_LENGTH = 3
@@ -77,6 +79,7 @@ def random_pictures(count: int, generator: torch.Generator) -> Tensor:
     return torch.stack([render(random_letters(generator), generator) for _ in range(count)])
 
 
+@checked
 class WordImages:
     """Training images for the denoising objective, with captions that are often misspelt.
 
@@ -87,9 +90,7 @@ class WordImages:
             trained on such pairs spells badly, which leaves the reward something to teach.
     """
 
-    def __init__(self, caption_noise: float = 0.4) -> None:
-        if not 0 <= caption_noise <= 1:
-            raise ValueError(f"caption_noise={caption_noise} is not a probability. Use a number from 0 to 1.")
+    def __init__(self, caption_noise: ClosedUnitInterval = 0.4) -> None:
         self.caption_noise = caption_noise
 
     def __call__(

@@ -198,7 +198,7 @@ def test_the_pretraining_recipe_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_bad_values_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"caption_noise=2 is not a probability"):
+    with pytest.raises(ValueError, match=r"caption_noise=2 is too large. Use a number from 0 to 1."):
         WordImages(caption_noise=2)
     with pytest.raises(SystemExit):
         main(["folder", "--kind", "unet", "--task", "words"])

@@ -113,7 +113,7 @@ def test_bad_values_are_refused_in_one_line() -> None:
         render("pink", "circle", "on the left")
     with pytest.raises(ValueError, match=r"shape='star' is unknown"):
         coverage("star", torch.ones(1), torch.ones(1), torch.ones(1))
-    with pytest.raises(ValueError, match=r"caption_noise=2 is not a probability"):
+    with pytest.raises(ValueError, match=r"caption_noise=2 is too large. Use a number from 0 to 1."):
         ShapesImages(caption_noise=2)
     with pytest.raises(ValueError, match=r"prompt 'a house' is not one of the shapes task"):
         ShapesImages()(["a house"], [{}], generators(1))
