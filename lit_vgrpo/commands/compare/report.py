@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lit_vgrpo.callbacks.summary import versions
@@ -59,10 +60,10 @@ def reward_table(rows: Sequence[Row]) -> str:
                 row.method,
                 row.settings,
                 str(done) if done == planned else f"{done}/{planned}",
-                *(_reward(value) for value in (row.start, row.final)),
+                *(reward_cell(value) for value in (row.start, row.final)),
                 spread,
-                _reward(row.best),
-                *(_amount(_mean(end[name] for end in ends)) for name in ("cpu_seconds", "passes")),
+                reward_cell(row.best),
+                *(_amount(fmean(end[name] for end in ends) if ends else None) for name in ("cpu_seconds", "passes")),
             ]
         )
     return markdown_table(header, lines)
@@ -192,7 +193,8 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]
     write_whole(path, lines.getvalue())
 
 
-def _reward(value: float | None) -> str:
+def reward_cell(value: float | None) -> str:
+    """Format a reward; a dash for none."""
     return "-" if value is None else f"{value:.3f}"
 
 
@@ -205,8 +207,3 @@ def _amount(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.1f}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    listed = list(values)
-    return sum(listed) / len(listed) if listed else None

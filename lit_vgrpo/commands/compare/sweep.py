@@ -12,7 +12,7 @@ import yaml
 
 from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.commands.compare.plan import Entrant, tuned_part
-from lit_vgrpo.commands.compare.report import faults_text, markdown_table, setting, write_csv
+from lit_vgrpo.commands.compare.report import faults_text, markdown_table, reward_cell, setting, write_csv
 from lit_vgrpo.commands.compare.results import Curve
 from lit_vgrpo.system.paths import write_whole
 
@@ -85,7 +85,7 @@ def write_sweep(options: CompareOptions, trials: Sequence[Trial]) -> str:
         top = fmean(max(values) for values in done) if done else None
         cpu = fmean(c.evaluations[-1]["cpu_seconds"] for c in trial.curves if c.evaluations) if done else None
         mark = "best" if best[trial.entrant.method] is trial else ""
-        cells = ["-" if value is None else f"{value:.3f}" for value in (start, trial.final, top)]
+        cells = [reward_cell(value) for value in (start, trial.final, top)]
         lines.append([trial.entrant.method, trial.values, *cells, "-" if cpu is None else f"{cpu:.0f}", mark])
     parts = [markdown_table(["method", "values", "start", "final", "best", "CPU s", ""], lines)]
     failed = faults_text([curve for trial in trials for curve in trial.curves])
