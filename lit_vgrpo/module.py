@@ -224,8 +224,9 @@ class VGRPOModule(HeldOutModule):
         with timed(record.seconds, "prepare"):
             if not record.has_advantage:
                 return Experience.of(rollout, advantages)
+            later = None if batch.order is None else torch.tensor(batch.order[len(batch.order) // batch.updates :])
             context = PrepareContext(
-                self.policy, rollout, advantages, batch.micro_batch_size, batch.updates, self.ledger
+                self.policy, rollout, advantages, batch.micro_batch_size, batch.updates, self.ledger, later
             )
             return self.objective.prepare(context)
 

@@ -126,6 +126,21 @@ def test_split_updates_train_each_image_once(tiny_sd3, tmp_path):
     assert float(torch.cat(module.record.metrics["ratio_deviation"])[:4].max()) < 1e-6
 
 
+@pytest.mark.parametrize("method", [VGRPO, AWM])
+def test_split_updates_pay_for_the_old_policy_after_the_first(tiny_sd3, tmp_path, method):
+    def make():
+        return method(RolloutSpec(steps=2), 2)
+
+    module, trainer = run(tiny_sd3, tmp_path, make, 2, split_updates=True)
+    assert trainer.global_step == 2
+    counts = module.ledger.training_counts()
+    assert sum(counts["old"].values()) == 2 * module.images_seen / 2
+    planned = module.objective.passes_per_image(trainer.datamodule.sizes)
+    assert planned == {phase: sum(count.values()) / module.images_seen for phase, count in counts.items()}
+    deviation = torch.cat(module.record.metrics["ratio_deviation"])
+    assert deviation[: len(deviation) // 2].max() == 0 < deviation[len(deviation) // 2 :].max()
+
+
 @pytest.mark.parametrize(
     ("prompts", "group", "ranks"),
     [(8, 3, [1, 2, 4]), (3, 4, [1, 3, 6]), (1, 4, [1, 2]), (5, 3, [1])],

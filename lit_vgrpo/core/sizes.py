@@ -32,7 +32,7 @@ class Plan:
     steps_per_iteration: int  # = length of the training loader on every rank
     is_settled: bool = True  # False while a micro-batch size of "auto" has still to be chosen
 
-    def table(self, passes_per_image: Mapping[str, int] | None = None) -> str:
+    def table(self, passes_per_image: Mapping[str, float] | None = None) -> str:
         """Return the plan as aligned text.
 
         Args:
@@ -96,6 +96,11 @@ class Sizes:
     def holds_whole_groups(self) -> bool:
         """Whether it is known that every micro-batch is made of whole groups."""
         return self.micro_batch_size != "auto" and self.micro_batch_size % self.group_size == 0
+
+    @property
+    def later_share(self) -> float:
+        """Share of the images that an iteration's first update does not train on, in [0, 1]; 1 where all updates do."""
+        return (self._shares - 1) / self._shares if self._shares > 1 else 1.0
 
     def images_per_share(self, world_size: int) -> int:
         """Return the images of one update on a rank, of which a micro-batch is a part."""

@@ -20,7 +20,14 @@ from lit_vgrpo.core.surrogate import (
 )
 from lit_vgrpo.objectives.base import PrepareContext, require
 from lit_vgrpo.objectives.forward import DrawnTimesObjective
-from lit_vgrpo.objectives.pairs import mean_over_pairs, pairs_at, squared_distance, stored_errors, with_negatives
+from lit_vgrpo.objectives.pairs import (
+    mean_over_pairs,
+    old_values,
+    pairs_at,
+    squared_distance,
+    stored_errors,
+    with_negatives,
+)
 from lit_vgrpo.policies.base import Policy
 
 Weighting = Literal["power", "huber", "uniform", "time", "time_squared"]
@@ -95,10 +102,10 @@ class AWM(DrawnTimesObjective):
         require(self.weighting in known, "weighting", self.weighting, f"Use {', '.join(known[:-1])} or {known[-1]}")
         super().__post_init__()
 
-    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
-        passes = {"update": sizes.uses_per_image * self.num_times}
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
+        passes: dict[str, float] = {"update": sizes.uses_per_image * self.num_times}
         if sizes.updates_per_iteration > 1:
-            passes["old"] = self.num_times
+            passes["old"] = self.num_times * sizes.later_share
         return passes | dict.fromkeys(self._pulls(), self.num_times)
 
     def _pulls(self) -> dict[str, float]:
@@ -119,9 +126,10 @@ class AWM(DrawnTimesObjective):
         experience = context.experience(pairs, advantages=advantages)
         self.weight_pairs(experience, weights.to(pairs.times.device))
         if context.updates > 1:
+            later = context.later_of(experience)
             with context.ledger.phase("old"):
-                errors = stored_errors(context, experience, "v", None, self.guidance_in("training", policy))
-            experience.extras["old_log_likelihood"] = self._log_likelihood(experience, errors)
+                errors = stored_errors(context, later, "v", None, self.guidance_in("training", policy))
+            experience.extras["old_log_likelihood"] = context.placed(self._log_likelihood(later, errors))
         for name in self._pulls():
             experience.extras[f"{name}_prediction"] = self.copy_predictions(context, experience, name)
         return experience
@@ -145,7 +153,7 @@ class AWM(DrawnTimesObjective):
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         prediction, error, _ = self.predict(policy, micro, "v")
         log_q = self._log_likelihood(micro, error)
-        log_ratio = log_q - micro.extras.get("old_log_likelihood", log_q.detach())
+        log_ratio = log_q - old_values(micro, "old_log_likelihood", log_q)
         weights = micro.extras.get("pair_weight")
         gain = mean_over_pairs(clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip), weights)
         distances = {

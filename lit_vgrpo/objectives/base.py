@@ -4,6 +4,7 @@ Files with methods have no ``from __future__ import annotations``: a recipe's pa
 from the module of the last class, where a string from a base class would mean nothing.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,6 +36,8 @@ class PrepareContext:
         micro_batch_size: images per forward pass; the same as in the updates, since kernels round by batch size.
         updates: gradient steps of this iteration; from the second on the policy has moved.
         ledger: where extra network passes are booked.
+        later: ``(K,)``, int64: the images that the first update does not train on, where every update takes its own
+            share; ``None`` where all updates train on all images.
     """
 
     policy: Policy
@@ -43,6 +46,19 @@ class PrepareContext:
     micro_batch_size: int
     updates: int = 1
     ledger: PassLedger = field(default_factory=PassLedger)
+    later: Tensor | None = None
+
+    def later_of(self, experience: Experience) -> Experience:
+        """Return the images whose policy has moved by the time they are trained on, in the order of the updates."""
+        return experience if self.later is None else experience.select(self.later.to(experience.latents.device))
+
+    def placed(self, values: Tensor) -> Tensor:
+        """Give values of the later images ``(K, ...)`` their places among all ``(B, ...)``, with NaN for the others."""
+        if self.later is None:
+            return values
+        places = values.new_full((len(self.rollout), *values.shape[1:]), math.nan)
+        places[self.later.to(values.device)] = values
+        return places
 
     def experience(
         self, pairs: Pairs | None = None, extras: dict[str, Tensor] | None = None, advantages: Tensor | None = None
@@ -128,14 +144,14 @@ class Objective(ABC):
         options = " or ".join((*policy.solvers, *policy.sde_solvers))
         return [f"model.objective.rollout.solver={spec.solver} is not a solver of {policy.__name__}. Use {options}."]
 
-    def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, int]:
+    def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:
         """Network passes an image by phase of the ledger; guidance counts twice, a backward is not counted.
 
         Args:
             policy: whose network it is; ``None`` stands for one without a guidance scale of its own.
         """
         spec = self.rollout_spec(0)
-        passes = {"rollout": spec.network_calls * _guidance_factor(spec.guidance, policy)}
+        passes: dict[str, float] = {"rollout": spec.network_calls * _guidance_factor(spec.guidance, policy)}
         training = _guidance_factor(self.guidance_in("training", policy), policy)
         reference = _guidance_factor(self.guidance_in("reference", policy), policy)
         for phase, count in self.prediction_passes(sizes).items():
@@ -143,7 +159,7 @@ class Objective(ABC):
         return passes
 
     @abstractmethod
-    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         """Predictions an image by phase, beside the rollout's; one with guidance still counts once."""
 
     def guidance_in(self, use: Literal["training", "reference"], policy: Policy | None) -> float:

@@ -127,9 +127,9 @@ class ChainObjective(Objective):
     def check(self, sizes: Sizes) -> list[str]:
         return self.chain_faults() or super().check(sizes)
 
-    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         steps = self.num_trained_steps(self.rollout_spec(0))
-        passes = {"update": steps * sizes.uses_per_image}
+        passes: dict[str, float] = {"update": steps * sizes.uses_per_image}
         if self._recomputes_old:
             passes["old"] = steps
         if self.kl_weight > 0:

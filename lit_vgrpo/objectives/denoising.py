@@ -54,10 +54,10 @@ class Denoising(Objective):
         self.rollout = self.rollout or RolloutSpec()
         super().__post_init__()
 
-    def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, int]:
+    def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:
         return self.prediction_passes(sizes)
 
-    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         return {"update": sizes.uses_per_image * self.num_mc_samples}
 
     def roll_out(self, policy: Policy, request: RolloutRequest, on_batch: BatchHook | None = None) -> Rollout:

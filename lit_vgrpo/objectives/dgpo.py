@@ -102,9 +102,9 @@ class DGPO(ForwardObjective):
     def fewest_times(self) -> int:
         return self.num_times
 
-    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         trained = sizes.uses_per_image * self.num_times
-        passes = {"update": trained, "old": trained}
+        passes: dict[str, float] = {"update": trained, "old": trained}
         if self.reference == "frozen":
             passes["reference"] = self.num_times
         if not sizes.holds_whole_groups:

@@ -136,9 +136,9 @@ class DiffusionNFT(ForwardObjective):
         """Return how many of the sampler's times each image trains at."""
         return self.num_times or (self.noisiest or self.spec.network_calls) - 1
 
-    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         times = self.times_an_image()
-        passes = {"update": sizes.uses_per_image * times}
+        passes: dict[str, float] = {"update": sizes.uses_per_image * times}
         if not self._is_on_policy(sizes.updates_per_iteration):
             passes["old"] = times
         if self.kl_weight > 0:

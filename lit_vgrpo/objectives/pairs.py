@@ -161,6 +161,15 @@ def stored_errors(
     return torch.cat([predict_pairs(policy, micro, space, cap, guidance)[1] for micro in micros])
 
 
+def old_values(micro: Experience, name: str, current: Tensor) -> Tensor:
+    """Return what the old policy's passes stored under a name, and the current values, detached, where there were none.
+
+    An iteration's first update trains the old policy itself, so its images need no passes: NaN marks them.
+    """
+    stored = micro.extras.get(name)
+    return current.detach() if stored is None else torch.where(stored.isnan(), current.detach(), stored)
+
+
 def squared_distance(prediction: Tensor, stored: Tensor, weights: Tensor | None = None) -> Tensor:
     """``m((v_theta - v_stored)^2)`` between a network's predictions, mean over the pairs; ``(B, N, ...) -> (B,)``."""
     return mean_over_pairs(mean_over_pixels((prediction - stored).square(), 2), weights)

@@ -22,7 +22,7 @@ from lit_vgrpo.core.surrogate import (
 )
 from lit_vgrpo.objectives.base import PrepareContext, require
 from lit_vgrpo.objectives.forward import DrawnTimesObjective
-from lit_vgrpo.objectives.pairs import Sharing, mean_over_pairs, weighted_pairs
+from lit_vgrpo.objectives.pairs import Sharing, mean_over_pairs, old_values, weighted_pairs
 from lit_vgrpo.policies.base import Policy
 
 
@@ -123,10 +123,10 @@ class VGRPO(DrawnTimesObjective):
             )
         return faults
 
-    def prediction_passes(self, sizes: Sizes) -> dict[str, int]:
-        passes = {"update": sizes.uses_per_image * self.num_mc_samples}
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
+        passes: dict[str, float] = {"update": sizes.uses_per_image * self.num_mc_samples}
         if sizes.updates_per_iteration > 1:
-            passes["old"] = self.num_mc_samples
+            passes["old"] = self.num_mc_samples * sizes.later_share
         if self._copy is not None:
             passes[self._copy] = self.num_mc_samples
         return passes
@@ -164,13 +164,13 @@ class VGRPO(DrawnTimesObjective):
     def _stored(self, context: PrepareContext, experience: Experience, wanted: Set[str]) -> dict[str, Tensor]:
         """Return what is wanted of the current weights, and no more: predictions are as large as all pairs."""
         stored: dict[str, list[Tensor]] = {name: [] for name in wanted}
-        for micro in experience.micro_batches(context.micro_batch_size):
+        for micro in context.later_of(experience).micro_batches(context.micro_batch_size):
             prediction, error, _ = self.predict(context.policy, micro, self.space, self.scale_cap)
             if "old_surrogate" in wanted:
                 stored["old_surrogate"].append(self._surrogate(micro, error))
             if "kl_prediction" in wanted:
                 stored["kl_prediction"].append(prediction)
-        return {name: torch.cat(parts) for name, parts in stored.items()}
+        return {name: context.placed(torch.cat(parts)) for name, parts in stored.items()}
 
     def _surrogate(self, micro: Experience, error: Tensor) -> Tensor:
         return mean_over_pairs(denoising_error(error, self.self_normalise), micro.extras.get("pair_weight"))
@@ -178,11 +178,11 @@ class VGRPO(DrawnTimesObjective):
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         prediction, error, scale = self.predict(policy, micro, self.space, self.scale_cap)
         elbo = self._surrogate(micro, error)
-        log_ratio = micro.extras.get("old_surrogate", elbo.detach()) - elbo
+        log_ratio = old_values(micro, "old_surrogate", elbo) - elbo
         objective = clipped_surrogate(log_ratio, micro.advantages, self.clip)
         distance = torch.zeros_like(elbo)
         if "kl_prediction" in micro.extras:
-            per_pair = prediction_distance(prediction, micro.extras["kl_prediction"], scale)
+            per_pair = prediction_distance(prediction, old_values(micro, "kl_prediction", prediction), scale)
             # The distance to a copy is measured in the surrogate's own unit, so that one weight fits every time.
             per_pair = per_pair / absolute_error(error) if self._copy is not None else per_pair
             distance = mean_over_pairs(per_pair, micro.extras.get("pair_weight"))

@@ -171,9 +171,8 @@ def test_passes_are_those_of_the_table(policy, updates, split):
     objective.setup(policy)
     with ledger.phase("rollout"):
         rollout = roll(policy, objective)
-    experience = objective.prepare(
-        PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=3, updates=updates, ledger=ledger)
-    )
+    later = torch.arange(3, 6) if split and updates == 2 else None
+    experience = objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, 3, updates, ledger, later))
     for _ in range(1 if split else updates):
         loss_and_gradient(policy, objective, experience.micro_batches(3))
     found = {name: sum(count.values()) / 6 for name, count in ledger.counts.items()}

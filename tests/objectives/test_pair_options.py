@@ -11,6 +11,7 @@ from pair_methods import (
     nudge,
     pixel_mean,
     prepare,
+    roll,
     spread_copies,
     weights,
 )
@@ -19,6 +20,7 @@ from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.objectives import AWM, VGRPO
+from lit_vgrpo.objectives.base import PrepareContext
 
 EIGHT, SIZES = RolloutSpec(steps=8), Sizes(2, 3, micro_batch_size=6)
 
@@ -131,6 +133,38 @@ def test_passes_of_the_kl(policy, options, phase):
     assert {name: ledger.counts[name]["without_grad"] / 6 for name in {"old", phase}} == dict.fromkeys(
         {"old", phase}, 2
     )
+
+
+@pytest.mark.parametrize(
+    ("objective", "names"),
+    [
+        (VGRPO(EIGHT, 2, clip=0.9, kl_weight=0.5), {"old_surrogate", "kl_prediction"}),
+        (AWM(EIGHT, 2, kl_weight=0.0, ema_weight=0.0), {"old_log_likelihood"}),
+    ],
+    ids=["V-GRPO", "AWM"],
+)
+def test_the_first_share_of_split_updates_needs_no_old_passes(policy, objective, names):
+    objective.setup(policy)
+    rollout, ledger, order = roll(policy, objective), PassLedger(), torch.tensor([1, 3, 4, 0, 2, 5])
+    ledger.attach(policy.network)
+
+    def shares(later):
+        context = PrepareContext(policy, rollout, ADVANTAGES, 1, updates=2, ledger=ledger, later=later)
+        experience = objective.prepare(context).select(order)
+        assert experience.extras.keys() == names
+        return [experience.select(slice(0, 3)), experience.select(slice(3, 6))]
+
+    whole = shares(None)
+    assert ledger.counts["old"]["without_grad"] == 12
+    split = shares(order[3:])
+    assert ledger.counts["old"]["without_grad"] == 12 + 6
+    for k in range(2):
+        found, expected = (loss_and_gradient(policy, objective, share[k].micro_batches(1)) for share in (split, whole))
+        assert found[0] == expected[0]
+        assert torch.equal(found[1], expected[1])
+        assert found[1].abs().max() > 0
+        assert (objective.loss(policy, split[k])[1]["ratio_deviation"].max() < 1e-5) == (k == 0)
+        nudge(policy)
 
 
 @pytest.mark.parametrize(
