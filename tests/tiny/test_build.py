@@ -127,6 +127,14 @@ def test_start_takes_the_autoencoder_of_another_folder(tmp_path: Path, capsys: p
     assert str(tmp_path / "start") in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("task", ["shapes", "words"])
+def test_start_trains_an_autoencoder_of_its_own(tmp_path: Path, task: str) -> None:
+    main([str(tmp_path), "--task", task, "--vae-steps", "5"])
+    config = load_sd3(tmp_path).vae.config
+    assert config.scaling_factor not in (0.8, 1.0)  # fitted to its latents, and not that of an untrained one
+    assert config.shift_factor == 0
+
+
 def test_clip_folder_takes_any_text(tmp_path: Path) -> None:
     build_clip(tmp_path)
     processor = CLIPProcessor.from_pretrained(tmp_path)
