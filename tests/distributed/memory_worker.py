@@ -43,7 +43,7 @@ def storages():
 
 
 class Count(L.Callback):
-    """Counts the storages of an update of two micro-batches, without text encoders and VAE."""
+    """Counts the storages of an update of two micro-batches, without encoders, the embeddings kept of them, and VAE."""
 
     def __init__(self, live):
         self.live = live
@@ -52,8 +52,10 @@ class Count(L.Callback):
 
     def _alive(self, module):
         pipeline = module.policy.pipeline
-        frozen = [t for part in (*module.policy.encoders(), pipeline.vae) for t in tensors_of(part)]
-        left_out = self._old.keys() | {tensor.untyped_storage()._cdata for tensor in frozen}
+        apart = [t for part in (*module.policy.encoders(), pipeline.vae) for t in tensors_of(part)]
+        apart += [t for row in module.policy.prompt_encoder._recent.values() for t in row.values()]
+        left_out = self._old.keys() | {tensor.untyped_storage()._cdata for tensor in apart}
+        gc.collect()  # what an earlier run left in cycles
         found = {place: seen() for place, seen in self.live._storages.items()}  # what only C++ holds, too
         found |= storages()
         return sum(
