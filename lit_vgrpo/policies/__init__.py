@@ -1,4 +1,4 @@
-"""Denoising models as policies, one file a family."""
+"""Denoising models as policies, one file per model family."""
 
 from lit_vgrpo.core.probability_paths import RectifiedFlow, VariancePreserving
 from lit_vgrpo.core.rollout import Conditioning

@@ -1,4 +1,4 @@
-"""What a denoising model must offer to be trained: the policy ``pi(o | c)``."""
+"""The base class of trainable denoising models: the policy ``pi(o | c)``."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
 
 class Policy(PolicyContract):
-    """A diffusers pipeline seen as a policy over images.
+    """A diffusers pipeline as a policy over images.
 
-    Building one is cheap: :meth:`check` finds faults without reading weights, :meth:`load` reads them. Only
+    The constructor is cheap: :meth:`check` finds errors without reading weights, :meth:`load` reads them. Only
     ``network`` is a submodule. Text encoders, tokenizers and the VAE stay in the pipeline object, outside
-    ``parameters()``, so that neither checkpoints nor DDP buckets nor a strategy's casts touch them.
+    ``parameters()``, so that checkpoints, DDP buckets and a strategy's casts do not include them.
     """
 
     prompt_encoder: PromptEncoder
@@ -38,11 +38,11 @@ class Policy(PolicyContract):
     # --- loading ---------------------------------------------------------------------------------------------------
 
     def check(self) -> list[str]:
-        """Faults that can be found without reading weights, one line each; empty when there are none."""
+        """Return errors that can be found without reading weights, one line each."""
         return [] if self.loaded else pipeline_faults(self)
 
     def load(self) -> Policy:
-        """Check, read the weights and put the adapter in; does nothing the second time.
+        """Check, load the weights and add the adapter; a second call does nothing.
 
         Raises:
             LoadError: the checkpoint is missing, damaged or of another family, or an option does not fit it.
@@ -68,17 +68,17 @@ class Policy(PolicyContract):
 
     @with_cpu_default
     def adopt(self, pipeline: Any) -> Policy:
-        """Train the network of a diffusers pipeline that is already in memory; ``checkpoint`` is then only a name.
+        """Use the network of a diffusers pipeline that is already in memory; ``checkpoint`` is then only a name.
 
         Raises:
-            LoadError: the pipeline is none of the family's, or an option does not fit it.
+            LoadError: the pipeline is of another family, or an option does not fit it.
             RuntimeError: ``start_from`` is given, and the policy was not loaded with its weights.
         """
         put_start = self._put_start
         if self.start_from is not None and put_start is None:
             raise RuntimeError(
-                f"start_from={self.start_from} names a run, which a policy does not read by itself. "
-                "Call lit_vgrpo.runs.start.load_policy(policy) in place of policy.load()."
+                f"start_from={self.start_from} names a run, which a policy cannot read itself. "
+                "Call lit_vgrpo.runs.start.load_policy(policy) instead of policy.load()."
             )
         if (fault := misfit(self, parts_in_memory(pipeline))) is not None:
             raise LoadError(fault)
@@ -118,10 +118,10 @@ class Policy(PolicyContract):
     # --- the model -------------------------------------------------------------------------------------------------
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Compute in the network's own precision, in rollout and training alike, whatever the trainer's is.
+        """Return autocast to the network's precision, the same in rollout and training, whatever the trainer's is.
 
-        Without autocast's cache of weights in 16 bits, which lives as long as the outermost autocast: there it would
-        outlast a swap of the weights, and a pass without gradient. A pass takes each weight once.
+        The cache of 16-bit weights is off: it lives as long as the outermost autocast and would outlast a swap of the
+        weights, or a pass without gradient. A pass uses each weight only once.
         """
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=enabled, cache_enabled=False)
@@ -155,7 +155,7 @@ class Policy(PolicyContract):
         return without + guidance * (with_prompt - without)
 
     def guidance_factor(self, guidance: float) -> int:
-        """Network passes of one prediction: classifier-free guidance takes two."""
+        """Return the network passes per prediction: two with classifier-free guidance."""
         return 1 if guidance == 1.0 or self.embeds_guidance else 2
 
     @in_own_precision
@@ -164,16 +164,16 @@ class Policy(PolicyContract):
         return self.prompt_encoder.negative()
 
     def prior(self, generators: Sequence[torch.Generator]) -> Tensor:
-        """``z_1``: unit Gaussian noise, one generator an image, ``(B, C, h, w)``, the same on every device."""
+        """Sample ``z_1``: unit Gaussian noise ``(B, C, h, w)``, one generator per image, the same on every device."""
         return torch.stack([torch.randn(self.latent_shape, generator=g) for g in generators]).to(self.device)
 
     @in_own_precision
     def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """Prompt embeddings, one row a prompt, float32, on the network's device; from the cache where it has them."""
+        """Return prompt embeddings, one row per prompt, float32, on the network's device; cached if possible."""
         return self.prompt_encoder.encode(prompts)
 
     def encode_each(self, prompts: Sequence[str]) -> tuple[Conditioning, Tensor]:
-        """Return the embeddings of the different prompts, each encoded once, and the row of each prompt ``(B,)``."""
+        """Return the embeddings of the distinct prompts, each encoded once, and the row of each prompt ``(B,)``."""
         distinct = sorted(set(prompts))
         rows = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self.device)
         return self.encode(distinct), rows
@@ -181,7 +181,7 @@ class Policy(PolicyContract):
     @torch.no_grad()
     @in_own_precision
     def decode(self, latents: Tensor) -> Tensor:
-        """Images ``(B, 3, H, W)``, float32 in [0, 1]."""
+        """Decode latents to images ``(B, 3, H, W)``, float32 in [0, 1]."""
         place([self.pipeline.vae], self.device)
         scale, shift = self._latent_affine()
 
@@ -194,7 +194,7 @@ class Policy(PolicyContract):
     @torch.no_grad()
     @in_own_precision
     def encode_images(self, images: Tensor) -> Tensor:
-        """Latents ``(B, C, h, w)`` of images ``(B, 3, H, W)`` in [0, 1]: the mean of the VAE's posterior."""
+        """Encode images ``(B, 3, H, W)`` in [0, 1] to latents ``(B, C, h, w)``, the mean of the VAE's posterior."""
         place([self.pipeline.vae], self.device)
         scale, shift = self._latent_affine()
         pixels = images.to(self.device).float() * 2 - 1
@@ -205,18 +205,18 @@ class Policy(PolicyContract):
 
     @property
     def _vae_batch_size(self) -> int:
-        return 1 if self.vae_slicing else self.decode_batch_size  # a sliced VAE would take what fills up too
+        return 1 if self.vae_slicing else self.decode_batch_size  # a sliced VAE would also decode the padding
 
     def _latent_affine(self) -> tuple[Any, Any]:
-        """Scale and shift between the VAE's latents and the network's, as the family's own pipeline applies them.
+        """Return scale and shift between the VAE's latents and the network's, as in the family's pipeline.
 
-        Numbers, or tensors with an entry a channel.
+        Numbers, or tensors with one entry per channel.
         """
         config = self.pipeline.vae.config
         return config.scaling_factor, (config.shift_factor or 0.0) if self.uses_latent_shift else 0.0
 
     def find_latent_shape(self) -> tuple[int, int, int]:
-        """``(C, h, w)`` for the asked image size; LoadError where the VAE or the patches do not divide it."""
+        """Return ``(C, h, w)`` for the image size; LoadError if the VAE or the patches do not divide it."""
         factor = self.pipeline.vae_scale_factor
         patch = getattr(self.network.config, "patch_size", None) or 1
         default = self.network.config.sample_size * factor
@@ -232,14 +232,14 @@ class Policy(PolicyContract):
         weights: Mapping[str, Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Path:
-        """Write what was trained so that diffusers loads it back.
+        """Save the trained weights in the diffusers format.
 
         LoRA: a folder for ``pipe.load_lora_weights``. Full weights: a folder for ``DiffusionPipeline.from_pretrained``.
 
         Args:
-            folder: where to.
-            weights: the trained tensors by their names in the network, whole, where the network itself holds shards.
-            dtype: of all that is written.
+            folder: destination.
+            weights: the full trained tensors by their names in the network, if the network itself holds shards.
+            dtype: of everything written.
         """
         save_policy(self, Path(folder), weights, dtype)
         return Path(folder)

@@ -19,45 +19,45 @@ from lit_vgrpo.system.paths import resolve_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Parts = Mapping[str, Mapping[str, Any] | None]
-"""The parts of a pipeline by name, with the entries of their configurations, or ``None`` for a part without."""
+"""A pipeline's components by name, with their configurations, or ``None`` for a component without one."""
 PutStart = Callable[[Any], None]
-"""Puts the weights of an earlier run into a loaded policy."""
+"""Loads an earlier run's weights into a loaded policy."""
 
 
 @checked
 class PolicyContract(nn.Module):
-    """What loading, encoding and export read of a policy; :class:`~lit_vgrpo.policies.base.Policy` is built on it.
+    """A policy's interface to loading, encoding and export, extended by :class:`~lit_vgrpo.policies.base.Policy`.
 
     Args:
         checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        variant: which of the weights that a pipeline holds, such as ``fp16``; ``None`` takes those without a name.
-        revision: branch, tag or commit of a hub repository; ``None`` takes its main branch.
+        variant: variant of the pipeline's weight files, such as ``fp16``; ``None`` uses the default files.
+        revision: branch, tag or commit of a hub repository; ``None`` uses its main branch.
         lora_rank: rank of the LoRA adapter; ``None`` trains the full weights.
-        lora_alpha: LoRA scale numerator; ``None`` takes the rank.
-        lora_targets: module name endings the adapter goes to; ``None`` takes the family's attention projections.
-        lora_dropout: refused but for 0: the ratio would not be 1 before an update.
+        lora_alpha: LoRA scale numerator; ``None`` uses the rank.
+        lora_targets: name suffixes of the modules to adapt; ``None`` uses the family's attention projections.
+        lora_dropout: must be 0, or the ratio would not be 1 before an update.
         train_only: shell-style patterns of the parameters to train, such as ``*.attn.*``; ``None`` trains all, or the
             adapter.
-        start_from: run folder or checkpoint of an earlier run, whose trained weights this one starts from and takes
-            for its reference; ``None`` starts from the pipeline as it is.
-        start_weights: of that run, the trained weights or their EMA.
-        height: image height in pixels; ``None`` takes the model's own.
-        width: image width in pixels; ``None`` takes the model's own.
-        dtype: autocast type of the network, and storage type of whatever is frozen; trained weights and all
-            arithmetic outside the network stay float32, and so does the VAE.
-        negative_prompt: what guidance moves away from.
-        gradient_checkpointing: trade a second forward pass for activation memory.
-        decode_batch_size: images the VAE takes at once; fewer are filled up, so that an image has the same bits
-            whatever else is decoded.
-        vae_slicing: let the VAE take one image at a time.
-        vae_tiling: let the VAE take large images in overlapping tiles, which changes them a little.
-        embedding_cache: folder that keeps the prompts' embeddings, so that each is computed once; ``None`` for none.
-        embedding_cache_gb: most the folder may hold; the oldest embeddings go first.
-        offload_encoders: keep the text encoders in the CPU's memory while they are not at work.
+        start_from: run folder or checkpoint of an earlier run, whose trained weights are this run's start and
+            reference; ``None`` starts from the pipeline.
+        start_weights: use that run's trained weights or their EMA.
+        height: image height in pixels; ``None`` uses the model's default.
+        width: image width in pixels; ``None`` uses the model's default.
+        dtype: autocast type of the network, and storage type of frozen weights; trained weights, the VAE and all
+            arithmetic outside the network stay float32.
+        negative_prompt: the prompt that guidance moves away from.
+        gradient_checkpointing: save activation memory at the cost of a second forward pass.
+        decode_batch_size: images per VAE pass; smaller batches are padded, so that an image does not depend on its
+            batch.
+        vae_slicing: decode one image at a time.
+        vae_tiling: decode large images in overlapping tiles, which changes them slightly.
+        embedding_cache: folder that caches prompt embeddings; ``None`` for no cache.
+        embedding_cache_gb: maximum size of the folder; the least recently used embeddings are deleted first.
+        offload_encoders: keep the text encoders in CPU memory while they are not used.
         compile: compile the network with ``torch.compile``, for rollouts and training.
         attention_backend: one of diffusers' attention backends by name; ``None`` leaves the choice to diffusers.
-        fold_lora: add the adapter to the weights while images are sampled by an ODE; ``None`` does so where it can.
-            float32 only.
+        fold_lora: merge the adapter into the weights during ODE sampling; ``None`` does so where possible. float32
+            only.
         init_seed: seed of the adapter's initial weights.
     """
 
@@ -69,7 +69,7 @@ class PolicyContract(nn.Module):
     default_lora_targets: ClassVar[tuple[str, ...]]
     uses_latent_shift: ClassVar[bool] = True
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
-    """Arguments of the pipeline's call without which it draws something else than the policy does."""
+    """Arguments with which the pipeline's call samples what the policy samples."""
     network: Any  # a diffusers model, the only submodule
     path: ProbabilityPath
     latent_shape: tuple[int, int, int]
@@ -109,10 +109,10 @@ class PolicyContract(nn.Module):
         if start_weights != "trained" and start_from is None:
             raise ValueError(f"start_weights={start_weights} has no effect without start_from. Set start_from=RUN too.")
         if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r} is not known. Use {', '.join(DTYPES)}.")
+            raise ValueError(f"dtype={dtype!r} is unknown. Use {', '.join(DTYPES)}.")
         if fold_lora and dtype != "float32":
             raise ValueError(sixteen_bit_fold_fault(DTYPES[dtype]))
-        resolve_path(checkpoint)  # refuses a shipped: path that leads out of the installed folder
+        resolve_path(checkpoint)  # refuses a shipped: path that leaves the installed folder
         self.checkpoint = checkpoint
         self.variant, self.revision = variant, revision
         self.lora_rank = lora_rank
@@ -134,7 +134,7 @@ class PolicyContract(nn.Module):
         self.fold_lora = fold_lora
         self.init_seed = init_seed
         self.pipeline: Any = None
-        self.folded: Any = None  # made when first used
+        self.folded: Any = None  # created on first use
 
     @contextmanager
     def using(self, network: nn.Module) -> Iterator[None]:
@@ -155,7 +155,7 @@ class PolicyContract(nn.Module):
 
     @property
     def trains_all(self) -> bool:
-        """Whether all of the network's weights are trained, and none is frozen."""
+        """True if all of the network's weights are trained."""
         return self.lora_rank is None and self.train_only is None
 
     @property
@@ -168,9 +168,9 @@ class PolicyContract(nn.Module):
 
     @property
     def embeds_guidance(self) -> bool:
-        """Whether the network takes the guidance scale as an input, so that guidance costs no second pass.
+        """True if the network takes the guidance scale as an input, so that guidance needs no second pass.
 
-        Its ``cond.tensors["guidance"]`` is then the scale of each row, ``(B,)``.
+        ``cond.tensors["guidance"]`` is then the scale of each row, ``(B,)``.
         """
         return False
 
@@ -179,29 +179,29 @@ class PolicyContract(nn.Module):
         return [c for c in self.pipeline.components.values() if isinstance(c, nn.Module) and c is not self.network]
 
     def encoders(self) -> list[nn.Module]:
-        """Return the frozen parts that read prompts."""
+        """Return the frozen parts that encode prompts."""
         return [helper for helper in self.helpers() if helper is not self.pipeline.vae]
 
-    # --- what a family says ----------------------------------------------------------------------------------------
+    # --- defined by each family ------------------------------------------------------------------------------------
 
     def misfit(self, parts: Parts) -> str | None:
-        """Return why a pipeline's parts do not fit, as a phrase that follows its name, or ``None``.
+        """Return why a pipeline cannot be trained, as a phrase that follows its name, or ``None``.
 
         Args:
-            parts: by name, with the entries of their configurations, of which those left at a default may be absent.
+            parts: components by name with their configurations, in which defaults may be absent.
         """
         return None
 
     @abstractmethod
     def null_components(self, folder: Path) -> dict[str, None]:
-        """Components that are null in the folder's index: diffusers refuses the folder unless told of each."""
+        """Return components that are null in the folder's index; diffusers needs each as an argument."""
 
     def lora_names(self, layers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the adapter's tensors under the names that the family's pipeline reads."""
+        """Return the adapter's tensors under the names that the family's pipeline expects."""
         return layers
 
     def prompt_limit(self) -> tuple[Any, int, str]:
-        """Return the tokenizer that cuts long prompts, to how many tokens, and the name of its encoder."""
+        """Return the tokenizer that truncates long prompts, its limit in tokens, and the name of its encoder."""
         tokenizer = self.pipeline.tokenizer
         return tokenizer, tokenizer.model_max_length, type(self.pipeline.text_encoder).__name__
 
@@ -211,19 +211,19 @@ class PolicyContract(nn.Module):
 
     @abstractmethod
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Return the family's embeddings by name, one row a prompt, all prompts of one length."""
+        """Return the family's embeddings by name, one row per prompt, all of one length."""
 
     def encode_negative(self) -> dict[str, Tensor]:
-        """Return the embeddings of the negative prompt, one row; overridden where a pipeline omits an empty one."""
+        """Return the embeddings of the negative prompt, one row; override if the pipeline treats an empty one apart."""
         return self.encode_prompts([self.negative_prompt])
 
     @abstractmethod
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
-        """One network pass, in the network's own units of time."""
+        """Run one network pass, converting to the network's units of time."""
 
     @abstractmethod
     def scheduler(self, solver: str, steps: int) -> Any:
-        """Return a fresh diffusers scheduler with its timesteps set; ValueError for a solver the path lacks."""
+        """Return a new diffusers scheduler with timesteps set; ValueError for a solver that the path lacks."""
 
     @abstractmethod
     def scheduler_times(self, scheduler: Any) -> Tensor:
@@ -231,32 +231,32 @@ class PolicyContract(nn.Module):
 
 
 def option_faults(options: dict[str, Any]) -> list[str]:
-    """List errors in the options that choose what is trained, one line each."""
+    """Return errors in the options that choose the trained weights, one line each."""
     rank, dropout, only = options["lora_rank"], options["lora_dropout"], options["train_only"]
     alpha, targets = options["lora_alpha"], options["lora_targets"]
     faults = []
     if dropout:
         faults.append(
-            f"lora_dropout={dropout} would make the policy differ from the one that rolled out, so that the ratio is "
-            "not 1 before any update. Leave it out."
+            f"lora_dropout={dropout} would make the policy differ from the one that rolled out, and the ratio would "
+            "not be 1 before any update. Leave it out."
         )
     if alpha is not None and rank is None:
         faults.append(f"lora_alpha={alpha} has no effect without lora_rank. Set lora_rank=32 too, or lora_alpha=null.")
     if targets is not None and not targets:
-        faults.append("lora_targets=[] adapts nothing. Give endings such as attn.to_q, or null for the usual ones.")
+        faults.append("lora_targets=[] is empty. Give suffixes such as attn.to_q, or null for the default.")
     if targets and rank is None:
         faults.append(f"lora_targets={list(targets)} has no effect without lora_rank. Set lora_rank=32 too.")
     if only is not None and rank is not None:
-        faults.append("train_only and lora_rank are given: only an adapter is trained then. Leave one of them out.")
+        faults.append("train_only and lora_rank are both given, but lora_rank trains only an adapter. Leave one out.")
     if only is not None and not only:
-        faults.append("train_only=[] trains nothing. Give patterns such as '*.attn.*', or null for all weights.")
+        faults.append("train_only=[] is empty. Give patterns such as '*.attn.*', or null for all weights.")
     return faults
 
 
 def sixteen_bit_fold_fault(dtype: torch.dtype) -> str:
-    """Return why an adapter is not merged into 16-bit weights, in a line."""
+    """Return why an adapter is not merged into 16-bit weights, in one line."""
     name = str(dtype).removeprefix("torch.")
     return (
-        f"fold_lora=true needs dtype=float32: {name} weights would round away up to 92 % of a small update. "
+        f"fold_lora=true needs dtype=float32: {name} weights would lose up to 92 % of a small update by rounding. "
         "Leave fold_lora out."
     )

@@ -1,4 +1,4 @@
-"""Prompt embeddings on disk, a file per prompt, so that each is computed once."""
+"""A cache of prompt embeddings on disk, one file per prompt."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lit_vgrpo.errors import one_line
 PREFIX, SUFFIX = "embeddings-", ".safetensors"
 DRAFT_PREFIX = "writing-"
 CHECKSUM = "crc32"
-"""The entry of a file's metadata that holds :func:`checksum`."""
+"""The key of :func:`checksum` in a file's metadata."""
 FORMAT = 3
-"""Is part of what names files: those of an earlier format, of many rows each, are not read and go with time."""
+"""Part of file names: files of an earlier format, with many rows each, are not read and are deleted in time."""
 ABANDONED_AFTER_S = 3600.0
 
 Row = Mapping[str, Tensor]
@@ -33,27 +33,26 @@ Row = Mapping[str, Tensor]
 class EmbeddingCache:
     """A folder of safetensors files, one per text, that several processes may share.
 
-    Files are put in place whole and named by what they hold, so that a look-up opens one file and needs no index. A
-    file that is missing, damaged, or not what was written counts as absent. A folder that cannot be written or read
-    costs one warning and no more.
+    Files are written atomically and named by their content's key, so a look-up opens one file and needs no index. A
+    missing, damaged or altered file counts as absent. A folder that cannot be written or read causes only one warning.
 
     Args:
-        folder: made when it is first written to.
-        max_bytes: most that the folder may hold, of all encoders; the files unused for longest go first. Processes
-            that write at once may exceed it by 1 % each.
-        encoder: what the rows were computed by; rows of another one are never returned.
+        folder: created on first write.
+        max_bytes: maximum size of the folder over all encoders; the least recently used files are deleted first.
+            Concurrent writers may exceed it by 1 % each.
+        encoder: fingerprint of the encoders; rows of other encoders are never returned.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int, encoder: str) -> None:
         self.folder = Path(folder)
         self.max_bytes = max_bytes
         self.encoder = encoder
-        self._room = 0  # bytes that may be written before the folder is looked at again
+        self._room = 0  # bytes that may be written before the folder is scanned again
         self._writes = True
         self._warned: set[str] = set()
 
     def read(self, texts: Sequence[str]) -> list[Row | None]:
-        """Return each text's row, on the CPU and in the type that it is kept in; ``None`` where there is none."""
+        """Return each text's row, on the CPU and in its stored type; ``None`` if there is none."""
         return [self._row(text) for text in texts]
 
     def _row(self, text: str) -> Row | None:
@@ -62,7 +61,7 @@ class EmbeddingCache:
             with safe_open(path, "pt") as file:
                 row = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 if (file.metadata() or {}).get(CHECKSUM) != checksum(path.name, row):
-                    raise SafetensorError("its values are not what was written")
+                    raise SafetensorError("its values do not match their checksum")
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -72,15 +71,15 @@ class EmbeddingCache:
             self._warn("damage", f"{path} is damaged ({error}) and was removed. Its prompt is encoded again.")
             _remove(path)
             return None
-        with suppress(OSError):  # another user's, or gone by now
+        with suppress(OSError):  # another user's, or already deleted
             os.utime(path)
         return row
 
     def write(self, texts: Sequence[str], rows: Sequence[Row]) -> None:
-        """Keep rows; half the size where a half-precision type holds every value of a tensor exactly.
+        """Store rows; at half the size if a half-precision type represents every value of a tensor exactly.
 
         Args:
-            texts: all different.
+            texts: distinct texts.
             rows: one per text: tensors by name, on any device.
         """
         if not self._writes:
@@ -93,8 +92,8 @@ class EmbeddingCache:
         if size > self.max_bytes:
             self._warn(
                 "large",
-                f"The embeddings of {len(texts)} prompts take {size / 1e9:.2f} GB, more than {self.folder} may hold. "
-                f"They are not kept. Set model.policy.embedding_cache_gb above {self.max_bytes / 1e9:g}.",
+                f"Embeddings of {len(texts)} prompts take {size / 1e9:.2f} GB, more than the limit of {self.folder}. "
+                f"They are not cached. Set model.policy.embedding_cache_gb above {self.max_bytes / 1e9:g}.",
             )
             return
         try:
@@ -104,10 +103,10 @@ class EmbeddingCache:
                 _write(path, content)
         except OSError as error:
             self._writes = False
-            self._warn("write", f"Cannot keep embeddings in {self.folder}: {error}. The run goes on without.")
+            self._warn("write", f"Cannot cache embeddings in {self.folder}: {error}. The run continues without.")
 
     def _make_room(self, size: int) -> None:
-        """Remove the files unused for longest until ``size`` bytes fit, and drafts of processes that are no more."""
+        """Remove the least recently used files until ``size`` bytes fit, and temporary files of ended processes."""
         if size > self._room:
             spare, total, files = self.max_bytes // 100, size, []
             with os.scandir(self.folder) as entries:
@@ -136,7 +135,7 @@ class EmbeddingCache:
 
 
 def checksum(key: str, row: Row) -> str:
-    """Return the CRC-32 of a row: whose it is, and each tensor's name, type, shape and bytes.
+    """Return the CRC-32 of a row: its key, and each tensor's name, type, shape and bytes.
 
     >>> checksum("a", {"x": torch.tensor([1.0])}) == checksum("a", {"x": torch.tensor([1.5])})
     False
@@ -149,21 +148,21 @@ def checksum(key: str, row: Row) -> str:
 
 
 def narrowed(value: Tensor) -> Tensor:
-    """Return a float32 tensor in bfloat16 or float16 where one of them holds every value exactly, else as it is.
+    """Convert a float32 tensor to bfloat16 or float16 if that represents every value exactly.
 
     >>> narrowed(torch.tensor([1.0, 0.5])).dtype, narrowed(torch.tensor([0.1])).dtype
     (torch.bfloat16, torch.float32)
     """
     for dtype in (torch.bfloat16, torch.float16):
         small = value.to(dtype)
-        # as integers: 0 equals -0, and NaN nothing
+        # compared as integers, because 0 equals -0 and NaN does not equal itself
         if value.dtype == torch.float32 and torch.equal(small.float().view(torch.int32), value.view(torch.int32)):
             return small.contiguous()
     return value.contiguous()
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all. Its checksum, and no wait for the disk, finds what a power cut has torn."""
+    """Write a file atomically, without fsync: the checksum detects a file torn by a power cut."""
     draft = path.with_name(f"{DRAFT_PREFIX}{path.stem}-{uuid.uuid4().hex}{SUFFIX}")
     try:
         draft.write_bytes(content)

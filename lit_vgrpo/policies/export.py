@@ -1,4 +1,4 @@
-"""Writes a policy in the format that diffusers loads back."""
+"""Export of a policy in the formats of diffusers and kohya."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ def save_policy(
     weights: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write what was trained: an adapter for ``load_lora_weights``, or a whole pipeline folder.
+    """Write the trained weights: an adapter for ``load_lora_weights``, or a pipeline folder.
 
     Args:
-        weights: the trained tensors by their names in the network, whole, where the network itself holds shards.
-        dtype: of everything that is written: ``from_pretrained`` loads a folder of several types as they are, and then
-            its parts do not fit together.
+        weights: the full trained tensors by their names in the network, if the network itself holds shards.
+        dtype: of everything written, because ``from_pretrained`` keeps the types of a folder's parts, which must match.
     """
     if policy.lora_rank is None:
         _save_pipeline(policy, folder, weights, dtype)
@@ -36,12 +35,12 @@ def save_policy(
 
 
 def save_merged(policy: PolicyContract, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Add the adapter to the weights under it and write a pipeline folder; the policy is of no use afterwards.
+    """Merge the adapter into the weights and write a pipeline folder; the policy is unusable afterwards.
 
-    They are added in float32, in which the frozen weights are exact whatever their type.
+    Weights are added in float32, which represents the frozen weights exactly whatever their type.
 
     Args:
-        dtype: of everything that is written; a 16-bit type rounds small updates away.
+        dtype: of everything written; a 16-bit type loses small updates by rounding.
     """
     policy.network.float()
     policy.network.fuse_lora()
@@ -50,9 +49,9 @@ def save_merged(policy: PolicyContract, folder: Path, dtype: torch.dtype = torch
 
 
 def save_kohya(policy: PolicyContract, file: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the adapter of a UNet under the names of kohya's trainer, which programs without diffusers know.
+    """Write a UNet's adapter under the names of kohya's trainer, which programs without diffusers expect.
 
-    The header says for which base model it is: the WebUI takes a header without that for one of Stable Diffusion 1.
+    The header names the base model; without it, WebUI assumes Stable Diffusion 1.
     """
     from diffusers.utils import convert_state_dict_to_kohya
     from safetensors.torch import save_file
@@ -82,9 +81,9 @@ def _save_adapter(
 def _layers_of_adapter(
     policy: PolicyContract, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the adapter's tensors by peft's names, its scale of alpha / rank multiplied into the B matrices.
+    """Return the adapter's tensors by peft's names, with the scale alpha / rank multiplied into the B matrices.
 
-    Few programs look for alpha in a file's header: without it they take the scale for 1, as it is afterwards.
+    Few programs look for alpha in a file's header; without it they assume a scale of 1, which is then right.
     """
     from peft.utils import get_peft_model_state_dict
 
@@ -110,8 +109,8 @@ def _save_pipeline(
 
 
 def _whole(network: Any, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Return a network of the same kind around the given weights, which are not copied."""
-    # FSDP2 puts a class of its own in front of the network's.
+    """Return a network of the same class with the given weights, which are not copied."""
+    # FSDP2 replaces the network's class by a subclass.
     kind: Any = next(cls for cls in type(network).__mro__ if cls.__module__.startswith("diffusers."))
     with torch.device("meta"):
         whole = kind.from_config(network.config)

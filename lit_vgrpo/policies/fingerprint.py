@@ -1,4 +1,4 @@
-"""What a policy's weights are, and what a prompt's embedding depends on besides the prompt, as short texts."""
+"""Fingerprints of a policy's weights, and of everything a prompt's embedding depends on besides the prompt."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lit_vgrpo.system.file_fingerprint import folder_fingerprint, of_the_model
 from lit_vgrpo.system.hub import local_folder
 
 SAMPLED_VALUES = 4096
-"""Values of each parameter that are looked at: all of a small one, evenly spaced ones of a large one."""
+"""Values sampled per parameter: all of a small one, evenly spaced ones of a large one."""
 
 
 def pipeline_fingerprint(policy: PolicyContract) -> dict[str, str]:
-    """Return a fingerprint of the files of each part of a policy's pipeline; it need not be loaded.
+    """Return a fingerprint of the files of each part of a policy's pipeline, which need not be loaded.
 
-    Files of more than 64 MiB are sampled, see :func:`~lit_vgrpo.system.file_fingerprint.file_fingerprint`. Empty where
-    not all of the parts are on this machine.
+    Files of more than 64 MiB are sampled, see :func:`~lit_vgrpo.system.file_fingerprint.file_fingerprint`. Empty if
+    some parts are not on this machine.
 
     Raises:
         OSError: a file cannot be read.
@@ -40,17 +40,17 @@ def pipeline_fingerprint(policy: PolicyContract) -> dict[str, str]:
         part = folder / name
         weights = weight_files(part, policy.variant) or weight_files(part, None)
         if not part.is_dir() or ((part / "config.json").is_file() and not weights):
-            return {}  # the rest of it is still to be downloaded
+            return {}  # not downloaded completely yet
         found[name] = folder_fingerprint(part, weights)
     return found
 
 
 @torch.no_grad()
 def encoder_fingerprint(policy: PolicyContract) -> str:
-    """Return a fingerprint of the encoders, wherever their files lie: 64 hex digits.
+    """Return a fingerprint of the encoders, independent of their files' location: 64 hex digits.
 
-    Covers the text encoders (class, config, type, weights, of which every large one is sampled), the tokenizers, the
-    pipeline's own settings, and the options that the family adds to those of every policy.
+    Covers the text encoders (class, config, type, weights, large ones sampled), the tokenizers, the pipeline's
+    settings, and the family's own options.
     """
     digest = hashlib.sha256()
 
@@ -74,7 +74,7 @@ def encoder_fingerprint(policy: PolicyContract) -> str:
 
 
 def _family_options(policy: PolicyContract) -> Iterator[tuple[str, Any]]:
-    """Options that the policy's class and those between it and ``Policy`` name in their constructors."""
+    """Yield options of the constructors of the policy's class and its bases below ``Policy``."""
     known = inspect.signature(PolicyContract).parameters
     for cls in type(policy).__mro__:
         if cls is PolicyContract:
@@ -85,7 +85,7 @@ def _family_options(policy: PolicyContract) -> Iterator[tuple[str, Any]]:
 
 
 def sampled(tensors: Iterable[Tensor]) -> bytes:
-    """Return some bytes of every tensor, fetched from the device at once."""
+    """Return a sample of each tensor's bytes, in one transfer from the device."""
     parts = []
     for tensor in tensors:
         flat = tensor.detach().flatten()
@@ -95,7 +95,7 @@ def sampled(tensors: Iterable[Tensor]) -> bytes:
 
 
 def _vocabulary(tokenizer: Any) -> list[object]:
-    """Return what determines a tokenizer's ids, without its last truncation and padding."""
+    """Return everything that determines a tokenizer's ids, except its last truncation and padding."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         words: Any = sorted(tokenizer.get_vocab().items())

@@ -1,4 +1,4 @@
-"""FLUX.1 (dev, schnell and their offspring)."""
+"""FLUX.1 (dev, schnell and derivatives)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lit_vgrpo.policies.vae import latent_side
 from lit_vgrpo.system.hub import LoadError
 
 LONGEST_PROMPT = 512  # tokens
-PATCH = 2  # latents a side that are packed into one token
+PATCH = 2  # latents per side packed into one token
 
 
 @checked
 class FluxPolicy(Policy):
     """``FluxPipeline`` as a policy on a rectified flow.
 
-    FLUX.1-dev takes the guidance scale as an input: guidance costs no second pass, and there is no negative prompt.
-    A FLUX network without that input is guided as the pipeline's ``true_cfg_scale`` does, by two passes.
+    FLUX.1-dev takes the guidance scale as an input: guidance needs no second pass, and there is no negative prompt. A
+    FLUX network without that input uses two passes, like the pipeline's ``true_cfg_scale``.
 
     Args:
         checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
@@ -65,7 +65,7 @@ class FluxPolicy(Policy):
         return True if known is None else known
 
     def _embeds_guidance_on_disk(self) -> bool | None:
-        """Return what the network's config says, or ``None`` where it is not on this machine."""
+        """Return the value in the network's config, or ``None`` if it is not on this machine."""
         folder = config_folder(self.checkpoint, self.revision)
         if folder is None:
             return None
@@ -88,7 +88,7 @@ class FluxPolicy(Policy):
     def _unused_negative_prompt(self) -> str:
         return (
             f"model.policy.negative_prompt={self.negative_prompt!r} has no effect: {self.checkpoint} takes guidance as "
-            "an input, without a pass for a negative prompt. Leave it out."
+            "an input, and there is no pass with a negative prompt. Leave it out."
         )
 
     # --- the model -------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class FluxPolicy(Policy):
 
     def find_latent_shape(self) -> tuple[int, int, int]:
         factor = self.pipeline.vae_scale_factor
-        default = self.pipeline.default_sample_size * factor  # the network's own config names no size
+        default = self.pipeline.default_sample_size * factor  # the network's config has no size
         height, width = (
             latent_side(name, pixels if pixels is not None else default, factor, PATCH)
             for name, pixels in (("height", self.height), ("width", self.width))
@@ -110,7 +110,7 @@ class FluxPolicy(Policy):
         return self.network.config.in_channels // PATCH**2, height, width
 
     def prompt_limit(self) -> tuple[Any, int, str]:
-        encoder = type(self.pipeline.text_encoder_2).__name__  # CLIP gives one vector of the start of the prompt
+        encoder = type(self.pipeline.text_encoder_2).__name__  # CLIP only gives one vector, from the prompt's start
         return self.pipeline.tokenizer_2, self.max_sequence_length, encoder
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ class FluxPolicy(Policy):
     def scheduler(self, solver: str, steps: int) -> Any:
         _, height, width = self.latent_shape
         tokens = height // PATCH * (width // PATCH)
-        sigmas = np.linspace(1.0, 1 / steps, steps)  # what the pipeline gives its scheduler
+        sigmas = np.linspace(1.0, 1 / steps, steps)  # as in the pipeline
         return flow_scheduler(solver, self.pipeline.scheduler, steps, tokens, self.device, sigmas.tolist())
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
@@ -145,7 +145,7 @@ class FluxPolicy(Policy):
 
 
 def _image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Position of each token in the image, ``(rows x columns, 3)``: 0, row, column."""
+    """Return each token's position in the image, ``(rows x columns, 3)``: 0, row, column."""
     ids = torch.zeros(rows, columns, 3, device=device)
     ids[..., 1] = torch.arange(rows, device=device)[:, None]
     ids[..., 2] = torch.arange(columns, device=device)

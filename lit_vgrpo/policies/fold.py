@@ -1,4 +1,4 @@
-"""A LoRA adapter merged into the weights while images are sampled, so that sampling pays for no adapter."""
+"""Merging a LoRA adapter into the weights during sampling, so that sampling does not pay for it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lit_vgrpo.system.hub import LoadError
 
 
 class FoldedLora:
-    """Merges a network's LoRA adapter by peft's ``merge``, and restores the weights bit for bit from a copy.
+    """Merger of a network's LoRA adapter with peft's ``merge``, which restores the weights bit for bit from a copy.
 
-    peft's own ``unmerge`` subtracts the update again, which changes the last bits of the weights. Use this only for
+    peft's ``unmerge`` subtracts the update again, which changes the last bits of the weights. Use this only for
     sampling whose network outputs enter no likelihood ratio: merged and unmerged layers round differently.
 
     Args:
@@ -31,11 +31,11 @@ class FoldedLora:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Merge the adapter as it is on entering, and compute no gradient, inside the block.
+        """Merge the current adapter and disable gradients within the context.
 
-        The adapter's own tensors, their names and ``requires_grad`` stay as they are. What swaps the adapter's
-        weights does so before entering; entering again inside merges the new ones. As with a swap, nothing may be
-        merged between a forward pass and its backward pass: autograd then refuses the backward pass.
+        The adapter's tensors, their names and ``requires_grad`` do not change. Swap the adapter's weights before
+        entering; entering again inside merges the new ones. As with a swap, do not merge between a forward pass and its
+        backward pass: autograd then refuses the backward pass.
         """
         nested = self._layers[0].merged
         if nested:
@@ -51,7 +51,7 @@ class FoldedLora:
                 self._restore(outer, merged=nested)
 
     def _keep(self) -> list[Tensor]:
-        """Return a copy of the weights on the CPU: the last one where nobody has written to them since."""
+        """Return a copy of the weights on the CPU, reusing the last one if they have not changed since."""
         weights = [weight(layer).detach() for layer in self._layers]
         if self._versions != [own._version for own in weights]:
             self._kept = [own.to("cpu", copy=True) for own in weights]
@@ -61,7 +61,7 @@ class FoldedLora:
         with torch.autocast(weight(self._layers[0]).device.type, enabled=False):
             for layer in self._layers:
                 layer.merge()
-                # peft writes past autograd, which would then take the merged weights for those of the forward pass
+                # peft bypasses autograd, which would then use the merged weights for an earlier forward pass
                 torch.autograd.graph.increment_version(weight(layer))
 
     @torch.no_grad()
@@ -73,10 +73,10 @@ class FoldedLora:
 
 
 def is_folded_for_sampling(policy: PolicyContract) -> bool:
-    """Return ``True`` where ``fold_lora`` asks for the merged adapter, or leaves it open and nothing is in the way.
+    """Return whether the adapter is merged for sampling: ``fold_lora`` is true, or null and merging is possible.
 
     Raises:
-        LoadError: ``fold_lora=true`` asks for what cannot be done.
+        LoadError: ``fold_lora=true`` is not possible.
     """
     if policy.fold_lora is False or (policy.fold_lora is None and policy.lora_rank is None):
         return False
@@ -87,7 +87,7 @@ def is_folded_for_sampling(policy: PolicyContract) -> bool:
 
 
 def lora_layers(network: nn.Module) -> list[Any]:
-    """Return the layers that carry an adapter."""
+    """Return the layers that have an adapter."""
     from peft.tuners.lora import LoraLayer
 
     return [module for module in network.modules() if isinstance(module, LoraLayer)]
@@ -99,19 +99,19 @@ def weight(layer: Any) -> Tensor:
 
 
 def fold_fault(policy: PolicyContract) -> str | None:
-    """Return why a policy's adapter cannot be merged into the weights, in a line; ``None`` when it can.
+    """Return why a policy's adapter cannot be merged into the weights, in one line; ``None`` if it can.
 
-    Weights that a strategy shards are found only once it has done so.
+    Sharded weights are detected only after the strategy has sharded them.
     """
     layers = lora_layers(policy.network)
     option = "model.policy.fold_lora=true"
     if not layers:
-        return f"{option} has nothing to fold: {type(policy.network).__name__} carries no LoRA adapter. Leave it out."
+        return f"{option} has nothing to fold: {type(policy.network).__name__} has no LoRA adapter. Leave it out."
     for dtype in (policy.dtype, *(weight(layer).dtype for layer in layers)):
         if dtype != torch.float32:
             return f"model.policy.{sixteen_bit_fold_fault(dtype)}"
     if any(is_sharded(weight(layer)) for layer in layers):
-        return f"{option} needs whole weights on every rank: FSDP2 and ZeRO-3 shard them. Leave it out, or use zero2."
+        return f"{option} needs full weights on every rank: FSDP2 and ZeRO-3 shard them. Leave it out, or use zero2."
     if any(getattr(layer.get_base_layer(), "groups", 1) > 1 for layer in layers):
-        return f"{option} cannot add an adapter to convolutions in groups. Leave it out."
+        return f"{option} cannot merge an adapter into grouped convolutions. Leave it out."
     return None

@@ -1,4 +1,4 @@
-"""What Stable Diffusion 1.x, 2.x and XL share: a UNet on the variance-preserving path (arXiv 2112.10752)."""
+"""Shared code of Stable Diffusion 1.x, 2.x and XL: a UNet on the variance-preserving path (arXiv 2112.10752)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PREDICTIONS: dict[str, Space] = {"epsilon": "eps", "v_prediction": "v"}
 class LatentDiffusionPolicy(Policy, ABC):
     """A ``UNet2DConditionModel`` (epsilon or v-prediction) as a policy.
 
-    Rollouts space their timesteps "trailing", so that they start from pure noise as :meth:`Policy.prior` does.
+    Rollouts use "trailing" timestep spacing, so that they start from pure noise like :meth:`Policy.prior`.
 
     Args:
         checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        channels_last: lay the network's weights and activations out with the channels last, for faster convolutions
-            on a GPU.
+        channels_last: store the network's weights and activations in channels-last format, for faster convolutions on
+            a GPU.
         **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
@@ -49,7 +49,7 @@ class LatentDiffusionPolicy(Policy, ABC):
         if told_by is not None:
             warnings.warn(
                 f"{self.checkpoint} looks distilled to a few steps (its scheduler is {told_by}): its network no longer "
-                "denoises as the losses take it to. Train the model that it was distilled from.",
+                "denoises as the losses assume. Train the model that it was distilled from.",
                 stacklevel=2,
             )
         if self.channels_last:
@@ -62,7 +62,7 @@ class LatentDiffusionPolicy(Policy, ABC):
         network = parts.get(self.network_name)
         if (network or {}).get("time_cond_proj_dim") is not None:
             return (
-                "is a consistency model, distilled to a few steps (time_cond_proj_dim in its unet/config.json). Give "
+                "is a consistency model, distilled to a few steps (time_cond_proj_dim in its unet/config.json). Use "
                 "the model that it was distilled from."
             )
         return channels_misfit(self.network_name, network, parts.get("vae")) or noise_misfit(
@@ -71,7 +71,7 @@ class LatentDiffusionPolicy(Policy, ABC):
 
     def build_path(self) -> VariancePreserving:
         base = self.pipeline.scheduler
-        # The betas may be rescaled to a zero terminal SNR, which every scheduler does in its own constructor.
+        # The betas may be rescaled to zero terminal SNR, which every scheduler does in its constructor.
         return VariancePreserving(vp_scheduler("ddim", base).alphas_cumprod, PREDICTIONS[base.config.prediction_type])
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
@@ -88,7 +88,7 @@ class LatentDiffusionPolicy(Policy, ABC):
 
     @abstractmethod
     def added_conditions(self, z: Tensor, cond: Conditioning) -> dict[str, Tensor] | None:
-        """Return what the UNet takes beside the prompt's tokens, or ``None`` for nothing."""
+        """Return the UNet's inputs besides the prompt's tokens, or ``None``."""
 
     def scheduler(self, solver: str, steps: int) -> Any:
         scheduler = vp_scheduler(solver, self.pipeline.scheduler)

@@ -1,4 +1,4 @@
-"""How a policy's own diffusers pipeline is told to draw what the policy draws."""
+"""Calls of a policy's diffusers pipeline that sample what the policy samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lit_vgrpo.policies.base import Policy
 
 
 def call_of(policy: Policy, prompts: Sequence[str], noise: Tensor, steps: int, guidance: float) -> dict[str, Any]:
-    """Return the arguments of a loaded policy's pipeline.
+    """Return the arguments for a loaded policy's pipeline.
 
     Args:
         noise: ``z_1`` of each prompt, ``(B, C, h, w)``.
@@ -23,7 +23,7 @@ def call_of(policy: Policy, prompts: Sequence[str], noise: Tensor, steps: int, g
     known = inspect.signature(type(pipeline).__call__).parameters
     own = [name for name in inspect.signature(type(policy)).parameters if name in known]  # max_sequence_length
     factor = pipeline.vae_scale_factor
-    packed = getattr(pipeline, "_pack_latents", None)  # the FLUX pipelines take latents as tokens
+    packed = getattr(pipeline, "_pack_latents", None)  # FLUX pipelines expect latents as tokens
     scale = "true_cfg_scale" if "true_cfg_scale" in known and not policy.embeds_guidance else "guidance_scale"
     options: dict[str, Any] = {
         **{name: getattr(policy, name) for name in own},
@@ -42,10 +42,10 @@ def call_of(policy: Policy, prompts: Sequence[str], noise: Tensor, steps: int, g
 
 
 def scheduler_of_the_pipeline(policy: Policy, solver: str, steps: int) -> Any:
-    """Return the scheduler to hold a policy's own against, from the pipeline's configuration wherever it has one.
+    """Return the scheduler to compare with the policy's, from the pipeline's configuration if possible.
 
-    A flow's own solver is the pipeline's scheduler as it is. ``ddim`` is made from the pipeline's noise schedule, with
-    the steps of a rollout: "trailing", from pure noise. Other solvers are unknown to the pipeline and are the policy's.
+    A flow's first solver is the pipeline's scheduler itself. ``ddim`` uses the pipeline's noise schedule with the steps
+    of a rollout: "trailing", from pure noise. For other solvers, unknown to the pipeline, it is the policy's.
     """
     from diffusers import DDIMScheduler
 
@@ -56,14 +56,14 @@ def scheduler_of_the_pipeline(policy: Policy, solver: str, steps: int) -> Any:
         return DDIMScheduler.from_config(
             own.config, timestep_spacing="trailing", clip_sample=False, set_alpha_to_one=True
         )
-    # Not all others take what a pipeline would set them with.
+    # Not all other schedulers accept the pipeline's arguments.
     chosen.set_timesteps = lambda num_inference_steps=None, device=None, sigmas=None, mu=None: None
     return chosen
 
 
 @contextmanager
 def pipeline_with(policy: Policy, scheduler: Any) -> Iterator[Any]:
-    """Return a policy's pipeline with another scheduler, and all of its parts on the network's device."""
+    """Yield a policy's pipeline with another scheduler and all parts on the network's device."""
     pipeline, own = policy.pipeline, policy.pipeline.scheduler
     try:
         pipeline.to(policy.device)

@@ -1,4 +1,4 @@
-"""What a pipeline folder's small files tell before a weight is read, and how a folder comes from the hub."""
+"""Checks of a pipeline folder's small files before weights are read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ INDEX = "model_index.json"
 KEY = "model.policy.checkpoint"
 ONE_FILE = (".safetensors", ".ckpt", ".pt", ".pth", ".gguf")
 WEIGHTS = re.compile(
-    # a part's weights, of a variant or none; of several files the variant stands before or, as once, after their number
+    # a part's weights, with or without a variant, which is before or (formerly) after the number of a shard
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+))?(?:-\d{5}-of-\d{5})?(?:\.(\w+))?\.(?:safetensors|bin)"
 )
 
 
 def pipeline_faults(policy: PolicyContract) -> list[str]:
-    """Why a policy's checkpoint is none of its family, in a line; empty where nothing speaks against it."""
+    """Return why a policy's checkpoint does not fit it, in one line; empty if it does."""
     checkpoint, revision = policy.checkpoint, policy.revision
     folder = local_folder(checkpoint)
     if folder is None:
@@ -34,18 +34,18 @@ def pipeline_faults(policy: PolicyContract) -> list[str]:
     if not folder.is_dir():
         return [_not_a_folder(policy, folder)]
     if not (folder / INDEX).is_file():
-        return [f"{KEY}={checkpoint} holds no {INDEX}: it is no pipeline folder."]
+        return [f"{KEY}={checkpoint} has no {INDEX}: it is not a pipeline folder."]
     if revision is not None:
         return [f"model.policy.revision={revision} has no effect on {checkpoint}, which is a folder. Leave it out."]
     return folder_faults(policy, folder)
 
 
 def folder_faults(policy: PolicyContract, folder: Path, is_whole: bool = True) -> list[str]:
-    """Why a pipeline folder does not fit a policy, in a line; empty where nothing speaks against it.
+    """Return why a pipeline folder does not fit a policy, in one line; empty if it does.
 
     Args:
         policy: need not be loaded.
-        folder: holds at least an index.
+        folder: has at least an index.
         is_whole: ``False`` for one that may lack weights and configurations.
     """
     checkpoint, needed = policy.checkpoint, policy.pipeline_class
@@ -56,7 +56,7 @@ def folder_faults(policy: PolicyContract, folder: Path, is_whole: bool = True) -
     if found != needed:
         families = {cls.pipeline_class: cls.__name__ for cls in _families(PolicyContract)}
         known = isinstance(found, str) and found in families
-        advice = f"Use class_path: {families[found]}." if known else f"Give a {needed}."
+        advice = f"Use class_path: {families[found]}." if known else f"Use a {needed}."
         return [f"{KEY}={checkpoint} is a {found}, {type(policy).__name__} needs {needed}. {advice}"]
     nulls = policy.null_components(folder)
     faults = [misfit(policy, _parts_on_disk(folder, index))]
@@ -67,13 +67,13 @@ def folder_faults(policy: PolicyContract, folder: Path, is_whole: bool = True) -
 
 
 def misfit(policy: PolicyContract, parts: Parts) -> str | None:
-    """Return what of a pipeline of the right class a policy cannot work with, in a line, or ``None``."""
+    """Return why a pipeline of the right class cannot be trained, in one line, or ``None``."""
     fault = policy.misfit(parts)
     return None if fault is None else f"{KEY}={policy.checkpoint} {fault}"
 
 
 def parts_in_memory(pipeline: Any) -> dict[str, dict[str, Any] | None]:
-    """Return the parts of a loaded pipeline that are of diffusers, or are left out."""
+    """Return a loaded pipeline's parts that belong to diffusers or are left out."""
     parts: dict[str, dict[str, Any] | None] = {}
     for name, part in pipeline.components.items():
         kinds = [kind.__name__ for kind in type(part).__mro__ if kind.__module__.startswith("diffusers.")]
@@ -85,19 +85,19 @@ def parts_in_memory(pipeline: Any) -> dict[str, dict[str, Any] | None]:
 
 
 def config_folder(checkpoint: str, revision: str | None = None) -> Path | None:
-    """Where a pipeline's index is on this machine, and what else of it is: its own folder, or the hub's cache of it."""
+    """Return the local folder with a pipeline's index: its own folder or the hub's cache."""
     index = file_at_hand(checkpoint, INDEX, revision)
     return None if index is None else index.parent
 
 
 def null_components(folder: Path) -> dict[str, None]:
-    """Components that are null in the folder's index."""
+    """Return components that are null in the folder's index."""
     index = _index(folder) or {}
     return {name: None for name, value in index.items() if isinstance(value, list) and value and value[0] is None}
 
 
 def _index(folder: Path) -> dict[str, Any] | None:
-    """Return the folder's index, or ``None`` where there is none that can be read."""
+    """Return the folder's index, or ``None`` if it cannot be read."""
     try:
         index = json.loads((folder / INDEX).read_text())
     except (OSError, ValueError):
@@ -106,7 +106,7 @@ def _index(folder: Path) -> dict[str, Any] | None:
 
 
 def _parts_on_disk(folder: Path, index: Mapping[str, Any]) -> dict[str, dict[str, Any] | None]:
-    """Return the parts that the index names, with what their configurations say where these are there."""
+    """Return the parts that the index names, with their configurations if present."""
     parts: dict[str, dict[str, Any] | None] = {}
     for name, entry in index.items():
         if not (isinstance(entry, list) and len(entry) == 2):
@@ -118,13 +118,13 @@ def _parts_on_disk(folder: Path, index: Mapping[str, Any]) -> dict[str, dict[str
         for file in ("config.json", "scheduler_config.json"):
             try:
                 parts[name] = {**json.loads((folder / name / file).read_text()), "_class_name": entry[1]}
-            except (OSError, ValueError, TypeError):  # what is damaged is said where it is read
+            except (OSError, ValueError, TypeError):  # damage is reported when the file is read
                 continue
     return parts
 
 
 def _fetch_index(checkpoint: str, revision: str | None) -> None:
-    """Get the index of a repository that is there into the hub's cache; without it, less is known before loading."""
+    """Download a repository's index to the hub's cache; without it, fewer errors are found before loading."""
     from huggingface_hub import hf_hub_download
 
     if cached_file(checkpoint, INDEX, revision) is None:
@@ -133,16 +133,16 @@ def _fetch_index(checkpoint: str, revision: str | None) -> None:
 
 def _not_a_folder(policy: PolicyContract, path: Path) -> str:
     if path.suffix.lower() not in ONE_FILE or not path.is_file():
-        return f"{KEY}={policy.checkpoint} is no folder. Give a pipeline folder or a hub name."
+        return f"{KEY}={policy.checkpoint} is not a folder. Use a pipeline folder or a hub name."
     convert = f'diffusers.{policy.pipeline_class}.from_single_file("{path}").save_pretrained("DIR")'
     return (
-        f"{KEY}={policy.checkpoint} is one file, and a pipeline folder is needed. Make one: "
+        f"{KEY}={policy.checkpoint} is a single file, not a pipeline folder. Convert it: "
         f"python -c 'import diffusers; {convert}', then set {KEY}=DIR."
     )
 
 
 def _absent_part(policy: PolicyContract, folder: Path, names: list[str]) -> str | None:
-    """Why a folder cannot be loaded that lacks what its index names, such as a tokenizer."""
+    """Return which parts named in a folder's index are missing, such as a tokenizer, in one line, or None."""
     absent = [name for name in names if not (folder / name).is_dir()]
     if not absent:
         return None
@@ -151,7 +151,7 @@ def _absent_part(policy: PolicyContract, folder: Path, names: list[str]) -> str 
 
 
 def _variant_fault(policy: PolicyContract, folder: Path, names: list[str]) -> str | None:
-    """Why a folder's weights are not those that are asked for, as far as the names of its files tell."""
+    """Return why a folder lacks the requested variant of its weights, judged by file names, or None."""
     held = {name: variants for name in names if (variants := _variants(folder / name))}
     if policy.variant is None:
         for name, variants in held.items():
@@ -159,7 +159,7 @@ def _variant_fault(policy: PolicyContract, folder: Path, names: list[str]) -> st
                 known = sorted(filter(None, variants))
                 best = "fp16" if "fp16" in known else known[0]
                 return (
-                    f"{KEY}={policy.checkpoint} holds its {name} as {' and '.join(known)} alone. "
+                    f"{KEY}={policy.checkpoint} has its {name} only as {' and '.join(known)}. "
                     f"Set model.policy.variant={best}."
                 )
         return None
@@ -167,17 +167,17 @@ def _variant_fault(policy: PolicyContract, folder: Path, names: list[str]) -> st
         return None
     known = sorted({variant for variants in held.values() for variant in variants if variant is not None})
     advice = f"Use {' or '.join(known)}, or leave it out" if known else "Leave it out"
-    return f"model.policy.variant={policy.variant}: {policy.checkpoint} holds no such weights. {advice}."
+    return f"model.policy.variant={policy.variant}: {policy.checkpoint} has no such weights. {advice}."
 
 
 def weight_files(folder: Path, variant: str | None) -> list[Path]:
-    """Return the files that one variant of a part's weights is read from: safetensors where there are any."""
+    """Return the weight files of one variant of a part, preferring safetensors."""
     files = [path for path, held in _weights(folder) if held == variant]
     return [path for path in files if path.suffix == ".safetensors"] or files
 
 
 def _variants(folder: Path) -> set[str | None]:
-    """Which variants of a part's weights lie in its folder; ``None`` is the one without a name."""
+    """Return the variants of the weights in a part's folder; ``None`` is the default."""
     return {variant for _, variant in _weights(folder)}
 
 
@@ -187,7 +187,7 @@ def _weights(folder: Path) -> list[tuple[Path, str | None]]:
 
 
 def _families(base: Any) -> Iterator[Any]:
-    """Return the classes below that are families themselves, however deep, the nearest last."""
+    """Yield all subclasses that are families, the closest last."""
     for cls in base.__subclasses__():
         yield from _families(cls)
         if "pipeline_class" in vars(cls):

@@ -1,4 +1,4 @@
-"""Reads a policy's diffusers pipeline, from a folder or from the hub."""
+"""Loading of a policy's diffusers pipeline, from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from lit_vgrpo.system.hub import LoadError, local_folder, only_errors_of, quiet_
 
 
 def read_pipeline(policy: PolicyContract) -> Any:
-    """Return a policy's pipeline with its weights, in the types that the policy trains and computes in.
+    """Load a policy's pipeline with its weights, in the types that the policy trains and computes in.
 
     Raises:
-        LoadError: it cannot be downloaded, is damaged or is none of the policy's family.
+        LoadError: it cannot be downloaded, is damaged or belongs to another family.
     """
     import diffusers
 
-    # What is trained, and the VAE, must not be rounded on the way from the disk.
+    # Trained weights and the VAE must not be rounded when loaded.
     network_dtype = torch.float32 if policy.lora_rank is None else policy.dtype
     dtypes = {policy.network_name: network_dtype, "vae": torch.float32, "default": policy.dtype}
     with quiet_libraries():
-        family = getattr(diffusers, policy.pipeline_class)  # imported here, with all that it needs
+        family = getattr(diffusers, policy.pipeline_class)  # imports lazily
     folder = fetch(policy, family)
     for fault in folder_faults(policy, folder):
         raise LoadError(fault)
     options: dict[str, Any] = {"variant": policy.variant, "torch_dtype": dtypes, **policy.null_components(folder)}
     if not any(folder.glob("*/*.safetensors")):
-        options["use_safetensors"] = False  # or diffusers reports each that it misses as an error
+        options["use_safetensors"] = False  # otherwise diffusers reports each missing file as an error
     with quiet_libraries():
         try:
             return family.from_pretrained(folder, **options)
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise LoadError(
                 f"Cannot load {policy.checkpoint}: {one_line(error)[:200]}. Download or save it again, "
-                f"or set {KEY} to another pipeline."
+                f"or set {KEY} to a different pipeline."
             ) from error
 
 
 def fetch(policy: PolicyContract, family: Any) -> Path:
-    """Return the folder of a policy's pipeline, downloaded if it is a hub name and something of it is not in the cache.
+    """Return the folder of a policy's pipeline; missing files of a hub name are downloaded.
 
     Args:
         policy: need not be loaded.
@@ -59,12 +59,12 @@ def fetch(policy: PolicyContract, family: Any) -> Path:
     index = config_folder(policy.checkpoint, policy.revision)
     left_out = {} if index is None else policy.null_components(index)
     try:
-        # The bars of a download stay: of all that a run does first, it may take longest.
+        # Keep the download's progress bars: it may be the slowest part of the start.
         with only_errors_of("diffusers", "huggingface_hub"):
             return Path(
                 family.download(policy.checkpoint, revision=policy.revision, variant=policy.variant, **left_out)
             )
-    except Exception as error:  # the hub's client has a class of its own for each cause
+    except Exception as error:  # the hub's client has a separate class for each cause
         raise LoadError(
             f"Cannot load {policy.checkpoint}: {one_line(error)[:200]}. Run: hf download {policy.checkpoint}, "
             f"or set {KEY}=/a/local/folder."

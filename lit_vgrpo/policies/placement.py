@@ -1,4 +1,4 @@
-"""On which device modules are, of which type, and in which precision they compute."""
+"""Device, type and compute precision of modules."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 P = ParamSpec("P")
 R = TypeVar("R")
 Slot = tuple[dict[str, Any], str, Tensor]
-"""Where a module keeps a tensor: the table, the name in it, the tensor."""
+"""A tensor's place in a module: the dict, its key, the tensor."""
 
 
 def with_cpu_default(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function make its tensors on the CPU, where everything is loaded and every initial weight is drawn.
+    """Make a function create its tensors on the CPU, where weights are loaded and initialised.
 
-    Lightning configures a model with the GPU as the default device, under some strategies: the same seed would draw
-    another adapter there, and what diffusers makes would be on another device than what is loaded.
+    Under some strategies Lightning configures a model with the GPU as the default device: the same seed would give a
+    different adapter there, and diffusers would create tensors on another device than the loaded ones.
     """
 
     @wraps(function)
@@ -33,7 +33,7 @@ def with_cpu_default(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def place(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Move what is elsewhere, to stay."""
+    """Move modules to a device permanently."""
     for module in modules:
         if any(tensor.device != device for tensor in chain(module.parameters(), module.buffers())):
             module.to(device)
@@ -41,7 +41,7 @@ def place(modules: Sequence[nn.Module], device: torch.device) -> None:
 
 @contextmanager
 def placed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Frozen modules on a device for a while; then their own tensors are back, and nothing had to be copied back."""
+    """Place frozen modules on a device within the context, then restore their tensors without copying back."""
     own = [slot for module in modules for slot in _slots(module) if slot[2].device != device]
     with _replaced(own, lambda tensor: tensor.to(device)):
         yield
@@ -49,7 +49,7 @@ def placed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]
 
 @contextmanager
 def written_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Modules with all floating-point tensors in one type, on the CPU where that takes a copy, while they are saved."""
+    """Convert all floating-point tensors of modules within the context, copying to the CPU, to save them."""
     slots = [slot for module in modules for slot in _slots(module)]
     own = [slot for slot in slots if slot[2].is_floating_point() and slot[2].dtype != dtype]
     with _replaced(own, lambda tensor: tensor.to("cpu", dtype)):
@@ -58,8 +58,8 @@ def written_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[Non
 
 @contextmanager
 def _replaced(own: Sequence[Slot], replacement: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Other tensors in place of a module's own for a while."""
-    made: dict[int, Tensor] = {}  # a tensor may stand under several names
+    """Replace a module's tensors within the context."""
+    made: dict[int, Tensor] = {}  # a tensor may have several names
     try:
         for tensors, name, tensor in own:
             if id(tensor) not in made:
@@ -73,9 +73,9 @@ def _replaced(own: Sequence[Slot], replacement: Callable[[Tensor], Tensor]) -> I
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Change a module's floating-point type, where it is another (diffusers warns of every cast that it is told of).
+    """Change a module's floating-point type if it differs (diffusers warns of every cast through it).
 
-    In float16, layers that would overflow (T5's ``wo``) are of float32, as ``from_pretrained`` leaves them.
+    In float16, layers that would overflow (T5's ``wo``) stay float32, as in ``from_pretrained``.
     """
     wide = set(getattr(module, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else set()
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
@@ -93,15 +93,15 @@ def _slots(module: nn.Module) -> Iterator[Slot]:
 
 
 def in_own_precision(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Let a method compute in the types of what it is given: an autocast around the call does not reach inside.
+    """Make a method compute in its arguments' types, unaffected by an autocast around the call.
 
-    For methods of a policy or of a module, which say on which ``device`` they are.
+    For methods of an object with a ``device``, such as a policy or module.
     """
 
     @wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         kind = self.device.type
-        known = torch.amp.is_autocast_available(kind)  # not that of the meta device
+        known = torch.amp.is_autocast_available(kind)  # false for the meta device
         with torch.autocast(kind, enabled=False) if known else nullcontext():
             return method(self, *args, **kwargs)
 

@@ -51,9 +51,9 @@ def _size(row: Row) -> int:
 class PromptEncoder:
     """A policy's text encoders behind its embedding cache.
 
-    Prompts are encoded one at a time: a matrix product of one row may use another kernel than one of several rows and
-    round differently. So a prompt has the same embedding bit for bit alone and beside others, on every rank, and with a
-    cold cache, a warm one or none. A text encoder's pass is short compared with those of the prompt's images.
+    Prompts are encoded one at a time, because a matrix product of one row may use a different kernel than one of
+    several rows and round differently. A prompt thus has the same embedding bit for bit alone and in a batch, on every
+    rank, with a cold, warm or no cache. A text encoder's pass is short compared with those of the prompt's images.
     """
 
     def __init__(self, policy: PolicyContract) -> None:
@@ -84,13 +84,13 @@ class PromptEncoder:
         """Return the embedding of the negative prompt, one row."""
         policy = self.policy
         if self._negative is None or next(iter(self._negative.tensors.values())).device != policy.device:
-            # apart from prompts: a family may have something else for an empty one
+            # separate from prompts, because a family may treat an empty negative prompt differently
             tensors = self._looked_up("negative", [policy.negative_prompt], lambda _: policy.encode_negative())
             self._negative = Conditioning(tensors)
         return self._negative
 
     def _looked_up(self, kind: str, prompts: list[str], encode: Encode) -> dict[str, Tensor]:
-        """Return embeddings of different prompts: from memory, then from the cache; the others are computed."""
+        """Return embeddings of distinct prompts from memory or the cache, computing missing ones."""
         texts = [f"{kind}\n{prompt}" for prompt in prompts]
         rows = {text: row for text in texts if (row := self._recent.read(text)) is not None}
         missing = [text for text in texts if text not in rows]
@@ -120,9 +120,9 @@ class PromptEncoder:
         if len(shapes) > 1:
             raise RuntimeError(
                 f"{type(self.policy).__name__}.encode_prompts gives {name!r} the shape "
-                f"{' or '.join(map(str, shapes))}, depending on the prompt. Pad every prompt to one length."
+                f"{' or '.join(map(str, shapes))}, depending on the prompt. Pad all prompts to one length."
             )
-        # made float32 last: a cached row may be half as large
+        # converted to float32 last: a cached row may be half as large
         return torch.stack([value.to(self.policy.device) for value in values]).float()
 
     @contextmanager
@@ -136,7 +136,7 @@ class PromptEncoder:
             yield
 
     def _warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
-        """Warn once that the text encoder sees only the start of some prompts."""
+        """Warn once that some prompts are truncated."""
         if self._warned_of_long_prompts:
             return
         tokenizer, limit, encoder = self.policy.prompt_limit()

@@ -1,4 +1,4 @@
-"""diffusers' ODE schedulers, set up for each path.
+"""diffusers' ODE schedulers, configured for each path.
 
 ``from_config`` across scheduler classes silently falls back to epsilon prediction and to unshifted sigmas, so every
 setting that matters is passed by name.
@@ -28,17 +28,18 @@ def flow_scheduler(
     device: torch.device | None = None,
     euler_sigmas: Sequence[float] | None = None,
 ) -> Any:
-    """Return a scheduler on the rectified flow: ``euler`` (the pipeline's own), ``dpm++`` (2M) or ``unipc``.
+    """Return a scheduler for a rectified flow: ``euler`` (the pipeline's own), ``dpm++`` (2M) or ``unipc``.
 
     Args:
-        base: the pipeline's own scheduler, whose shift of the sigmas all solvers get.
+        base: the pipeline's own scheduler, whose sigma shift all solvers use.
         steps: number of network calls.
-        image_tokens: of one image in the network; a dynamic shift grows with it.
-        device: where the timesteps go.
-        euler_sigmas: what the pipeline gives its own scheduler to shift, ``(steps,)``; ``None`` for the scheduler's.
+        image_tokens: tokens per image in the network, for a dynamic shift.
+        device: of the timesteps.
+        euler_sigmas: unshifted sigmas that the pipeline passes to its scheduler, ``(steps,)``; ``None`` for the
+            scheduler's own.
 
     Raises:
-        ValueError: the path does not have that solver.
+        ValueError: the path does not have this solver.
     """
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
@@ -68,9 +69,9 @@ def flow_scheduler(
 
 
 def dynamic_mu(base: Any, image_tokens: int) -> float | None:
-    """Return the logarithm ``mu`` of a shift that grows with the image; ``None`` for a fixed shift.
+    """Return the logarithm ``mu`` of a resolution-dependent shift; ``None`` for a fixed shift.
 
-    Linear in the number of tokens, through the two points that the scheduler's config names.
+    Linear in the number of tokens, through the two points in the scheduler's config.
     """
     config = base.config
     if not config.get("use_dynamic_shifting"):
@@ -82,17 +83,17 @@ def dynamic_mu(base: Any, image_tokens: int) -> float | None:
 
 
 def static_shift(base: Any, mu: float | None) -> float:
-    """Return the factor ``s`` of ``s t / (1 + (s - 1) t)`` that moves the sigmas as the scheduler's own shift does."""
+    """Return the factor ``s`` of ``s t / (1 + (s - 1) t)`` that reproduces the scheduler's shift of the sigmas."""
     if mu is None:
         return base.config.shift
     return mu if base.config.get("time_shift_type") == "linear" else math.exp(mu)
 
 
 def vp_scheduler(solver: str, base: Any) -> Any:
-    """Return a scheduler on the variance-preserving path: ``ddim`` (eta 0) or ``dpm++`` (2M), on the pipeline's betas.
+    """Return a variance-preserving scheduler: ``ddim`` (eta 0) or ``dpm++`` (2M), with the pipeline's betas.
 
     Raises:
-        ValueError: the path does not have that solver.
+        ValueError: the path does not have this solver.
     """
     from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 

@@ -15,15 +15,15 @@ from lit_vgrpo.policies.pipeline_folder import Parts
 class SDXLPolicy(LatentDiffusionPolicy):
     """``StableDiffusionXLPipeline`` as a policy on the variance-preserving path.
 
-    The network is told of an uncropped image of the very size that is drawn, as the pipeline does by default. An
-    empty negative prompt is what the pipeline makes of none: zeros where ``force_zeros_for_empty_prompt`` is set.
+    The network is conditioned on an uncropped image of the sampled size, as in the pipeline by default. An empty
+    negative prompt is treated as in the pipeline: zeros if ``force_zeros_for_empty_prompt`` is set.
     """
 
     pipeline_class: ClassVar[str] = "StableDiffusionXLPipeline"
 
     def misfit(self, parts: Parts) -> str | None:
         if parts.get("text_encoder", {}) is None:
-            return "has one text encoder, as the refiner of Stable Diffusion XL. Give a base model."
+            return "has one text encoder, like the refiner of Stable Diffusion XL. Use a base model."
         return super().misfit(parts)
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What of a network is trained: a LoRA adapter, all of its weights, or those of some names."""
+"""Selection of a network's trained weights: a LoRA adapter, all weights, or some by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lit_vgrpo.system.hub import LoadError
 
 
 def choose_trained(policy: PolicyContract) -> None:
-    """Freeze and cast a policy's network: what the policy says is trained, in float32, all else is of its own type.
+    """Freeze and cast a policy's network: trained weights in float32, all others in the policy's dtype.
 
     Raises:
         LoadError: a name pattern or a LoRA target matches nothing.
@@ -31,12 +31,12 @@ def choose_trained(policy: PolicyContract) -> None:
 
 
 def add_adapter(policy: PolicyContract) -> None:
-    """Put a LoRA adapter into the network; a fresh one changes nothing, since its B matrices are zero."""
+    """Add a LoRA adapter to the network; a new one changes nothing, since its B matrices are zero."""
     from peft import LoraConfig
 
     rank, network = policy.lora_rank, policy.network
     assert rank is not None
-    if policy.lora_targets != list(policy.default_lora_targets):  # of those, small networks need not have all
+    if policy.lora_targets != list(policy.default_lora_targets):  # small networks may lack some of the defaults
         _refuse_unmatched_targets(network, policy.lora_targets)
     config = LoraConfig(
         r=rank,
@@ -50,8 +50,8 @@ def add_adapter(policy: PolicyContract) -> None:
             network.add_adapter(config)
         except ValueError as error:
             raise LoadError(
-                f"lora_targets={policy.lora_targets} match no layer of {type(network).__name__} that takes an "
-                f"adapter. Use endings such as {', '.join(policy.default_lora_targets[:2])}."
+                f"lora_targets={policy.lora_targets} match no layer of {type(network).__name__} that supports "
+                f"an adapter. Use suffixes such as {', '.join(policy.default_lora_targets[:2])}."
             ) from error
 
 
@@ -68,7 +68,7 @@ def _refuse_unmatched_targets(network: nn.Module, targets: Sequence[str]) -> Non
 
 
 def _ending(name: str) -> str:
-    """Return a layer's name within its block: the part after the last number that is not the last word."""
+    """Return a layer's name within its block: the part after the last number that is not the last component."""
     words = name.split(".")
     last = max((i for i, word in enumerate(words[:-1]) if word.isdigit()), default=-1)
     return ".".join(words[last + 1 :]) or name
@@ -85,7 +85,7 @@ def train_only(network: nn.Module, patterns: Sequence[str]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise LoadError(
                 f"model.policy.train_only: {pattern!r} matches no parameter of {type(network).__name__}. "
-                f"{suggestion(pattern, names)} Patterns are those of a shell, such as '*.attn.*'."
+                f"{suggestion(pattern, names)} Patterns are shell-style, such as '*.attn.*'."
             )
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))

@@ -14,7 +14,7 @@ from lit_vgrpo.policies.latent_diffusion import LatentDiffusionPolicy
 class UNetPolicy(LatentDiffusionPolicy):
     """``StableDiffusionPipeline`` (SD 1.5, SD 2.1) as a policy on the variance-preserving path.
 
-    The safety checker is left out: rewards must see what the policy draws.
+    The safety checker is left out: rewards must see what the policy samples.
     """
 
     pipeline_class: ClassVar[str] = "StableDiffusionPipeline"

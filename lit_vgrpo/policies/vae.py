@@ -1,4 +1,4 @@
-"""The VAE: how it saves memory, and which image sizes it and the network can take."""
+"""The VAE's memory options, and the image sizes that VAE and network support."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lit_vgrpo.system.hub import LoadError
 
 
 def save_memory(vae: Any, *, slicing: bool, tiling: bool) -> None:
-    """Let a VAE take one image at a time, and large ones in overlapping tiles.
+    """Let a VAE process one image at a time, and large ones in overlapping tiles.
 
     Raises:
-        LoadError: this VAE cannot do so.
+        LoadError: this VAE does not support it.
     """
     for wanted, option, method in ((slicing, "vae_slicing", "enable_slicing"), (tiling, "vae_tiling", "enable_tiling")):
         if not wanted:
@@ -19,20 +19,22 @@ def save_memory(vae: Any, *, slicing: bool, tiling: bool) -> None:
         try:
             getattr(vae, method)()
         except (AttributeError, NotImplementedError):
-            raise LoadError(f"model.policy.{option}=true: {type(vae).__name__} cannot do so. Leave it out.") from None
+            raise LoadError(
+                f"model.policy.{option}=true: {type(vae).__name__} does not support it. Leave it out."
+            ) from None
 
 
 def latent_side(name: str, pixels: int, vae_factor: int, patch_size: int) -> int:
-    """Return the latents along a side of so many pixels.
+    """Return the number of latents along a side.
 
     Args:
         name: ``height`` or ``width``, for the message.
-        pixels: of that side.
-        vae_factor: pixels of a latent.
-        patch_size: latents of a patch, of which the network takes whole ones.
+        pixels: length of the side.
+        vae_factor: pixels per latent.
+        patch_size: latents per patch.
 
     Raises:
-        LoadError: the side is no whole number of patches; names the nearest sizes that are.
+        LoadError: the side is not a whole number of patches; names the nearest sizes that are.
     """
     multiple = vae_factor * patch_size
     if pixels < 1 or pixels % multiple:
@@ -45,6 +47,6 @@ def latent_side(name: str, pixels: int, vae_factor: int, patch_size: int) -> int
 
 
 def refuse_above(name: str, pixels: int, most: int, why: str) -> None:
-    """LoadError for a side longer than the network's positions reach."""
+    """Raise LoadError if a side exceeds the network's position embeddings."""
     if pixels > most:
         raise LoadError(f"model.policy.{name}={pixels} is more than {why} cover. Use {most} or less.")

@@ -1,7 +1,7 @@
-"""Tries a policy class on a checkpoint: ``python -m lit_vgrpo.policies.verify my_models.MyPolicy checkpoint=FOLDER``.
+"""Verify a policy class on a checkpoint: ``python -m lit_vgrpo.policies.verify my_models.MyPolicy checkpoint=FOLDER``.
 
-One line a check. The options are those of ``model.policy`` in a recipe; without ``lora_rank`` or ``train_only`` an
-adapter of rank 4 is what is trained. It computes in float32, on a GPU where there is one.
+Prints one line per check. The options are those of ``model.policy`` in a recipe; without ``lora_rank`` or
+``train_only`` it trains an adapter of rank 4. It computes in float32, on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
         words: ``my_models.MyPolicy checkpoint=/a/folder height=512``; ``None`` reads the command line.
 
     Returns:
-        0, 1 where a check fails, 2 for a mistake in the words.
+        0, 1 if a check fails, 2 for an error in the arguments.
     """
     words = sys.argv[1:] if words is None else list(words)
     if not words or words[0] in ("-h", "--help"):
@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         policy = build_policy(words)
         if policy.start_from is not None:
-            raise UserError(f"start_from={policy.start_from} has no part in these checks. Leave it out.")
+            raise UserError(f"start_from={policy.start_from} is not used by these checks. Leave it out.")
         policy.load()
     except UserError as error:
         report(error.faults)
@@ -45,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
         report([str(error)])
         return 2
     if torch.cuda.is_available():
-        torch.backends.cudnn.allow_tf32 = False  # coarser than the differences that are looked for
+        torch.backends.cudnn.allow_tf32 = False  # less precise than the differences to detect
         policy.to("cuda")
     return 1 if run_checks(policy) else 0
 
@@ -54,7 +54,7 @@ def build_policy(words: Sequence[str]) -> Policy:
     """Build a policy, without loading it, from its class and its options.
 
     Raises:
-        UserError: with every fault of what was typed.
+        UserError: with every error in the arguments.
     """
     from lit_vgrpo import policies  # noqa: F401  imported so that its classes go by short names
     from lit_vgrpo.config.parts import built_part
@@ -69,28 +69,28 @@ def build_policy(words: Sequence[str]) -> Policy:
     for word in options:
         key, equals, text = word.partition("=")
         if not equals:
-            raise UserError(f"{word} is no option of a policy. Options are written key=value.")
+            raise UserError(f"{word} is not an option of a policy. Options are written key=value.")
         apply_override(tree, f"policy.{key}", text)
     policy = built_part(tree, "policy", Policy)
     if policy.dtype != torch.float32:
-        raise UserError("dtype is not float32: pictures are compared to float error. Leave it out.")
+        raise UserError("dtype is not float32: images are compared up to float error. Leave it out.")
     return policy
 
 
 def run_checks(policy: Policy) -> int:
-    """Print a line for every check of a loaded policy; the number of those that fail."""
+    """Run all checks of a loaded policy, print a line for each, and return the number that fail."""
     failed = 0
     for shown, check in checks_of(policy):
         try:
             mark, said = "ok", check(policy)
         except Broken as fault:
             mark, said = "NO", str(fault)
-        except Exception as error:  # a family's own code, and the pipeline's, may raise anything
+        except Exception as error:  # the family's and the pipeline's code may raise anything
             mark, said = "NO", f"{type(error).__name__}: {error}"
         failed += mark == "NO"
         say(f"{mark}  {shown}: {one_line(said)}")
     name = type(policy).__name__
-    say(f"{failed} of the checks fail." if failed else f"{name} draws and trains as {policy.pipeline_class} does.")
+    say(f"{failed} of the checks fail." if failed else f"{name} samples and trains like {policy.pipeline_class}.")
     return failed
 
 

@@ -148,7 +148,7 @@ def test_the_folder_stays_below_its_bound_with_all_encoders_together(tmp_path):
 
 def test_a_batch_above_the_bound_is_not_kept_and_drives_nothing_out(tmp_path):
     made = filled(tmp_path, 1, max_bytes=5_000)
-    with pytest.warns(UserWarning, match=r"embeddings of 2 prompts .* Set model.policy.embedding_cache_gb") as caught:
+    with pytest.warns(UserWarning, match=r"Embeddings of 2 prompts .* Set model.policy.embedding_cache_gb") as caught:
         made.write(texts(2, 3), large(2, 3))
         made.write(texts(4, 5), large(4, 5))
     assert len(caught) == 1
@@ -203,7 +203,9 @@ def test_a_row_that_was_altered_is_missing_and_encoded_again(tmp_path, kind):
     made.write(texts(1, 3), rows(texts(1, 3)))
     altered, metadata = ALTERATIONS[kind](row, sums)
     save_file(altered, tmp_path / name, metadata)
-    with pytest.warns(UserWarning, match="is damaged .*its values are not what was written.* encoded again") as caught:
+    with pytest.warns(
+        UserWarning, match="is damaged .*its values do not match their checksum.* encoded again"
+    ) as caught:
         assert_holds(made, texts(3, 2, 1), missing=texts(2))
         assert_holds(cache(tmp_path), texts(1, 2, 3), missing=texts(2))
     assert len(caught) == 1
@@ -261,7 +263,10 @@ def no_room():
 
 def test_a_full_disk_is_one_warning_and_leaves_no_draft(tmp_path):
     made = filled(tmp_path, 1)
-    with pytest.warns(UserWarning, match="Cannot keep embeddings in .* The run goes on without") as caught, no_room():
+    with (
+        pytest.warns(UserWarning, match="Cannot cache embeddings in .* The run continues without") as caught,
+        no_room(),
+    ):
         made.write(texts(2), large(2))
         made.write(texts(3), large(3))
     assert len(caught) == 1
@@ -272,7 +277,7 @@ def test_a_full_disk_is_one_warning_and_leaves_no_draft(tmp_path):
 def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
     (tmp_path / "file").touch()
     made = cache(tmp_path / "file" / "folder")
-    with pytest.warns(UserWarning, match="Cannot keep embeddings in ") as caught:
+    with pytest.warns(UserWarning, match="Cannot cache embeddings in ") as caught:
         for number in range(3):
             made.write(texts(number), rows(texts(number)))
             assert made.read(texts(number)) == [None]

@@ -203,7 +203,7 @@ def test_a_method_that_samples_with_a_copy_folds_the_copy(sd3):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_are_refused_in_one_line(sd3, dtype):
-    said = f"fold_lora=true needs dtype=float32: {dtype} weights would round away .* Leave fold_lora out.$"
+    said = f"fold_lora=true needs dtype=float32: {dtype} weights would lose .* Leave fold_lora out.$"
     with pytest.raises(ValueError, match=f"^{said}"):
         sd3(dtype=dtype, fold_lora=True)
     policy = sd3(dtype=dtype)
@@ -218,12 +218,12 @@ def test_sixteen_bit_weights_alone_are_not_folded_either(sd3):
     layer.to(torch.bfloat16)
     with policy.sampling():
         assert not any(layer.merged for layer in lora_layers(policy.network))
-    assert "bfloat16 weights would round away" in fold_fault(policy)
+    assert "bfloat16 weights would lose" in fold_fault(policy)
 
 
 def test_no_adapter_to_fold(tiny_sd3):
     policy = SD3Policy(str(tiny_sd3), fold_lora=True, max_sequence_length=1).load()
-    with pytest.raises(LoadError, match="carries no LoRA adapter. Leave it out"), policy.sampling():
+    with pytest.raises(LoadError, match="has no LoRA adapter. Leave it out"), policy.sampling():
         pass
     policy.fold_lora = None
     with policy.sampling():
@@ -238,5 +238,5 @@ def test_sharded_weights_are_said_not_to_fold(sd3, monkeypatch):
     with policy.sampling():
         assert not any(layer.merged for layer in lora_layers(policy.network))
     policy.fold_lora = True
-    with pytest.raises(LoadError, match="whole weights on every rank"), policy.sampling():
+    with pytest.raises(LoadError, match="full weights on every rank"), policy.sampling():
         pass

@@ -76,10 +76,10 @@ def test_the_command_finds_nothing_wrong(here, folder, capsys):
     *lines, last = capsys.readouterr().out.splitlines()
     assert all(line.startswith("ok  ") for line in lines)
     assert len(lines) == 15
-    assert last == "Lumina2Policy draws and trains as Lumina2Pipeline does."
+    assert last == "Lumina2Policy samples and trains like Lumina2Pipeline."
 
 
-SAME_PICTURE = "the pipeline draws the same picture: "
+SAME_PICTURE = "the pipeline samples the same image: "
 UNSHIFTED = "type(self.pipeline.scheduler)(shift=1.0)"
 UNSHIFTED_DPM = f"{UNSHIFTED} if solver == 'dpm++' else self.pipeline.scheduler"
 
@@ -93,10 +93,10 @@ UNSHIFTED_DPM = f"{UNSHIFTED} if solver == 'dpm++' else self.pipeline.scheduler"
         ("def encode_negative", "def _encode_negative", f"{SAME_PICTURE}euler, guidance 3"),
         ('pipeline_options = {"cfg', 'unused = {"cfg', f"{SAME_PICTURE}dpm++, guidance 3"),
         ('"flow"', '"flow"\n    uses_latent_shift = False', f"{SAME_PICTURE}euler, guidance 1"),
-        ("return (scheduler.timesteps", "return 1000 * (scheduler.timesteps", "times lie in (0, 1] and fall"),
+        ("return (scheduler.timesteps", "return 1000 * (scheduler.timesteps", "times are in (0, 1] and decrease"),
         ("timestep=1 - t", "timestep=t * 0", "noise, time and prompt reach the prediction"),
         ("self.pipeline.scheduler, steps", f"{UNSHIFTED}, steps", f"{SAME_PICTURE}euler, guidance 1"),
-        ("self.pipeline.scheduler, steps", f"{UNSHIFTED_DPM}, steps", "times lie in (0, 1] and fall"),
+        ("self.pipeline.scheduler, steps", f"{UNSHIFTED_DPM}, steps", "times are in (0, 1] and decrease"),
     ],
     ids=["time", "sign", "mask", "negative", "guidance", "shift", "units", "dropped", "times", "times of one solver"],
 )
@@ -132,8 +132,8 @@ def test_a_folder_whose_prompts_hardly_show_is_refused(code, tmp_path, right, wr
     checks = dict(checks_of(policy))
     assert checks[f"{SAME_PICTURE}euler, guidance 1"](policy)
     assert checks[f"{SAME_PICTURE}euler, guidance 3"](policy)
-    with pytest.raises(Broken, match=r"other prompts change the pictures by .*larger random ones where prompts enter"):
-        checks["prompts show in the pictures"](policy)
+    with pytest.raises(Broken, match=r"other prompts change the images by .*larger random ones where prompts enter"):
+        checks["prompts change the images"](policy)
 
 
 def test_a_path_the_other_way_is_found(code, folder):
@@ -148,7 +148,7 @@ def test_a_path_the_other_way_is_found(code, folder):
         "    return scheduler\n"
     )
     policy = policy_class(turned)(str(folder), **OPTIONS).load()
-    with pytest.raises(Broken, match="build_path is another path"):
+    with pytest.raises(Broken, match="build_path is the wrong path"):
         dict(checks_of(policy))["the path agrees with the solver's last step"](policy)
 
 

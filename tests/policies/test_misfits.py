@@ -79,20 +79,20 @@ MISFITS = {
         "unet_eps",
         "unet/config.json",
         {"in_channels": 17},
-        "its unet takes 17 channels and its VAE makes 8",
+        "its unet takes 17 channels and its VAE has 8",
     ),
-    "pix2pix": ("sdxl", "unet/config.json", {"in_channels": 16}, "is no text-to-image model: its unet takes 16"),
-    "fill": ("flux", "transformer/config.json", {"in_channels": 192}, "takes 192 channels and its VAE makes 32"),
+    "pix2pix": ("sdxl", "unet/config.json", {"in_channels": 16}, "is not a text-to-image model: its unet takes 16"),
+    "fill": ("flux", "transformer/config.json", {"in_channels": 192}, "takes 192 channels and its VAE has 32"),
     "SD3 edit": ("sd3", "transformer/config.json", {"in_channels": 16}, "its transformer takes 16"),
     "LCM": ("unet_eps", "unet/config.json", {"time_cond_proj_dim": 256}, "is a consistency model, distilled"),
-    "refiner": ("sdxl", "model_index.json", {"text_encoder": [None, None]}, "has one text encoder, as the refiner"),
+    "refiner": ("sdxl", "model_index.json", {"text_encoder": [None, None]}, "has one text encoder, like the refiner"),
     "eps": ("sdxl", "scheduler/scheduler_config.json", {"rescale_betas_zero_snr": True}, "ends in pure noise"),
     "noisy": ("flux", "scheduler/scheduler_config.json", {"stochastic_sampling": True}, "stochastic_sampling: true"),
     "custom": ("sdxl", "model_index.json", {"_class_name": ["pipe", "Mine"]}, r"is a \['pipe', 'Mine'\], SDXLPolicy"),
 }
 SCHEDULERS = {
     "EDMDPMSolverMultistepScheduler": ("sdxl", "it was trained on another noise schedule than SDXLPolicy's"),
-    "FlowMatchHeunDiscreteScheduler": ("sd3", "a rectified flow here has FlowMatchEulerDiscreteScheduler"),
+    "FlowMatchHeunDiscreteScheduler": ("sd3", "a rectified flow needs FlowMatchEulerDiscreteScheduler"),
 }
 
 

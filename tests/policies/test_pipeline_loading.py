@@ -51,7 +51,7 @@ def test_a_variant_is_named_by_its_option(families, tmp_path):
 
 def test_a_variant_that_is_not_there_is_one_line(families, tmp_path):
     folder = families("sdxl").folder
-    none = f"model.policy.variant=bf16: {folder} holds no such weights. Leave it out."
+    none = f"model.policy.variant=bf16: {folder} has no such weights. Leave it out."
     assert SDXLPolicy(str(folder), variant="bf16").check() == [none]
     half = SDXLPolicy(str(as_variant(folder, tmp_path / "half")), variant="bf16")
     assert half.check()[0].endswith("Use fp16, or leave it out.")
@@ -99,7 +99,7 @@ def test_one_file_is_told_how_to_become_a_folder(tmp_path):
     file = tmp_path / "model.safetensors"
     file.touch()
     (fault,) = SDXLPolicy(str(file)).check()
-    assert fault.startswith(f"model.policy.checkpoint={file} is one file, and a pipeline folder is needed. Make one: ")
+    assert fault.startswith(f"model.policy.checkpoint={file} is a single file, not a pipeline folder. Convert it: ")
     call = f'diffusers.StableDiffusionXLPipeline.from_single_file("{file}").save_pretrained("DIR")'
     assert fault.endswith(f"python -c 'import diffusers; {call}', then set model.policy.checkpoint=DIR.")
 

@@ -30,7 +30,7 @@ def test_another_family_is_one_line_that_names_the_right_class(families, asked, 
 
 
 def test_bad_checkpoints_are_one_line(tmp_path):
-    assert "is no folder" in SD3Policy(str(tmp_path / "missing")).check()[0]
+    assert "is not a folder" in SD3Policy(str(tmp_path / "missing")).check()[0]
     assert "no model_index.json" in SD3Policy(str(tmp_path)).check()[0]
     (tmp_path / "model_index.json").write_text("[1")
     assert "is damaged" in SD3Policy(str(tmp_path)).check()[0]

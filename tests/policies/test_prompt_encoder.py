@@ -123,7 +123,7 @@ def test_the_negative_prompt_is_kept_apart_from_the_prompts(families, tmp_path):
 def test_a_folder_that_cannot_be_used_costs_a_warning_and_no_more(families, tmp_path):
     (tmp_path / "file").touch()
     policy = families("unet_eps").load(embedding_cache=str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="Cannot keep embeddings in "):
+    with pytest.warns(UserWarning, match="Cannot cache embeddings in "):
         assert equal(policy.encode([A, B]), families("unet_eps").shared.encode([A, B]))
 
 
@@ -285,5 +285,5 @@ def test_a_vae_that_can_do_neither_is_named(families, option):
     pipeline = families("sd3").pipeline()
     policy = type(families("sd3").shared)("mine", **{option: True})
     pipeline.vae = nn.Identity()
-    with pytest.raises(LoadError, match=rf"^model.policy.{option}=true: Identity cannot do so. Leave it out.$"):
+    with pytest.raises(LoadError, match=rf"^model.policy.{option}=true: Identity does not support it. Leave it out.$"):
         policy.adopt(pipeline)

@@ -93,10 +93,13 @@ def test_every_target_that_matches_nothing_is_named(tiny_sd3, target, meant):
         ({"lora_rank": 2, "lora_dropout": 0.1}, "lora_dropout=0.1 would make the policy differ from the one that "),
         ({"lora_targets": ["to_q"]}, "lora_targets=['to_q'] has no effect without lora_rank. Set lora_rank=32 too."),
         ({"lora_rank": 0}, "lora_rank=0 is too small. Use 1 to 16,384 such as 32, or null."),
-        ({"lora_rank": 2, "train_only": ["*"]}, "train_only and lora_rank are given: only an adapter is trained then."),
+        (
+            {"lora_rank": 2, "train_only": ["*"]},
+            "train_only and lora_rank are both given, but lora_rank trains only an adapter.",
+        ),
         (
             {"train_only": []},
-            "train_only=[] trains nothing. Give patterns such as '*.attn.*', or null",
+            "train_only=[] is empty. Give patterns such as '*.attn.*', or null",
         ),
     ],
 )
@@ -128,7 +131,7 @@ def test_every_pattern_that_matches_nothing_is_named(tiny_sd3):
         sd3(tiny_sd3, train_only=["*.attn.*", "proj_out.wieght"]).load()
     assert str(caught.value) == (
         "model.policy.train_only: 'proj_out.wieght' matches no parameter of SD3Transformer2DModel. Did you mean "
-        "proj_out.weight? Patterns are those of a shell, such as '*.attn.*'."
+        "proj_out.weight? Patterns are shell-style, such as '*.attn.*'."
     )
     with pytest.raises(LoadError, match="'attn' matches no parameter"):  # a whole name is compared
         sd3(tiny_sd3, train_only=["attn"]).load()
