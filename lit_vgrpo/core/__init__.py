@@ -1,1 +1,1 @@
-"""The mathematics and the types that everything else stands on: torch, no Lightning."""
+"""Mathematics and types that all other packages use: torch, no Lightning."""

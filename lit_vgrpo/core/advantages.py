@@ -17,14 +17,14 @@ NO_SPREAD = 1e-6
 
 
 def group_statistics(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean, population std and number of valid images of each image's group.
+    """Return mean, population std and number of valid images of each image's group.
 
     Args:
         rewards: shape ``(B,)``; NaN marks a failed image, which is left out.
         group_ids: shape ``(B,)``, int64, any values.
 
     Returns:
-        ``mean (B,)``, ``std (B,)``, ``count (B,)`` of each image's group and the groups' own index ``(B,)``; float64.
+        ``mean (B,)``, ``std (B,)``, ``count (B,)`` of each image's group, float64, and the group's index ``(B,)``.
     """
     _, index = torch.unique(group_ids, return_inverse=True)
     valid = ~rewards.isnan()
@@ -39,13 +39,13 @@ def group_statistics(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, std: AdvantageStd = "global") -> Tensor:
-    """``A_i = (R_i - mean of its group) / (s + 1e-4)``.
+    """Return ``A_i = (R_i - mean of its group) / (s + 1e-4)``.
 
-    A group without spread gets 0, not noise divided by the floor. A failed image (NaN) is left out of every
-    statistic and gets 0.
+    A group without spread gets 0, not rounding noise divided by the floor. A failed image (NaN) is left out of all
+    statistics and gets 0.
 
     Args:
-        rewards: total reward of every image of the whole iteration, over all ranks, shape ``(B,)``.
+        rewards: total reward of every image of the iteration over all ranks, shape ``(B,)``.
         group_ids: shape ``(B,)``, int64.
         std: ``s`` is the population std over the whole iteration (``"global"``) or over the image's group.
 
@@ -53,7 +53,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, std: AdvantageStd = "gl
         Shape ``(B,)``, float32, unitless; sums to 0 in each group.
 
     Source:
-        arXiv 2402.03300 (group-relative advantages); the global std is that of arXiv 2505.05470.
+        arXiv 2402.03300 (group-relative advantages); the global std follows arXiv 2505.05470.
 
     >>> group_advantages(torch.tensor([0.0, 1.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1]), std="group")
     tensor([-0.9998,  0.9998,  0.0000,  0.0000])
@@ -66,8 +66,8 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, std: AdvantageStd = "gl
         kept = rewards[valid].double()
         scale = kept.std(correction=0) if len(kept) else torch.tensor(0.0, dtype=torch.float64)
     else:
-        raise ValueError(f"advantage std={std!r} is not known. Use global or group.")
-    # Spread is judged against the reward's own size: float32 sums of equal rewards differ in their last bits.
+        raise ValueError(f"advantage std={std!r} is unknown. Use global or group.")
+    # Spread is relative to the reward's magnitude, because float32 sums of equal rewards differ in their last bits.
     spread = group_std > NO_SPREAD * mean.abs().clamp(min=1)
     advantages = (rewards.double() - mean) / (scale + STD_FLOOR)
     return torch.where(valid & spread, advantages, 0).float()
@@ -81,7 +81,7 @@ def combined_advantages(
     std: AdvantageStd = "global",
     aggregate: AdvantageAggregate = "rewards",
 ) -> Tensor:
-    """Advantages of several rewards: of their weighted sum, or the weighted sum of each one's own.
+    """Return advantages of several rewards: of their weighted sum, or the weighted sum of their advantages.
 
     Args:
         rewards: the weighted sum of the parts, ``(B,)``; NaN where one of them failed.
@@ -89,19 +89,19 @@ def combined_advantages(
         weights: the weight of each part.
         group_ids: shape ``(B,)``, int64.
         std: as in :func:`group_advantages`.
-        aggregate: ``"rewards"`` normalises the sum; ``"advantages"`` normalises each reward and sums then, so that a
-            reward with a wide range does not drown the others.
+        aggregate: ``"rewards"`` normalises the sum; ``"advantages"`` normalises each reward before summing, so that a
+            reward with a wide range does not dominate.
 
     Returns:
         Shape ``(B,)``, float32; sums to 0 in each group.
 
     Source:
-        The sum of advantages is that of arXiv 2507.21802.
+        The sum of advantages follows arXiv 2507.21802.
     """
     if aggregate == "rewards" or not parts:
         return group_advantages(rewards, group_ids, std)
     if aggregate != "advantages":
-        raise ValueError(f"advantage aggregate={aggregate!r} is not known. Use rewards or advantages.")
+        raise ValueError(f"advantage aggregate={aggregate!r} is unknown. Use rewards or advantages.")
     failed = rewards.isnan()
     total = torch.zeros(len(rewards))
     for name, part in parts.items():
@@ -111,7 +111,7 @@ def combined_advantages(
 
 
 def soft_clip(advantages: Tensor, limit: float | None) -> Tensor:
-    """``eta tanh(A / eta)``: bounds advantages smoothly at ``limit`` (eta); ``None`` leaves them as they are.
+    """Bound advantages smoothly at ``limit`` (eta): ``eta tanh(A / eta)``; ``None`` leaves them unchanged.
 
     Source:
         arXiv 2604.23380, soft-clipped advantages, eta 3 to 5.
@@ -125,7 +125,7 @@ def clamped(advantages: Tensor, limit: float | None) -> Tensor:
 
 
 def no_spread_share(rewards: Tensor, group_ids: Tensor) -> float:
-    """Share of groups, in [0, 1], whose valid rewards are all equal: they give no gradient."""
+    """Return the share of groups, in [0, 1], whose valid rewards are all equal and give no gradient."""
     mean, std, _, index = group_statistics(rewards, group_ids)
     if not len(index):
         return 0.0

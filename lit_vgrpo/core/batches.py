@@ -1,4 +1,4 @@
-"""Batches of one size, so that what a network makes of a row does not depend on how many rows came with it."""
+"""Batches of a fixed size, so that a network's output for a row does not depend on its batch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 BATCH_SIZE = 8
-"""Images in a batch unless a recipe says otherwise: few enough for a large model, and little to fill up."""
+"""Default images per batch: few enough for a large model, and little padding."""
 
 
 def at_most(rows: int, batch_size: int | None) -> int | None:
-    """``batch_size``, or ``rows`` where there are fewer on all ranks together; 0 rows are not known."""
+    """Return ``batch_size``, or ``rows`` if all ranks together have fewer; 0 rows means unknown."""
     return min(batch_size, rows) if batch_size and rows else batch_size
 
 
 def filled(rows: Tensor, size: int) -> Tensor:
-    """At least ``size`` rows: the last one is repeated.
+    """Pad to at least ``size`` rows by repeating the last one.
 
     >>> filled(torch.tensor([1, 2]), 4).tolist()
     [1, 2, 2, 2]
@@ -29,13 +29,13 @@ def filled(rows: Tensor, size: int) -> Tensor:
 def in_batches(of_batch: Callable[..., Tensor], size: int, *columns: Tensor) -> Tensor:
     """Return ``of_batch`` of all rows, computed with exactly ``size`` rows at a time.
 
-    A matrix product or a convolution of another number of rows may take another kernel, which rounds otherwise. With
-    a last smaller batch, the last bits of a row would depend on how rows are spread over calls and ranks.
+    A matrix product or convolution of a different number of rows may use a different kernel and round differently. With
+    a smaller last batch, the last bits of a row would depend on how rows are distributed over calls and ranks.
 
     Args:
-        of_batch: takes ``size`` rows of each column, and gives one row for each.
-        size: rows of a batch; the last one is filled up.
-        columns: at least one row of each; as many of all.
+        of_batch: takes ``size`` rows of each column and returns as many rows.
+        size: rows per batch; the last one is padded.
+        columns: tensors with the same number of rows, at least one.
     """
     results = []
     for start in range(0, len(columns[0]), size):

@@ -1,4 +1,4 @@
-"""What happens to an update whose loss or gradient is not finite."""
+"""Handling of updates with a non-finite loss or gradient."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ NonFinite = Literal["stop", "skip"]
 
 
 class NonFiniteGuard:
-    """Finds losses and gradients that are not finite and decides the same on every rank.
+    """Detector of non-finite losses and gradients that decides the same on every rank.
 
     Args:
-        action: end the run with the reason, or leave the update out; ten left out in a row end the run too.
+        action: stop the run with the reason, or skip the update; ten consecutive skips also stop the run.
 
     Raises:
-        ValueError: another action.
+        ValueError: the action is unknown.
     """
 
     def __init__(self, action: NonFinite = "stop") -> None:
         if action not in ("stop", "skip"):
-            raise ValueError(f"model.non_finite={action} is not known. Use stop or skip.")
+            raise ValueError(f"model.non_finite={action} is unknown. Use stop or skip.")
         self.action = action
         self.skipped = 0
         self._in_a_row = 0
         self._losses: list[Tensor] = []
 
     def watch(self, loss: Tensor) -> None:
-        """Remember a micro-batch's loss; nothing is read from the device yet."""
+        """Record a micro-batch's loss without synchronising with the device."""
         self._losses.append(loss.detach())
 
     def refuses(
         self, gradients: Iterable[Tensor], all_ranks: Callable[[Tensor], Tensor], when: str, overflow: bool = False
     ) -> bool:
-        """Whether this update must be left out; called once for each update, on every rank.
+        """Return whether to skip this update; called once per update, on every rank.
 
         Args:
             gradients: this rank's gradients, or its shards of them.
             all_ranks: concatenates every rank's ``(B, ...)`` in rank order.
-            when: where the run is, for the message.
-            overflow: the strategy has found a gradient that is not finite itself.
+            when: the position in the run, for the message.
+            overflow: the strategy has already found a non-finite gradient.
 
         Raises:
-            FloatingPointError: on every rank, where the action is to stop.
+            FloatingPointError: on every rank, if the action is to stop.
         """
         losses, self._losses = self._losses, []
         loss_is_bad, gradient_is_bad = not all_finite(losses), overflow or not all_finite(gradients)
@@ -64,13 +64,13 @@ class NonFiniteGuard:
         where = f" on rank {', '.join(ranks)} of {len(found)}" if len(found) > 1 else ""
         often = f" for {self._in_a_row} updates in a row" if self.action == "skip" else ""
         advice = "Lower model.optimizer.lr or set trainer.gradient_clip_val=1.0"
-        advice += "." if self.action == "skip" else ", or leave such updates out: model.non_finite=skip."
+        advice += "." if self.action == "skip" else ", or skip such updates: model.non_finite=skip."
         raise FloatingPointError(
             f"The {what} is not finite{where}{often}, {when}. No weight was changed by it. {advice}"
         )
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every value of every tensor is finite; the device is waited for once."""
+    """Return whether every value of every tensor is finite, with one device synchronisation."""
     found = [tensor.isfinite().all() for tensor in tensors]
     return not found or bool(torch.stack(found).all())

@@ -1,4 +1,4 @@
-"""Counts what a run pays: network passes, in images, by phase, with and without gradient."""
+"""Counts of a run's network passes, in images, by phase, with and without gradient."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 
 class PassLedger:
-    """Counts the images that go through a network, by hooking it; classifier-free guidance counts twice.
+    """Counter of the images that pass through a network, by a hook; classifier-free guidance counts twice.
 
-    A backward pass is not counted, and neither is a recomputation by activation checkpointing.
+    Backward passes and recomputation by activation checkpointing are not counted.
 
     Attributes:
-        ranks: how many do the same amount of work; what one of them does is counted that often.
+        ranks: number of ranks doing the same work; this rank's passes are multiplied by it.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class PassLedger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Book the passes inside under ``name``: rollout, old, reference, update, a copy's name, or evaluation."""
+        """Count passes in the context under ``name``: rollout, old, reference, update, a copy's name, or evaluation."""
         before, self._phase = self._phase, name
         try:
             yield
@@ -44,11 +44,11 @@ class PassLedger:
             self._phase = before
 
     def training_counts(self) -> dict[str, dict[str, int]]:
-        """Return the counts of all phases but those of evaluation and of drawing samples."""
+        """Return the counts of all phases except evaluation and sample grids."""
         return {name: count for name, count in self.counts.items() if name not in ("evaluation", "samples")}
 
     def training_passes(self) -> int:
-        """All passes but those of evaluation and of drawing samples."""
+        """Return all passes except those of evaluation and sample grids."""
         return sum(sum(count.values()) for count in self.training_counts().values())
 
     def state_dict(self) -> dict[str, dict[str, int]]:

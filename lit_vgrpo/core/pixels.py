@@ -1,4 +1,4 @@
-"""Images as tensors, and as what a file of them would hold."""
+"""Images as tensors, and rounded as in a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """Round images to what a file would hold.
+    """Round images to what a file can store.
 
     Args:
         images: any shape, float in [0, 1], finite.
@@ -35,8 +35,8 @@ def to_pil(images: Tensor) -> list[Image.Image]:
 def centre_cropped(images: Tensor, size: int) -> Tensor:
     """Return the middle square of images, resized to ``size`` and normalised as for CLIP.
 
-    On the CPU torchvision resizes uint8 as PIL does, but for one level in at most 0.5 % of the pixels. Elsewhere it
-    goes through floats, and 10 to 22 % of the pixels differ from PIL's, by up to 8 levels.
+    On the CPU torchvision resizes uint8 like PIL, up to one level in at most 0.5 % of the pixels. Elsewhere it computes
+    in floats, and 10 to 22 % of the pixels differ from PIL's, by up to 8 levels.
 
     Args:
         images: shape ``(b, 3, H, W)``, uint8, on the CPU.
@@ -48,7 +48,7 @@ def centre_cropped(images: Tensor, size: int) -> Tensor:
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.v2 import functional as F
 
-    pixels = F.resize(images, [size], InterpolationMode.BICUBIC, antialias=True)  # rounds as PIL does
+    pixels = F.resize(images, [size], InterpolationMode.BICUBIC, antialias=True)  # rounds like PIL
     return F.normalize(F.center_crop(pixels, [size, size]).float() / 255, CLIP_MEAN, CLIP_STD)
 
 
@@ -67,7 +67,7 @@ def letterboxed(images: Tensor, size: int) -> Tensor:
 
     scale = size / max(images.shape[-2:])
     height, width = (round(side * scale) for side in images.shape[-2:])
-    # resized as floats, and not cut to [0, 1] where bicubic overshoots: as HPSv2 does
+    # resized as floats, without clipping bicubic overshoots to [0, 1], as in HPSv2
     pixels = F.resize(images.float() / 255, [height, width], InterpolationMode.BICUBIC, antialias=True)
     left, top = (size - width) // 2, (size - height) // 2
     pixels = F.pad(pixels, [left, top, size - width - left, size - height - top])

@@ -1,7 +1,7 @@
 """Probability paths ``z_t = a_t x + b_t eps`` and the conversions between a network's predictions.
 
-Times are float32 in [0, 1], 1 = pure noise; the units of a scheduler or a network appear nowhere here. All
-functions are pure and take ``t`` of shape ``(B,)`` beside latents of shape ``(B, ...)``.
+Times are float32 in [0, 1], 1 = pure noise; a scheduler's or network's units are not used here. All functions are pure
+and take ``t`` of shape ``(B,)`` with latents of shape ``(B, ...)``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def expand(values: Tensor, like: Tensor) -> Tensor:
 
 
 class ProbabilityPath(ABC):
-    """A Gaussian path from clean latents to noise, together with what the network predicts on it."""
+    """A Gaussian path from clean latents to noise, with the network's prediction target."""
 
     prediction: Space
 
     @abstractmethod
     def coefficients(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """``(a_t, b_t)``, each of the shape of ``t``, float32."""
+        """Return ``(a_t, b_t)``, each of the shape of ``t``, float32."""
 
     @abstractmethod
     def snap(self, t: Tensor) -> Tensor:
@@ -39,26 +39,26 @@ class ProbabilityPath(ABC):
 
     @abstractmethod
     def to_x(self, prediction: Tensor, z: Tensor, t: Tensor) -> Tensor:
-        """Clean-latent estimate ``x_hat`` from the network's own prediction at ``z``."""
+        """Return the clean-latent estimate ``x_hat`` from the network's prediction at ``z``."""
 
     @abstractmethod
     def to_eps(self, prediction: Tensor, z: Tensor, t: Tensor) -> Tensor:
-        """Noise estimate ``eps_hat`` from the network's own prediction at ``z``."""
+        """Return the noise estimate ``eps_hat`` from the network's prediction at ``z``."""
 
     @abstractmethod
     def to_v(self, prediction: Tensor, z: Tensor, t: Tensor) -> Tensor:
-        """Velocity estimate from the network's own prediction at ``z``."""
+        """Return the velocity estimate from the network's prediction at ``z``."""
 
     @abstractmethod
     def error_scale(self, space: Space, t: Tensor, cap: float | None = None) -> Tensor:
-        """Factor ``(B,)``, positive, by which an error of the prediction becomes an error in ``space``.
+        """Return the positive factor ``(B,)`` that converts an error of the prediction to one in ``space``.
 
         Every conversion is linear in the prediction at a fixed ``z_t``, so the error in another space is the
         prediction's error times this factor (up to its sign). ``cap`` bounds factors that diverge.
         """
 
     def interpolate(self, x: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """``z_t = a_t x + b_t eps``, in float32; shapes ``(B, ...)``."""
+        """Return ``z_t = a_t x + b_t eps`` in float32; shapes ``(B, ...)``."""
         a, b = self.coefficients(t)
         return expand(a, x) * x.float() + expand(b, x) * eps.float()
 
@@ -96,8 +96,8 @@ class RectifiedFlow(ProbabilityPath):
 class VariancePreserving(ProbabilityPath):
     """``a = sqrt(abar)``, ``b = sqrt(1 - abar)`` on a discrete schedule (SD 1.5, SDXL; DDPM, arXiv 2006.11239).
 
-    The discrete timestep ``k`` in ``0 .. T-1`` is carried as ``t = (k + 1) / T``, so that ``t = 0`` is the clean
-    latent itself. The velocity is that of arXiv 2202.00512, ``v = a eps - b x``.
+    The discrete timestep ``k`` in ``0 .. T-1`` is represented as ``t = (k + 1) / T``, so that ``t = 0`` is the clean
+    latent. The velocity is ``v = a eps - b x`` as in arXiv 2202.00512.
 
     Args:
         alphas_cumprod: the schedule's ``abar``, shape ``(T,)``.
@@ -106,7 +106,7 @@ class VariancePreserving(ProbabilityPath):
 
     def __init__(self, alphas_cumprod: Tensor, prediction: Space = "eps") -> None:
         if prediction not in ("eps", "v"):
-            raise ValueError(f"prediction={prediction!r} is not known on the variance-preserving path. Use eps or v.")
+            raise ValueError(f"prediction={prediction!r} is unknown on the variance-preserving path. Use eps or v.")
         self.prediction = prediction
         self.num_timesteps = len(alphas_cumprod)
         self.alphas_cumprod = torch.cat([torch.ones(1), alphas_cumprod.detach().float().cpu()])

@@ -1,6 +1,6 @@
-"""The valid range of every number that can be set: declared in its type hint, checked where it enters.
+"""Valid ranges of numeric options, declared in type hints and checked by constructors.
 
-A constructor says ``num_times: Annotated[int, Range(least=1)] = 4``, and its class is :func:`checked`.
+A constructor declares ``num_times: Annotated[int, Range(least=1)] = 4``, and its class is :func:`checked`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ T = TypeVar("T", bound=type)
 
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers between two bounds.
+    """A range of finite numbers.
 
     Args:
         least: the smallest valid number.
         most: the largest valid number.
-        above: a bound that is itself not valid.
-        below: the same on the other side.
-        example: a usual value, for the message.
-        small: what is wrong with a smaller number, where that is not plain.
+        above: exclusive lower bound.
+        below: exclusive upper bound.
+        example: a typical value, for the message.
+        small: why a smaller number is wrong, if not obvious.
     """
 
     least: float | None = None
@@ -59,7 +59,7 @@ class Range:
         return words if self.example is None else f"{words} such as {self.example:g}"
 
     def reason(self, value: float) -> str | None:
-        """Why a number is not valid, or ``None``."""
+        """Return why a number is invalid, or ``None``."""
         if isinstance(value, float) and not math.isfinite(value):
             return "is not a finite number"
         if (self.least is not None and value < self.least) or (self.above is not None and value <= self.above):
@@ -77,21 +77,21 @@ NonNegativeFloat = Annotated[float, Range(least=0)]
 ClosedUnitInterval = Annotated[float, Range(0, 1)]
 OpenUnitInterval = Annotated[float, Range(above=0, below=1)]
 HalfOpenUnitInterval = Annotated[float, Range(least=0, below=1)]
-"""Decay rates: 1 would never take anything new."""
+"""Decay rates: 1 would never change the average."""
 GuidanceScale = Annotated[float, Range(1, 1000)]
 BatchSize = Annotated[int, Range(1, 1_000_000)]
-"""How many go through a network at once, or of how many tensors are made: more is a slip of the keyboard."""
+"""Batch sizes; a larger number is a typing error."""
 Count = Annotated[int, Range(1, 1_000_000)]
 GroupSize = Annotated[int, Range(2, 10_000, small="has no group to compare with")]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 
 
 def checked(cls: T) -> T:
-    """Let a class refuse arguments outside of the ranges that its constructor declares.
+    """Make a class refuse arguments outside the ranges that its constructor declares.
 
     Raises:
-        TypeError: from then on, for an argument that is not a number, or not a whole one where it must be.
-        ValueError: for a number outside of its range, or one that is not finite.
+        TypeError: by the constructor, for an argument that is not a number, or not a whole number if required.
+        ValueError: by the constructor, for a number outside its range or not finite.
 
     >>> @checked
     ... class Timer:
@@ -108,7 +108,7 @@ def checked(cls: T) -> T:
         try:
             given = parameters.bind(self, *args, **kwargs).arguments
         except TypeError:
-            given = {}  # the constructor says it in Python's usual words
+            given = {}  # the constructor raises Python's usual error
         hints = declared(cls if "__dataclass_fields__" in vars(cls) else init)
         for name, value in given.items():
             for error in range_errors(name, value, hints.get(name)):
@@ -120,22 +120,22 @@ def checked(cls: T) -> T:
 
 
 RANGES_OF_OTHERS: dict[type, Mapping[str, Any]] = {}
-"""Type hints with ranges in them for classes that are not of this package, by argument."""
+"""Type hints with ranges for classes of other packages, by argument."""
 
 
 @cache
 def declared(source: Any) -> Mapping[str, Any]:
-    """Return the type hints of a constructor, or of a dataclass whose fields are the arguments, ranges included."""
+    """Return a constructor's or dataclass's type hints, including ranges."""
     return typing.get_type_hints(source, include_extras=True)
 
 
 def range_errors(name: str, value: Any, hint: Any) -> Iterator[TypeError | ValueError]:
-    """Yield the error of an argument's numbers: at most one.
+    """Yield at most one error of an argument's numbers.
 
     Args:
-        name: of the argument, for the message.
+        name: the argument's name, for the message.
         value: a number, or a sequence of numbers.
-        hint: its type hint; without a range in it, nothing is.
+        hint: its type hint; without a range there are no errors.
     """
     for kind, wrong, reason, advice in _faults(value, hint):
         shown = list(value) if isinstance(value, tuple) else value
@@ -176,7 +176,7 @@ def _items(values: Sequence[Any], hint: Any) -> list[tuple[Any, Any]]:
 
 
 def options_of(hint: Any) -> list[Any]:
-    """Return the members of a union, ranges and all; a hint that is none, alone."""
+    """Return the members of a union including ranges, or the hint itself."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         return [option for argument in typing.get_args(hint) for option in options_of(argument)]
     return [hint]

@@ -1,4 +1,4 @@
-"""What a run did and what it cost, for callbacks to read."""
+"""Records of a run's results and cost, for callbacks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class IterationRecord:
         iteration: number, from 0.
         rewards: total reward of every image over all ranks, NaN = failed, ``(B_global,)``.
         group_ids: ``(B_global,)``.
-        parts: by reward, over all ranks: ``mean`` and ``std`` of what it scored, ``no_spread``, ``failed``,
-            ``seconds_per_image``, and what it counts itself.
+        parts: by reward, over all ranks: ``mean`` and ``std`` of its scores, ``no_spread``, ``failed``,
+            ``seconds_per_image``, and its own counts.
         errors: reward name to its last failure message.
         local_group_ids: groups of this rank's images, ``(B_local,)``.
         images: number of images, over all ranks.
@@ -49,7 +49,7 @@ class IterationRecord:
     is_whole: bool = True
 
     def add(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:
-        """Book one step."""
+        """Add one step."""
         self.losses.append(loss.detach())
         for name, values in metrics.items():
             self.metrics.setdefault(name, []).append(values)
@@ -71,21 +71,21 @@ class IterationRecord:
 
 @contextmanager
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Add the wall time of the block to ``seconds[name]``, the GPU's work that it started included."""
+    """Add the wall time of the block, including GPU work, to ``seconds[name]``."""
     start = _wall_s()
     yield
     seconds[name] = seconds.get(name, 0.0) + _wall_s() - start
 
 
 def _wall_s() -> float:
-    """Seconds on a clock, once the GPU has done what it was given: its work is only queued when a call returns."""
+    """Return the time in seconds after synchronising the GPU, which only queues work when a call returns."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Stopwatch:
-    """Seconds spent on training steps, as wall time and as time of this process on the CPU; a checkpoint keeps them."""
+    """Wall and CPU time of this process in training steps, kept in checkpoints."""
 
     def __init__(self) -> None:
         self._total = (0.0, 0.0)
@@ -123,7 +123,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The held-out reward at one moment, and what training had cost until then, over all ranks.
+    """The held-out reward at one evaluation, and the cost of training until then, over all ranks.
 
     Attributes:
         iteration: iterations done; 0 is the start.

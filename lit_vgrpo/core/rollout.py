@@ -1,4 +1,4 @@
-"""What a rollout is asked for, what it returns, and what the updates need of it."""
+"""A rollout's request and result, and the experience that updates use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lit_vgrpo.core.surrogate import Pairs
 
 @dataclass
 class Conditioning:
-    """A prompt's embeddings; every tensor has one row a prompt."""
+    """Prompt embeddings; every tensor has one row per prompt."""
 
     tensors: dict[str, Tensor]
 
@@ -24,7 +24,7 @@ class Conditioning:
         return len(next(iter(self.tensors.values())))
 
     def select(self, rows: Tensor) -> Conditioning:
-        """One row for each entry of ``rows (B,)``."""
+        """Return one row for each entry of ``rows (B,)``."""
         return Conditioning({name: value[rows] for name, value in self.tensors.items()})
 
     def expand(self, size: int) -> Conditioning:
@@ -41,17 +41,17 @@ class Conditioning:
 @checked
 @dataclass
 class RolloutSpec:
-    """How images are sampled.
+    """Sampling settings.
 
     Args:
         solver: an ODE solver (a diffusers scheduler: euler, dpm++ or unipc on a rectified flow; ddim or dpm++ on a VP
             path) or an SDE whose steps have a likelihood (flow_sde, cps or dance_sde; ddim_sde on a VP path).
         steps: number of sampling steps, one network pass each (two with guidance).
         guidance: classifier-free guidance scale; 1.0 switches it off.
-        noise_level: strength of the SDE's noise; null takes the solver's published one.
-        shared_noise: start all images of a group from the same noise; only an SDE makes them differ then.
-        window: steps ``[first, stop)`` that take SDE noise, the others follow the ODE; null is all but the last.
-        tail: re-grid what follows the window to this share of its steps, with DPM-Solver++; null for no re-gridding.
+        noise_level: strength of the SDE's noise; null uses the solver's published value.
+        shared_noise: start all images of a group from the same noise; requires an SDE to make them differ.
+        window: steps ``[first, stop)`` with SDE noise, the others follow the ODE; null is all except the last.
+        tail: re-grid the steps after the window to this share of them, with DPM-Solver++; null for no re-gridding.
     """
 
     solver: str = "euler"
@@ -65,38 +65,38 @@ class RolloutSpec:
     def __post_init__(self) -> None:
         if self.window is not None and not 0 <= self.window[0] < self.window[1] <= self.steps:
             raise ValueError(
-                f"window={list(self.window)} holds no step of {self.steps}. Use [first, stop) within 0 and "
+                f"window={list(self.window)} contains no step of {self.steps}. Use [first, stop) within 0 and "
                 f"{self.steps}, or null."
             )
 
     @property
     def is_sde(self) -> bool:
-        """Whether steps are drawn from a distribution with a likelihood."""
+        """True if steps are sampled from a distribution with a likelihood."""
         return self.solver in ODE_OF
 
     @property
     def sde_steps(self) -> range:
-        """The steps that take SDE noise; empty for an ODE."""
+        """The steps with SDE noise; empty for an ODE."""
         if not self.is_sde:
             return range(0)
         return range(*(self.window or (0, max(1, self.steps - 1))))
 
     @property
     def network_calls(self) -> int:
-        """Sampling steps that are really taken, after the re-gridding of the tail."""
+        """Number of sampling steps after re-gridding the tail."""
         if not self.is_sde or self.tail is None:
             return self.steps
         stop = self.sde_steps.stop
         return stop + tail_steps(self.steps - stop, self.tail)
 
     def as_ode(self) -> RolloutSpec:
-        """Return the ODE with as many steps, by which held-out images of an SDE method are sampled."""
+        """Return the ODE with the same number of steps, for the held-out images of an SDE method."""
         if not self.is_sde:
             return self
         return RolloutSpec(ODE_OF[self.solver], self.steps, self.guidance)
 
     def faults(self) -> list[str]:
-        """List settings that cannot work together, one line each."""
+        """Return incompatible settings, one line each."""
         where = "model.objective.rollout"
         if self.is_sde:
             return []
@@ -115,14 +115,14 @@ class RolloutSpec:
 
 @dataclass
 class Trajectory:
-    """The steps of a rollout that were drawn from an SDE, to be trained on.
+    """The SDE steps of a rollout, to be trained on.
 
     Attributes:
         states: ``(B, n + 1, C, h, w)``, float32: where step k started and, at k + 1, where it ended.
         log_probs: ``(B, n)``, float32: the log-probability of each step under the weights that rolled out.
-        means: ``(B, n, C, h, w)``, the mean of each step's distribution, or ``None`` where it was not asked for.
+        means: ``(B, n, C, h, w)``, the mean of each step's distribution, or ``None`` if not requested.
         times: ``(n + 1,)``, float32, the steps' times and the one after the last.
-        second_time: the second time of the whole schedule, which stands in where a formula diverges at ``t = 1``.
+        second_time: the second time of the whole schedule, used where a formula diverges at ``t = 1``.
     """
 
     states: Tensor
@@ -134,7 +134,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """The images that a rank makes in an iteration.
+    """The images that a rank samples in an iteration.
 
     Attributes:
         prompts: one per group.
@@ -143,8 +143,8 @@ class RolloutRequest:
         group_size: images per group, over all ranks.
         iteration: number of the iteration, from 0.
         seed: the run's seed.
-        members: which images of each group to make, where other ranks make the others; ``None`` for all.
-        batch_size: images per forward pass; ``None`` takes all at once.
+        members: images of each group to sample, if other ranks sample the rest; ``None`` for all.
+        batch_size: images per forward pass; ``None`` uses one batch.
     """
 
     prompts: Sequence[str]
@@ -169,12 +169,12 @@ class Rollout:
         latents: shape ``(B, C, h, w)``, float32, detached.
         group_ids: shape ``(B,)``, int64: the prompt's global slot in the iteration.
         image_ids: shape ``(B,)``, int64: the image's global index in the iteration.
-        conditioning: one row a group; ``rows`` says which row an image uses.
+        conditioning: one row per group; ``rows`` maps images to rows.
         rows: shape ``(B,)``, int64.
         schedule: the sampler's own times ``(S,)``, float32 in (0, 1], noisiest first.
         iteration: number of the iteration, from 0.
         seed: the run's seed.
-        group_size: images of a whole group; other ranks may hold some of them.
+        group_size: images of a whole group, some of which may be on other ranks.
         spec: how the images were sampled.
         trajectory: the SDE steps, for a method that trains on them.
     """
@@ -197,15 +197,15 @@ class Rollout:
 
 @dataclass
 class Experience:
-    """What the loss needs again, one row an image; made by ``objective.prepare``.
+    """The inputs of the loss, one row per image; created by ``objective.prepare``.
 
     Attributes:
         latents: ``(B, C, h, w)``, the images' final latents ``o``.
         advantages: ``(B,)``, float32.
-        conditioning: one row a group.
+        conditioning: one row per group.
         rows: ``(B,)``, the conditioning row of each image.
         pairs: Monte-Carlo pairs, or ``None`` for an objective without.
-        extras: named tensors with one row an image (old surrogates, stored predictions).
+        extras: named tensors with one row per image (old surrogates, stored predictions).
     """
 
     latents: Tensor
@@ -222,7 +222,7 @@ class Experience:
     def of(
         cls, rollout: Rollout, advantages: Tensor, pairs: Pairs | None = None, extras: dict[str, Tensor] | None = None
     ) -> Experience:
-        """Return a rollout's images with their advantages, beside which everything else is the method's own."""
+        """Build an experience from a rollout's images, their advantages and the method's own tensors."""
         return cls(
             latents=rollout.latents,
             advantages=advantages.to(rollout.latents.device),
@@ -261,7 +261,7 @@ class Experience:
 
 
 def group_layout(slots: Sequence[int], group_size: int, members: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """For images laid out group by group: each image's row among the groups, and its global index; both ``(B,)``.
+    """Return each image's row among the groups and its global index, both ``(B,)``, group by group.
 
     >>> group_layout([3], group_size=4, members=range(2, 4))
     (tensor([0, 0]), tensor([14, 15]))

@@ -16,7 +16,7 @@ from lit_vgrpo.core.solvers import ODE_OF, log_prob, regrid, tail_steps, transit
 from lit_vgrpo.core.surrogate import seeded_generator
 
 BatchHook = Callable[[slice, Tensor], None]
-"""Takes the place of a batch among the images, and its final latents ``(b, C, h, w)``."""
+"""Called with a batch's slice of the images and its final latents ``(b, C, h, w)``."""
 
 # Streams of the seeded generators; a new use gets a new number, so that runs stay reproducible.
 STREAM_ROLLOUT, STREAM_PAIRS, STREAM_HELDOUT, STREAM_DATA = 1, 2, 3, 4
@@ -24,7 +24,7 @@ STREAM_GROUP_NOISE, STREAM_SDE, STREAM_TIMES, STREAM_STEPS = 5, 6, 7, 8
 
 
 class Denoiser(Protocol):
-    """What the loops need of a policy; see :class:`~lit_vgrpo.policies.base.Policy`."""
+    """The interface of a policy for sampling; see :class:`~lit_vgrpo.policies.base.Policy`."""
 
     path: ProbabilityPath
 
@@ -45,14 +45,14 @@ class Denoiser(Protocol):
         """Prepare the weights for passes without gradient."""
 
     def scheduler(self, solver: str, steps: int) -> Any:
-        """Return a fresh diffusers scheduler whose timesteps are set."""
+        """Return a new diffusers scheduler with timesteps set."""
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
         """Return the scheduler's timesteps as times ``(S,)`` in (0, 1], float32."""
 
 
 def image_generators(stream: int, seed: int, iteration: int, image_ids: Sequence[int]) -> list[torch.Generator]:
-    """One generator an image, seeded from (seed, stream, iteration, global image index)."""
+    """Return one generator per image, seeded from (seed, stream, iteration, global image index)."""
     return [seeded_generator(seed, stream, iteration, index) for index in image_ids]
 
 
@@ -68,9 +68,9 @@ def roll_out(
     """Sample the images of a request: noise, then the ODE or the SDE.
 
     Args:
-        device: where the images and embeddings are kept; ``None`` keeps them beside the network.
+        device: where the images and embeddings are stored; ``None`` uses the network's device.
         record_means: keep the mean of every SDE step.
-        on_batch: called with the place and the final latents of every batch as soon as it is sampled.
+        on_batch: called with the slice and the final latents of every batch as soon as it is sampled.
     """
     home = device or policy.device
     group_rows, image_ids = request.layout()
@@ -120,10 +120,10 @@ def sample(
     """Integrate the policy from noise to clean latents with a diffusers scheduler.
 
     Args:
-        conditioning: one row a prompt.
+        conditioning: one row per prompt.
         rows: ``(B,)``: the conditioning row of each image.
-        noise: ``z_1``, shape ``(B, C, h, w)``, on any device; what is returned is there too.
-        batch_size: images of every network pass, the last of which is filled up; ``None`` takes all at once.
+        noise: ``z_1``, shape ``(B, C, h, w)``, on any device, which is also that of the result.
+        batch_size: images per network pass, the last of which is padded; ``None`` uses one batch.
         on_batch: called with every batch as soon as it is done.
 
     Returns:
@@ -161,17 +161,17 @@ def sample_chain(
     record_means: bool = False,
     on_batch: BatchHook | None = None,
 ) -> tuple[Tensor, Tensor, Trajectory]:
-    """Sample with an SDE whose steps have a likelihood, and keep the steps that took noise.
+    """Sample with an SDE whose steps have a likelihood, and keep the steps with noise.
 
-    Steps outside ``spec.sde_steps`` follow the ODE; what comes after them is re-gridded where ``spec.tail`` is set.
+    Steps outside ``spec.sde_steps`` follow the ODE; steps after them are re-gridded if ``spec.tail`` is set.
 
     Args:
-        conditioning: one row a prompt.
+        conditioning: one row per prompt.
         rows: ``(B,)``: the conditioning row of each image.
-        noise: ``z_1``, shape ``(B, C, h, w)``, on any device; what is returned is there too.
-        generators: one an image; all its SDE noise comes from it, so that an image depends on no other.
-        batch_size: images of every network pass, the last of which is filled up; ``None`` takes all at once.
-        record_means: keep the mean of every step too.
+        noise: ``z_1``, shape ``(B, C, h, w)``, on any device, which is also that of the result.
+        generators: one per image, the source of all its SDE noise, so that an image depends on no other.
+        batch_size: images per network pass, the last of which is padded; ``None`` uses one batch.
+        record_means: also keep the mean of every step.
         on_batch: called with every batch as soon as it is done.
 
     Returns:
@@ -228,10 +228,10 @@ def sample_chain(
 
 
 def _integrate_tail(policy: Denoiser, cond: Conditioning, spec: RolloutSpec, z: Tensor, times: Tensor) -> Tensor:
-    """From ``z`` at ``times[0]`` to 0 at their end with DPM-Solver++ 2M."""
+    """Integrate from ``z`` at ``times[0]`` to 0 with DPM-Solver++ 2M."""
     steps = len(times) - 1
     scheduler = policy.scheduler("dpm++", steps)
-    # The scheduler cannot make a schedule that starts in the middle. It reads these by position, never by timestep.
+    # The scheduler cannot create a schedule that starts in the middle. It reads these by index, never by timestep.
     a, b = (values.cpu() for values in policy.path.coefficients(times))
     scheduler.sigmas = b if scheduler.config.use_flow_sigmas else b / a
     scheduler.timesteps = torch.arange(steps)

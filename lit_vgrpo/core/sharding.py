@@ -1,4 +1,4 @@
-"""How a parameter is stored: whole, as a shard of a DTensor (FSDP2), or as a partition of DeepSpeed's ZeRO-3."""
+"""Access to parameters stored whole, as shards of a DTensor (FSDP2), or as partitions of DeepSpeed's ZeRO-3."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def _is_zero3(parameter: Any) -> bool:
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether this rank holds only a part of the parameter."""
+    """Return whether this rank holds only a part of the parameter."""
     return isinstance(parameter, DTensor) or _is_zero3(parameter)
 
 
 def shape_of(parameter: Any) -> torch.Size:
-    """Return the shape of the whole parameter."""
+    """Return the shape of the full parameter."""
     return torch.Size(parameter.ds_shape) if _is_zero3(parameter) else parameter.shape
 
 
 @torch.no_grad()
 def local(parameter: Any) -> Tensor:
-    """Return this rank's own values, to be read, or written to through :func:`write`."""
+    """Return this rank's values; write them only with :func:`write`."""
     if isinstance(parameter, DTensor):
         return parameter.to_local()
     if _is_zero3(parameter):
@@ -38,16 +38,16 @@ def local(parameter: Any) -> Tensor:
 
 @torch.no_grad()
 def write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Put local values in place of the parameters' own, whatever their type and device."""
+    """Write local values to parameters, converting type and device."""
     for name, parameter in parameters.items():
         local(parameter).copy_(values[name])
     _forget_gathered(parameters.values())
 
 
 def _forget_gathered(parameters: Iterable[Any]) -> None:
-    """Let ZeRO-3 gather anew: it keeps small parameters gathered and fetches others ahead, both with the old values.
+    """Make ZeRO-3 gather again: it keeps small parameters gathered and prefetches others, both with old values.
 
-    DeepSpeed gathers on a stream of its own, which does not wait for what was just written on the default one.
+    DeepSpeed gathers on its own stream, which does not wait for writes on the default stream.
     """
     for parameter in parameters:
         if _is_zero3(parameter):
@@ -66,24 +66,24 @@ def cut(parameter: Any, whole: Tensor) -> Tensor:
     if _is_zero3(parameter):
         size, rank = parameter.ds_tensor.numel(), dist.get_rank(parameter.ds_process_group)
         part = whole.flatten()[rank * size : (rank + 1) * size]
-        return F.pad(part, (0, size - part.numel()))  # the last partition is filled up
+        return F.pad(part, (0, size - part.numel()))  # the last partition is padded
     return whole
 
 
 def laid_out_as(parameter: DTensor, whole: Tensor) -> DTensor:
     """Return a whole tensor, which every rank has, sharded as the parameter is."""
     mesh = parameter.device_mesh
-    # None: every rank takes its own part of what it has, so nothing is sent.
+    # None: every rank takes its own part, without communication.
     return distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
 
 
 @torch.no_grad()
 def full(parameter: Any, values: Tensor) -> Tensor:
-    """Return the whole of what every rank holds ``values`` of, laid out as :func:`local` is; all ranks must call it.
+    """Gather the full tensor of which each rank has ``values``, laid out as by :func:`local`; all ranks must call it.
 
     Returns:
-        On rank 0 the whole tensor, on the CPU where it had to be gathered. On the other ranks only its shape, on the
-        meta device: they never need the values, and a node's memory need not hold them many times.
+        On rank 0 the full tensor, on the CPU if it was gathered. On other ranks a tensor of its shape on the meta
+        device: they do not need the values, and this saves memory.
     """
     if not is_sharded(parameter):
         return values

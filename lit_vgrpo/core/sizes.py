@@ -1,4 +1,4 @@
-"""The four numbers of an iteration, and what they make of a world size."""
+"""The sizes of an iteration, and the plan that follows from them for a number of ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Literal
 
 from lit_vgrpo.core.ranges import Count, GroupSize, declared, range_errors
 
-DEVICE_COUNTS_NAMED = 8  # how far the list of world sizes that would work goes, at least
+DEVICE_COUNTS_NAMED = 8  # minimum range of the suggested world sizes
 
 MOST_DEVICES_NAMED = 1024
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one iteration is on a given number of ranks. "Local" numbers are per rank."""
+    """The numbers of an iteration on a given number of ranks. "Local" numbers are per rank."""
 
     prompts_per_iteration: int
     group_size: int
@@ -25,34 +25,35 @@ class Plan:
     world_size: int
     images_per_iteration: int
     groups_per_rank: int
-    ranks_per_group: int  # more than 1 where groups are cut over ranks
+    ranks_per_group: int  # more than 1 if groups are split over ranks
     images_per_rank: int
     images_per_update: int
     micro_batches_per_update: int
     steps_per_iteration: int  # = length of the training loader on every rank
-    is_settled: bool = True  # False while a micro-batch size of "auto" has still to be chosen
+    is_settled: bool = True  # False until a micro-batch size of "auto" is chosen
 
     def table(self, passes_per_image: Mapping[str, float] | None = None) -> str:
         """Return the plan as aligned text.
 
         Args:
-            passes_per_image: network passes an image by phase, such as ``{"rollout": 10, "train": 4}``; each phase adds
-                a row with the passes of one iteration over all ranks.
+            passes_per_image: network passes per image by phase, such as ``{"rollout": 10, "train": 4}``; each phase
+                adds a row with the passes of one iteration over all ranks.
         """
+        groups = str(self.groups_per_rank) if self.ranks_per_group == 1 else f"1/{self.ranks_per_group}"
         rows = [
             ("prompts", str(self.prompts_per_iteration)),
-            ("images", f"{self.images_per_iteration} ({self.group_size} a prompt)"),
+            ("images", f"{self.images_per_iteration} ({self.group_size} per prompt)"),
             ("ranks", str(self.world_size)),
-            ("groups a rank", str(self.groups_per_rank) if self.ranks_per_group == 1 else f"1/{self.ranks_per_group}"),
-            ("images a rank", str(self.images_per_rank)),
-            ("micro-batches an update", self._micro_batches),
+            ("groups per rank", groups),
+            ("images per rank", str(self.images_per_rank)),
+            ("micro-batches per update", self._micro_batches),
             ("updates", f"{self.updates_per_iteration} on {self.images_per_update} images each"),
         ]
         if self.is_settled:
-            rows.append(("steps an iteration", str(self.steps_per_iteration)))
+            rows.append(("steps per iteration", str(self.steps_per_iteration)))
         for phase, passes in (passes_per_image or {}).items():
             total = passes * self.images_per_iteration
-            rows.append((f"network passes, {phase}", f"{total:g} ({passes:g} an image)"))
+            rows.append((f"network passes, {phase}", f"{total:g} ({passes:g} per image)"))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 
@@ -65,15 +66,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much one iteration takes: global over all ranks, but for the micro-batch.
+    """The sizes of one iteration: global over all ranks, except for the micro-batch.
 
     Args:
         prompts_per_iteration: prompts, hence groups, of one iteration over all ranks.
         group_size: images per prompt, at least 2.
         updates_per_iteration: optimizer steps of one iteration.
-        micro_batch_size: most images one rank takes through one forward and backward pass; ``"auto"`` until a size has
-            been chosen.
-        split_updates: every update takes its own share of the images, instead of all of them.
+        micro_batch_size: maximum number of images in a rank's forward and backward pass; ``"auto"`` until a size is
+            chosen.
+        split_updates: every update uses its own share of the images, instead of all of them.
     """
 
     prompts_per_iteration: Count
@@ -84,17 +85,17 @@ class Sizes:
 
     @property
     def uses_per_image(self) -> int:
-        """How many updates of an iteration train on one image."""
+        """Number of updates of an iteration that train on one image."""
         return self.updates_per_iteration // self._shares
 
     @property
     def _shares(self) -> int:
-        """Into how many shares the images of an iteration are cut."""
+        """Number of shares that the images of an iteration are divided into."""
         return self.updates_per_iteration if self.split_updates else 1
 
     @property
     def holds_whole_groups(self) -> bool:
-        """Whether it is known that every micro-batch is made of whole groups."""
+        """True if every micro-batch is known to consist of whole groups."""
         return self.micro_batch_size != "auto" and self.micro_batch_size % self.group_size == 0
 
     @property
@@ -107,27 +108,27 @@ class Sizes:
         return self.prompts_per_iteration * self.group_size // world_size // self._shares
 
     def smallest(self, world_size: int) -> Sizes:
-        """Return the sizes with the fewest prompts that divide over ranks; a micro-batch needs the same memory."""
+        """Return the sizes with the fewest prompts that divide over ranks, and the same memory per micro-batch."""
         prompts, updates = self.prompts_per_iteration, self.updates_per_iteration
         for fewer in range(1, prompts):
             smaller = replace(self, prompts_per_iteration=fewer)
-            # whole groups are shared out to updates, or the images of each group: that stays as it is
+            # keep whether whole groups or the images of each group are divided among updates
             is_alike = not self.split_updates or bool(fewer % updates) == bool(prompts % updates)
             if is_alike and not smaller.faults(world_size):
                 return smaller
         return self
 
     def value_faults(self) -> list[str]:
-        """List the errors that do not depend on the number of ranks, one line each."""
+        """Return the errors that do not depend on the number of ranks, one line each."""
         hints = declared(type(self).__init__)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return [str(error) for name, value in values.items() for error in range_errors(name, value, hints[name])]
 
     def update_of(self, slot: int, member: int) -> int:
-        """Return the update that trains on image ``member`` of group ``slot``, where every update takes its own share.
+        """Return the update that trains on image ``member`` of group ``slot``, if every update uses its own share.
 
-        Whole groups are dealt out in turn where there are enough of them, else the images of each group, so that an
-        update trains on the same images on any number of ranks.
+        Whole groups are assigned in turn if there are enough of them, else the images of each group, so that an update
+        trains on the same images on any number of ranks.
         """
         updates = self.updates_per_iteration
         if self.prompts_per_iteration % updates == 0:
@@ -137,7 +138,7 @@ class Sizes:
         return (slot * self.group_size + member) * updates // (self.prompts_per_iteration * self.group_size)
 
     def rank_share(self, world_size: int, rank: int) -> tuple[range, range]:
-        """Return the group slots of a rank, and which images of each it makes: all of them, unless groups are cut."""
+        """Return a rank's group slots, and the images of each that it samples: all, unless groups are split."""
         plan = self.plan(world_size)
         if plan.ranks_per_group == 1:
             first = rank * plan.groups_per_rank
@@ -146,14 +147,14 @@ class Sizes:
         return range(slot, slot + 1), range(part * plan.images_per_rank, (part + 1) * plan.images_per_rank)
 
     def _divides_over(self, world_size: int) -> bool:
-        """Whether every rank gets as many whole groups, or as large a part of one."""
+        """Return whether every rank gets the same number of whole groups, or an equal part of one."""
         prompts = self.prompts_per_iteration
         if world_size <= prompts:
             return prompts % world_size == 0
         return world_size % prompts == 0 and self.group_size % (world_size // prompts) == 0
 
     def _shares_out_over(self, world_size: int) -> bool:
-        """Whether a rank has as many images for each update as for every other."""
+        """Return whether every rank has the same number of images for each update."""
         prompts, updates = self.prompts_per_iteration, self.updates_per_iteration
         if not self.split_updates:
             return True
@@ -164,7 +165,7 @@ class Sizes:
         return world_size == 1 and prompts * self.group_size % updates == 0
 
     def faults(self, world_size: int) -> list[str]:
-        """All faults of these sizes on ``world_size`` ranks, one line each; empty when they fit."""
+        """Return all errors of these sizes on ``world_size`` ranks, one line each."""
         faults = self.value_faults()
         if world_size < 1:
             faults.append(f"world_size={world_size} is too small. Use 1 or more ranks.")
@@ -175,7 +176,7 @@ class Sizes:
         if self.split_updates and images % updates:
             working = _nearest_divisors(images, updates)
             return [
-                f"updates_per_iteration={updates} cannot share out {images} images. "
+                f"updates_per_iteration={updates} cannot divide {images} images. "
                 f"Use {_either(working)}, or split_updates=false."
             ]
         counts = range(1, min(max(DEVICE_COUNTS_NAMED, world_size), MOST_DEVICES_NAMED) + 1)
@@ -187,7 +188,7 @@ class Sizes:
         if not self._shares_out_over(world_size):
             working = [n for n in counts if self._divides_over(n) and self._shares_out_over(n)]
             return [
-                f"updates_per_iteration={updates} cannot share out the images alike on {world_size} ranks. "
+                f"updates_per_iteration={updates} cannot divide the images equally on {world_size} ranks. "
                 f"Use split_updates=false, or trainer.devices {_either(working)}."
             ]
         share = self.images_per_share(world_size)
@@ -231,7 +232,7 @@ class Sizes:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, smallest first."""
+    """Return all divisors, smallest first."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 

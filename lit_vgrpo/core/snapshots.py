@@ -12,19 +12,19 @@ from lit_vgrpo.core.sharding import cut, full, local, write
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that training changes, by name."""
+    """Return the trainable parameters by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 class Snapshot:
-    """A float32 copy of a module's trainable weights, which can be moved and swapped in for a while.
+    """A float32 copy of a module's trainable weights, which can be averaged and temporarily swapped in.
 
-    With LoRA the copy of the start is the frozen reference: its B matrices are zero. Where a strategy shards the
-    weights, each rank holds its own shard of the copy, so that only :meth:`state_dict` needs the other ranks.
+    With LoRA, the initial copy is the frozen reference: its B matrices are zero. If a strategy shards the weights, each
+    rank has its own shard of the copy, and only :meth:`state_dict` needs the other ranks.
 
     Args:
-        module: where the weights are.
-        device: where the copy is kept; ``None`` keeps it beside the weights.
+        module: the module with the weights.
+        device: where the copy is stored; ``None`` uses the weights' device.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | str | None = None) -> None:
@@ -36,7 +36,7 @@ class Snapshot:
         }
 
     def follow(self) -> None:
-        """Keep this rank's shard alone, where the weights are sharded by now; the whole of it may not fit."""
+        """Keep only this rank's shard if the weights have been sharded; the full copy may not fit."""
         devices = {name: tensor.device for name, tensor in self.tensors.items()}
         self._parameters_of(self._module)
         self.tensors = {name: tensor.to(devices[name]) for name, tensor in self.tensors.items()}
@@ -48,18 +48,18 @@ class Snapshot:
 
     @torch.no_grad()
     def move_towards(self, module: nn.Module, decay: float) -> None:
-        """``copy <- decay * copy + (1 - decay) * weights``."""
+        """Update ``copy <- decay * copy + (1 - decay) * weights``."""
         for name, p in self._parameters_of(module).items():
             own = self.tensors[name]
             own.lerp_(local(p).to(own.device, torch.float32), 1 - decay)
 
     @contextmanager
     def swapped_into(self, module: nn.Module) -> Iterator[None]:
-        """Put the copy in place of the weights; the weights come back also when the block raises.
+        """Use the copy as the weights within the context; the weights are restored even if the block raises.
 
-        The block runs without gradient, so no backward can reach swapped weights. Between a forward and its backward
-        nothing may be swapped: autograd then refuses the backward, since the weights were written to. The float32
-        weights that ZeRO's optimizer keeps beside the module's are not touched.
+        The block runs without gradient, so no backward can reach swapped weights. Do not swap between a forward and its
+        backward: autograd then refuses the backward, since the weights have changed. The separate float32 weights of
+        ZeRO's optimizer are not touched.
         """
         parameters = self._parameters_of(module)
         kept = {name: local(p).clone() for name, p in parameters.items()}
@@ -71,19 +71,19 @@ class Snapshot:
             write(parameters, kept)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the whole tensors, on rank 0 where they are sharded; all ranks must call it."""
+        """Return the full tensors, on rank 0 if they are sharded; all ranks must call it."""
         return {name: full(p, self.tensors[name]) for name, p in self._parameters_of(self._module).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over saved whole tensors; RuntimeError where the names are not those of this module."""
+        """Load saved full tensors; RuntimeError if the names do not match this module."""
         self._check(state)
         for name, p in self._parameters_of(self._module).items():
             self.tensors[name].copy_(cut(p, state[name]))
 
     def _parameters_of(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the module's trainable parameters, after the copy has followed them into shards.
+        """Return the module's trainable parameters, after sharding the copy like them.
 
-        DeepSpeed cuts ZeRO-3's parameters only after the model is configured, when copies of it exist already.
+        DeepSpeed partitions ZeRO-3's parameters only after the model is configured, when copies already exist.
         """
         parameters = trainable_parameters(module)
         self._check(parameters)

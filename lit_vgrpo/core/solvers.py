@@ -1,8 +1,8 @@
 """Sampling steps with a likelihood: one Gaussian transition for each SDE.
 
-The ODE solvers are diffusers' schedulers. Here is what those do not give: the distribution of a step. All functions are
-pure and in float32; times are those of the path, 1 = pure noise, ``h = t - t_next > 0``. Shapes: ``z (B, ...)``, times
-``(B,)``. Without noise every mean is the step of the path's own first-order ODE solver: Euler, or DDIM.
+The ODE solvers are diffusers' schedulers, which do not provide the distribution of a step. All functions are pure and
+in float32; times are those of the path, 1 = pure noise, ``h = t - t_next > 0``. Shapes: ``z (B, ...)``, times ``(B,)``.
+Without noise every mean is the step of the path's first-order ODE solver: Euler, or DDIM.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ VP_SDES = ("ddim_sde",)
 ODE_OF = {"flow_sde": "euler", "cps": "euler", "dance_sde": "euler", "ddim_sde": "ddim"}
 """The ODE solver that each SDE becomes without noise."""
 
-# Published, but for cps: there the number is ours, the same as flow_sde's.
+# Published, except for cps, where the number is ours, the same as flow_sde's.
 DEFAULT_NOISE = {"flow_sde": 0.7, "cps": 0.7, "dance_sde": 0.3, "ddim_sde": 1.0}
-"""The noise level of each SDE where a rollout names none."""
+"""The default noise level of each SDE."""
 
 
 @dataclass
 class Transition:
-    """The Gaussian that a sampling step draws from.
+    """The Gaussian distribution of a sampling step.
 
     Attributes:
         mean: ``(B, ...)``; carries the network's gradient.
         std: ``(B, 1...)``, the standard deviation of the whole step.
-        diffusion: ``(B, 1...)``, sigma without the step's ``sqrt(h)``: what the KL of the method divides by. The same
-            as ``std`` where the step is not the discretisation of a rate (cps, ddim_sde).
+        diffusion: ``(B, 1...)``, sigma without the step's ``sqrt(h)``, the divisor in the method's KL. The same as
+            ``std`` if the step does not discretise a rate (cps, ddim_sde).
     """
 
     mean: Tensor
@@ -46,10 +46,10 @@ class Transition:
 def flow_sde_step(
     velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_level: float, second_time: float | Tensor
 ) -> Transition:
-    """``sigma = noise_level sqrt(t / (1 - t))``, the SDE with the marginals of the flow.
+    """Take a step with ``sigma = noise_level sqrt(t / (1 - t))``, the SDE with the marginals of the flow.
 
     Args:
-        second_time: the schedule's second time, which stands in the denominator at ``t = 1``.
+        second_time: the schedule's second time, used in the denominator at ``t = 1``.
 
     Source:
         arXiv 2505.05470.
@@ -63,10 +63,10 @@ def flow_sde_step(
 
 
 def cps_step(velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_level: float) -> Transition:
-    """``s = t' sin(noise_level pi / 2)``: fresh noise replaces a part of the predicted one, the total stays ``t'``.
+    """Take a step with ``s = t' sin(noise_level pi / 2)``: new noise replaces part of the predicted, totalling ``t'``.
 
     Source:
-        arXiv 2509.05952, as it is used with arXiv 2505.05470.
+        arXiv 2509.05952, as used with arXiv 2505.05470.
     """
     t, t_next = _like(t, z), _like(t_next, z)
     x, eps = z - t * velocity, z + (1 - t) * velocity
@@ -92,7 +92,7 @@ def dance_step(velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_lev
 def ddim_step(
     path: ProbabilityPath, prediction: Tensor, z: Tensor, t: Tensor, t_next: Tensor, eta: float
 ) -> Transition:
-    """DDIM's step with noise ``eta``: 1 is the ancestral chain of a variance-preserving network, 0 the ODE.
+    """Take a DDIM step with noise ``eta``: 1 is the ancestral chain of a variance-preserving network, 0 the ODE.
 
     Source:
         arXiv 2010.02502; as a policy's chain arXiv 2305.13301.
@@ -116,17 +116,17 @@ def transition(
     noise_level: float | None = None,
     second_time: float | Tensor = 0.0,
 ) -> Transition:
-    """One step of ``solver`` from the network's own prediction at ``z``.
+    """Take one step of ``solver`` from the network's prediction at ``z``.
 
     Args:
-        noise_level: ``None`` takes the solver's published one; 0 gives the ODE step as the mean, with std 0.
+        noise_level: ``None`` uses the solver's default; 0 gives the ODE step as the mean, with std 0.
         second_time: the schedule's second time, a number or ``(B,)``; flow_sde needs it at ``t = 1``.
 
     Raises:
-        ValueError: ``solver`` is no SDE.
+        ValueError: ``solver`` is not an SDE.
     """
     if solver not in DEFAULT_NOISE:
-        raise ValueError(f"rollout.solver={solver} is no SDE. Use {' or '.join((*FLOW_SDES, *VP_SDES))}.")
+        raise ValueError(f"rollout.solver={solver} is not an SDE. Use {' or '.join((*FLOW_SDES, *VP_SDES))}.")
     level = DEFAULT_NOISE[solver] if noise_level is None else noise_level
     if solver == "ddim_sde":
         return ddim_step(path, prediction, z, t, t_next, level)
@@ -137,13 +137,13 @@ def transition(
 
 
 def log_prob(solver: str, sample: Tensor, step: Transition) -> Tensor:
-    """Log-probability of having drawn ``sample``, as a mean over dimensions, not a sum.
+    """Return the log-probability of ``sample`` as a mean over dimensions, not a sum.
 
     Args:
-        sample: ``(B, ...)``, where the step ended.
+        sample: ``(B, ...)``, the end of the step.
 
     Returns:
-        ``(B,)``. For cps ``-m((z' - mean)^2)``, as published. A step without noise has no density: it gets 0.
+        ``(B,)``. For cps ``-m((z' - mean)^2)``, as published; 0 for a step without noise, which has no density.
     """
     squared = (sample - step.mean).square().flatten(1).mean(dim=1)
     if solver == "cps":
@@ -155,12 +155,12 @@ def log_prob(solver: str, sample: Tensor, step: Transition) -> Tensor:
 
 
 def tail_steps(remaining: int, share: float) -> int:
-    """Return steps of the re-gridded tail: ``share`` of those that remain, at least one where any remains."""
+    """Return the number of steps of the re-gridded tail: ``share`` of the remaining, at least one if any remain."""
     return min(remaining, max(1, math.ceil(share * remaining))) if remaining else 0
 
 
 def regrid(times: Tensor, steps: int) -> Tensor:
-    """Fewer steps over the same way, spaced as the given ones are.
+    """Resample times to fewer steps over the same interval, with the same spacing.
 
     Args:
         times: ``(R + 1,)``, decreasing, the last is 0.
@@ -178,5 +178,5 @@ def regrid(times: Tensor, steps: int) -> Tensor:
 
 
 def _like(values: Tensor, z: Tensor) -> Tensor:
-    """``(B,)`` with trailing dimensions of 1, to broadcast against ``z``."""
+    """Add trailing dimensions of 1 to ``(B,)``, to broadcast against ``z``."""
     return values.reshape(-1, *([1] * (z.ndim - 1)))

@@ -1,7 +1,7 @@
-"""The ELBO surrogate of V-GRPO: a denoising loss that stands in for ``-log pi(o | c)``.
+"""The ELBO surrogate of V-GRPO: a denoising loss in place of ``-log pi(o | c)``.
 
 Source: arXiv 2604.23380. Pure functions in float32; shapes: ``B`` images, ``N`` Monte-Carlo pairs (N_MC), ``K`` rows
-of pairs (one a group when shared, else one an image), ``...`` the latent's dimensions.
+of pairs (one per group if shared, else one per image), ``...`` the latent's dimensions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ERROR_FLOOR = 1e-6
 
 
 def seeded_generator(*key: int) -> torch.Generator:
-    """Return a CPU generator whose stream depends on nothing but ``key``: neither on rank nor on history."""
+    """Return a CPU generator whose stream depends only on ``key``, not on rank or history."""
     seed = np.random.SeedSequence([k & 0xFFFFFFFF for k in key]).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(seed) & 0x7FFFFFFFFFFFFFFF)
 
@@ -43,12 +43,12 @@ class Pairs:
         return Pairs(self.times, self.noise, self.rows[index])
 
     def compact(self) -> Pairs:
-        """Only the rows that an image uses."""
+        """Return pairs with only the rows that some image uses."""
         used, rows = torch.unique(self.rows, return_inverse=True)
         return Pairs(self.times[used], self.noise[used], rows)
 
     def of_images(self) -> tuple[Tensor, Tensor]:
-        """Return ``times (B, N)`` and ``noise (B, N, ...)``, one row an image."""
+        """Return ``times (B, N)`` and ``noise (B, N, ...)``, one row per image."""
         return self.times[self.rows], self.noise[self.rows]
 
     def to(self, device: torch.device | str) -> Pairs:
@@ -88,15 +88,15 @@ def draw_pairs(
 
 
 def mean_over_pixels(values: Tensor, keep: int) -> Tensor:
-    """``m(.)``: the mean over all but the first ``keep`` dimensions."""
+    """Return the mean ``m(.)`` over all but the first ``keep`` dimensions."""
     return values.flatten(keep).mean(dim=keep)
 
 
 def denoising_error(error: Tensor, self_normalised: bool) -> Tensor:
-    """``l_ij``: the squared error of one pair, divided by its own detached absolute error when asked.
+    """Return ``l_ij``, the squared error of each pair, optionally divided by its detached absolute error.
 
     Args:
-        error: ``x_hat - o`` (or its like in another space), shape ``(B, N, ...)``.
+        error: ``x_hat - o`` (or the equivalent in another space), shape ``(B, N, ...)``.
         self_normalised: the adaptive weighting ``m(e^2) / sg(m(|e|))``; the denominator is floored, since an exact
             prediction would give 0/0.
 
@@ -110,20 +110,20 @@ def denoising_error(error: Tensor, self_normalised: bool) -> Tensor:
 
 
 def absolute_error(error: Tensor) -> Tensor:
-    """``sg(m(|e|))``, floored; ``(B, N, ...) -> (B, N)``."""
+    """Return ``sg(m(|e|))``, floored; ``(B, N, ...) -> (B, N)``."""
     return mean_over_pixels(error.detach().abs(), 2).clamp(min=ERROR_FLOOR)
 
 
 def surrogate(errors: Tensor) -> Tensor:
-    """``L_i``, the mean of ``l_ij`` over the pairs; ``(B, N) -> (B,)``. ``-L_i`` stands for ``log pi(o_i | c)``."""
+    """Return ``L_i``, the mean of ``l_ij`` over pairs; ``(B, N) -> (B,)``. ``-L_i`` replaces ``log pi(o_i | c)``."""
     return errors.mean(dim=1)
 
 
 def coefficient_of_variation(values: Tensor, group_ids: Tensor | None = None) -> float:
-    """Return population std over mean of ``values (B,)``; with ``group_ids (B,)`` the mean of that over the groups.
+    """Return population std over mean of ``values (B,)``, with ``group_ids (B,)`` averaged over groups.
 
     Source:
-        The paper's diagnostic: overall, and within the groups whose images are compared with one another.
+        The paper's diagnostic, overall and within groups.
     """
     if group_ids is None:
         return float(values.std(correction=0) / values.mean().abs().clamp(min=1e-12))
@@ -132,7 +132,7 @@ def coefficient_of_variation(values: Tensor, group_ids: Tensor | None = None) ->
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float | None) -> Tensor:
-    """PPO's surrogate, to be maximised.
+    """Return PPO's surrogate, to be maximised.
 
     Args:
         log_ratio: log of new over old likelihood, shape ``(B, ...)``, float32; carries grad.
@@ -152,7 +152,7 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float | None)
 
 
 def ratio_metrics(log_ratio: Tensor, clip: float | None) -> dict[str, Tensor]:
-    """``ratio_deviation`` and ``clip_fraction``, detached, one value an image: its mean over steps or times."""
+    """Return ``ratio_deviation`` and ``clip_fraction`` per image, detached, averaged over steps or times."""
     deviation = (log_ratio.detach().exp() - 1).abs()
     outside = torch.zeros_like(deviation) if clip is None else (deviation > clip).float()
     return {

@@ -97,5 +97,5 @@ def test_an_image_with_one_failed_reward_is_left_out_of_all():
 
 
 def test_an_unknown_aggregate_is_named():
-    with pytest.raises(ValueError, match="aggregate='sum' is not known"):
+    with pytest.raises(ValueError, match="aggregate='sum' is unknown"):
         combined_advantages(REWARDS, {"a": REWARDS}, {"a": 1.0}, GROUPS, aggregate="sum")

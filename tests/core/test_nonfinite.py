@@ -55,7 +55,7 @@ def test_skip_counts_and_gives_up_at_last():
 
 
 def test_an_unknown_action_is_refused():
-    with pytest.raises(ValueError, match="non_finite=ignore is not known. Use stop or skip"):
+    with pytest.raises(ValueError, match="non_finite=ignore is unknown. Use stop or skip"):
         NonFiniteGuard("ignore")
 
 

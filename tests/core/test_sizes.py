@@ -60,7 +60,7 @@ def test_groups_are_cut_where_there_are_more_ranks_than_prompts():
     sizes = Sizes(2, 6, 1, 8)
     plan = sizes.plan(4)
     assert (plan.groups_per_rank, plan.ranks_per_group, plan.images_per_rank) == (1, 2, 3)
-    assert "groups a rank            1/2" in plan.table().splitlines()
+    assert "groups per rank           1/2" in plan.table().splitlines()
     shares = [sizes.rank_share(4, rank) for rank in range(4)]
     assert [(list(slots), list(members)) for slots, members in shares] == [
         ([0], [0, 1, 2]),
@@ -88,7 +88,7 @@ def test_split_updates_share_out_the_images():
 
 def test_split_updates_that_do_not_divide_name_what_would():
     assert Sizes(8, 4, 5, 4, split_updates=True).faults(1) == [
-        "updates_per_iteration=5 cannot share out 32 images. Use 4 or 8, or split_updates=false."
+        "updates_per_iteration=5 cannot divide 32 images. Use 4 or 8, or split_updates=false."
     ]
     assert Sizes(8, 4, 4, 3, split_updates=True).faults(1) == [
         "micro_batch_size=3 cannot split the 8 images of one update on a rank. Use 2 or 4."
@@ -97,7 +97,7 @@ def test_split_updates_that_do_not_divide_name_what_would():
 
 def test_split_updates_that_other_ranks_would_cut_otherwise_are_refused():
     assert Sizes(4, 4, 4, 1, split_updates=True).faults(2) == [
-        "updates_per_iteration=4 cannot share out the images alike on 2 ranks. "
+        "updates_per_iteration=4 cannot divide the images equally on 2 ranks. "
         "Use split_updates=false, or trainer.devices 1."
     ]
     assert Sizes(3, 4, 2, 1, split_updates=True).faults(12)[0].endswith("or trainer.devices 1, 3 or 6.")
@@ -114,8 +114,8 @@ def test_a_plan_of_sizes_that_do_not_fit_raises_the_fault():
 
 def test_the_table_is_aligned_and_counts_passes():
     lines = Sizes(48, 24, 2, 8).plan(2).table({"rollout": 40, "train": 4}).splitlines()
-    assert "steps an iteration       144" in lines
-    assert "network passes, rollout  46080 (40 an image)" in lines
+    assert "steps per iteration       144" in lines
+    assert "network passes, rollout  46080 (40 per image)" in lines
     assert {re.search(r"  +(?=\S)", line).end() for line in lines} == {25}
 
 

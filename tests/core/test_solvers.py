@@ -120,7 +120,7 @@ def test_every_sde_has_a_noise_level_and_an_ode():
 
 
 def test_an_ode_is_no_transition():
-    with pytest.raises(ValueError, match="solver=euler is no SDE. Use flow_sde or cps or dance_sde or ddim_sde"):
+    with pytest.raises(ValueError, match="solver=euler is not an SDE. Use flow_sde or cps or dance_sde or ddim_sde"):
         transition("euler", RectifiedFlow(), draw(1, 2), draw(1, 2), TIMES[:1], NEXT[:1])
 
 

@@ -119,6 +119,6 @@ def test_zero_is_refused(tiny_recipe, capsys):
 
 def test_check_takes_auto_and_refuses_other_words(tiny_recipe, capsys):
     assert check([str(tiny_recipe), "data.micro_batch_size=auto"]) == 0
-    assert "micro-batches an update  auto: as few as memory allows" in capsys.readouterr().out
+    assert "micro-batches per update  auto: as few as memory allows" in capsys.readouterr().out
     assert check([str(tiny_recipe), "data.micro_batch_size=autos"]) == 2
     assert "data.micro_batch_size=autos is not a whole number. Use 1 to 1,000,000, or auto." in capsys.readouterr().err
