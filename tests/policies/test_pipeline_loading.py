@@ -42,8 +42,8 @@ def test_a_variant_is_named_by_its_option(families, tmp_path):
     plain = families("sdxl")
     folder = as_variant(plain.folder, tmp_path / "half")
     (fault,) = SDXLPolicy(str(folder)).check()
-    assert fault.startswith(f"model.policy.checkpoint={folder} holds its ")
-    assert fault.endswith(" as fp16 alone. Set model.policy.variant=fp16.")
+    assert fault.startswith(f"model.policy.checkpoint={folder} has its ")
+    assert fault.endswith(" only as fp16. Set model.policy.variant=fp16.")
     policy = SDXLPolicy(str(folder), variant="fp16")
     assert policy.check() == []
     assert same_weights(policy.load(), plain.shared)
@@ -149,7 +149,7 @@ def test_a_variant_in_the_cache_is_seen_once_all_is_there(families, cached, tmp_
     name = cached(as_variant(families("sdxl").folder, tmp_path / "half"), "some/half")
     # until then the hub may have other files
     assert SDXLPolicy(name).check() == []
-    with pytest.raises(LoadError, match=r"as fp16 alone. Set model.policy.variant=fp16\.$"):
+    with pytest.raises(LoadError, match=r"only as fp16. Set model.policy.variant=fp16\.$"):
         SDXLPolicy(name).load()
     policy = SDXLPolicy(name, variant="fp16").load()
     assert f'("{name}", variant="fp16", torch_dtype' in from_pretrained(policy, name, policy.dtype)
@@ -224,7 +224,7 @@ def hub_with_index(tmp_path, monkeypatch):
 def test_the_family_of_a_repository_is_known_from_its_index_alone(hub_with_index, capfd):
     hub_with_index(json.dumps({"_class_name": "FluxFillPipeline"}))
     said = (
-        "model.policy.checkpoint=some/model is a FluxFillPipeline, FluxPolicy needs FluxPipeline. Give a FluxPipeline."
+        "model.policy.checkpoint=some/model is a FluxFillPipeline, FluxPolicy needs FluxPipeline. Use a FluxPipeline."
     )
     assert FluxPolicy("some/model").check() == [said]
     assert capfd.readouterr().err == ""

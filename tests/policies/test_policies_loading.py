@@ -57,7 +57,7 @@ def test_a_schedule_that_is_neither_epsilon_nor_v(families, tmp_path):
     folder = shutil.copytree(families("sdxl").folder, tmp_path / "sample")
     path = folder / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "prediction_type": "sample"}))
-    with pytest.raises(LoadError, match="predicts 'sample'. SDXLPolicy takes epsilon or v_prediction"):
+    with pytest.raises(LoadError, match="predicts 'sample'. SDXLPolicy supports epsilon or v_prediction"):
         SDXLPolicy(str(folder)).load()
 
 
