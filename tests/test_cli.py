@@ -58,8 +58,8 @@ def test_importing_the_shim_imports_nothing_heavy():
     ("text", "said"),
     [
         ("model: [1, 2\ndata: 3\n", "broken.yaml line 2 is not YAML: "),
-        ("- a\n- b\n", "broken.yaml is no recipe: its top level must be a mapping"),
-        (None, "broken.yaml is no recipe: no such file, and not a shipped name."),
+        ("- a\n- b\n", "broken.yaml is not a recipe: its top level must be a mapping"),
+        (None, "broken.yaml is not a recipe: no such file, and not a shipped name."),
     ],
 )
 def test_a_recipe_that_cannot_be_read_is_answered_before_imports(tmp_path, monkeypatch, capsys, name, text, said):
@@ -83,7 +83,9 @@ print({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(sys.mod
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
-    assert done.stderr == "tiny_shape is no recipe: no such file, and not a shipped name. Did you mean tiny_shapes?\n"
+    assert (
+        done.stderr == "tiny_shape is not a recipe: no such file, and not a shipped name. Did you mean tiny_shapes?\n"
+    )
 
 
 UNUSED = {

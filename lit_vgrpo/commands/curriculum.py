@@ -181,7 +181,9 @@ def _stage_recipe(file: Path, text: Any) -> Path:
         beside = (path.stem for path in file.parent.glob("*.yaml") if path.stem != file.stem)
         if (guess := nearest(Path(text).stem, beside)) is None:
             raise
-        raise UserError(f"{text} is no recipe: no such file, and not a shipped name. Did you mean {guess}?") from None
+        raise UserError(
+            f"{text} is not a recipe: no such file, and not a shipped name. Did you mean {guess}?"
+        ) from None
     if is_curriculum(recipe):
         raise UserError(f"{text} is a curriculum itself. List its stages instead.")
     return recipe

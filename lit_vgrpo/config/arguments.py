@@ -13,7 +13,7 @@ from typing_extensions import Self
 from lit_vgrpo.errors import UserError, nearest, suggestion
 
 SEVERAL = object()
-"""Stands for the default of an option that may be given more than once."""
+"""Default of an option that may be given more than once."""
 
 
 def option(default: Any = None, read: Callable[[str], Any] = str, name: str | None = None) -> Any:
@@ -58,15 +58,15 @@ def read_path(text: str) -> Path:
 
 @dataclass(kw_only=True)
 class Options:
-    """Arguments of a subcommand: a subclass declares its options, and all else are the words.
+    """Arguments of a subcommand: a subclass declares its options; all others are positional words.
 
-    ``__post_init__`` of a subclass computes the fields that follow from others. It raises UserError with every error.
+    ``__post_init__`` of a subclass computes derived fields. It raises UserError with every error.
 
     Attributes:
         subcommand: Name of the subcommand.
         takes_overrides: Whether an unknown ``--key VALUE`` without a dot is an override too, such as ``--name``.
-        refused: Settings of a recipe that the subcommand makes itself, and what to say of each.
-        words: Everything that is no option, in the given order: a recipe, a run, overrides as ``key=value``.
+        refused: Settings of a recipe that the subcommand sets itself, with the message for each.
+        words: Everything that is not an option, in order: a recipe, a run, overrides as ``key=value``.
         typed: The arguments as they were typed.
     """
 
@@ -82,7 +82,7 @@ class Options:
         """Parse the arguments after the subcommand; an override is also taken as ``--key VALUE``.
 
         Raises:
-            UserError: With every error, or with the first one that leaves the meaning of the other arguments open.
+            UserError: With every error, or with the first one that makes the other arguments ambiguous.
         """
         options = {(one.metadata["name"] or one.name).replace("_", "-"): one for one in fields(cls) if one.metadata}
         texts, words = cls._split(args, options)
@@ -135,7 +135,7 @@ class Options:
         return texts, words
 
     def has(self, name: str) -> bool:
-        """Return True if ``--name`` was typed, be its value valid or not."""
+        """Return True if ``--name`` was typed, whether or not its value is valid."""
         return any(word.partition("=")[0] == f"--{name}" for word in self.typed)
 
 
@@ -146,12 +146,12 @@ def _value(one: Field[Any], texts: list[str]) -> Any:
     if one.default is MISSING:
         return values
     if len(values) > 1:
-        raise UserError("is given twice. Give it once, several values with commas where it takes them.")
+        raise UserError("is given twice. Give it once; separate several values by commas if it accepts them.")
     return values[0]
 
 
 def is_override(word: str) -> bool:
-    """Return True for ``key=value``; a path may hold a ``=`` too, but no key a slash.
+    """Return True for ``key=value``; a path may also contain ``=``, but a key contains no slash.
 
     >>> is_override("data.train=a/b.txt"), is_override("runs/lr=1e-4/config.yaml")
     (True, False)

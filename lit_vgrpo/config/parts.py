@@ -1,4 +1,4 @@
-"""Parts of a recipe: merging their plain values, and building one part without the others."""
+"""Parts of a recipe: merging plain values, and building one part without the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Merge ``over`` into a copy of ``base`` key by key; lists and plain values are replaced.
 
-    A different ``class_path`` replaces the whole part: the options of one class mean nothing to another.
+    A different ``class_path`` replaces the whole part, since options of one class do not apply to another.
 
     >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
     {'a': {'b': 3, 'c': 2}}

@@ -24,13 +24,13 @@ RESUME = "--resume"
 STAGES = "stages"
 """Key that makes a file a curriculum, see :mod:`lit_vgrpo.commands.curriculum`."""
 NO_OVERLAYS = ("compare", "assets", "prompts")
-"""Shipped folders without overlays; a comparison's overlays have a format of their own."""
+"""Shipped folders without overlays; a comparison's overlays have a different format."""
 SECTIONS = ("model", "data", "trainer")
 SUFFIXES = (".yaml", ".yml")
 OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
 ENTRY = re.compile(r"\[(\d+)\]")
 KEPT_SETTINGS = ("rollout",)
-"""Settings that keep their meaning under another method; a KL weight, for one, does not."""
+"""Settings that mean the same for every method; a KL weight, for example, does not."""
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ class Command(Options):
     Attributes:
         resume: Continue in the run folder itself.
         recipe: The recipe's file.
-        overlays: Files that are laid over the recipe in this order, before the overrides.
+        overlays: Files merged over the recipe in this order, before the overrides.
         overrides: ``(key, text)`` in the order they were typed.
     """
 
@@ -58,7 +58,7 @@ class Command(Options):
         for word in filter(is_override, self.words):
             key, _, text = word.partition("=")
             if text == "None":
-                raise UserError(f"{key}=None is Python's word for it. Write {key}=null.")
+                raise UserError(f"{key}=None is Python syntax. Write {key}=null.")
             self.overrides.append((key, expanded_override(key, text)))
         if not files:
             raise UserError("No recipe given. Try: lightning run tiny_shapes")
@@ -75,9 +75,9 @@ class Command(Options):
 
     @property
     def list_overrides(self) -> list[tuple[str, str]]:
-        """Overrides that the parser cannot apply: single entries of lists, and the lists that have such overrides.
+        """Overrides that the parser cannot apply: single list entries, and lists with such overrides.
 
-        Also a whole optimizer, whose settings the parser would mix with the recipe's own.
+        Also a whole optimizer, whose settings the parser would mix with the recipe's.
         """
         lists = [key.partition("[")[0] for key, _ in self.overrides if "[" in key]
         return [
@@ -90,7 +90,7 @@ class Command(Options):
 
     @property
     def other_objective(self) -> str | None:
-        """Training method that an override names, without settings of it."""
+        """Training method named by an override, without its settings."""
         wanted = [text for key, text in self.overrides if key in OBJECTIVE_KEYS and not text.startswith("{")]
         return wanted[-1] if wanted else None
 
@@ -99,7 +99,7 @@ def look_at(word: str) -> None:
     """Check that a recipe exists and is a YAML mapping, before anything slow is imported.
 
     Raises:
-        UserError: It does not, or is not.
+        UserError: It does not exist or is not a mapping.
     """
     if not word.startswith("-") and not is_override(word):
         loaded(find_recipe(word))
@@ -124,7 +124,7 @@ def find_overlay(text: str) -> Path:
         UserError: No overlay has that name.
     """
     if text.partition(".")[0] in SECTIONS and Path(text).suffix not in SUFFIXES:
-        raise UserError(f"{text} is no overlay. An override is one word: {text}=VALUE.")
+        raise UserError(f"{text} is not an overlay. An override is a single argument: {text}=VALUE.")
     return _find(text, {**shipped_overlays(), **shipped_recipes()}, "overlay", " An override is written key=value.")
 
 
@@ -146,8 +146,9 @@ def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
     name = text.removesuffix(".yaml").removeprefix("recipes/")
     if name in shipped:
         return shipped[name]
-    fault = f"is a folder, not a {what}" if path.is_dir() else f"is no {what}: no such file, and not a shipped name"
-    # Where only the last part was typed, that is what is compared.
+    why = "it is a folder" if path.is_dir() else "no such file, and not a shipped name"
+    fault = f"is not {'an' if what == 'overlay' else 'a'} {what}: {why}"
+    # If only the last component was typed, compare that.
     parts = {known.rpartition("/")[2]: known for known in shipped}
     beside = {file.name: str(file) for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}") if file.is_file()}
     own = beside.get(nearest(path.name, beside) or "")
@@ -161,7 +162,7 @@ def read_recipe(command: Command) -> dict[str, Any]:
     """Return the recipe as plain values, with overrides and interpolations applied.
 
     Raises:
-        UserError: It is not YAML or not a mapping, or an interpolation names no key.
+        UserError: It is not YAML or not a mapping, or an interpolation names a missing key.
     """
     plain, _ = _plain_recipe(command)
     with _readable(command.recipe):
@@ -176,10 +177,10 @@ def read_recipe(command: Command) -> dict[str, Any]:
 def parser_config(command: Command) -> Iterator[tuple[Path, str | None]]:
     """Yield the file for the parser, and a note for the user if the training method was swapped.
 
-    The settings of the recipe's own method are then left out: the parser would keep those that both methods have.
+    The settings of the recipe's method are then left out; the parser would keep those that both methods have.
 
     Raises:
-        UserError: As :func:`read_recipe`.
+        UserError: As in :func:`read_recipe`.
     """
     plain, swapped = _plain_recipe(command)
     if not swapped and not command.overlays and plain == loaded(command.recipe):
@@ -189,7 +190,7 @@ def parser_config(command: Command) -> Iterator[tuple[Path, str | None]]:
         path = Path(folder) / command.recipe.name
         OmegaConf.save(OmegaConf.create(plain), path)
         method = command.other_objective
-        kept = f"{method} starts from its own defaults: of the recipe's objective only rollout is kept."
+        kept = f"{method} starts from its own defaults and keeps only rollout of the recipe's objective."
         yield path, kept if swapped else None
 
 
@@ -220,7 +221,7 @@ def _with_objective(plain: dict[Any, Any], wanted: str | None) -> tuple[dict[Any
 def _plain_file(path: Path) -> dict[Any, Any]:
     plain = loaded(path)
     if STAGES in plain:
-        raise UserError(f"{path} is a curriculum of several recipes. Give one of its stages, or the run of one.")
+        raise UserError(f"{path} is a curriculum of several recipes. Use one of its stages, or the run of one.")
     return expanded_recipe(plain)
 
 
@@ -233,7 +234,7 @@ def loaded(path: Path) -> dict[Any, Any]:
     with _readable(path):
         content = OmegaConf.load(path)
         if not OmegaConf.is_dict(content):
-            raise UserError(f"{path} is no recipe: its top level must be a mapping such as model: and data:.")
+            raise UserError(f"{path} is not a recipe: its top level must be a mapping such as model: and data:.")
         plain = OmegaConf.to_container(content, resolve=False)
     assert isinstance(plain, dict)
     return plain
@@ -241,7 +242,7 @@ def loaded(path: Path) -> dict[Any, Any]:
 
 @contextmanager
 def _readable(recipe: Path) -> Iterator[None]:
-    """Turn errors of reading a recipe into a UserError of one line."""
+    """Convert errors in reading a recipe to a one-line UserError."""
     try:
         yield
     except yaml.YAMLError as error:
@@ -258,10 +259,10 @@ def _readable(recipe: Path) -> Iterator[None]:
 
 
 def apply_override(recipe: dict[Any, Any], key: str, text: str) -> None:
-    """Set a key of a recipe in place; ``init_args`` may be left out of the key, as the parser allows.
+    """Set a key of a recipe in place; the key may omit ``init_args``, as for the parser.
 
     Raises:
-        UserError: The key names an entry that a list does not have.
+        UserError: The key names a missing list entry.
     """
     try:
         value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index,call-overload]
@@ -300,17 +301,17 @@ def _steps(key: str) -> Iterator[str | int]:
 
 
 def _holder(node: Any, step: str | int, before: Sequence[str | int]) -> tuple[Any, Any]:
-    """Return the mapping or list that holds the value of a step, and its key or index there."""
+    """Return the mapping or list that contains a step's value, and its key or index there."""
     if isinstance(step, int):
         if not isinstance(node, list) or step >= len(node):
             name = written(before)
             count = len(node) if isinstance(node, list) else 0
-            held = f"has {count} entries, from {name}[0] on" if count else "is no list with entries"
+            held = f"has {count} entries, starting with {name}[0]" if count else "is not a list with entries"
             raise UserError(f"{name}[{step}] does not exist: {name} {held}. Append one with {name}+=VALUE.")
         return node, step
     if not isinstance(node, dict):
         name = written(before)
-        raise UserError(f"{name} is a list: {step} is no option of it. Write {name}[0].{step}=...")
+        raise UserError(f"{name} is a list and has no option {step}. Write {name}[0].{step}=...")
     if "class_path" in node and step not in ("class_path", "init_args", "dict_kwargs"):
         node = node.setdefault("init_args", {})
     node.setdefault(step, None)
@@ -318,7 +319,7 @@ def _holder(node: Any, step: str | int, before: Sequence[str | int]) -> tuple[An
 
 
 def written(steps: Sequence[str | int]) -> str:
-    """Join the steps to a key as it is typed.
+    """Join the steps to a dotted key.
 
     >>> written(["data", "train", 0, "weight"])
     'data.train[0].weight'

@@ -1,4 +1,4 @@
-"""Errors of a recipe against the constructors' signatures.
+"""Validation of a recipe against the constructors' signatures.
 
 jsonargparse decides whether a recipe is valid, and stops at the first error. This module walks the plain recipe along
 the same type hints and reports all errors at once, each with its dotted key and the nearest valid name.
@@ -24,7 +24,7 @@ from lit_vgrpo.core.ranges import RANGES_OF_OTHERS, range_errors
 from lit_vgrpo.errors import suggestion, unknown_option, with_key
 
 UNBUILT = object()
-"""Stands for a value that has an error, or whose class is not from this package."""
+"""Placeholder for a value with an error, or of a class from another package."""
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OSError)
 
@@ -50,7 +50,7 @@ def early_faults(
 ) -> list[str]:
     """Return all errors if the parser would miss one, else none.
 
-    It takes a number outside of its range for another member of a union, and a null that is not allowed for a text.
+    The parser accepts a number outside its range as another member of a union, and a forbidden null as a string.
     """
     walk = _walked(recipe, roots, linked)
     nulls = tuple(f"{key.replace('.init_args', '')}=null " for key, text in overrides if text in ("null", "~"))
@@ -83,7 +83,7 @@ class _Walk:
         self.built: dict[str, Any] = {}
 
     def value(self, value: Any, hint: Any, key: str) -> Any:
-        """Check one value; return what the constructor would get, or UNBUILT."""
+        """Check one value; return the constructor's argument, or UNBUILT."""
         options = _options(hint)
         if value is None and (type(None) in options or Any in options):
             return None
@@ -122,10 +122,10 @@ class _Walk:
         if cls is None or (made and not issubclass(cls, tuple(bases))):
             what = " or ".join(base.__name__ for base in bases)
             hint = suggestion(path, known) if known else "Write it as package.module.Class."
-            self.faults.append(f"{key}={path} is no {what} that can be imported. {hint}")
+            self.faults.append(f"{key}={path} is not an importable {what}. {hint}")
             return UNBUILT
         for name in sorted(extra):
-            self.faults.append(f"{key}.{name} stands beside class_path. Put it under {key}.init_args.")
+            self.faults.append(f"{key}.{name} is next to class_path. Put it under {key}.init_args.")
         return self.arguments(cls, node.get("init_args") or {}, key, issubclass(cls, tuple(made)))
 
     def arguments(self, cls: type, given: Any, key: str, is_made: bool = False) -> Any:
@@ -146,7 +146,7 @@ class _Walk:
                     f"{dotted} follows {self.linked[dotted]}. Set {self.linked[dotted]}={value} instead."
                 )
             elif name in parameters:
-                as_default = value is None and parameters[name].default is None  # whatever the type hint says
+                as_default = value is None and parameters[name].default is None  # allowed by any type hint
                 kwargs[name] = None if as_default else self.value(value, hints.get(name, Any), dotted)
             elif not open_ended:
                 self.faults.append(unknown_option(dotted, cls.__name__, parameters))
@@ -197,12 +197,12 @@ def _wrong_value(value: Any, hint: Any, key: str) -> str:
         return f"{key}={value} is not a choice. {suggestion(str(value), choices)}"
     several = _takes_several(hint) if isinstance(value, list) else None
     if several is not None:
-        return f"{key} is a list, and takes one {several[0]}. Put them into {several[1]}."
+        return f"{key} is a list, but accepts one {several[0]}. Put them into {several[1]}."
     return f"{key}={value} has the wrong type. Give {describe(hint)}."
 
 
 def _takes_several(hint: Any) -> tuple[str, str] | None:
-    """Return the option's base class and, as a recipe writes it, the subclass that holds several."""
+    """Return the option's base class and, in recipe syntax, its subclass that combines several."""
     for base in _options(hint):
         if inspect.isclass(base) and _is_component(base):
             for cls in _subclasses(base).values():
@@ -287,7 +287,7 @@ def _constructors(cls: type) -> Iterator[type]:
 
 
 def _parameters(cls: type) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the parameters by name, and whether the constructor takes others too."""
+    """Return the parameters by name, and whether the constructor accepts others."""
     named: dict[str, inspect.Parameter] = {}
     open_ended = False
     for owner in _constructors(cls):
@@ -303,7 +303,7 @@ def _hints(cls: type) -> dict[str, Any]:
         function: Callable[..., Any] = inspect.unwrap(owner.__init__)  # type: ignore[misc]
         try:
             found = {**typing.get_type_hints(function, include_extras=True), **found}
-        except (NameError, TypeError, AttributeError):  # a name that is imported for type checkers only
+        except (NameError, TypeError, AttributeError):  # a name imported only for type checkers
             continue
     return {**found, **RANGES_OF_OTHERS.get(cls, {})}
 

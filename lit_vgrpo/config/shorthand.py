@@ -11,7 +11,7 @@ import yaml
 KEY = "python"
 PREFIX = f"{KEY}:"
 REWARD_KEYS = ("reward", "heldout_reward")
-"""Options of the model that take a reward."""
+"""Options of the model that accept a reward."""
 
 
 def expanded(node: Any) -> Any:
@@ -49,7 +49,7 @@ def expanded_override(key: str, text: str) -> str:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        return text  # the parser says what is wrong with it
+        return text  # the parser reports the error
     full = expanded(value)
     return text if full == value else json.dumps(full)
 

@@ -51,7 +51,7 @@ GPUS = ("cuda", "mps")
 
 
 def trainer_faults(options: Mapping[str, Any]) -> list[str]:
-    """Return an error for each option that the Trainer would accept in silence or refuse less clearly.
+    """Return an error for each option that the Trainer would silently accept or refuse less clearly.
 
     Args:
         options: The recipe's ``trainer`` as plain values.

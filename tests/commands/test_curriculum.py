@@ -80,11 +80,11 @@ def test_a_check_needs_no_earlier_run(here):
         ("stages: first", [], 'stages="first" of x.yaml lists no recipes. Write stages: [first, second].'),
         ("stage: [first]", [], "stage is not an option of a curriculum. Did you mean stages?"),
         ("stages: [first]\noveride: {}", [], "overide is not an option of a curriculum. Did you mean override"),
-        ("stages: [first, tiny_shape]", [], "Stage 2 of x.yaml: tiny_shape is no recipe: no such file, and not a"),
+        ("stages: [first, tiny_shape]", [], "Stage 2 of x.yaml: tiny_shape is not a recipe: no such file, and not a"),
         (
             "stages: [frist]",
             [],
-            "Stage 1 of x.yaml: frist is no recipe: no such file, and not a shipped name. Did you mean first",
+            "Stage 1 of x.yaml: frist is not a recipe: no such file, and not a shipped name. Did you mean first",
         ),
         (
             "stages: [first]",
@@ -96,13 +96,13 @@ def test_a_check_needs_no_earlier_run(here):
         ("stages: [first, 3]", [], "Stage 2 of x.yaml: 3 is not a recipe's name or path."),
         ("stages: [first, both]", [], "Stage 2 of x.yaml: both is a curriculum itself. List its stages instead."),
         ("stages: [first]\noverrides: {a: 1}", [], 'overrides={"a": 1} is not a list. Write overrides: [trainer.devic'),
-        ("stages: [first]\noverrides: [a.b]", [], "a.b is no overlay: no such file, and not a shipped name."),
+        ("stages: [first]\noverrides: [a.b]", [], "a.b is not an overlay: no such file, and not a shipped name."),
         ("stages: [first]\noverrides: [stage0.a=1]", [], "stage0.a is for stage 0, but there are stages 1 to 1."),
         ("stages: [first]\noverlays: zero2", [], 'overlays="zero2" is not a list. Write overlays: [strategy/zero2].'),
         (
             "stages: [first]\noverlays: [zero2]",
             [],
-            "zero2 is no overlay: no such file, and not a shipped name. Did you",
+            "zero2 is not an overlay: no such file, and not a shipped name. Did you",
         ),
         (
             "stages: [first]",
@@ -133,7 +133,7 @@ def test_the_first_stage_may_start_from_an_earlier_run(here):
 
 
 def test_other_subcommands_say_that_it_is_several_recipes(here):
-    with pytest.raises(UserError, match="both.yaml is a curriculum of several recipes. Give one of its stages"):
+    with pytest.raises(UserError, match="both.yaml is a curriculum of several recipes. Use one of its stages"):
         read_recipe(Command.parse(["both.yaml"]))
 
 

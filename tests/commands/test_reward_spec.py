@@ -78,12 +78,12 @@ def test_the_short_form_reaches_the_parser_expanded(recipe):
     ("words", "said"),
     [
         ([], "No reward given"),
-        (["PickScor"], "reward=PickScor is no Reward that can be imported. Did you mean PickScore?"),
+        (["PickScor"], "reward=PickScor is not an importable Reward. Did you mean PickScore?"),
         (["JPEGCompressibility", "quality=0"], "reward.quality=0 is too small. Use 1 to 95."),
         (["JPEGCompressibility", "qualty=5"], "reward.qualty is not an option of JPEGCompressibility"),
         (["JPEGCompressibility", "photo.png"], "photo.png is no option of a reward"),
         (["python:own_rewards"], "Write my_module:my_function"),
-        (["no_such.yaml"], "no_such.yaml is no recipe"),
+        (["no_such.yaml"], "no_such.yaml is not a recipe"),
     ],
 )
 def test_mistakes_are_lines(words, said):

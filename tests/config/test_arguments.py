@@ -41,7 +41,7 @@ def test_every_error_is_said_at_once():
     assert caught.value.faults == [
         "run_dir has no effect here. Use --out.",
         "--batch-size many is not a whole number. Use an integer such as 4.",
-        "--out is given twice. Give it once, several values with commas where it takes them.",
+        "--out is given twice. Give it once; separate several values by commas if it accepts them.",
     ]
     with pytest.raises(UserError) as caught:
         Drawing.parse(["--batch-size=0"])

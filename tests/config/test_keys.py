@@ -65,12 +65,15 @@ def test_the_key_that_a_message_names_can_be_typed(tiny_recipe, typed, named):
     [
         ("trainer.max_epochs=", "trainer.max_epochs= has no value. Use 1 or more, or -1, or null."),
         ("data.train=null", "data.train=null has the wrong type. Give a text or a mapping or a list of"),
-        ("name=None", "name=None is Python's word for it. Write name=null."),
+        ("name=None", "name=None is Python syntax. Write name=null."),
         ("trainer.accelerator=gup", "trainer.accelerator=gup is not a choice. Did you mean gpu?"),
-        ("model.reward=[PickScore,HPSv2]", "model.reward is a list, and takes one Reward. Put them into class_path: W"),
+        (
+            "model.reward=[PickScore,HPSv2]",
+            "model.reward is a list, but accepts one Reward. Put them into class_path: W",
+        ),
         ("model.reward=python:math:squirt", "model.reward.function=math:squirt: the module math defines no squirt."),
         ("trainer.callbacks=[EMA,EMA]", "trainer.callbacks holds EMA twice, as [0] and [1]. Leave one"),
-        ("trainer.callbacks[3].decay=1", "trainer.callbacks[3] does not exist: trainer.callbacks is no list"),
+        ("trainer.callbacks[3].decay=1", "trainer.callbacks[3] does not exist: trainer.callbacks is not a list"),
         ("model.objective=null", "model.objective=null has the wrong type. Give an Objective."),
     ],
 )

@@ -20,13 +20,16 @@ def test_overrides_come_in_three_forms(tiny_recipe):
         ([], "No recipe given"),
         (["x=1"], "No recipe given"),
         (["tiny_shapes", "--x"], "--x has no value. Write x=VALUE."),
-        (["tiny_shapes", "other.yaml"], "other.yaml is no overlay: .* An override is written key=value."),
-        (["tiny_shapes", "trainer.max_epochs", "5"], "trainer.max_epochs is no overlay"),
-        (["tiny_shape"], "tiny_shape is no recipe: .* Did you mean tiny_shapes?"),
-        (["tiny_shapes", "trainer.max_epochs", "=", "5"], "An override is one word: trainer.max_epochs=VALUE."),
+        (["tiny_shapes", "other.yaml"], "other.yaml is not an overlay: .* An override is written key=value."),
+        (["tiny_shapes", "trainer.max_epochs", "5"], "trainer.max_epochs is not an overlay"),
+        (["tiny_shape"], "tiny_shape is not a recipe: .* Did you mean tiny_shapes?"),
+        (
+            ["tiny_shapes", "trainer.max_epochs", "=", "5"],
+            "An override is a single argument: trainer.max_epochs=VALUE.",
+        ),
         (["tiny_shapes", "--resum"], "--resum is not an option. Did you mean --resume?"),
         (["tiny_shapes", "--rsume", "run_dir=x"], "--rsume is not an option. Did you mean --resume?"),
-        (["zzz.yaml"], "zzz.yaml is no recipe: .* Shipped: .*tiny_unet"),
+        (["zzz.yaml"], "zzz.yaml is not a recipe: .* Shipped: .*tiny_unet"),
     ],
 )
 def test_a_wrong_command_line(args, line):
@@ -122,7 +125,7 @@ def test_overlays_are_laid_over_the_recipe_in_order(name, shipped, tmp_path):
 
 @pytest.mark.parametrize("name", ["strategy/zero", "zero2", "strategy/zreo2.yaml"])
 def test_an_overlay_that_does_not_exist_names_the_near_one(name, shipped):
-    with pytest.raises(UserError, match=f"{name} is no overlay: .* Did you mean strategy/zero2?"):
+    with pytest.raises(UserError, match=f"{name} is not an overlay: .* Did you mean strategy/zero2?"):
         Command.parse(["base", name])
 
 

@@ -52,10 +52,10 @@ def test_a_good_recipe_has_no_fault():
         ),
         ({"kind": "tow"}, "model.kind=tow is not a choice. Did you mean two?"),
         ({"seed": 4}, "model.seed follows seed_everything. Set seed_everything=4 instead."),
-        ({"rewards": ["ShapeReward"]}, "model.rewards[0]=ShapeReward is no Reward that can be imported."),
-        ({"objective": "no.such.Class"}, "model.objective=no.such.Class is no Objective that can be imported."),
+        ({"rewards": ["ShapeReward"]}, "model.rewards[0]=ShapeReward is not an importable Reward."),
+        ({"objective": "no.such.Class"}, "model.objective=no.such.Class is not an importable Objective."),
         ({"objective": {"clip": 1}}, "model.objective has no class_path."),
-        ({"objective": {"class_path": "VGRPO", "clip": 1}}, "model.objective.clip stands beside class_path."),
+        ({"objective": {"class_path": "VGRPO", "clip": 1}}, "model.objective.clip is next to class_path."),
         (
             {"objective": {"class_path": "VGRPO", "init_args": {"rollout": {"step": 1}}}},
             "model.objective.rollout.step is not an option of RolloutSpec. Did you mean steps?",
