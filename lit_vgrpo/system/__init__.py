@@ -1,1 +1,1 @@
-"""Files, the hub, signals, standard streams and memory of the machine."""
+"""Files, the hub, signals, standard streams and the machine's memory."""

@@ -1,4 +1,4 @@
-"""A folder that is written to: beside its place first, so that it is whole or not there."""
+"""Atomic writing of folders: to a temporary folder next to the destination, then renamed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from safetensors import SafetensorError
 from lit_vgrpo.errors import UserError, one_line
 
 DRAFT_PREFIX = "writing-"
-"""Of a file or folder that is not whole yet."""
+"""Prefix of an incomplete file or folder."""
 WRITE_ERRORS = (OSError, SafetensorError)
-"""What a full disk, or one that may not be written to, raises."""
+"""Exceptions raised by a full or read-only disk."""
 
 
 def vacant_folder(text: str) -> Path:
-    """Return the path of a folder that is empty or does not exist yet.
+    """Return the path of a folder that is empty or does not exist.
 
     Raises:
-        UserError: Something lies there already.
+        UserError: The path is a file or a non-empty folder.
     """
     folder = Path(text).expanduser()
     if folder.is_dir():
@@ -30,32 +30,32 @@ def vacant_folder(text: str) -> Path:
     else:
         fault = "is a file" if folder.exists() or folder.is_symlink() else None
     if fault is not None:
-        raise UserError(f"{text} {fault}, and nothing is overwritten. Name a new folder.")
+        raise UserError(f"{text} {fault}, and nothing is overwritten. Choose a new folder.")
     return folder
 
 
 @contextmanager
 def written_whole(folder: Path, option: str) -> Iterator[Path]:
-    """Yield a draft beside a vacant folder, and rename it into place at the end of the block.
+    """Yield a temporary folder, and rename it to an empty or new folder at the end of the block.
 
     Raises:
-        UserError: the disk is full, or does not let itself be written to.
+        UserError: the disk is full or not writable.
     """
     try:
         with drafted(folder) as draft:
             yield draft
     except WRITE_ERRORS as error:
-        raise UserError(f"Cannot write {folder}: {write_fault(error)}. Name another place: {option} DIR.") from error
+        raise UserError(f"Cannot write {folder}: {write_fault(error)}. Choose another folder: {option} DIR.") from error
 
 
 @contextmanager
 def drafted(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """Yield a draft beside a folder, and rename it into place at the end of the block.
+    """Yield a temporary folder next to the destination, and rename it at the end of the block.
 
-    Where the block raises, the draft is removed; where the process is killed, it is left under a name of its own.
+    If the block raises, the temporary folder is removed; if the process is killed, it remains under its own name.
 
     Args:
-        replace: where the folder has entries, those of the draft take the place of their namesakes, and others stay.
+        replace: if the destination has entries, replace those of the same name and keep the others.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
@@ -73,7 +73,7 @@ def drafted(folder: Path, replace: bool = False) -> Iterator[Path]:
             sync_folder(target)
             return
         if target.is_dir():
-            target.rmdir()  # an empty one; elsewhere than on POSIX a rename does not replace it
+            target.rmdir()  # empty; except on POSIX, a rename does not replace it
         os.rename(draft, target)
         sync_folder(target.parent)
     finally:
@@ -81,7 +81,7 @@ def drafted(folder: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def write_fault(error: Exception) -> str:
-    """Why something could not be written, in a few words."""
+    """Return why something could not be written, in a few words."""
     return error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
 
 
@@ -92,7 +92,7 @@ def _move_over(entry: Path, place: Path) -> None:
 
 
 def _finish(folder: Path) -> None:
-    """Wait until all files are on the disk, readable for whom the folder is: safetensors makes private ones."""
+    """Sync all files to disk and give them the folder's read permissions, since safetensors makes private files."""
     mode = folder.stat().st_mode & 0o666
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
@@ -105,10 +105,10 @@ def _finish(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Sync a folder's entries to disk."""
     try:
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # no such thing as opening a folder, as on Windows
+    except OSError:  # folders cannot be opened on Windows
         return
     try:
         os.fsync(handle)

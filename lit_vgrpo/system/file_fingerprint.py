@@ -1,4 +1,4 @@
-"""Short texts that are the same for the same content of files, also of files too large to be read whole."""
+"""Fingerprints of files by content, with sampling of files too large to read completely."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 READ_WHOLE = 64 * 2**20
-"""Bytes up to which a file is read whole."""
+"""Maximum size of a file that is read completely."""
 SAMPLE, SAMPLES = 4096, 1024
-"""Bytes of one look into a larger one, and how many are spread evenly over it."""
+"""Bytes per sample of a larger file, and the number of evenly spaced samples."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 WORDS = (".txt", ".model")
-"""Vocabularies, beside the JSON files."""
+"""Vocabulary files other than JSON."""
 NOT_OF_THE_MODEL = (
     "_name_or_path",
     "_commit_hash",
@@ -25,7 +25,7 @@ NOT_OF_THE_MODEL = (
     "dtype",
     "torch_dtype",
 )
-"""Entries of a config that say where a model came from; the type is that of its parameters."""
+"""Entries of a config about a model's origin; the dtype is known from its parameters."""
 
 
 def file_sha256(path: Path) -> str:
@@ -38,10 +38,10 @@ def file_sha256(path: Path) -> str:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Return the SHA-256 of a file of up to 64 MiB; of a larger one that of its size and of samples.
+    """Return the SHA-256 of a file of up to 64 MiB, or of the size and samples of a larger one.
 
-    Of safetensors the header and the beginning of every tensor are among the samples. Of a zip file, such as torch
-    writes, the checksums of all its parts are taken instead: they stand together at its end.
+    For safetensors the samples include the header and the beginning of every tensor. For a zip file, such as torch
+    writes, the checksums of all its parts are used instead, which are together at its end.
 
     Raises:
         OSError: it cannot be read.
@@ -63,7 +63,7 @@ def file_fingerprint(path: Path) -> str:
 
 
 def _tensors(path: Path, file: BinaryIO) -> Iterable[int]:
-    """Where the tensors of a safetensors file begin."""
+    """Return the offsets of a safetensors file's tensors."""
     if path.suffix != ".safetensors":
         return []
     file.seek(0)
@@ -73,11 +73,11 @@ def _tensors(path: Path, file: BinaryIO) -> Iterable[int]:
 
 
 def folder_fingerprint(folder: Path, weights: Sequence[Path] | None = None) -> str:
-    """Return a fingerprint of a model or tokenizer, wherever its folder lies and whichever version saved it.
+    """Return a fingerprint of a model or tokenizer, independent of its folder's location and the library's version.
 
     Args:
-        folder: whose JSON files, vocabularies and weights count.
-        weights: the files of weights; by default all, safetensors where there are any.
+        folder: the folder with JSON files, vocabularies and weights.
+        weights: the weight files; by default all, preferring safetensors.
 
     Raises:
         OSError: a file cannot be read.
@@ -97,7 +97,7 @@ def folder_fingerprint(folder: Path, weights: Sequence[Path] | None = None) -> s
 
 
 def of_the_model(config: Any) -> Any:
-    """Return a configuration without the entries that say where a model came from."""
+    """Return a configuration without entries about the model's origin."""
     if not isinstance(config, dict):
         return config
     return {key: of_the_model(value) for key, value in config.items() if key not in NOT_OF_THE_MODEL}

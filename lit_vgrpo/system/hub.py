@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be loaded, found out before loading it; and loading it without noise."""
+"""Checks of whether a checkpoint can be loaded, and quiet loading."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lit_vgrpo.system.paths import SHIPPED_PREFIX, resolve_path
 
 HUB_TIMEOUT_S = 4.0
 SILENCE_S = 60.0
-"""How long a hub that did not answer is not asked again."""
+"""How long to wait before contacting an unresponsive hub again."""
 _silent_since = -SILENCE_S
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
 class LoadError(RuntimeError):
-    """A checkpoint cannot be used, said in one line."""
+    """A checkpoint cannot be used; the message is one line."""
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silence diffusers and transformers below errors: they draw a bar a component and repeat every cut prompt."""
+    """Silence diffusers and transformers below errors, including progress bars and truncation warnings."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
@@ -37,9 +37,9 @@ def quiet_libraries() -> Iterator[None]:
         library.set_verbosity_error()
         library.disable_progress_bar()
     try:
-        # peft imports bitsandbytes where it is installed, which talks of kernels
+        # peft imports bitsandbytes if installed, which logs messages about kernels
         with only_errors_of("bitsandbytes"), warnings.catch_warnings():
-            # torch_dtype was renamed to dtype between two releases that both are supported
+            # torch_dtype was renamed to dtype between two supported releases
             warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
             yield
     finally:
@@ -51,7 +51,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextmanager
 def only_errors_of(*names: str) -> Iterator[None]:
-    """Keep what these loggers say below errors to themselves."""
+    """Silence these loggers below errors."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -64,9 +64,9 @@ def only_errors_of(*names: str) -> Iterator[None]:
 
 
 def local_folder(checkpoint: str) -> Path | None:
-    """Return the folder that a checkpoint names, or None where it is a hub name such as ``owner/name``.
+    """Return the folder that a checkpoint names, or None for a hub name such as ``owner/name``.
 
-    A name that is both is the folder, as in diffusers and transformers. A path that does not exist is returned too.
+    A name that is both means the folder, as in diffusers and transformers. A path need not exist.
 
     Raises:
         ValueError: a ``shipped:`` path that leaves the installed folder.
@@ -77,12 +77,12 @@ def local_folder(checkpoint: str) -> Path | None:
 
 
 def source_of(checkpoint: str) -> str:
-    """Return what ``from_pretrained`` is given for a checkpoint: its folder, or its hub name."""
+    """Return the argument of ``from_pretrained`` for a checkpoint: its folder, or its hub name."""
     return str(local_folder(checkpoint) or checkpoint)
 
 
 def cached_file(checkpoint: str, filename: str, revision: str | None = None) -> Path | None:
-    """Return a hub repository's file in the hub's cache, or None where it is not there."""
+    """Return a hub repository's file in the hub's cache, or None."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(checkpoint, filename, revision=revision)
@@ -97,10 +97,10 @@ def file_at_hand(checkpoint: str, filename: str, revision: str | None = None) ->
 
 
 def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revision: str | None = None) -> str | None:
-    """Why a checkpoint cannot be loaded, in one line, or None where it can, as far as one file tells.
+    """Return why a checkpoint cannot be loaded, in one line, or None, judged by one of its files.
 
-    Looks for ``filename`` in the local folder, else in the hub's cache, else asks the hub once, for at most about
-    four seconds and not at all with ``HF_HUB_OFFLINE`` set.
+    Looks for ``filename`` in the local folder, then in the hub's cache, then asks the hub once, for at most about four
+    seconds, unless ``HF_HUB_OFFLINE`` is set.
 
     Args:
         checkpoint: a local folder, a ``shipped:`` path or a hub name ``owner/name``.
@@ -114,9 +114,9 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
         return str(error)
     if folder is not None:
         if not folder.is_dir():
-            return f"{folder} is not a folder. Set {what_to_set} to a folder that holds {filename}, or to a hub name."
+            return f"{folder} is not a folder. Set {what_to_set} to a folder with {filename}, or to a hub name."
         if not (folder / filename).is_file():
-            return f"{folder} holds no {filename}. Set {what_to_set} to a folder that holds it, or to a hub name."
+            return f"{folder} has no {filename}. Set {what_to_set} to a folder that has it, or to a hub name."
         return None
     if cached_file(checkpoint, filename, revision) is not None:
         return None
@@ -148,14 +148,14 @@ def _ask_hub(checkpoint: str, filename: str, what_to_set: str, revision: str | N
     if isinstance(error, RevisionNotFoundError):
         return f"Cannot load {checkpoint}: it has no revision {revision!r}. Use one of its branches, tags or commits."
     if isinstance(error, EntryNotFoundError):
-        return f"Cannot load {checkpoint}: it holds no {filename}. Set {what_to_set} to another name or a folder."
+        return f"Cannot load {checkpoint}: it has no {filename}. Set {what_to_set} to another name or a folder."
     return f"Cannot load {checkpoint}: not in the local cache and the hub cannot be reached. {remedy}"
 
 
 def hub_error(question: Callable[[], object]) -> Exception | None:
-    """Return what a question to the hub raises, or None; ``TimeoutError`` where no answer comes in some four seconds.
+    """Return the exception of a request to the hub, or None; ``TimeoutError`` if no answer comes within about 4 s.
 
-    A recipe names several checkpoints: after one question without an answer the others are not asked.
+    After one request without an answer, those for a recipe's other checkpoints are skipped.
     """
     global _silent_since
     if time.monotonic() < _silent_since + SILENCE_S:
@@ -169,7 +169,7 @@ def hub_error(question: Callable[[], object]) -> Exception | None:
         except Exception as error:
             answers.append(error)
 
-    # in a thread because the timeout does not cover a name server that never answers
+    # in a thread, because the timeout does not cover DNS lookups
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(HUB_TIMEOUT_S)

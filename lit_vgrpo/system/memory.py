@@ -1,4 +1,4 @@
-"""How much memory a step needs."""
+"""Measurement of memory use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MACHINE = Path("/proc/meminfo")
 
 @dataclass
 class MemoryUse:
-    """What a step took at its peak beyond what was in use before, in bytes; ``gpu`` is ``None`` without one."""
+    """Peak memory of a step above what was in use before, in bytes; ``gpu`` is ``None`` without one."""
 
     resident: int = 0
     gpu: int | None = None
@@ -33,8 +33,8 @@ class MemoryUse:
 def measured_memory() -> Iterator[MemoryUse]:
     """Measure the block's peak.
 
-    Resident memory is exact on Linux, where the process may start its high-water mark over; elsewhere what stays below
-    an earlier peak is not seen.
+    Resident memory is exact on Linux, where the process can reset its high-water mark; elsewhere use below an earlier
+    peak is not detected.
     """
     use = MemoryUse()
     has_gpu = torch.cuda.is_available()
@@ -62,7 +62,7 @@ def device_name(device: torch.device) -> str:
 
 
 def idle_gpu(device: torch.device) -> str | None:
-    """Return a GPU that is there while another kind of device is used, by its name."""
+    """Return the name of a GPU that is present but not used, or None."""
     return torch.cuda.get_device_name() if device.type == "cpu" and torch.cuda.is_available() else None
 
 
@@ -82,19 +82,19 @@ def _peak() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Most memory that the process has had resident at once."""
+    """Return the process's peak resident memory."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def available_bytes() -> int:
-    """Return the machine's memory that a process may still take; all of it where the system does not say."""
+    """Return the machine's available memory; the total if the system does not report it."""
     known = _kilobytes("MemAvailable", _MACHINE)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known is None else known
 
 
 def _kilobytes(name: str, account: Path = _STATUS) -> int | None:
-    """Return a line of Linux's own account of the process or of the machine, in bytes."""
+    """Return an entry of Linux's status of the process or machine, in bytes."""
     try:
         lines = account.read_text().splitlines()
     except OSError:

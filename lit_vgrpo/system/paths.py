@@ -1,4 +1,4 @@
-"""Paths that a recipe may name, and small files that are never half there."""
+"""Paths in recipes, and atomic writing of small files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CONFIG_NAME = "config.yaml"
 
 
 def shipped_root() -> Path:
-    """Return the folder of the recipes, prompts and tiny pipelines that are installed with the package."""
+    """Return the folder of the recipes, prompts and tiny pipelines installed with the package."""
     return Path(str(files("lit_vgrpo.recipes")))
 
 
 def resolve_path(text: str | Path) -> Path:
-    """Turn a recipe's path into a real one: ``shipped:prompts/x.txt`` points into the installed recipes.
+    """Resolve a recipe's path: ``shipped:prompts/x.txt`` points into the installed recipes.
 
     Raises:
         ValueError: a ``shipped:`` path that leaves the installed folder.
@@ -36,13 +36,13 @@ def resolve_path(text: str | Path) -> Path:
 
 
 def import_from_here() -> None:
-    """Let modules of the current folder be imported: a console script does not look there, where a user's own lie."""
+    """Make modules in the current folder importable, which they are not from a console script."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file in UTF-8, whole or not at all.
+    """Write a small file in UTF-8 atomically.
 
     Raises:
         UserError: it cannot be written.

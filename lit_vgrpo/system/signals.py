@@ -16,21 +16,21 @@ from typing import Any
 
 STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 REPEAT_S = 1.0
-"""A signal that follows another this soon is the same request: a shell that closes sends SIGHUP more than once."""
+"""Signals this close together are one request: a closing shell sends SIGHUP more than once."""
 POLL_S = 0.2
 GRACE_S = 30.0
-"""How long the main thread may take to end by itself after it was told to stop at once."""
+"""How long the main thread may take to end after an urgent request."""
 LEAVING_S = 1.0
-"""The same where it is known to wait for a rank that does not answer."""
+"""The same if it is known to wait for an unresponsive rank."""
 
 
 @contextmanager
 def heard_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Give every signal to stop to a handler inside the block; only the main thread can, in others nothing happens."""
+    """Handle all stop signals within the context; does nothing outside the main thread."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
-        # nohup and a shell's background jobs have set a signal to be ignored: that is kept.
+        # nohup and a shell's background jobs ignore some signals, which stay ignored.
         heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, handler) for number in heard}
     try:
@@ -41,15 +41,15 @@ def heard_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 
 class StopRequests(ABC):
-    """Counts requests to stop, and ends the process where the main thread cannot.
+    """Counter of stop requests that ends the process if the main thread cannot.
 
-    Python runs a signal's handler in the main thread, between two instructions: never while that thread waits in a
-    collective for a rank that is silent. The interpreter therefore writes each signal's number to a socket too, which
-    a thread reads.
+    Python runs a signal's handler in the main thread, between two instructions, and never while that thread waits in a
+    collective for an unresponsive rank. The interpreter therefore also writes each signal's number to a socket, which a
+    thread reads.
 
     Attributes:
-        signals: the requests that have come. Signals within :data:`REPEAT_S` are one, but the first two of Ctrl-C.
-        is_urgent: the main thread is to stop at once.
+        signals: the requests received. Signals within :data:`REPEAT_S` count as one, except the first two of Ctrl-C.
+        is_urgent: the main thread must stop immediately.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class StopRequests(ABC):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear the signals inside the block; only the main thread can, in others nothing happens."""
+        """Receive signals within the context; does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -90,26 +90,26 @@ class StopRequests(ABC):
 
     @abstractmethod
     def can_wait(self) -> bool:
-        """Return True while a first request may wait; any other is urgent. Called in any thread."""
+        """Return True if a first request may wait; any later one is urgent. Called in any thread."""
 
     @abstractmethod
     def answer(self, signum: int) -> None:
-        """Say that a first request was heard and waits. Called in any thread."""
+        """Report that a first request was received and waits. Called in any thread."""
 
     @abstractmethod
     def obey(self, signum: int) -> None:
-        """Do what a request asks for, in the main thread; may raise."""
+        """Carry out a request in the main thread; may raise."""
 
     @abstractmethod
     def hindrance(self) -> str | None:
-        """Return why the main thread will never get to what came, in a sentence; ``None`` where it may."""
+        """Return why the main thread will never carry out the request, in a sentence, or ``None``."""
 
     @abstractmethod
     def end(self, signum: int, reason: str) -> None:
-        """End the process, in the thread, whatever the main thread does."""
+        """End the process from the thread, whatever the main thread does."""
 
     def hear_ctrl_c(self) -> None:
-        """Count Ctrl-C again, where a library has begun to ignore it."""
+        """Handle Ctrl-C again after a library has ignored it."""
         if self is _listening and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, self.on_signal)
 
@@ -120,7 +120,7 @@ class StopRequests(ABC):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep what the block does in one piece, however long it takes: requests are obeyed at its end."""
+        """Defer requests to the end of the block, however long it takes."""
         self._holds += 1
         try:
             yield
@@ -129,11 +129,11 @@ class StopRequests(ABC):
         self._heed()
 
     def hold(self) -> None:
-        """Obey no request until :meth:`release`; the time of one that is urgent runs on."""
+        """Defer requests until :meth:`release`; the time limit of an urgent one still applies."""
         self._is_held = True
 
     def release(self, heed: bool = True) -> None:
-        """Obey again, first what came in the meantime; harmless where nothing was held."""
+        """Stop deferring and carry out pending requests; harmless without :meth:`hold`."""
         self._is_held = False
         if heed:
             self._heed()
@@ -171,19 +171,19 @@ class StopRequests(ABC):
             reason = self._reason(waited * POLL_S)
             if reason is not None and not self._done.is_set():
                 self.end(self.signals[0], reason)
-            # Polls and not seconds: a process that was suspended has not had its time.
+            # Counted in polls, not seconds, because a suspended process has not used its time.
             waited += self.is_urgent and not readable and not self._holds
 
     def _reason(self, waited_s: float) -> str | None:
-        """Why to end the process now, in a sentence; ``None`` where there is no need."""
+        """Return why to end the process now, in a sentence, or ``None``."""
         if not self.signals:
             return None
         if len(self.signals) > 2:
-            return "It was asked three times."
+            return "It was asked to stop three times."
         if self.is_urgent and waited_s >= GRACE_S:
-            return f"The step under way did not end within {GRACE_S:.0f} s."
+            return f"The current step did not end within {GRACE_S:.0f} s."
         if self.is_urgent and (waited_s < LEAVING_S or self._obeyed == len(self.signals)):
-            return None  # the main thread may be about to end, or is ending
+            return None  # the main thread may be ending
         return self.hindrance()
 
 
@@ -191,7 +191,7 @@ _listening: StopRequests | None = None
 
 
 def _stop_listening_in_a_fork() -> None:
-    """Restore signals in a process that a reward forks, which would else count its parent's and never end."""
+    """Restore signals in a process forked by a reward, which would otherwise count its parent's and never end."""
     if _listening is not None:
         signal.set_wakeup_fd(-1)
         for number in map(signal.Signals.__getitem__, STOP_SIGNALS):

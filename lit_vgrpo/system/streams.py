@@ -1,4 +1,4 @@
-"""Standard output and error of a process that must outlast their readers."""
+"""Standard streams that survive the exit of their readers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lit_vgrpo.errors import say
 
 
 class Output(io.FileIO):
-    """Standard stream that never fails: what a closed pipe or terminal, or a full disk, does not take is dropped.
+    """Standard stream that never fails: output to a closed pipe or terminal, or a full disk, is dropped.
 
-    A run's results are in its folder, and what it prints only reports them: closing a pager must not end a training of
-    days, and ``| head`` is no error.
+    A run's results are in its folder, and its output only reports them: closing a pager must not end a long training
+    run, and ``| head`` is not an error.
     """
 
     _lost: OSError | None = None
@@ -24,12 +24,12 @@ class Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # a reader that has left, a terminal that is gone
+            if error.errno not in (errno.EPIPE, errno.EIO):  # the reader or the terminal is gone
                 self._lost = error
             return memoryview(data).nbytes
 
     def is_incomplete(self) -> bool:
-        """Return True and warn if a file lacks part of what was printed."""
+        """Return True and warn if a file lacks part of the output."""
         sys.stdout.flush()
         if self._lost is not None:
             say(f"Not all of the output could be written: {self._lost.strerror}.", error=True)
@@ -37,11 +37,11 @@ class Output(io.FileIO):
 
 
 def outlast_readers() -> list[Output]:
-    """Replace the standard streams by ones that never fail."""
+    """Replace the standard streams with ones that never fail."""
     outputs = []
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by the shell, with >&-; its number must not go to the next file that is opened
+        if stream is None:  # closed by the shell with >&-; the next opened file must not get its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open for as long as the process
         if isinstance(stream, io.TextIOWrapper):
             output = Output(stream.fileno(), "wb", closefd=False)

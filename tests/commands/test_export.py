@@ -289,7 +289,7 @@ def test_a_full_disk_is_one_line(inside, tmp_path, capsys):
     err = capsys.readouterr().err
     assert err.startswith(f"Cannot write {tmp_path / 'out'}: ")
     assert "File too large" in err
-    assert err.endswith(" Name another place: --to DIR.\n")
+    assert err.endswith(" Choose another folder: --to DIR.\n")
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -346,7 +346,7 @@ def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_p
         (["runs/sd3_lra", "--to=x"], "runs/sd3_lra is no run. Did you mean runs/sd3_lora?"),
         (["runs/sd3_lora"], "No output folder given. Add --to DIR, for example --to exports/sd3_lora"),
         (["runs/sd3_lora", "--to"], "--to has no value. Write --to VALUE."),
-        (["runs/sd3_lora", "--to", "runs"], "--to runs is not empty, and nothing is overwritten. Name a new folder."),
+        (["runs/sd3_lora", "--to", "runs"], "--to runs is not empty, and nothing is overwritten. Choose a new folder."),
         (["runs/sd3_lora", "--to", "train.txt"], "--to train.txt is a file, and nothing is overwritten."),
         (["runs/sd3_lora", "--to=train.txt/x"], "Cannot write train.txt/x: "),
         (["runs/sd3_lora", "--to=x", "--marge"], "--marge is not an option of export. Did you mean merge?"),

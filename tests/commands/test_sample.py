@@ -113,7 +113,7 @@ def test_nothing_is_overwritten(inside, capsys):
     assert capsys.readouterr().out.splitlines() == [f"runs/tiny/sample{n}/001_seed0.png" for n in ("", "-2")]
     assert sample_images([*asked, "--out=runs/tiny/sample"]) == 2
     err = capsys.readouterr().err
-    assert err == "--out runs/tiny/sample is not empty, and nothing is overwritten. Name a new folder.\n"
+    assert err == "--out runs/tiny/sample is not empty, and nothing is overwritten. Choose a new folder.\n"
 
 
 def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):

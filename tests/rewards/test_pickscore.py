@@ -44,14 +44,13 @@ def test_the_published_processor_belongs_to_the_published_weights():
 def test_a_missing_folder_is_a_fault(tmp_path):
     faults = PickScore(str(tmp_path / "no")).check()
     assert faults == [
-        f"{tmp_path / 'no'} is not a folder. Set PickScore.checkpoint to a folder that holds config.json, "
-        "or to a hub name."
+        f"{tmp_path / 'no'} is not a folder. Set PickScore.checkpoint to a folder with config.json, or to a hub name."
     ]
 
 
 def test_a_folder_without_config_is_a_fault(tmp_path, clip_folder):
     (fault,) = PickScore(str(tmp_path), processor=str(clip_folder)).check()
-    assert "holds no config.json" in fault
+    assert "has no config.json" in fault
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ def test_a_folder_with_the_file_can_be_loaded(tmp_path):
 
 
 def test_a_folder_without_the_file_or_no_folder_is_told(tmp_path):
-    assert "holds no model_index.json" in explain_unloadable(str(tmp_path), "model_index.json", "key")
+    assert "has no model_index.json" in explain_unloadable(str(tmp_path), "model_index.json", "key")
     for path in (str(tmp_path / "no"), "./no", "~/no-such-folder", "shipped:no", "a/b/c"):
         message = explain_unloadable(path, "model_index.json", "key")
-        assert "is not a folder. Set key to a folder that holds model_index.json" in message
+        assert "is not a folder. Set key to a folder with model_index.json" in message
     assert "leaves the shipped" in explain_unloadable("shipped:../..", "x", "key")
 
 
@@ -81,7 +81,7 @@ def test_pickscore_without_weights_ends_in_that_line(offline):
     ("status", "code", "said"),
     [
         (404, "RepoNotFound", "no such repository"),
-        (404, "EntryNotFound", "it holds no config.json"),
+        (404, "EntryNotFound", "it has no config.json"),
         (403, "GatedRepo", "access must be granted first. Run: hf auth login, then run: hf download"),
         (500, "", "the hub cannot be reached"),
     ],

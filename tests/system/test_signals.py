@@ -105,10 +105,10 @@ def test_before_it_can_wait_the_first_is_urgent():
 @pytest.mark.parametrize(
     ("names", "hindrance", "reason"),
     [
-        (["SIGINT", "SIGINT"], None, "The step under way did not end within 0 s."),
+        (["SIGINT", "SIGINT"], None, "The current step did not end within 0 s."),
         (["SIGTERM", "SIGINT"], "Rank 1 is stopped.", "Rank 1 is stopped."),
         (["SIGTERM"], "Rank 1 is stopped.", "Rank 1 is stopped."),
-        (["SIGTERM", "SIGTERM", "SIGTERM"], None, "It was asked three times."),
+        (["SIGTERM", "SIGTERM", "SIGTERM"], None, "It was asked to stop three times."),
     ],
 )
 def test_what_the_main_thread_does_not_obey_ends_the_process(monkeypatch, names, hindrance, reason):
