@@ -1,1 +1,1 @@
-"""Optimizers and learning-rate schedules, by their settings or by class."""
+"""Optimizers and learning-rate schedules, by options or by class."""

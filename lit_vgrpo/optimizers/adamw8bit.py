@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW with moments of 8 bits (arXiv 2110.02861)."""
+"""bitsandbytes' AdamW with 8-bit moments (arXiv 2110.02861)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lit_vgrpo.optimizers.resumed_state import with_own_settings
 
 
 class ResumableAdamW8bit(AdamW8bit):
-    """Goes on with the settings of its own recipe; the library's own runs no hooks when it loads."""
+    """AdamW8bit that resumes with its recipe's settings; the library's class runs no load hooks."""
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW by its settings, or any other by its class."""
+"""The optimizer: AdamW from options, or any other by class."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class OptimizerConfig:
     """AdamW over the trainable weights.
 
     Args:
-        lr: learning rate after warm-up; constant from there on.
+        lr: learning rate after warm-up, constant from then on.
         betas: decay of the first and second moment.
         weight_decay: decoupled weight decay.
         eps: term added to the denominator.
         warmup_steps: optimizer steps over which the rate rises linearly.
-        kind: torch's AdamW, or bitsandbytes' with both moments in 8 bits: 2 bytes a trained weight instead of 8.
+        kind: torch's AdamW, or bitsandbytes' with both moments in 8 bits: 2 bytes per trained weight instead of 8.
     """
 
     lr: Annotated[float, Range(above=0, most=1, example=3e-4)] = 3e-4
@@ -44,10 +44,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"model.optimizer.kind={self.kind!r} is not known. Use {' or '.join(KINDS)}.")
+            raise ValueError(f"model.optimizer.kind={self.kind!r} is unknown. Use {' or '.join(KINDS)}.")
 
     def check(self) -> list[str]:
-        """List what keeps the optimizer from being built, one line each."""
+        """Return why the optimizer cannot be built, one line each."""
         return [MISSING] if self.kind == "adamw8bit" and find_spec("bitsandbytes") is None else []
 
     def trial(self) -> torch.optim.Optimizer:
@@ -55,10 +55,10 @@ class OptimizerConfig:
         return torch.optim.AdamW([nn.Parameter(torch.zeros(2, 2))], lr=self.lr, betas=self.betas)
 
     def build(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """Return what ``configure_optimizers`` returns: the optimizer, and the schedule where there is one.
+        """Return the result of ``configure_optimizers``: the optimizer, and the schedule if there is one.
 
-        A checkpoint brings back the moments and how far the warm-up is, not these settings: they are those of the
-        recipe that goes on.
+        A checkpoint restores the moments and the position in the warm-up, not these settings, which come from the
+        recipe.
         """
         optimizer = self._optimizer(list(parameters))
         if not self.warmup_steps:
@@ -85,10 +85,10 @@ class OptimizerConfig:
 
 
 class CustomOptimizer:
-    """Any optimizer: what a ``class_path``, or a function of the trainable weights, in a recipe's place becomes.
+    """Any optimizer, from a ``class_path`` or a function of the trainable weights.
 
     Args:
-        make: builds it: a class with its options filled in.
+        make: factory, such as a class with its options bound.
     """
 
     kind = "custom"
@@ -98,13 +98,13 @@ class CustomOptimizer:
         self.make = direct(make)
 
     def check(self) -> list[str]:
-        """List what keeps the optimizer from being built or used: at most one line."""
+        """Return why the optimizer cannot be built or used: at most one line."""
         try:
             optimizer = self.trial()
-        except Exception as error:  # whatever its constructor raises
+        except Exception as error:  # the constructor may raise anything
             return [f"model.optimizer cannot be built: {one_line(error)}"]
         if isinstance(optimizer, torch.optim.LBFGS):
-            return ["model.optimizer=LBFGS asks for the loss several times in a step. Use AdamW or another."]
+            return ["model.optimizer=LBFGS needs the loss several times per step. Use AdamW or another."]
         return []
 
     def trial(self) -> torch.optim.Optimizer:
@@ -112,7 +112,7 @@ class CustomOptimizer:
         return self.make([nn.Parameter(torch.zeros(2, 2))])
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of these weights; a checkpoint brings back its state, not its settings."""
+        """Return the optimizer of these weights; a checkpoint restores its state, not its settings."""
         optimizer = self.make(list(parameters))
         optimizer.register_load_state_dict_pre_hook(with_own_settings)
         return optimizer
@@ -122,20 +122,20 @@ def as_optimizer(optimizer: OptimizerConfig | OptimizerCallable | None) -> Optim
     """Return the object that builds the optimizer.
 
     Raises:
-        ValueError: settings of AdamW are wrong.
-        TypeError: the same.
+        ValueError: AdamW's settings are invalid.
+        TypeError: AdamW's settings have the wrong type.
     """
     if optimizer is None or isinstance(optimizer, OptimizerConfig):
         return optimizer or OptimizerConfig()
     make = direct(optimizer)
     if isinstance(make, partial) and make.func is torch.optim.Optimizer:
-        # The parser takes settings that are wrong for AdamW for those of no particular optimizer.
+        # The parser passes invalid AdamW settings on as a plain mapping.
         return OptimizerConfig(**make.keywords)
     return CustomOptimizer(make)
 
 
 class _Ramp:
-    """Rises linearly to 1 over so many steps."""
+    """A factor that rises linearly to 1 over a number of steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps

@@ -1,4 +1,4 @@
-"""An optimizer's state from a checkpoint, with the settings of the recipe that goes on."""
+"""An optimizer's state from a checkpoint, with the settings of the resuming recipe."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 KINDS = ("adamw", "adamw8bit")
 FAMILY_KEYS = ("betas", "momentum", "alpha", "rho")
-"""Settings by which one family of optimizers is told from another."""
+"""Settings that distinguish families of optimizers."""
 SETTINGS = ("initial_lr", "betas", "momentum", "alpha", "rho", "weight_decay", "eps", "dampening", "nesterov")
 CYCLED = ("betas", "momentum")
-"""Settings that a schedule moves too, where it says so by a ``max_momentum``."""
+"""Settings that a schedule with ``max_momentum`` also changes."""
 
 
 def resumed_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group of a checkpoint with the settings of the one that it is loaded into.
+    """Return a checkpoint's parameter group with the settings of the group it is loaded into.
 
     The learning rate keeps its place in the warm-up.
 
@@ -31,21 +31,21 @@ def resumed_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str,
 
 
 def with_own_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's state as an optimizer loads it: with the optimizer's own settings.
+    """Return a checkpoint's state with the optimizer's own settings.
 
     Raises:
-        ValueError: it is the state of another kind of optimizer.
+        ValueError: the state belongs to a different kind of optimizer.
     """
     own_kind, saved_kind = _kind_of(optimizer.param_groups[0]), _kind_of(state["param_groups"][0])
     if own_kind != saved_kind:
         way = f"Set model.optimizer.kind={saved_kind}." if saved_kind in KINDS else "Resume with its own recipe."
-        raise ValueError(f"The checkpoint holds the moments of another optimizer. {way}")
+        raise ValueError(f"The checkpoint has the moments of a different optimizer. {way}")
     groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
     return {**state, "param_groups": [resumed_group(own, saved) for own, saved in groups]}
 
 
 def _kind_of(group: Mapping[str, Any]) -> str:
-    """By which a state is told from that of another optimizer."""
+    """Return a label of the optimizer that a state belongs to."""
     if "t_alpha" in group:
         return "adamw8bit"
     family = [key for key in FAMILY_KEYS if key in group]

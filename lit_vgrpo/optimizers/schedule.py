@@ -1,4 +1,4 @@
-"""The learning rate's schedule, any of torch's."""
+"""The learning-rate schedule, any of torch's."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LRSchedulerCallable = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 class Schedule:
-    """A schedule that is stepped with every update; one that waits for a plateau, after every iteration.
+    """A schedule stepped with every update, or after every iteration if it waits for a plateau.
 
     Args:
-        make: builds it around an optimizer: a class with its options filled in.
+        make: factory from an optimizer, such as a class with its options bound.
     """
 
     def __init__(self, make: LRSchedulerCallable) -> None:
@@ -30,20 +30,20 @@ class Schedule:
         self._asked: dict[str, Any] = {}
 
     def check(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Why it cannot be built around such an optimizer: at most one line."""
+        """Return why it cannot be built for this optimizer: at most one line."""
         try:
             scheduler = self.make(optimizer)
-        except Exception as error:  # whatever its constructor raises
+        except Exception as error:  # the constructor may raise anything
             return [f"model.lr_scheduler cannot be built: {one_line(error)}"]
         if isinstance(scheduler, ReduceLROnPlateau) and not hasattr(scheduler, "monitor"):
             return [
-                "model.lr_scheduler=ReduceLROnPlateau does not say which metric it waits for. Use "
+                "model.lr_scheduler=ReduceLROnPlateau has no metric to monitor. Use "
                 "lightning.pytorch.cli.ReduceLROnPlateau with monitor=heldout/reward and mode=max."
             ]
         return []
 
     def around(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return what ``configure_optimizers`` returns."""
+        """Return the result of ``configure_optimizers``."""
         scheduler = self.make(optimizer)
         options = inspect.signature(type(scheduler)).parameters
         self._asked = {name: copy(value) for name, value in vars(scheduler).items() if name in options}
@@ -53,17 +53,17 @@ class Schedule:
         return {"optimizer": optimizer, "lr_scheduler": config}
 
     def resume(self, scheduler: Any) -> None:
-        """After a checkpoint was read: let the rate count from the recipe's own, and say what else stays the old."""
+        """Use the recipe's base rate after loading a checkpoint, and warn of other settings that stay the old ones."""
         if hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
         for name, asked in self._asked.items():
             now = getattr(scheduler, name)
             if name not in ("optimizer", "last_epoch") and now != asked:
-                rank_zero_warn(f"model.lr_scheduler goes on as the checkpoint has it: {name}={now}, not {asked}.")
+                rank_zero_warn(f"model.lr_scheduler continues with the checkpoint's {name}={now}, not {asked}.")
 
 
 def direct(make: Callable[..., T]) -> Callable[..., T]:
-    """Return the factory without the parser's wrappers around the class, which cannot be pickled.
+    """Return the factory without the parser's wrappers, which cannot be pickled.
 
     >>> direct(partial(lambda call, cls, *args, **options: call(cls, *args, **options), map, dict, a=1))
     functools.partial(<class 'dict'>, a=1)

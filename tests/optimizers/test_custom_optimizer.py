@@ -84,7 +84,7 @@ def test_a_lower_rate_counts_after_a_resume_and_another_schedule_is_named(tiny_s
     assert rate(resumed) == pytest.approx(0.5e-3)
     assert resumed.optimizers[0].param_groups[0]["momentum"] == 0.5
     longer = {"optimizer": SGD, "lr_scheduler": partial(CosineAnnealingLR, T_max=80)}
-    with pytest.warns(UserWarning, match="lr_scheduler goes on as the checkpoint has it: T_max=8, not 80"):
+    with pytest.warns(UserWarning, match="lr_scheduler continues with the checkpoint's T_max=8, not 80"):
         train(tiny_sd3, tmp_path, 2, tmp_path / "one.ckpt", **longer)
 
 
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tiny_sd3, tmp_path):
     _, trainer = train(tiny_sd3, tmp_path, 1, **CASES["SGD, cosine"])
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     for options, way in ((CASES["RMSprop alone"], "its own recipe"), ({}, "its own recipe")):
-        with pytest.raises(ValueError, match=f"moments of another optimizer. .*{way}"):
+        with pytest.raises(ValueError, match=f"moments of a different optimizer. .*{way}"):
             train(tiny_sd3, tmp_path, 2, tmp_path / "one.ckpt", **options)
 
 
@@ -100,9 +100,9 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tiny_sd3, tmp_path):
     ("options", "fault"),
     [
         ({"optimizer": partial(torch.optim.SGD, lr=-1)}, "model.optimizer cannot be built: Invalid learning rate: -1"),
-        ({"optimizer": torch.optim.LBFGS}, "model.optimizer=LBFGS asks for the loss several times"),
+        ({"optimizer": torch.optim.LBFGS}, "model.optimizer=LBFGS needs the loss several times"),
         ({"lr_scheduler": CosineAnnealingLR}, "model.lr_scheduler cannot be built: .*T_max"),
-        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "which metric it waits for"),
+        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "has no metric to monitor"),
         ({"optimizer": OptimizerConfig(warmup_steps=5), "lr_scheduler": COSINE}, "warmup_steps=5 and model.lr_sch"),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_checkpoint_of_the_other_kind_is_refused_with_the_way_out(kind):
     pytest.importorskip("bitsandbytes")
     other = next(name for name in KINDS if name != kind)
     before = states(trained(OptimizerConfig(kind=other)))
-    with pytest.raises(ValueError, match=f"the moments of another optimizer. Set model.optimizer.kind={other}."):
+    with pytest.raises(ValueError, match=f"the moments of a different optimizer. Set model.optimizer.kind={other}."):
         trained(OptimizerConfig(kind=kind), 0, before)
 
 
@@ -177,5 +177,5 @@ def test_a_missing_package_is_one_line_with_its_command(monkeypatch, tiny_sd3, t
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="model.optimizer.kind='sgd' is not known. Use adamw or adamw8bit."):
+    with pytest.raises(ValueError, match="model.optimizer.kind='sgd' is unknown. Use adamw or adamw8bit."):
         OptimizerConfig(kind="sgd")
