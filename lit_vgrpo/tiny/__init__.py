@@ -1,4 +1,4 @@
-"""The tiny tasks: rendered shapes and printed words."""
+"""The tiny tasks: rendered shapes and words."""
 
 from lit_vgrpo.tiny.shapes import ShapesImages
 from lit_vgrpo.tiny.words import WordImages

@@ -1,4 +1,4 @@
-"""Images of one coloured shape, and the prompts that describe them: the project's own verifiable task."""
+"""Images of one coloured shape and prompts that describe them: a small verifiable task."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {"colour": COLOURS, "shape": SHAPES, "plac
 
 _OFFSET, _ALONG, _ACROSS = 6.5, 0.7, 2.0  # pixels: distance from the centre, jitter along it and across it
 _RADIUS = (5.0, 6.2)  # pixels
-_AREA_PER_RADIUS_SQUARED = {"circle": math.pi, "square": 3.24, "triangle": 2.03}  # look about equally large, and fit
+_AREA_PER_RADIUS_SQUARED = {"circle": math.pi, "square": 3.24, "triangle": 2.03}  # similar visual sizes
 
 
 class Attributes(NamedTuple):
@@ -50,7 +50,7 @@ def prompt_of(colour: str, shape: str, place: str) -> str:
 
 
 def parse_prompt(prompt: str) -> Attributes | None:
-    """Return the attributes that `prompt_of` was given, or ``None`` where the prompt is not of that form."""
+    """Return the attributes in a prompt of `prompt_of`, or ``None`` for other prompts."""
     words = prompt.strip().lower().split()
     if len(words) != 6 or words[0] != "a":
         return None
@@ -59,7 +59,7 @@ def parse_prompt(prompt: str) -> Attributes | None:
 
 
 def attributes_of(prompt: str, row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the known attributes of a prompt: the row's fields first, the prompt's words where a field is absent."""
+    """Return the known attributes of a prompt, from the row's fields or else the prompt's words."""
     parsed = parse_prompt(prompt)
     words = dict(parsed._asdict()) if parsed else {}
     words.update({name: str(row[name]) for name in CHOICES if row.get(name) is not None})
@@ -77,7 +77,7 @@ def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor, size: int = IMAGE_S
         size: side of the square image in pixels.
 
     Returns:
-        Shape ``(B, size, size)``, in [0, 1]: about the covered part of each pixel.
+        Shape ``(B, size, size)``, in [0, 1]: approximately the covered fraction of each pixel.
     """
     grid = torch.arange(size, dtype=x.dtype, device=x.device) + 0.5
     dx = (grid - x[:, None])[:, None, :]
@@ -125,8 +125,8 @@ class ShapesImages:
     """Training images for the denoising objective, with captions that are often wrong.
 
     Args:
-        caption_noise: probability, for each of the three attributes by itself, that the caption names another value.
-            A model trained on such pairs follows prompts badly, which leaves the reward something to teach.
+        caption_noise: probability, for each of the three attributes independently, that the caption is wrong. A model
+            trained on such pairs follows prompts poorly, which leaves room for RL to improve it.
     """
 
     def __init__(self, caption_noise: ClosedUnitInterval = 0.45) -> None:
@@ -138,7 +138,7 @@ class ShapesImages:
         """Render each row's image and caption it.
 
         Returns:
-            Images of shape ``(B, 3, 32, 32)``, float32 in [0, 1], and one caption an image.
+            Images of shape ``(B, 3, 32, 32)``, float32 in [0, 1], and one caption per image.
 
         Raises:
             ValueError: a prompt, with its row's fields, does not name all three attributes.
@@ -148,7 +148,7 @@ class ShapesImages:
             known = attributes_of(prompt, row)
             if len(known) < len(CHOICES):
                 example = prompt_of(*Attributes("red", "circle", "on the left"))
-                raise ValueError(f"prompt {prompt!r} is not one of the shapes task. Write it like {example!r}.")
+                raise ValueError(f"prompt {prompt!r} does not belong to the shapes task. Write it like {example!r}.")
             true = Attributes(**known)
             images.append(render(*true, generator=generator))
             captions.append(prompt_of(*self._swap(true, generator)))

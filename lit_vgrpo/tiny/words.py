@@ -1,4 +1,4 @@
-"""Images of one short printed word, and the prompts that quote it: the project's own task for the OCR reward."""
+"""Images of one short word and prompts that quote it: a small task for the OCR reward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from lit_vgrpo.core.ranges import ClosedUnitInterval, checked
 
 HEIGHT, WIDTH = 16, 40  # pixels
-LETTERS = "ABCDEFGLMNPRSTUW"  # of all words; without O, which a reader takes for 0 where no word is spelt
+LETTERS = "ABCDEFGLMNPRSTUW"  # of all words; without O, which OCR reads as 0 in random letters
 WORD_LENGTH = 3
 PROMPT = 'a sign that says "{}"'
 HELDOUT = "BAG CAT CUP DAM EAR EEL FAN GEM LAW MUD NET PEN RED SUN TUB WET".split()  # noqa: SIM905
@@ -26,14 +26,14 @@ TRAIN = (  # noqa: SIM905
 ).split()
 
 _SIZE = 16  # pixels of the em square: three letters are 29 wide, a capital 12 high
-_SHIFT = (2.0, 1.0)  # pixels, the largest displacement from the centre, x and y
-_PAPER = (0.88, 0.98)  # range of its grey
+_SHIFT = (2.0, 1.0)  # pixels, the maximum displacement from the centre, x and y
+_PAPER = (0.88, 0.98)  # range of grey values
 _INKS = ((0.76, 0.08, 0.10), (0.05, 0.45, 0.15), (0.10, 0.20, 0.72), (0.50, 0.10, 0.58), (0.08, 0.08, 0.10))
-_FINER = 4  # drawn so many times larger and averaged, so that letters lie between pixels too
+_FINER = 4  # rendered at this scale and averaged, for subpixel positions
 
 
 def prompt_of(word: str) -> str:
-    """Return the task's prompt for a word, in which the OCR reward finds it quoted."""
+    """Return the task's prompt for a word, which it quotes for the OCR reward."""
     return PROMPT.format(word)
 
 
@@ -46,11 +46,11 @@ def _font() -> ImageFont.FreeTypeFont:
 
 
 def render(word: str, generator: torch.Generator) -> Tensor:
-    """Print a word near the centre, in one of five dark colours on light grey.
+    """Render a word near the centre, in one of five dark colours on light grey.
 
     Args:
-        word: what to print; three letters fill the image.
-        generator: ink, grey and place are drawn from it alone.
+        word: the word to render; three letters fill the image.
+        generator: source of colour, grey and position.
 
     Returns:
         Shape ``(3, 16, 40)``, float32 in [0, 1].
@@ -83,11 +83,11 @@ def random_pictures(count: int, generator: torch.Generator) -> Tensor:
 class WordImages:
     """Training images for the denoising objective, with captions that are often misspelt.
 
-    They show random letters, whatever the rows say: words, the held-out ones too, come by chance alone.
+    They show random letters, independent of the rows; words, held-out or not, only appear by chance.
 
     Args:
-        caption_noise: probability, for each letter by itself, that the caption has another one in its place. A model
-            trained on such pairs spells badly, which leaves the reward something to teach.
+        caption_noise: probability, for each letter independently, that the caption is wrong. A model trained on such
+            pairs misspells, which leaves room for RL to improve it.
     """
 
     def __init__(self, caption_noise: ClosedUnitInterval = 0.4) -> None:
@@ -99,7 +99,7 @@ class WordImages:
         """Return one image of random letters and one caption for each generator.
 
         Returns:
-            Images of shape ``(B, 3, 16, 40)``, float32 in [0, 1], and one caption an image.
+            Images of shape ``(B, 3, 16, 40)``, float32 in [0, 1], and one caption per image.
         """
         shown = [random_letters(generator) for generator in generators]
         images = [render(letters, generator) for letters, generator in zip(shown, generators, strict=True)]
@@ -118,6 +118,6 @@ class WordImages:
 
 
 def prompt_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return the prompts of 75 words to train on, and of 16 that are held out."""
+    """Return the prompts of 75 training words and of 16 held-out words."""
     train, heldout = ([{"prompt": prompt_of(word)} for word in words] for words in (TRAIN, HELDOUT))
     return train, heldout

@@ -115,5 +115,5 @@ def test_bad_values_are_refused_in_one_line() -> None:
         coverage("star", torch.ones(1), torch.ones(1), torch.ones(1))
     with pytest.raises(ValueError, match=r"caption_noise=2 is too large. Use a number from 0 to 1."):
         ShapesImages(caption_noise=2)
-    with pytest.raises(ValueError, match=r"prompt 'a house' is not one of the shapes task"):
+    with pytest.raises(ValueError, match=r"prompt 'a house' does not belong to the shapes task"):
         ShapesImages()(["a house"], [{}], generators(1))
