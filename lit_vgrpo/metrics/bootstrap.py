@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 RESAMPLES_AT_ONCE = 100
-"""Limits memory: scipy holds the indices of all resamples that it draws at once."""
+"""Limits memory: scipy holds the indices of a whole batch of resamples."""
 
 
 def bootstrap_interval(
@@ -44,15 +44,15 @@ def bootstrap_interval(
     if not 0 < level < 1:
         raise ValueError(f"level={level} is outside (0, 1). Use 0.95.")
     if resamples < 1:
-        raise ValueError(f"resamples={resamples} draws nothing. Use 1000 or more.")
+        raise ValueError(f"resamples={resamples} is too small. Use 1000 or more.")
     scores = np.asarray(values, dtype=np.float64)
     labels = np.arange(len(scores)) if clusters is None else np.asarray(clusters)
     if len(labels) != len(scores):
-        raise ValueError(f"{len(labels)} clusters do not fit {len(scores)} values. Give one cluster a value.")
+        raise ValueError(f"{len(labels)} clusters do not match {len(scores)} values. Give one cluster per value.")
     found = ~np.isnan(scores)
     _, cluster_of = np.unique(labels[found], return_inverse=True)
     sums, counts = np.bincount(cluster_of, scores[found]), np.bincount(cluster_of)
-    if len(sums) < 2:  # scipy refuses to resample one cluster, which gives its own mean every time
+    if len(sums) < 2:  # scipy refuses to resample a single cluster, which always gives its own mean
         mean = float(sums[0] / counts[0]) if len(sums) else math.nan
         return mean, mean
     from scipy.stats import bootstrap  # most commands compute no interval, and its import takes half a second

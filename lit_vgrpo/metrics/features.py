@@ -56,7 +56,7 @@ class FeatureNetwork(ABC):
 
     @abstractmethod
     def check(self) -> list[str]:
-        """Return the faults that can be found without loading weights, one line each."""
+        """Return errors that can be found without loading weights, one line each."""
 
     @abstractmethod
     def _load(self) -> Any:
@@ -85,21 +85,21 @@ class FeatureNetwork(ABC):
 
     @cached_property
     def dimension(self) -> int:
-        """Length ``D`` of a feature vector, found from the features of one black image."""
+        """Length ``D`` of a feature vector, measured on one black image."""
         return self.of_pixels([np.zeros((8, 8, 3), dtype=np.uint8)]).shape[1]
 
     def load(self) -> None:
         """Load the weights, unless they are loaded already.
 
         Raises:
-            LoadError: a fault of :meth:`check`, or files that hold no such network.
+            LoadError: an error of :meth:`check`, or files without such a network.
         """
         if self._model is not None:
             return
         for fault in self.check():
             raise LoadError(fault)
         with warnings.catch_warnings():
-            # deprecated, but clean-fid publishes its network as TorchScript
+            # deprecated, but clean-fid's network is a TorchScript file
             warnings.filterwarnings("ignore", message=".*torch.jit.*", category=FutureWarning)
             model = self._load()
         for parameter in model.parameters():
@@ -168,7 +168,7 @@ class TorchScriptFeatures(FeatureNetwork):
             return torch.jit.load(str(self.path), map_location="cpu")
         except (RuntimeError, ValueError) as error:
             raise LoadError(
-                f"{self.path} is no TorchScript file. Save one with torch.jit.script(net).save()."
+                f"{self.path} is not a TorchScript file. Save one with torch.jit.script(net).save()."
             ) from error
 
     def _forward(self, pixels: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class InceptionFeatures(TorchScriptFeatures):
             return InceptionV3W(str(self.path.parent), download=False)
         except (RuntimeError, ValueError, AttributeError) as error:
             raise LoadError(
-                f"{self.path} is not clean-fid's Inception network. Remove it and fetch it anew."
+                f"{self.path} is not clean-fid's Inception network. Remove it and download it again."
             ) from error
 
 
@@ -271,7 +271,7 @@ def feature_network(source: str = INCEPTION, size: int | None = None, batch_size
     if source == INCEPTION:
         if size not in (None, INCEPTION_SIDE):
             raise ValueError(
-                f"size={size} does not fit features={INCEPTION}, which takes {INCEPTION_SIDE}. Leave it out."
+                f"size={size} does not fit features={INCEPTION}, which needs {INCEPTION_SIDE}. Leave it out."
             )
         return InceptionFeatures(batch_size)
     if Path(source).suffix.lower() in TORCHSCRIPT_SUFFIXES:

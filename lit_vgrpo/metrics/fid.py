@@ -1,4 +1,4 @@
-"""Fréchet inception distance, summed up on any number of ranks."""
+"""Fréchet inception distance, accumulated over any number of ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FrechetDistance:
         return int(self._sums.fake_features_num_samples)
 
     def add_up_ranks(self) -> None:
-        """Add up the sums of all ranks; every rank must call it, with or without images.
+        """Add the sums of all ranks; every rank must call it, with or without images.
 
         torchmetrics' own synchronisation gathers every rank's covariance instead, 34 MB each with Inception.
         """
@@ -49,7 +49,7 @@ class FrechetDistance:
 
     def set_reference(self, mean: Tensor, cov: Tensor) -> None:
         """Compare with a mean ``(D,)`` and a covariance ``(D, D)``, float64; call it after :meth:`add_up_ranks`."""
-        count = 2  # of any number of images there are sums with these moments
+        count = 2  # sums with these moments exist for any number of images
         self._sums.real_features_sum = count * mean
         self._sums.real_features_cov_sum = (count - 1) * cov + count * torch.outer(mean, mean)
         self._sums.real_features_num_samples = torch.tensor(count)

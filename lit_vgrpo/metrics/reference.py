@@ -22,7 +22,7 @@ from lit_vgrpo.system.paths import resolve_path
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".jpg", ".jpeg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 PROGRAM_FORMAT = "EPS"
-"""A format for which Pillow runs Ghostscript, whatever the file's suffix."""
+"""A format for which Pillow runs Ghostscript, regardless of the file's suffix."""
 MOST_EXPANSION = 20
 """Largest ratio of unpacked to packed size of an ``.npz`` file; statistics are noise, which hardly compresses."""
 STATISTICS_SUFFIX = ".npz"
@@ -76,24 +76,24 @@ class Reference:
         """Read a file written by :meth:`save`, or one of clean-fid's for its Inception network.
 
         Raises:
-            ValueError: the file holds no statistics, was changed, or was made with another feature network.
+            ValueError: the file has no statistics, was changed, or was made with another feature network.
         """
         arrays = _arrays(Path(path))
         if not set(_OURS) <= set(arrays):
             if not isinstance(network, InceptionFeatures):
                 raise ValueError(
-                    f"{path} holds clean-fid's statistics, which are those of its Inception network. "
-                    "Use features=inception, or give a folder of images instead."
+                    f"{path} has clean-fid's statistics, which belong to its Inception network. "
+                    "Use features=inception, or a folder of images instead."
                 )
             return cls(torch.from_numpy(arrays["mu"]).double(), torch.from_numpy(arrays["sigma"]).double(), None, "")
         recorded = str(arrays.pop("sha256"))
         if _digest(arrays) != recorded:
-            raise ValueError(f"{path} does not match its own hash {recorded[:16]}: it was changed. Make it anew.")
+            raise ValueError(f"{path} does not match its own hash {recorded[:16]}: it was changed. Create it again.")
         made_with = str(arrays["network"])
         if not network.has_made(made_with):
             raise ValueError(
                 f"{path} was made with the feature network {made_with}, not with {network.name}. "
-                "Set features to that network, or make the file anew."
+                "Set features to that network, or create the file again."
             )
         count = int(arrays["count"])
         return cls(
@@ -107,7 +107,7 @@ class Reference:
 
 
 def reference_faults(source: str | Path) -> list[str]:
-    """Return what is wrong with a reference, as far as can be told without a feature network, one line each."""
+    """Return errors in a reference that can be found without a feature network, one line each."""
     try:
         path = resolve_path(source)
         if path.suffix.lower() == STATISTICS_SUFFIX:
@@ -120,17 +120,17 @@ def reference_faults(source: str | Path) -> list[str]:
 
 
 def reference_statistics(source: str | Path, network: FeatureNetwork, keep_features: bool = False) -> Reference:
-    """Return the statistics of a folder of images, which the ranks share, or those of an ``.npz`` file.
+    """Return the statistics of a folder of images, computed by all ranks together, or of an ``.npz`` file.
 
     Every rank must call it; an error on one rank is raised on all of them.
 
     Args:
         source: the folder, searched recursively, or the file.
         network: the feature network.
-        keep_features: keep every image's features too, for KID.
+        keep_features: also keep every image's features, for KID.
 
     Raises:
-        ValueError: a fault of :func:`reference_faults`, an unreadable image, or a file that does not fit the network.
+        ValueError: an error of :func:`reference_faults`, an unreadable image, or a file that does not fit the network.
         LoadError: the network cannot be loaded.
     """
     path = resolve_path(source)
@@ -182,11 +182,11 @@ class _Share:
 def _from_file(path: Path, network: FeatureNetwork, keep_features: bool) -> Reference:
     reference = Reference.load(path, network)
     if keep_features and reference.features is None:
-        raise ValueError(f"{path} holds no features, which KID needs. Give the folder of images instead.")
+        raise ValueError(f"{path} has no features, which KID needs. Use the folder of images instead.")
     if len(reference.mean) != network.dimension:
         raise ValueError(
-            f"{path} holds statistics of {len(reference.mean)} features, but {network.name} has {network.dimension}. "
-            "Give another file."
+            f"{path} has statistics of {len(reference.mean)} features, but {network.name} has {network.dimension}. "
+            "Use another file."
         )
     return reference
 
@@ -195,15 +195,13 @@ def image_files(folder: Path) -> list[Path]:
     """Return the images of a folder and its subfolders, sorted by name.
 
     Raises:
-        ValueError: the folder does not exist, or holds fewer than two images.
+        ValueError: the folder does not exist, or has fewer than two images.
     """
     if not folder.is_dir():
-        raise ValueError(f"reference={folder} is neither a folder nor a {STATISTICS_SUFFIX} file. Give one of them.")
+        raise ValueError(f"reference={folder} is neither a folder nor a {STATISTICS_SUFFIX} file. Use one of them.")
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
     if len(files) < 2:
-        raise ValueError(
-            f"reference={folder} holds {len(files)} images. Give a folder with thousands of them, at least two."
-        )
+        raise ValueError(f"reference={folder} has {len(files)} images. Use a folder with thousands, at least two.")
     return files
 
 
@@ -215,12 +213,12 @@ def _read(file: Path) -> tuple[Pixels, str]:
                 raise ValueError(PROGRAM_FORMAT)
             return np.array(picture.convert("RGB")), hashlib.sha256(data).hexdigest()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{file} is no image that can be read. Remove it from the reference folder.") from error
+        raise ValueError(f"{file} is not a readable image. Remove it from the reference folder.") from error
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
-        raise ValueError(f"reference={path} does not exist. Give a folder of images or an {STATISTICS_SUFFIX} file.")
+        raise ValueError(f"reference={path} does not exist. Use a folder of images or an {STATISTICS_SUFFIX} file.")
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
@@ -229,9 +227,9 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
     except (OSError, ValueError, EOFError, AttributeError, MemoryError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is no {STATISTICS_SUFFIX} file that can be read. Make it anew.") from error
+        raise ValueError(f"{path} is not a readable {STATISTICS_SUFFIX} file. Create it again.") from error
     if not (set(_OURS) <= set(arrays) or set(_CLEAN_FID) <= set(arrays)):
-        raise ValueError(f"{path} holds no statistics but {', '.join(arrays) or 'nothing'}. Give another file.")
+        raise ValueError(f"{path} has no statistics but {', '.join(arrays) or 'nothing'}. Use another file.")
     return arrays
 
 

@@ -190,12 +190,12 @@ def test_a_fault_ends_the_run_before_training(tiny_sd3, tmp_path, script, real, 
         (torn / f"{index}.png").write_bytes(Path(real, f"{index}.png").read_bytes()[: 60 if index == 2 else None])
     cases = [
         (FID("nowhere", script), {}, ValueError, "reference=nowhere is neither"),
-        (FID(str(torn), script), {}, ValueError, "2.png is no image that can be read"),
+        (FID(str(torn), script), {}, ValueError, "2.png is not a readable image"),
         (FID(real, script), {"heldout": None}, ValueError, "there are none. Set data.heldout"),
         (FID(real, str(torn / "0.png") + ".pt"), {}, ValueError, "0.png.pt does not exist"),
     ]
     (torn / "text.pt").write_text("no network")
-    cases.append((FID(real, str(torn / "text.pt")), {}, LoadError, "text.pt is no TorchScript file"))
+    cases.append((FID(real, str(torn / "text.pt")), {}, LoadError, "text.pt is not a TorchScript file"))
     for fid, data, kind, message in cases:
         with pytest.raises(kind, match=message):
             train(tiny_sd3, tmp_path, [fid], data={"heldout_images_per_prompt": 1, **data})

@@ -53,8 +53,8 @@ def test_one_prompt_weighs_by_its_images():
     ("options", "message"),
     [
         ({"level": 1.0}, "level=1.0 is outside"),
-        ({"resamples": 0}, "resamples=0 draws nothing"),
-        ({"clusters": ["a"]}, "1 clusters do not fit 2 values"),
+        ({"resamples": 0}, "resamples=0 is too small"),
+        ({"clusters": ["a"]}, "1 clusters do not match 2 values"),
     ],
 )
 def test_settings_without_meaning(options, message):

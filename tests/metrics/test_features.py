@@ -154,7 +154,7 @@ def test_a_vision_model_with_pooled_output(tmp_path):
     ("source", "message"),
     [
         ("missing.pt", r"missing.pt does not exist. Set features to a TorchScript file, or to inception"),
-        ("./missing", r"missing is not a folder. Set features to a folder that holds config.json"),
+        ("./missing", r"missing is not a folder. Set features to a folder with config.json"),
         ("nobody/nothing", r"Cannot load nobody/nothing: not in the local cache and HF_HUB_OFFLINE is set"),
     ],
 )
@@ -176,7 +176,7 @@ class Scalar(nn.Module):
 
 def test_files_that_hold_something_else(tmp_path):
     (tmp_path / "text.pt").write_text("no network")
-    with pytest.raises(LoadError, match=r"text.pt is no TorchScript file. Save one with"):
+    with pytest.raises(LoadError, match=r"text.pt is not a TorchScript file. Save one with"):
         feature_network(str(tmp_path / "text.pt")).load()
     for wrong, message in ((Pair(), "returns tuple"), (Scalar(), r"gives features of shape \(\) for 8 images")):
         with pytest.raises(LoadError, match=message):

@@ -55,5 +55,5 @@ def test_each_rank_has_the_whole_reference(spec, found, network):
 
 def test_what_fails_on_one_rank_is_raised_on_both(found):
     torn, other = found["errors"]
-    assert torn.endswith("1.png is no image that can be read. Remove it from the reference folder.")
+    assert torn.endswith("1.png is not a readable image. Remove it from the reference folder.")
     assert other == "KeyError 'rank 1'"

@@ -56,14 +56,14 @@ def test_a_changed_file_is_refused(folders, network, tmp_path):
 
 def test_kid_needs_the_features(folders, network, tmp_path):
     reference_statistics(folders[0], network).save(tmp_path / "x.npz")
-    with pytest.raises(ValueError, match=r"x.npz holds no features, which KID needs"):
+    with pytest.raises(ValueError, match=r"x.npz has no features, which KID needs"):
         reference_statistics(tmp_path / "x.npz", network, keep_features=True)
 
 
 def test_clean_fids_own_file_goes_with_its_network_only(network, tmp_path):
     np.savez(tmp_path / "ffhq.npz", mu=np.zeros(6), sigma=np.eye(6))
     assert reference_faults(tmp_path / "ffhq.npz") == []
-    with pytest.raises(ValueError, match=r"ffhq.npz holds clean-fid's statistics"):
+    with pytest.raises(ValueError, match=r"ffhq.npz has clean-fid's statistics"):
         reference_statistics(tmp_path / "ffhq.npz", network)
     read = Reference.load(tmp_path / "ffhq.npz", feature_network())
     assert read.cov.trace() == 6
@@ -79,9 +79,9 @@ def test_faults(tmp_path):
         "nowhere": "nowhere is neither a folder nor a .npz file",
         "empty": "empty holds 0 images",
         "nowhere.npz": "nowhere.npz does not exist",
-        "torn.npz": "torn.npz is no .npz file that can be read",
-        "bomb.npz": "bomb.npz is no .npz file that can be read",
-        "other.npz": "other.npz holds no statistics but weights",
+        "torn.npz": "torn.npz is not a readable .npz file",
+        "bomb.npz": "bomb.npz is not a readable .npz file",
+        "other.npz": "other.npz has no statistics but weights",
     }
     for name, message in expected.items():
         (fault,) = reference_faults(tmp_path / name)
@@ -95,7 +95,7 @@ def test_a_file_that_is_no_image(folders, network, tmp_path):
         (tmp_path / f"{index}.png").write_bytes(file.read_bytes())
     for data in (b"no picture", (tmp_path / "2.png").read_bytes()[:200]):
         (tmp_path / "1.png").write_bytes(data)
-        with pytest.raises(ValueError, match=r"1.png is no image that can be read. Remove it"):
+        with pytest.raises(ValueError, match=r"1.png is not a readable image. Remove it"):
             reference_statistics(tmp_path, network)
 
 
@@ -103,7 +103,7 @@ def test_a_file_that_pillow_would_run_is_none_either(folders, network, tmp_path,
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was run"))
     (tmp_path / "0.png").write_bytes(next(folders[0].glob("*.png")).read_bytes())
     (tmp_path / "1.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n")
-    with pytest.raises(ValueError, match=r"1.png is no image that can be read"):
+    with pytest.raises(ValueError, match=r"1.png is not a readable image"):
         reference_statistics(tmp_path, network)
     with pytest.raises(ValueError, match=r"1.png is not a readable image"):
         read_image(tmp_path / "1.png")
