@@ -27,11 +27,11 @@ class IterationRecord:
         images: number of images, over all ranks.
         metrics: for each loss metric the per-image values of every step, this rank's.
         losses: loss of every step, this rank's.
-        seconds: wall time by phase (rollout, decode, reward, prepare); ``reward_overlapped`` is what rewards did in
-            threads beside them.
-        has_advantage: some image is better or worse than its group; without one no step is taken.
-        updates: optimizer steps taken so far; those that were left out do not count.
-        is_whole: False where the run went on in the middle of the iteration: metrics and losses are those of the rest.
+        seconds: wall time by phase (rollout, decode, reward, prepare); ``reward_overlapped`` is scoring in threads
+            during these phases.
+        has_advantage: some image is better or worse than its group; otherwise no step is taken.
+        updates: optimizer steps taken so far, without skipped ones.
+        is_whole: False if the run resumed within the iteration: metrics and losses then cover only the rest.
     """
 
     iteration: int
