@@ -77,7 +77,7 @@ def test_faults(tmp_path):
     np.savez_compressed(tmp_path / "bomb.npz", mu=np.zeros(3000), sigma=np.zeros((3000, 3000)))
     expected = {
         "nowhere": "nowhere is neither a folder nor a .npz file",
-        "empty": "empty holds 0 images",
+        "empty": "empty has 0 images",
         "nowhere.npz": "nowhere.npz does not exist",
         "torn.npz": "torn.npz is not a readable .npz file",
         "bomb.npz": "bomb.npz is not a readable .npz file",

@@ -225,7 +225,7 @@ def test_a_backend_that_cannot_be_used(flux, name, message):
 def test_a_network_that_would_ignore_the_backend_is_refused(sd3, unet):
     with pytest.raises(LoadError, match="ignored by SD3Transformer2DModel: its JointAttnProcessor2_0 always use"):
         sd3(attention_backend="_native_math")
-    with pytest.raises(LoadError, match="ignored by UNet2DConditionModel: its AttnProcessor2_0 always take"):
+    with pytest.raises(LoadError, match="ignored by UNet2DConditionModel: its AttnProcessor2_0 always use"):
         unet(attention_backend="_native_math")
 
 
