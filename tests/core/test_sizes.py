@@ -115,8 +115,8 @@ def test_a_plan_of_sizes_that_do_not_fit_raises_the_fault():
 def test_the_table_is_aligned_and_counts_passes():
     lines = Sizes(48, 24, 2, 8).plan(2).table({"rollout": 40, "train": 4}).splitlines()
     assert "steps per iteration       144" in lines
-    assert "network passes, rollout  46080 (40 per image)" in lines
-    assert {re.search(r"  +(?=\S)", line).end() for line in lines} == {25}
+    assert "network passes, rollout   46080 (40 per image)" in lines
+    assert {re.search(r"  +(?=\S)", line).end() for line in lines} == {26}
 
 
 @settings(deadline=None)

@@ -160,8 +160,14 @@ def test_a_recipe_names_them_by_class_path(tiny_recipe):
             "model.optimizer.momentun is not an option of SGD. Did",
         ),
         ("model.optimizer.init_args.lr=fast", "model.optimizer.lr=fast has the wrong type. Give a number"),
-        ("model.optimizer.class_path=torch.optim.SDG", "model.optimizer=torch.optim.SDG is not an importable OptimizerConfig or Opt"),
-        ("model.lr_scheduler.class_path=torch.nn.Linear", "model.lr_scheduler=torch.nn.Linear is not an importable LRScheduler"),
+        (
+            "model.optimizer.class_path=torch.optim.SDG",
+            "model.optimizer=torch.optim.SDG is not an importable OptimizerConfig or Opt",
+        ),
+        (
+            "model.lr_scheduler.class_path=torch.nn.Linear",
+            "model.lr_scheduler=torch.nn.Linear is not an importable LRScheduler",
+        ),
         ("model.lr_scheduler.init_args.T_max=null", "model.lr_scheduler"),
     ],
 )
