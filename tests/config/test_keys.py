@@ -72,7 +72,7 @@ def test_the_key_that_a_message_names_can_be_typed(tiny_recipe, typed, named):
             "model.reward is a list, but accepts one Reward. Put them into class_path: W",
         ),
         ("model.reward=python:math:squirt", "model.reward.function=math:squirt: the module math defines no squirt."),
-        ("trainer.callbacks=[EMA,EMA]", "trainer.callbacks holds EMA twice, as [0] and [1]. Leave one"),
+        ("trainer.callbacks=[EMA,EMA]", "trainer.callbacks contains EMA twice, as [0] and [1]. Leave one"),
         ("trainer.callbacks[3].decay=1", "trainer.callbacks[3] does not exist: trainer.callbacks is not a list"),
         ("model.objective=null", "model.objective=null has the wrong type. Give an Objective."),
     ],
