@@ -13,13 +13,10 @@ from types import ModuleType
 
 
 def import_at_once(name: str) -> ModuleType:
-    """Import a module and what it needs, without collecting garbage meanwhile and without what waits for its use.
+    """Import a module and what it needs, without collecting garbage meanwhile.
 
     Imports make a million objects that stay. Each full collection would look at all of them, twenty times over.
     """
-    from lit_vgrpo.system.lazy_imports import install
-
-    install()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
