@@ -168,7 +168,7 @@ def test_numbers_that_are_too_small(option):
     ("options", "message"),
     [
         ({"reference": "nowhere"}, "reference=nowhere is neither a folder nor a .npz file"),
-        ({"reference": "{tmp}"}, "holds 0 images"),
+        ({"reference": "{tmp}"}, "has 0 images"),
         ({"features": "missing.pt"}, "missing.pt does not exist"),
         ({"prompts": "missing.txt"}, "missing.txt does not exist"),
         ({"prompts": "{tmp}/one.txt"}, "FID of 1 prompts cannot be split over 2 ranks with images_per_prompt=1"),
