@@ -34,13 +34,13 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "run": Subcommand(
         "lit_vgrpo.commands.run:run",
         "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--resume]",
-        "train a recipe, or a curriculum of several; a shipped one goes by its name",
+        "train a recipe or a curriculum; shipped recipes go by name",
         takes_recipe=True,
     ),
     "check": Subcommand(
         "lit_vgrpo.commands.check:check",
         "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--memory 80GiB] [--untrusted]",
-        "find every fault of a recipe, no training; --untrusted lists the code, variables and hosts that it names",
+        "find all errors in a recipe without training; --untrusted lists the code, variables and hosts it names",
         takes_recipe=True,
         ends_quickly=True,
     ),
@@ -59,21 +59,21 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "lit_vgrpo.commands.sample.command:sample_images",
         "RUN --prompt TEXT [--prompt TEXT ... | --prompts FILE] [--seed 0] [--count 1] [--reference] [--ema] "
         "[--checkpoint FILE] [--steps N] [--guidance G] [--out DIR] [key=value ...]",
-        "draw prompts with a run's weights as PNG files",
+        "generate images with a run's weights and save them as PNGs",
     ),
     "compare": Subcommand(
         "lit_vgrpo.commands.compare.command:compare",
         "RECIPE.yaml [key=value ...] [--methods vgrpo,mixgrpo,...] [--seeds 3] [--target 0.6,0.7] "
         "[--settings published,tuned] [--iterations N] [--evaluate-every 5] [--jobs 2] [--first-seed 0] [--out FOLDER] "
         "[--sweep]",
-        "race training methods on the same task; the same command continues one that was stopped",
+        "race training methods on one task; run it again to continue after an interruption",
         takes_recipe=True,
     ),
     "score": Subcommand(
         "lit_vgrpo.commands.score.command:score",
         "REWARD_OR_RECIPE IMAGE_OR_FOLDER ... [--prompt TEXT | --prompts FILE] [--out FILE.json|.csv] [--batch-size 1] "
         "[key=value ...]",
-        "score image files with a reward, each part and the sum",
+        "score image files with a reward: each part and the total",
     ),
     "check-reward": Subcommand(
         "lit_vgrpo.commands.score.check_reward:check_reward",
