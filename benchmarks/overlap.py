@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_vgrpo.distributed.checkpoint_file import read
-from lit_vgrpo.system.paths import write_whole
+from lit_vgrpo.system.paths import write_atomically
 
 MODULE = """
 import time
@@ -121,7 +121,7 @@ def report(pairs: list[dict[str, Any]], options: argparse.Namespace) -> int:
         f"weights after {SETTINGS[0].partition('=')[2]} iterations: {'the same, bit for bit' if equal else 'DIFFERENT'}"
     )
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(options.out, json.dumps({"ms": options.ms, "pairs": pairs}, indent=2) + "\n")
+    write_atomically(options.out, json.dumps({"ms": options.ms, "pairs": pairs}, indent=2) + "\n")
     return 0 if equal else 1
 
 

@@ -45,7 +45,7 @@ from lit_vgrpo.optimizers.optimizer import OptimizerConfig
 from lit_vgrpo.policies import FluxPolicy, Policy, SD3Policy
 from lit_vgrpo.policies.speed import compile_network
 from lit_vgrpo.system.memory import measured_memory
-from lit_vgrpo.system.paths import write_whole
+from lit_vgrpo.system.paths import write_atomically
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
 from real_architectures import FLUX_DEV, SD35_MEDIUM
@@ -283,7 +283,7 @@ def main(words: list[str] | None = None) -> None:
     rows = run(args)
     old = json.loads(args.out.read_text()) if args.out.is_file() else []
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(args.out, json.dumps(merged(old, rows), indent=2) + "\n")
+    write_atomically(args.out, json.dumps(merged(old, rows), indent=2) + "\n")
 
 
 if __name__ == "__main__":

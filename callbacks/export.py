@@ -14,7 +14,7 @@ from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, drafted, write_fault
+from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, write_fault, write_folder_atomically
 
 
 class Export(L.Callback):
@@ -51,7 +51,7 @@ class Export(L.Callback):
     def _write(self, policy: Policy, root: Path, weights: Mapping[str, Tensor] | None) -> None:
         folder = root / self.folder
         try:
-            with drafted(folder, replace=True) as draft:
+            with write_folder_atomically(folder, replace=True) as draft:
                 policy.save(draft, weights)
         except WRITE_ERRORS as error:
             rank_zero_warn(

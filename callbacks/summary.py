@@ -18,7 +18,7 @@ from lit_vgrpo.core.records import Evaluation
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
-from lit_vgrpo.system.paths import write_whole
+from lit_vgrpo.system.paths import write_atomically
 
 PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
 
@@ -94,7 +94,7 @@ class RunSummary(L.Callback):
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / self.filename, json.dumps(summary, indent=2) + "\n")
+            write_atomically(folder / self.filename, json.dumps(summary, indent=2) + "\n")
         except (OSError, UserError) as error:
             self.unwritten = str(error)
         else:

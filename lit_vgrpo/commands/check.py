@@ -13,7 +13,7 @@ from typing_extensions import Self, override
 from lit_vgrpo.commands.curriculum import Curriculum, Stage, is_curriculum, merged_faults
 from lit_vgrpo.commands.estimate.room import NotEstimated, gpu_memory_of, memory_report
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
-from lit_vgrpo.commands.run import LINKED, TOP_LEVEL, build_recipe, guarded
+from lit_vgrpo.commands.run import LINKED, TOP_LEVEL, build_recipe, run_subcommand
 from lit_vgrpo.commands.untrusted import list_untrusted
 from lit_vgrpo.config.arguments import flag, option
 from lit_vgrpo.config.recipe import Command, read_recipe
@@ -60,7 +60,7 @@ def check(args: Sequence[str]) -> int:
     Returns:
         0, or 2 with all errors on stderr, a line each.
     """
-    return guarded(_check, CheckOptions, args)
+    return run_subcommand(_check, CheckOptions, args)
 
 
 def _check(options: CheckOptions) -> int:

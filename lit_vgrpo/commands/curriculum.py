@@ -16,7 +16,7 @@ from lit_vgrpo.config.recipe import RESUME, STAGES, Command, find_recipe, loaded
 from lit_vgrpo.errors import UserError, nearest, unknown_option
 from lit_vgrpo.runs.folder import CONFIG_NAME
 from lit_vgrpo.runs.resume import read_summary
-from lit_vgrpo.system.paths import shipped_root, write_whole
+from lit_vgrpo.system.paths import shipped_root, write_atomically
 
 EXAMPLES = {"overlays": "[strategy/zero2]", "overrides": "[trainer.devices=8]"}
 KEYS = (STAGES, "name", "run_dir", *EXAMPLES)
@@ -145,7 +145,7 @@ class Curriculum:
         }
         content = {key: value for key, value in content.items() if value}
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-        write_whole(run / CONFIG_NAME, f"# lightning run {run / CONFIG_NAME} {RESUME}\n{text}")
+        write_atomically(run / CONFIG_NAME, f"# lightning run {run / CONFIG_NAME} {RESUME}\n{text}")
 
 
 def is_curriculum(file: Path) -> bool:

@@ -16,7 +16,7 @@ from lit_vgrpo.commands.curriculum import START, Curriculum, Stage
 from lit_vgrpo.config.recipe import RESUME, Command
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.runs.folder import CONFIG_NAME, FolderLock, candidates, is_first_process, release, reserve
-from lit_vgrpo.system.signals import heard_by
+from lit_vgrpo.system.signals import handle_stop_signals
 
 FINISHED, FAILED = 0, 1
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -36,7 +36,7 @@ class Child:
 
     def listening(self) -> AbstractContextManager[None]:
         """Forward signals inside the block."""
-        return heard_by(self._pass_on)
+        return handle_stop_signals(self._pass_on)
 
     def run(self, words: Sequence[str], env: dict[str, str] | None = None, quiet: bool = False) -> int:
         """Run ``lightning WORDS`` to its end.

@@ -45,7 +45,7 @@ from lit_vgrpo.runs.recipe_changes import RecipeInCheckpoint, refuse_changes
 from lit_vgrpo.runs.resume import Resumption, last_good_checkpoint, resumed_folder
 from lit_vgrpo.runs.resume_guard import ResumeGuard
 from lit_vgrpo.system.memory import device_name, idle_gpu
-from lit_vgrpo.system.paths import write_whole
+from lit_vgrpo.system.paths import write_atomically
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
@@ -298,7 +298,7 @@ class RecipeCLI(LightningCLI):
         config = self.config.clone()
         config.allow_changes = False  # it holds for one checkpoint only
         header = f"# lightning run {self.folder / CONFIG_NAME}\n"
-        write_whole(self.folder / CONFIG_NAME, header + self.parser.dump(config, skip_none=False))
+        write_atomically(self.folder / CONFIG_NAME, header + self.parser.dump(config, skip_none=False))
 
     def give_back(self) -> None:
         """Remove the run folder if nothing was written to it."""

@@ -78,7 +78,9 @@ def build_recipe(command: Command, make_folder: bool = True) -> RecipeCLI:
         raise UserError(fault) from error
 
 
-def guarded(body: Callable[[Given], int], options: type[Given], args: Sequence[str], stopped: str | None = None) -> int:
+def run_subcommand(
+    body: Callable[[Given], int], options: type[Given], args: Sequence[str], stopped: str | None = None
+) -> int:
     """Parse the options of a subcommand and run it; turn errors into lines on stderr and an exit status.
 
     Args:
@@ -118,7 +120,7 @@ def run(args: Sequence[str]) -> int:
     Returns:
         Exit status: 0, 1 when training failed, 2 for a mistake in the recipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
-    return guarded(_run, Command, args)
+    return run_subcommand(_run, Command, args)
 
 
 def _run(command: Command) -> int:

@@ -11,7 +11,7 @@ from lit_vgrpo.core.rollout import Conditioning, Rollout, Trajectory, group_layo
 from lit_vgrpo.objectives.base import Objective
 
 
-def made_up_rollout(
+def dummy_rollout(
     objective: Objective,
     path: ProbabilityPath,
     conditioning: Conditioning,

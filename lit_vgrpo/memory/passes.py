@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.core.rollout import Conditioning, Experience, Rollout
 from lit_vgrpo.core.sizes import Plan
-from lit_vgrpo.memory.dummy_rollout import made_up_rollout
+from lit_vgrpo.memory.dummy_rollout import dummy_rollout
 from lit_vgrpo.memory.live import LiveMemory
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
@@ -100,7 +100,7 @@ def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
 
 def _prepared(method: Objective, policy: Any, images: int, plan: Plan) -> tuple[Rollout, Experience]:
     cond = Conditioning({"rows": torch.zeros(1, 1)})
-    rollout = made_up_rollout(method, policy.path, cond, LATENT, images, plan.group_size)
+    rollout = dummy_rollout(method, policy.path, cond, LATENT, images, plan.group_size)
     advantages = torch.linspace(-1, 1, images)
     size, updates = plan.micro_batch_size, plan.updates_per_iteration
     return rollout, method.prepare(PrepareContext(policy, rollout, advantages, size, updates))

@@ -15,7 +15,7 @@ from lit_vgrpo.core.sizes import Plan, Sizes, divisors
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.distributed.fsdp2 import FSDP2
 from lit_vgrpo.errors import say
-from lit_vgrpo.memory.dummy_rollout import made_up_rollout
+from lit_vgrpo.memory.dummy_rollout import dummy_rollout
 from lit_vgrpo.memory.live import LiveMemory
 from lit_vgrpo.memory.passes import demand
 from lit_vgrpo.memory.shares import moments, shown
@@ -193,7 +193,7 @@ class Trial:
     def run(self, images: int) -> None:
         """Run one micro-batch, from its stored predictions to its gradients."""
         policy, objective = self.module.policy, self.module.objective
-        rollout = made_up_rollout(
+        rollout = dummy_rollout(
             objective, policy.path, self.conditioning, policy.latent_shape, images, self.plan.group_size
         )
         advantages = torch.linspace(-1, 1, images, device=self.home)

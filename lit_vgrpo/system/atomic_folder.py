@@ -35,21 +35,21 @@ def vacant_folder(text: str) -> Path:
 
 
 @contextmanager
-def written_whole(folder: Path, option: str) -> Iterator[Path]:
+def write_new_folder(folder: Path, option: str) -> Iterator[Path]:
     """Yield a temporary folder, and rename it to an empty or new folder at the end of the block.
 
     Raises:
         UserError: the disk is full or not writable.
     """
     try:
-        with drafted(folder) as draft:
+        with write_folder_atomically(folder) as draft:
             yield draft
     except WRITE_ERRORS as error:
         raise UserError(f"Cannot write {folder}: {write_fault(error)}. Choose another folder: {option} DIR.") from error
 
 
 @contextmanager
-def drafted(folder: Path, replace: bool = False) -> Iterator[Path]:
+def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder next to the destination, and rename it at the end of the block.
 
     If the block raises, the temporary folder is removed; if the process is killed, it remains under its own name.

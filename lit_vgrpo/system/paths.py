@@ -41,7 +41,7 @@ def import_from_here() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a small file in UTF-8 atomically.
 
     Raises:

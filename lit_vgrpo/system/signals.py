@@ -25,7 +25,7 @@ LEAVING_S = 1.0
 
 
 @contextmanager
-def heard_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle all stop signals within the context; does nothing outside the main thread."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -77,7 +77,7 @@ class StopRequests(ABC):
             for close in (self._writer.close, self._reader.close, thread.join, self._wake, self._done.set):
                 stack.callback(close)
             stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False))
-            stack.enter_context(heard_by(self.on_signal))
+            stack.enter_context(handle_stop_signals(self.on_signal))
             thread.start()
             before, _listening = _listening, self
             try:

@@ -14,7 +14,7 @@ from lit_vgrpo.commands.run import run
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.runs.folder import CONFIG_NAME
-from lit_vgrpo.system.paths import write_whole
+from lit_vgrpo.system.paths import write_atomically
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_resume_finds_the_run_or_asks_which(here):
         found("both.yaml")
     for name in ("both", "both-2"):
         (here / "runs" / name).mkdir(parents=True)
-        write_whole(here / "runs" / name / CONFIG_NAME, "stages: [first]\n")
+        write_atomically(here / "runs" / name / CONFIG_NAME, "stages: [first]\n")
         if name == "both":
             assert str(found("both.yaml")) == "runs/both"
     with pytest.raises(UserError, match="is ambiguous: runs/both, runs/both-2. Choose one: lightning run runs/both-2 "):

@@ -12,7 +12,7 @@ from lit_vgrpo.commands.compare.report import write_report
 from lit_vgrpo.commands.compare.results import curves_of, rows_of
 from lit_vgrpo.commands.compare.runner import Stopped, locked, run_all
 from lit_vgrpo.commands.compare.sweep import trials_of, write_sweep
-from lit_vgrpo.commands.run import guarded
+from lit_vgrpo.commands.run import run_subcommand
 from lit_vgrpo.errors import say
 
 
@@ -22,7 +22,7 @@ def compare(args: Sequence[str]) -> int:
     Returns:
         Exit status: 0, 1 when a run failed, 2 for a mistake in what was typed or in a recipe, 130 after Ctrl-C.
     """
-    return guarded(_compare, CompareOptions, args)
+    return run_subcommand(_compare, CompareOptions, args)
 
 
 def _compare(options: CompareOptions) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.commands.compare.results import YARDSTICK, Curve, Row
-from lit_vgrpo.system.paths import write_whole
+from lit_vgrpo.system.paths import write_atomically
 
 CSV_COLUMNS = ("method", "settings", "seed", "iteration", "reward", "images", "passes", "cpu_seconds", "train_seconds")
 NOTE = (
@@ -133,12 +133,12 @@ def write_report(options: CompareOptions, rows: Sequence[Row]) -> str:
     text = tables(rows, options.targets)
     curves = [curve for row in rows for curve in row.curves]
     content = {**setting(options), "targets": options.targets, "methods": [as_plain(row) for row in rows]}
-    write_whole(options.out / "compare.json", json.dumps(content, indent=2) + "\n")
+    write_atomically(options.out / "compare.json", json.dumps(content, indent=2) + "\n")
     write_csv(options.out / "compare.csv", CSV_COLUMNS, csv_rows(curves))
     seeds = ", ".join(map(str, options.seeds))
     head = f"# {options.command.recipe.stem}: methods compared\n\n    {options.line}\n\n"
     head += f"{options.iterations} iterations, seeds {seeds}; evaluated every {options.evaluate_every} iterations.\n\n"
-    write_whole(options.out / "compare.md", f"{head}![held-out reward](compare.png)\n\n{text}\n")
+    write_atomically(options.out / "compare.md", f"{head}![held-out reward](compare.png)\n\n{text}\n")
     return text
 
 
@@ -190,7 +190,7 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]
     writer = csv.DictWriter(lines, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_whole(path, lines.getvalue())
+    write_atomically(path, lines.getvalue())
 
 
 def reward_cell(value: float | None) -> str:

@@ -18,7 +18,7 @@ from lit_vgrpo.commands.compare.progress import Display, Status, duration
 from lit_vgrpo.errors import UserError, one_line
 from lit_vgrpo.runs.folder import FolderLock
 from lit_vgrpo.runs.resume import read_summary
-from lit_vgrpo.system.signals import heard_by
+from lit_vgrpo.system.signals import handle_stop_signals
 
 POLL_S = 0.2
 REFRESH_S = 1.0
@@ -77,7 +77,7 @@ def run_all(runs: Sequence[Run], jobs: int) -> list[Status]:
     active: dict[int, tuple[Status, subprocess.Popen[bytes]]] = {}
     refreshed = 0.0
     caught: list[int] = []  # nothing is interrupted, so no started process is lost
-    with heard_by(lambda signum, frame: caught.append(signum)):
+    with handle_stop_signals(lambda signum, frame: caught.append(signum)):
         try:
             while waiting or active:
                 if caught:

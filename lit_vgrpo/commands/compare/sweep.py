@@ -14,7 +14,7 @@ from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.commands.compare.plan import Entrant, tuned_part
 from lit_vgrpo.commands.compare.report import faults_text, markdown_table, reward_cell, setting, write_csv
 from lit_vgrpo.commands.compare.results import Curve
-from lit_vgrpo.system.paths import write_whole
+from lit_vgrpo.system.paths import write_atomically
 
 LAST = 2
 """Number of evaluations averaged to the final reward, to smooth out oscillations."""
@@ -100,10 +100,10 @@ def write_sweep(options: CompareOptions, trials: Sequence[Trial]) -> str:
     seeds = ", ".join(map(str, options.seeds))
     head = f"# {options.command.recipe.stem}: sweep\n\n    {options.line}\n\n{options.iterations} iterations, seeds "
     head += f"{seeds}. The final reward is the mean of the last {LAST} evaluations on the held-out prompts.\n\n"
-    write_whole(options.out / "sweep.md", f"{head}{text}\n")
+    write_atomically(options.out / "sweep.md", f"{head}{text}\n")
     write_csv(options.out / "sweep.csv", CSV_COLUMNS, [row for trial in trials for row in _csv_rows(trial)])
     content = {**setting(options), "trials": [_as_plain(trial, best) for trial in trials]}
-    write_whole(options.out / "sweep.json", json.dumps(content, indent=2) + "\n")
+    write_atomically(options.out / "sweep.json", json.dumps(content, indent=2) + "\n")
     return text
 
 

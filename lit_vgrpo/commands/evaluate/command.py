@@ -13,7 +13,7 @@ from lit_vgrpo.commands.evaluate.options import EvaluateOptions
 from lit_vgrpo.commands.evaluate.report import INTERVAL, results, table, write
 from lit_vgrpo.commands.evaluate.scores import HeldOutEvaluation
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
-from lit_vgrpo.commands.run import build, guarded, say_on_first
+from lit_vgrpo.commands.run import build, run_subcommand, say_on_first
 from lit_vgrpo.commands.training import leave_together
 from lit_vgrpo.data.datasets import Rows, held_out_fault
 from lit_vgrpo.errors import UserError, report, say
@@ -36,7 +36,7 @@ def evaluate(args: Sequence[str]) -> int:
         0; 1 if no image could be scored; 2 for a mistake in the command line; 130 after Ctrl-C.
     """
     try:
-        return guarded(_evaluate, EvaluateOptions, args)
+        return run_subcommand(_evaluate, EvaluateOptions, args)
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the one into the other
         if is_first_process():
             say("Stopped: nothing was written.", error=True)

@@ -18,7 +18,7 @@ from lit_vgrpo.metrics.bootstrap import bootstrap_interval
 from lit_vgrpo.metrics.diversity import diversity
 from lit_vgrpo.runs.folder import candidates
 from lit_vgrpo.runs.saved_weights import REFERENCE
-from lit_vgrpo.system.paths import write_whole
+from lit_vgrpo.system.paths import write_atomically
 
 LEVEL, RESAMPLES = 0.95, 2000
 INTERVAL = {"level": LEVEL, "resamples": RESAMPLES, "of": "prompts"}
@@ -93,8 +93,8 @@ def write(report: dict[str, Any], scores: Mapping[str, ImageScores], wanted: Pat
         for prompt, image, *values in zip(own.prompts, own.image_ids, *columns, strict=True):
             writer.writerow([prompt, image, variant, *("" if math.isnan(value) else value for value in values)])
     path = _reserved(wanted)
-    write_whole(path.with_suffix(".csv"), lines.getvalue())
-    write_whole(path, json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n")
+    write_atomically(path.with_suffix(".csv"), lines.getvalue())
+    write_atomically(path, json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n")
     return path, path.with_suffix(".csv")
 
 

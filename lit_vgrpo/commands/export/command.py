@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from lit_vgrpo.commands.run import guarded
+from lit_vgrpo.commands.run import run_subcommand
 from lit_vgrpo.commands.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.config.arguments import flag, option
 from lit_vgrpo.errors import UserError, say, suggestion
@@ -19,7 +19,7 @@ from lit_vgrpo.policies.contract import DTYPES
 from lit_vgrpo.policies.export import save_kohya, save_merged
 from lit_vgrpo.policies.pipeline_folder import config_folder
 from lit_vgrpo.runs.saved_weights import SavedWeights
-from lit_vgrpo.system.atomic_folder import vacant_folder, written_whole
+from lit_vgrpo.system.atomic_folder import vacant_folder, write_new_folder
 from lit_vgrpo.system.hub import source_of
 
 DIFFUSERS, KOHYA = "diffusers", "kohya"
@@ -77,7 +77,7 @@ def export(args: Sequence[str]) -> int:
     Returns:
         0; 2 for an error in the arguments, or a folder that cannot be written; 130 after Ctrl-C.
     """
-    return guarded(_export, ExportOptions, args, stopped="Stopped: nothing was written.")
+    return run_subcommand(_export, ExportOptions, args, stopped="Stopped: nothing was written.")
 
 
 def _export(options: ExportOptions) -> int:
@@ -86,7 +86,7 @@ def _export(options: ExportOptions) -> int:
     refuse_misfit(policy, options)
     saved = saved_weights(options.run, options.checkpoint, options.variant)
     load_saved_policy(policy, saved, options.variant)
-    with written_whole(options.to, "--to") as draft:
+    with write_new_folder(options.to, "--to") as draft:
         if options.merge:
             save_merged(policy, draft, options.dtype)
         elif options.format == KOHYA:

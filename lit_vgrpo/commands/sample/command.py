@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from lit_vgrpo.commands.run import guarded
+from lit_vgrpo.commands.run import run_subcommand
 from lit_vgrpo.commands.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.config.arguments import SEVERAL, flag, option, whole
 from lit_vgrpo.config.parts import built_part
@@ -112,7 +112,7 @@ def sample_images(args: Sequence[str]) -> int:
     Returns:
         0; 2 for an error in the arguments, or a folder that cannot be written; 130 after Ctrl-C.
     """
-    return guarded(_sample, SampleOptions, args, stopped="Stopped. The images listed so far are complete.")
+    return run_subcommand(_sample, SampleOptions, args, stopped="Stopped. The images listed so far are complete.")
 
 
 def _sample(options: SampleOptions) -> int:

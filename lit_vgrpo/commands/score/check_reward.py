@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
-from lit_vgrpo.commands.run import build, guarded
+from lit_vgrpo.commands.run import build, run_subcommand
 from lit_vgrpo.commands.score.command import loaded
 from lit_vgrpo.commands.score.images import device, find_images, image_faults, read_image
 from lit_vgrpo.commands.score.trial import PartTrial, findings, trial_table, trials
@@ -47,7 +47,7 @@ def check_reward(args: Sequence[str]) -> int:
     Returns:
         0; 1 where a reward is constant or failed; 2 for a mistake in the recipe; 130 after Ctrl-C.
     """
-    return guarded(_check_reward, CheckRewardOptions, args, stopped="Stopped: nothing was written.")
+    return run_subcommand(_check_reward, CheckRewardOptions, args, stopped="Stopped: nothing was written.")
 
 
 def _check_reward(options: CheckRewardOptions) -> int:

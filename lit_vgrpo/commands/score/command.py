@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from lit_vgrpo.commands.prompt_checks import UnscorablePrompts
 from lit_vgrpo.commands.reward_spec import NO_REWARD, build_reward
-from lit_vgrpo.commands.run import guarded
+from lit_vgrpo.commands.run import run_subcommand
 from lit_vgrpo.commands.score.images import batches_of, find_images, image_faults, read_image
 from lit_vgrpo.commands.score.report import image_scores, score_table, write_scores
 from lit_vgrpo.config.arguments import Options, option, read_path, whole
@@ -93,7 +93,7 @@ def score(args: Sequence[str]) -> int:
         0; 1 if an image has no score; 2 for an error in the arguments, found before weights are loaded; 130 after
         Ctrl-C.
     """
-    return guarded(_score, ScoreOptions, args, stopped="Stopped: nothing was written.")
+    return run_subcommand(_score, ScoreOptions, args, stopped="Stopped: nothing was written.")
 
 
 def _score(options: ScoreOptions) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_vgrpo.rewards import RewardBatch
-from lit_vgrpo.system.paths import write_whole
+from lit_vgrpo.system.paths import write_atomically
 
 FAILED, NOT_ASKED = "failed", "-"
 
@@ -63,7 +63,7 @@ def write_scores(
         UserError: The file cannot be written.
     """
     if path.suffix == ".json":
-        write_whole(path, json.dumps({**described, "images": scores}, indent=2) + "\n")
+        write_atomically(path, json.dumps({**described, "images": scores}, indent=2) + "\n")
         return
     lines = io.StringIO()
     table = csv.writer(lines, lineterminator="\n")
@@ -71,7 +71,7 @@ def write_scores(
     for own in scores:
         why = "; ".join(f"{name}: {reason}" for name, reason in own["failures"].items())
         table.writerow([own["image"], own["prompt"], *map(own["parts"].get, names), own["total"], why])
-    write_whole(path, lines.getvalue())
+    write_atomically(path, lines.getvalue())
 
 
 def _number(value: Any) -> float | None:
