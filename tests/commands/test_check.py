@@ -95,7 +95,7 @@ def test_the_plan_is_that_of_the_world_size(tiny_recipe, capsys, devices):
     status = check([str(tiny_recipe), f"trainer.devices={devices}", "trainer.strategy=ddp"])
     out, err = capsys.readouterr()
     assert (status == 0) == (devices == 2)
-    assert ("ranks                    2" in out) == (devices == 2)
+    assert ("ranks                     2" in out) == (devices == 2)
     assert ("4 ranks" in err) == (devices == 4)
 
 

@@ -21,7 +21,7 @@ RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have the
 
 # By recipe: network passes an image, with and without gradient; at the steps of SIZES.
 PASSES = {
-    "flux_multireward": {"rollout": (0, 8), "old": (0, 4), "update": (4, 0)},
+    "flux_multireward": {"rollout": (0, 8), "old": (0, 3), "update": (4, 0)},
     "sd15_aesthetic": {"rollout": (0, 8), "update": (4, 0)},
     "sd35m_stage1": {"rollout": (0, 8), "update": (4, 0)},
     "sd35m_stage2": {"rollout": (0, 8), "update": (10, 0)},

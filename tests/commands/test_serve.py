@@ -339,7 +339,7 @@ def test_pixels_that_wait_are_bounded_before_they_are_decoded(monkeypatch):
         reward.go_on.set()
         threads[0].join(20)
         assert refused.status_code == 503
-        assert "1 images of 0.0 megapixels are waiting" in refused.json()["detail"]
+        assert "1 images of 0.0 megapixels are already waiting" in refused.json()["detail"]
         assert answers[0].status_code == 200
         assert httpx.get(serving.url.replace("score", "health")).json()["waiting"] == 0
 
@@ -400,7 +400,7 @@ def test_a_request_that_is_slow_in_coming_is_given_up(monkeypatch, sent, within)
         else:
             raise AssertionError("it was never given up")
     assert answer.startswith(b"HTTP/1.1 408")
-    assert b"did not come within %s s" % within in answer
+    assert b"did not arrive within %s s" % within in answer
 
 
 def test_scoring_may_take_longer_than_a_request_may_take_to_come(monkeypatch):

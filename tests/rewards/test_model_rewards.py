@@ -170,7 +170,7 @@ def test_a_missing_folder_or_file_is_a_fault(build, kind, tmp_path):
 @pytest.mark.parametrize("kind", FROM_FILES)
 def test_an_empty_folder_is_a_fault(build, kind, tmp_path):
     (fault,) = build(kind, checkpoint=str(tmp_path)).check()
-    assert fault.startswith(f"{tmp_path} holds no ")
+    assert fault.startswith(f"{tmp_path} has no ")
     assert f"Set {kind.__name__}.checkpoint to" in fault
 
 
