@@ -26,7 +26,7 @@ SETTINGS: list[dict[str, str]] = [
     {"OMP_NUM_THREADS": "2"},
     {"PROMPT_ORDER": "reversed"},
 ]
-PYTEST = ["-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow"]
+PYTEST = ["-m", "pytest", "-q", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow"]
 ROOT = Path(__file__).parents[1]
 
 
@@ -46,14 +46,16 @@ def run(setting: dict[str, str], words: list[str]) -> list[str]:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     found = {kind: [case for case in cases if case.find(kind) is not None] for kind in ("failure", "error", "skipped")}
-    broken = [f"{case.get('classname')}::{case.get('name')}" for case in found["failure"] + found["error"]]
+    failed = {f"{case.get('classname')}::{case.get('name')}": case for case in found["failure"] + found["error"]}
+    broken = list(failed)
     if done.returncode and not broken:
-        broken = [f"pytest ended with status {done.returncode}"]
+        broken = [f"pytest ended with status {done.returncode}\n{done.stdout[-5000:]}\n{done.stderr[-2000:]}"]
     passed = len(cases) - sum(map(len, found.values()))
     counts = f"{passed} | {len(broken)} | {len(found['skipped'])}"
     print(f"| `{label}` | {counts} | {(time.monotonic() - start) / 60:.1f} |", flush=True)
     if broken:
-        print("\n".join([f"--- {label}", *broken, done.stdout[-20000:], done.stderr[-2000:]]), file=sys.stderr)
+        texts = [f"--- {name}\n{''.join(case.itertext())[-3000:]}" for name, case in failed.items()]
+        print("\n".join([f"--- {label}", *broken, *texts]), file=sys.stderr, flush=True)
     return broken
 
 

@@ -38,6 +38,7 @@ FUNCTION = """
 def contrast(images, prompts):
     return images.std(dim=(1, 2, 3))
 """
+OWN = ("own_reward", "own_helper", "own_function")
 REWARDS = "{class_path: Weighted, init_args: {rewards: [own_reward.Brightness, {python: own_function:contrast}]}}"
 
 
@@ -55,6 +56,8 @@ def ran(tmp_path_factory, tiny_sd3):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.syspath_prepend(str(place))
+        for name in OWN:  # as a new process has them; another file's tests may have left one
+            sys.modules.pop(name, None)
         assert run(["own.yaml", "run_dir=run"]) == 0
     return place
 
@@ -65,10 +68,10 @@ def inside(ran, tmp_path, monkeypatch):
     shutil.copytree(ran, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("own_reward", "own_helper", "own_function"):  # as a new process has them
+    for name in OWN:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield tmp_path
-    for name in ("own_reward", "own_helper", "own_function"):
+    for name in OWN:
         sys.modules.pop(name, None)
 
 
