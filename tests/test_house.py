@@ -29,13 +29,21 @@ SETTABLE = ("should_stop", "accumulate_grad_batches", "callbacks", "loggers", "c
 """Attributes of a Trainer and its strategy that Lightning's own callbacks set, or that have a setter."""
 
 
+@cache
+def nodes(path):
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imported(path):
     """The modules that a file imports anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            found += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{name.name}" for name in node.names)
+            found += [f"{node.module}.{name.name}" for name in node.names]
+    return found
 
 
 @pytest.mark.parametrize("path", CALLBACKS, ids=lambda path: path.stem)
@@ -65,7 +73,7 @@ def is_private(name):
 def names(path):
     """The private names that a file defines (functions, classes, variables, attributes of self) and that it uses."""
     defined, used = set(), set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             overrides = "override" in map(ast.unparse, node.decorator_list)
             (used if overrides else defined).add(node.name)
@@ -98,6 +106,6 @@ def test_private_names_of_lightning_and_deepspeed_stay_where_their_version_is_no
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_attribute_of_a_trainer_is_set_that_has_no_public_way(path):
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
-    set_here = [node for node in nodes if isinstance(node.ctx, ast.Store) and "trainer" in ast.unparse(node.value)]
+    stores = [n for n in nodes(path) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    set_here = [node for node in stores if "trainer" in ast.unparse(node.value)]
     assert not [ast.unparse(node) for node in set_here if node.attr not in SETTABLE]

@@ -26,8 +26,10 @@ METHODS = {
     "nft": lambda ode, sde: DiffusionNFT(RolloutSpec(ode, 2, 2.0)),
     "sde": lambda ode, sde: (FlowGRPO if sde == "flow_sde" else DDPO)(RolloutSpec(sde, 2, 2.0)),
 }
-CASES = [("sd3", LORA, "sde"), ("unet_eps", FULL, "anchor"), ("sdxl", FOLDED, "nft"), ("flux", FULL, "sde")]
+CASES = [("sd3", LORA, "sde"), ("sdxl", FOLDED, "nft")]
 OTHERS = [
+    ("unet_eps", FULL, "anchor"),
+    ("flux", FULL, "sde"),
     ("sd3", FULL, "nft"),
     ("unet_eps", LORA, "sde"),
     ("sdxl", FULL, "anchor"),

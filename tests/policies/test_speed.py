@@ -95,6 +95,7 @@ def test_compiled_predicts_the_same_and_is_trained_the_same(sd3, compiled):
     assert names == [list(policy.state_dict()), list(trainable_parameters(policy))]
 
 
+@pytest.mark.slow
 def test_a_run_compiles_a_bounded_number_of_graphs_and_never_again(unet, compiled):
     """Rollouts folded and micro-batches with gradient, in changing sizes, take turns."""
     policy = unet()

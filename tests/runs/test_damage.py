@@ -84,7 +84,7 @@ def every_reader(path, capfd):
     ("damage", "what"),
     [
         (flip_a_bit_of, f"is damaged: state_dict.{NAME} is not what was written"),
-        (put_nan_into, f"holds values that are not finite, in {NAME}"),
+        pytest.param(put_nan_into, f"holds values that are not finite, in {NAME}", marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_weight_is_refused_by_name_wherever_a_checkpoint_is_read(inside, capfd, damage, what):

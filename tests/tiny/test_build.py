@@ -109,6 +109,7 @@ def test_normalising_latents_keeps_the_reconstruction() -> None:
     torch.testing.assert_close(scaled.std((0, 2, 3)), torch.ones(8), rtol=0, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_training_the_autoencoder_repeats_and_learns() -> None:
     first, again = (train_vae(seed=1, steps=5, batch_size=2) for _ in range(2))
     for weight, other in zip(first.parameters(), again.parameters(), strict=True):
