@@ -84,13 +84,13 @@ def compiler_fault() -> str | None:
 
 
 def set_attention_backend(network: Any, name: str) -> None:
-    """Use one of diffusers' backends in all of a network's attention layers.
+    """Use one of diffusers' backends in all attention layers of this network, and of no other.
 
     Raises:
         LoadError: the backend does not exist, is not usable here or has no backward pass, or the network's layers would
             ignore it.
     """
-    from diffusers.models.attention_dispatch import AttentionBackendName
+    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 
     option = f"model.policy.attention_backend={name}"
     known = [backend.value for backend in AttentionBackendName]
@@ -106,7 +106,8 @@ def set_attention_backend(network: Any, name: str) -> None:
             "use torch's attention, which chooses a kernel itself. Leave it out."
         )
     try:
-        with quiet_libraries():
+        # diffusers makes it the default of every network in the process; the context puts that back.
+        with quiet_libraries(), attention_backend():
             network.set_attention_backend(name)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise LoadError(f"{option} cannot be used: {one_line(error)}") from error

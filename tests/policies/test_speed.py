@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
-from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
@@ -203,6 +203,12 @@ def test_every_layer_takes_the_backend(flux):
     assert processors
     assert {processor._attention_backend for processor in processors} == {AttentionBackendName._NATIVE_MATH}
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+
+
+def test_no_other_network_takes_the_backend(flux):
+    before = _AttentionBackendRegistry.get_active_backend()
+    set_attention_backend(flux.network, "_native_math")
+    assert _AttentionBackendRegistry.get_active_backend() == before
 
 
 @pytest.mark.parametrize(
