@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from lit_vgrpo import __version__
-from lit_vgrpo.system.process import QuickEnd, import_at_once, quiet_libraries
+from lit_vgrpo.system.process import QuickEnd, import_at_once, quiet_imports
 from lit_vgrpo.system.streams import outlast_readers
 
 
@@ -131,7 +131,7 @@ def _run(subcommand: Subcommand, args: list[str], load: Callable[[str], ModuleTy
         except UserError as error:
             report(error.faults)
             return 2
-    quiet_libraries()
+    quiet_imports()
     module, function = subcommand.target.split(":")
     try:
         _show_in_terminal("Loading ...")

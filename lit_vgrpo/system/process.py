@@ -28,7 +28,7 @@ def import_at_once(name: str) -> ModuleType:
             atexit.register(gc.unfreeze)
 
 
-def quiet_libraries() -> None:
+def quiet_imports() -> None:
     """Silence what libraries report while they are imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # deepspeed, imported by diffusers, reports on stdout which accelerator it found
