@@ -180,10 +180,10 @@ def _unequal(name: str, first: Any, second: Any) -> list[str]:
         same = isinstance(second, torch.Tensor) and torch.equal(first, second)
         return [] if same else [name]
     if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
-        return [fault for key in first for fault in _unequal(f"{name}.{key}", first[key], second[key])]
+        return [error for key in first for error in _unequal(f"{name}.{key}", first[key], second[key])]
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         pairs = enumerate(zip(first, second, strict=True))
-        return [fault for number, pair in pairs for fault in _unequal(f"{name}[{number}]", *pair)]
+        return [error for number, pair in pairs for error in _unequal(f"{name}[{number}]", *pair)]
     return [] if first == second else [name]
 
 

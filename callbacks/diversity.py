@@ -39,13 +39,13 @@ class HeldOutDiversity:
 
     def check(self, images_per_prompt: int) -> list[str]:
         """Return errors that can be found without loading weights, one line each."""
-        faults = [] if self.network is None else self.network.check()
+        errors = [] if self.network is None else self.network.check()
         if images_per_prompt < 2:
-            faults.append(
+            errors.append(
                 f"data.heldout_images_per_prompt={images_per_prompt} gives no two images of a prompt to compare. "
                 "Set data.heldout_images_per_prompt=4 or more, or leave diversity out."
             )
-        return faults
+        return errors
 
     def start_over(self) -> None:
         """Discard the images of an interrupted evaluation."""

@@ -14,7 +14,7 @@ from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, write_fault, write_folder_atomically
+from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, write_error, write_folder_atomically
 
 
 class Export(L.Callback):
@@ -55,6 +55,6 @@ class Export(L.Callback):
                 policy.save(draft, weights)
         except WRITE_ERRORS as error:
             rank_zero_warn(
-                f"No export: cannot write {folder}: {write_fault(error)}. "
+                f"No export: cannot write {folder}: {write_error(error)}. "
                 f"Free some space and run: lightning export {root} --to {folder}"
             )

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import BatchSize, PositiveInt, Range, checked
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.data.datasets import HeldOutDataset, held_out_fault
+from lit_vgrpo.data.datasets import HeldOutDataset, held_out_error
 from lit_vgrpo.data.prompts import read_prompts
 from lit_vgrpo.distributed.gather import raise_together
 from lit_vgrpo.metrics import FrechetDistance, KeptFeatures, Reference, feature_network, kernel_distance
-from lit_vgrpo.metrics.reference import reference_faults, reference_statistics
+from lit_vgrpo.metrics.reference import reference_errors, reference_statistics
 from lit_vgrpo.runs.heldout import HeldOutModule
 
 FIRST_OWN_IMAGE = 1 << 30
@@ -79,28 +79,28 @@ class FID(L.Callback):
 
     def check(self, world_size: int = 1) -> list[str]:
         """Return errors that can be found without loading weights, one line each."""
-        faults = [*self.network.check(), *reference_faults(self.reference)]
+        errors = [*self.network.check(), *reference_errors(self.reference)]
         if self.prompts is None:
-            return faults
+            return errors
         try:
             prompts = len(read_prompts(self.prompts))
         except ValueError as error:
-            return [*faults, str(error)]
-        if held_out_fault(prompts * self.images_per_prompt, self.batch_size, world_size):
-            faults.append(
+            return [*errors, str(error)]
+        if held_out_error(prompts * self.images_per_prompt, self.batch_size, world_size):
+            errors.append(
                 f"FID of {prompts} prompts cannot be split over {world_size} ranks with images_per_prompt="
                 f"{self.images_per_prompt} and batch_size={self.batch_size}. Use images_per_prompt="
                 f"{-(-world_size // prompts)} or more, and batch_size=2 or more."
             )
-        return faults
+        return errors
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, HeldOutModule)
-        faults = self.check(trainer.world_size)
+        errors = self.check(trainer.world_size)
         if not getattr(getattr(trainer, "datamodule", None), "has_heldout", False):
-            faults.append("FID needs held-out evaluations, and there are none. Set data.heldout.")
+            errors.append("FID needs held-out evaluations, and there are none. Set data.heldout.")
         # a file may be missing on one machine only, but all ranks must stop
-        raise_together(ValueError(faults[0]) if faults else None)
+        raise_together(ValueError(errors[0]) if errors else None)
         self._trainer = trainer
         if self not in pl_module.heldout_observers:
             pl_module.heldout_observers.append(self)

@@ -75,22 +75,22 @@ class RewardHackAlarm(StopsRun):
 
     def check(self, module: VGRPOModule, data: PromptDataModule) -> list[str]:
         """Return errors that can be found without loading weights, one line each."""
-        faults = []
+        errors = []
         if not data.has_heldout:
-            faults.append("RewardHackAlarm needs held-out images, and there are none. Set data.heldout.")
+            errors.append("RewardHackAlarm needs held-out images, and there are none. Set data.heldout.")
         if self.metric == UNTRAINED and getattr(module, "heldout_reward", None) is None and self.diversity is None:
-            faults.append(
+            errors.append(
                 "RewardHackAlarm needs a reward that is not trained on. "
                 "Add model.heldout_reward, such as PickScore, or the alarm's diversity=pixels."
             )
-        return faults if self.diversity is None else [*faults, *self.diversity.check(data.heldout_images_per_prompt)]
+        return errors if self.diversity is None else [*errors, *self.diversity.check(data.heldout_images_per_prompt)]
 
     # --- hooks, in the order they fire -----------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, VGRPOModule)
-        faults = self.check(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
-        raise_together(ValueError(faults[0]) if faults else None)
+        errors = self.check(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+        raise_together(ValueError(errors[0]) if errors else None)
         if self.diversity is not None and self.diversity not in pl_module.heldout_observers:
             pl_module.heldout_observers.append(self.diversity)
 

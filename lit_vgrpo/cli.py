@@ -177,7 +177,7 @@ def _run(subcommand: Subcommand, args: list[str], load: Callable[[str], ModuleTy
         try:
             look_at(args[1])
         except UserError as error:
-            report(error.faults)
+            report(error.errors)
             return 2
     quiet_imports()
     module, function = subcommand.target.split(":")

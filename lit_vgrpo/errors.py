@@ -17,9 +17,9 @@ HARMLESS = "\n\t\u200c\u200d"
 class UserError(Exception):
     """One or more mistakes in a recipe or on the command line; each is a line, shown without a traceback."""
 
-    def __init__(self, *faults: str) -> None:
-        super().__init__("\n".join(faults))
-        self.faults = [one_line(fault) for fault in faults]
+    def __init__(self, *errors: str) -> None:
+        super().__init__("\n".join(errors))
+        self.errors = [one_line(error) for error in errors]
 
 
 def without_controls(text: object) -> str:
@@ -144,7 +144,7 @@ def from_parser(error: BaseException) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def fault_in_own_code(error: BaseException) -> str | None:
+def error_in_own_code(error: BaseException) -> str | None:
     """Where the user's own code broke, in a line; ``None`` where it was not that, as far as the files tell."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}."
@@ -164,10 +164,10 @@ def fault_in_own_code(error: BaseException) -> str | None:
     return f"{own[-1].filename} line {own[-1].lineno}: {type(error).__name__}: {error}."
 
 
-def report(faults: Sequence[str]) -> None:
-    """Write each fault as a line on stderr."""
-    for fault in faults:
-        say(one_line(fault), error=True)
+def report(errors: Sequence[str]) -> None:
+    """Write each error as a line on stderr."""
+    for error in errors:
+        say(one_line(error), error=True)
 
 
 def say(text: object, error: bool = False) -> None:

@@ -19,7 +19,7 @@ from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.distributed.registry import keeps_plain_weights, strategy_faults
+from lit_vgrpo.distributed.registry import keeps_plain_weights, strategy_errors
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.optimizers.optimization import Optimization
 from lit_vgrpo.optimizers.optimizer import OptimizerCallable, OptimizerConfig
@@ -36,7 +36,7 @@ from lit_vgrpo.runs.reward_logger import RewardLogger
 from lit_vgrpo.runs.saved_weights import refuse_other_weights, trained_only
 from lit_vgrpo.runs.scoring import IterationScores, RolloutScoring
 from lit_vgrpo.runs.scouting import Choice, Scouting
-from lit_vgrpo.runs.start import load_policy, policy_faults
+from lit_vgrpo.runs.start import load_policy, policy_errors
 from lit_vgrpo.runs.update_guard import UpdateGuard
 
 
@@ -107,24 +107,24 @@ class VGRPOModule(HeldOutModule):
     def check(self, sizes: Sizes) -> list[str]:
         """Return one line for each error that can be found without loading weights."""
         return [
-            *policy_faults(self.policy),
+            *policy_errors(self.policy),
             *self.observed.check(),
             *self.optimization.check(),
-            *self.objective.policy_faults(type(self.policy)),
+            *self.objective.policy_errors(type(self.policy)),
             *self.objective.check(sizes),
-            *self.evaluation_faults(),
-            *self.guidance_faults(),
+            *self.evaluation_errors(),
+            *self.guidance_errors(),
         ]
 
     def setup(self, stage: str) -> None:
         if stage != "fit":
             return
         sizes = sizes_of(self.trainer)
-        of_strategy = strategy_faults(
+        of_strategy = strategy_errors(
             self.trainer.strategy, self.policy, self.optimization.optimizer, sizes, self.objective.rollout_spec(0)
         )
-        for fault in (*of_strategy, *self.check(sizes)):
-            raise ValueError(fault)
+        for error in (*of_strategy, *self.check(sizes)):
+            raise ValueError(error)
         keep_iterations_whole(self.trainer, sizes)
         accumulate(self.trainer, sizes)
 

@@ -26,8 +26,8 @@ PRINT_THEMSELVES = ("errors.py", "cli.py", "commands/compare/progress.py", "poli
 """Where text is made safe, or is our own."""
 
 
-def test_user_error_keeps_each_fault_on_one_line():
-    assert UserError("first\n  fault", "second").faults == ["first fault", "second"]
+def test_user_error_keeps_each_error_on_one_line():
+    assert UserError("first\n  error", "second").errors == ["first error", "second"]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_what_a_terminal_would_obey_is_shown_as_a_question_mark(capsys, hostile)
     assert err.endswith(" after\n")
     assert all(letter.isprintable() or letter in "\n\t" for letter in out)
     assert out.endswith(" after\n\tsecond\n")
-    assert UserError(hostile).faults[0].isprintable()
+    assert UserError(hostile).errors[0].isprintable()
     assert printable(hostile.encode(errors="replace"), 50).isprintable()
 
 

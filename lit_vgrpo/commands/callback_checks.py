@@ -17,18 +17,18 @@ SECTIONS = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "scou
 """Prefixes of all metrics that a run logs."""
 
 
-def callback_faults(
+def callback_errors(
     callbacks: Sequence[Callback], model: VGRPOModule, data: PromptDataModule, world_size: int
 ) -> list[str]:
     """Return all errors of the recipe's own callbacks, given in its order."""
-    faults = []
+    errors = []
     for number, callback in enumerate(callbacks):
         found = callback.check(world_size) if isinstance(callback, FID) else []
         if isinstance(callback, RewardHackAlarm):
             found = callback.check(model, data)
         key, options = f"trainer.callbacks[{number}]", options_of_class(type(callback))
-        faults += [with_full_keys(key, options, fault) for fault in found]
-    return [*faults, *unknown_monitors(callbacks)]
+        errors += [with_full_keys(key, options, error) for error in found]
+    return [*errors, *unknown_monitors(callbacks)]
 
 
 def refuse_twins(callbacks: Sequence[Callback]) -> None:

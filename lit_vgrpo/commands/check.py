@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from typing_extensions import Self, override
 
-from lit_vgrpo.commands.curriculum import Curriculum, Stage, is_curriculum, merged_faults
+from lit_vgrpo.commands.curriculum import Curriculum, Stage, is_curriculum, merged_errors
 from lit_vgrpo.commands.estimate.room import NotEstimated, gpu_memory_of, memory_report
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
 from lit_vgrpo.commands.run import LINKED, TOP_LEVEL, build_recipe, run_subcommand
@@ -19,7 +19,7 @@ from lit_vgrpo.config.arguments import flag, option
 from lit_vgrpo.config.header import Header
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.config.schema import sound_parts
-from lit_vgrpo.data.prompts import prompt_faults
+from lit_vgrpo.data.prompts import prompt_errors
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.policies.pipeline_folder import weight_files
 from lit_vgrpo.system.paths import resolve_path
@@ -79,9 +79,9 @@ def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
         try:
             _check_recipe(Command.parse(curriculum.check_words(stage)), gpu_memory)
         except UserError as error:
-            found.append((stage, error.faults))
+            found.append((stage, error.errors))
     if found:
-        raise UserError(*merged_faults(found))
+        raise UserError(*merged_errors(found))
     return 0
 
 
@@ -89,21 +89,21 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> int:
     try:
         cli = build_recipe(command, make_folder=False)
     except UserError as error:
-        raise UserError(*error.faults, *further_faults(command)) from error
-    faults = [*cli.faults(), *disk_faults(cli)]
-    if not cli.datamodule.sizes.faults(cli.trainer.world_size):
+        raise UserError(*error.errors, *further_errors(command)) from error
+    errors = [*cli.errors(), *disk_errors(cli)]
+    if not cli.datamodule.sizes.errors(cli.trainer.world_size):
         say(cli.plan())
         try:
             text, too_large = memory_report(cli, gpu_memory)
             say(text)
-            faults += too_large
+            errors += too_large
         except UserError as error:
-            faults += [fault for fault in error.faults if fault not in faults]
+            errors += [message for message in error.errors if message not in errors]
         except NotEstimated as reason:
-            if not faults:  # of which one may well be the reason
+            if not errors:  # of which one may well be the reason
                 say(f"memory: not estimated, {reason}")
-    if faults:
-        raise UserError(*faults)
+    if errors:
+        raise UserError(*errors)
     say("\n".join([*cli.about_prompts(), *_evidence(command)]))
     say(f"{cli.command.recipe}: no errors found for world size {cli.trainer.world_size}.")
     return 0
@@ -116,19 +116,19 @@ def _evidence(command: Command) -> list[str]:
     return [f"Evidence{changed}: {level}."] if level else []
 
 
-def further_faults(command: Command) -> list[str]:
+def further_errors(command: Command) -> list[str]:
     """Return the errors in files, checkpoints and rewards of a recipe that cannot be built."""
     try:
         recipe = read_recipe(command)
     except UserError:
         return []
     parts = sound_parts(recipe, TOP_LEVEL, LINKED)
-    faults = [fault for key in ("model.policy", "model.reward") if key in parts for fault in parts[key].check()]
+    errors = [error for key in ("model.policy", "model.reward") if key in parts for error in parts[key].check()]
     data = recipe.get("data")
-    return faults + (prompt_faults(data.get("train"), data.get("heldout")) if isinstance(data, dict) else [])
+    return errors + (prompt_errors(data.get("train"), data.get("heldout")) if isinstance(data, dict) else [])
 
 
-def disk_faults(cli: RecipeCLI) -> list[str]:
+def disk_errors(cli: RecipeCLI) -> list[str]:
     """Return an error if the run folder cannot be created, or its disk has less room than checkpoints need."""
     place = next(parent for parent in cli.folder.absolute().parents if parent.is_dir())
     if not os.access(place, os.W_OK):

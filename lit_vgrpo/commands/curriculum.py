@@ -102,14 +102,14 @@ class Curriculum:
             UserError: With every error in the file and the overrides.
         """
         file, content, given = command.recipe, loaded(command.recipe), dict(command.overrides)
-        faults = [unknown_option(str(key), "a curriculum", KEYS) for key in content if key not in KEYS]
-        stages = [] if faults and STAGES not in content else _stages(content.get(STAGES), file, faults)
-        saved = _saved(content, file, faults)
+        errors = [unknown_option(str(key), "a curriculum", KEYS) for key in content if key not in KEYS]
+        stages = [] if errors and STAGES not in content else _stages(content.get(STAGES), file, errors)
+        saved = _saved(content, file, errors)
         typed = [word for word in _settings(command) if not word.startswith(("name=", "run_dir="))]
         if stages:
-            faults += [fault for word in (*saved, *typed) for fault in _misplaced(word, len(stages))]
-        if faults:
-            raise UserError(*faults)
+            errors += [error for word in (*saved, *typed) for error in _misplaced(word, len(stages))]
+        if errors:
+            raise UserError(*errors)
         name = str(given.get("name") or content.get("name") or file.stem)
         run_dir = Path(given.get("run_dir") or content.get("run_dir") or Path("runs") / name).expanduser()
         return cls(file, name, run_dir, stages, saved, typed)
@@ -157,16 +157,16 @@ def is_curriculum(file: Path) -> bool:
     return STAGES in keys or ("model" not in keys and any(nearest(STAGES, [key]) for key in keys))
 
 
-def _stages(value: Any, file: Path, faults: list[str]) -> list[Stage]:
+def _stages(value: Any, file: Path, errors: list[str]) -> list[Stage]:
     if not isinstance(value, list) or not value:
-        faults.append(f"{STAGES}={json.dumps(value)} of {file} lists no recipes. Write {STAGES}: [first, second].")
+        errors.append(f"{STAGES}={json.dumps(value)} of {file} lists no recipes. Write {STAGES}: [first, second].")
         return []
     found = []
     for number, text in enumerate(value, start=1):
         try:
             found.append(Stage(number, _stage_recipe(file, text)))
         except UserError as error:
-            faults.append(f"Stage {number} of {file}: {error}")
+            errors.append(f"Stage {number} of {file}: {error}")
     return found if len(found) == len(value) else []
 
 
@@ -189,19 +189,19 @@ def _stage_recipe(file: Path, text: Any) -> Path:
     return recipe
 
 
-def _saved(content: dict[Any, Any], file: Path, faults: list[str]) -> list[str]:
+def _saved(content: dict[Any, Any], file: Path, errors: list[str]) -> list[str]:
     """Return the settings in a curriculum's file."""
     words: list[str] = []
     for key, example in EXAMPLES.items():
         value = content.get(key) or []
         if not isinstance(value, list):
-            faults.append(f"{key}={json.dumps(value)} is not a list. Write {key}: {example}.")
+            errors.append(f"{key}={json.dumps(value)} is not a list. Write {key}: {example}.")
         else:
             words += map(str, value)
     try:
         return _settings(Command(words=[str(file), *words]))
     except UserError as error:
-        faults += error.faults
+        errors += error.errors
         return []
 
 
@@ -236,18 +236,18 @@ def _written(path: Path) -> str:
     return str(path.relative_to(root).with_suffix("")) if root in path.parents else str(path)
 
 
-def merged_faults(found: Sequence[tuple[Stage, Sequence[str]]]) -> list[str]:
-    """Return each fault once, with the stages that have it.
+def merged_errors(found: Sequence[tuple[Stage, Sequence[str]]]) -> list[str]:
+    """Return each error once, with the stages that have it.
 
     >>> one, two = Stage(1, Path("a.yaml")), Stage(2, Path("b.yaml"))
-    >>> merged_faults([(one, ["x is wrong."]), (two, ["x is wrong.", "y is, too."])])
+    >>> merged_errors([(one, ["x is wrong."]), (two, ["x is wrong.", "y is, too."])])
     ['Stages 1, 2: x is wrong.', 'Stage 2 (b): y is, too.']
     """
     stages: dict[str, list[Stage]] = {}
-    for stage, faults in found:
-        for fault in faults:
-            stages.setdefault(fault, []).append(stage)
-    return [f"{_named(having)}: {fault}" for fault, having in stages.items()]
+    for stage, errors in found:
+        for error in errors:
+            stages.setdefault(error, []).append(stage)
+    return [f"{_named(having)}: {error}" for error, having in stages.items()]
 
 
 def _named(stages: Sequence[Stage]) -> str:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from lit_vgrpo.config.arguments import Options
 from lit_vgrpo.errors import UserError, report, say
-from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, vacant_folder, write_fault, write_folder_atomically
+from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, vacant_folder, write_error, write_folder_atomically
 from lit_vgrpo.system.paths import shipped_root
 
 STARTER = "starter"
@@ -51,7 +51,7 @@ def init(args: Sequence[str]) -> int:
         folder = InitOptions.parse(args).folder
         _write(folder)
     except UserError as error:
-        report(error.faults)
+        report(error.errors)
         return 2
     say(
         f"Wrote {', '.join(FILES)} to {folder}. Train on the tiny pipeline:\n"
@@ -69,4 +69,4 @@ def _write(folder: Path) -> None:
                 text = (shipped_root() / STARTER / file).read_text(encoding="utf-8")
                 (draft / file).write_text(text.replace(NAME, name), encoding="utf-8")
     except WRITE_ERRORS as error:
-        raise UserError(f"Cannot write {folder}: {write_fault(error)}. Choose another folder.") from error
+        raise UserError(f"Cannot write {folder}: {write_error(error)}. Choose another folder.") from error

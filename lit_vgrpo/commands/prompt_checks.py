@@ -44,11 +44,11 @@ class UnscorablePrompts:
             found.prompts += 1
             for name in reward.unknown_names(row):
                 names.setdefault(name, row["prompt"])
-            for name, fault in reward.faults_of_prompt(row["prompt"], dict(row)).items():
+            for name, error in reward.errors_of_prompt(row["prompt"], dict(row)).items():
                 if name in found.of_reward:
                     found.of_reward[name].count += 1
                 else:
-                    found.of_reward[name] = OfReward(fault)
+                    found.of_reward[name] = OfReward(error)
         found.unknown = [
             f'The row of prompt "{prompt}" names the reward {name} in its field {ROW_FIELD}, which the recipe does not '
             f"have. {suggestion(name, reward.part_names)}"

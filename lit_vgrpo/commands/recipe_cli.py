@@ -18,14 +18,14 @@ from typing_extensions import override
 
 from lit_vgrpo import callbacks as our_callbacks
 from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so that their classes go by short names
-from lit_vgrpo.commands.callback_checks import callback_faults, refuse_twins
+from lit_vgrpo.commands.callback_checks import callback_errors, refuse_twins
 from lit_vgrpo.commands.prompt_checks import UnscorablePrompts
 from lit_vgrpo.commands.run_parts import as_list, read_checkpoint, refuse_finished, run_loggers
 from lit_vgrpo.config.recipe import Command, parser_config
 from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, options_of_class
 from lit_vgrpo.core.ranges import Seed
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.distributed.registry import strategy_faults
+from lit_vgrpo.distributed.registry import strategy_errors
 from lit_vgrpo.errors import UserError, one_line, report, with_full_keys
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.optimizers.optimizer import OptimizerConfig
@@ -40,7 +40,7 @@ from lit_vgrpo.runs.folder import (
     reserve,
 )
 from lit_vgrpo.runs.inputs import inputs_of
-from lit_vgrpo.runs.limits import limit_fault
+from lit_vgrpo.runs.limits import limit_error
 from lit_vgrpo.runs.recipe_changes import RecipeInCheckpoint, refuse_changes
 from lit_vgrpo.runs.resume import Resumption, last_good_checkpoint, resumed_folder
 from lit_vgrpo.runs.resume_guard import ResumeGuard
@@ -234,13 +234,13 @@ class RecipeCLI(LightningCLI):
             callbacks.append(self.checkpoints)
         return callbacks
 
-    def faults(self) -> list[str]:
+    def errors(self) -> list[str]:
         """Return all errors that can be found without loading weights."""
         ranks = self.trainer.world_size
         chosen = as_list(self.config_init.trainer.callbacks, Callback)
-        of_callbacks = callback_faults(chosen, self.model, self.datamodule, ranks)
+        of_callbacks = callback_errors(chosen, self.model, self.datamodule, ranks)
         module = self.model
-        of_strategy = strategy_faults(
+        of_strategy = strategy_errors(
             self.trainer.strategy,
             module.policy,
             module.optimization.optimizer,
@@ -248,13 +248,13 @@ class RecipeCLI(LightningCLI):
             module.objective.rollout_spec(0),
         )
         options = options_of_class(PromptDataModule)
-        of_data = [with_full_keys("data", options, fault) for fault in self.datamodule.check(ranks)]
+        of_data = [with_full_keys("data", options, error) for error in self.datamodule.check(ranks)]
         if not of_data:
             self.unscorable = self.find_unscorable()
         strict = self.model.failed_images == "stop"
-        of_prompts = [fault for found in self.unscorable for fault in found.refused(strict)]
-        if not self.datamodule.sizes.faults(ranks):
-            of_strategy += [fault for fault in [limit_fault(self.trainer, self.datamodule.sizes)] if fault]
+        of_prompts = [error for found in self.unscorable for error in found.refused(strict)]
+        if not self.datamodule.sizes.errors(ranks):
+            of_strategy += [error for error in [limit_error(self.trainer, self.datamodule.sizes)] if error]
         return [*of_strategy, *self.model.check(self.datamodule.sizes), *of_data, *of_prompts, *of_callbacks]
 
     def find_unscorable(self) -> list[UnscorablePrompts]:

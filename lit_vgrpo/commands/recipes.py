@@ -33,7 +33,7 @@ def recipes(args: Sequence[str]) -> int:
         found = {name: find_recipe(name) for name in names} or shipped_recipes()
         entries = [_entry(name, Header.of_file(path)) for name, path in found.items()]
     except UserError as error:
-        report(error.faults)
+        report(error.errors)
         return 2
     say("\n\n".join(entries))
     return 0

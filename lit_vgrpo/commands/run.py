@@ -17,9 +17,9 @@ from lit_vgrpo.commands.recipe_cli import LINKED, TOP_LEVEL, RecipeCLI, say_on_f
 from lit_vgrpo.commands.training import train
 from lit_vgrpo.config.arguments import Options
 from lit_vgrpo.config.recipe import Command, read_recipe
-from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, early_faults, recipe_faults
-from lit_vgrpo.config.trainer_options import trainer_faults
-from lit_vgrpo.errors import UserError, fault_in_own_code, from_parser, report, say
+from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, early_errors, recipe_errors
+from lit_vgrpo.config.trainer_options import trainer_errors
+from lit_vgrpo.errors import UserError, error_in_own_code, from_parser, report, say
 from lit_vgrpo.rewards import RewardError
 from lit_vgrpo.runs.folder import is_first_process
 from lit_vgrpo.system.paths import import_from_here
@@ -59,23 +59,23 @@ def build_recipe(command: Command, make_folder: bool = True) -> RecipeCLI:
     import_from_here()
     recipe = read_recipe(command)
     try:
-        early = early_faults(command.overrides, recipe, TOP_LEVEL, LINKED)
-        if of_trainer := trainer_faults(recipe.get("trainer") or {}):
-            early = [*dict.fromkeys((*recipe_faults(recipe, TOP_LEVEL, LINKED), *of_trainer))]
+        early = early_errors(command.overrides, recipe, TOP_LEVEL, LINKED)
+        if of_trainer := trainer_errors(recipe.get("trainer") or {}):
+            early = [*dict.fromkeys((*recipe_errors(recipe, TOP_LEVEL, LINKED), *of_trainer))]
         if early:
             raise UserError(*early)
         try:
             return RecipeCLI(command, make_folder)
         except (ArgumentError, MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
-            faults = recipe_faults(recipe, TOP_LEVEL, LINKED) or [from_parser(error)]
-            raise UserError(*faults) from error
+            errors = recipe_errors(recipe, TOP_LEVEL, LINKED) or [from_parser(error)]
+            raise UserError(*errors) from error
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        fault = fault_in_own_code(error)
-        if fault is None:
+        own = error_in_own_code(error)
+        if own is None:
             raise
-        raise UserError(fault) from error
+        raise UserError(own) from error
 
 
 def run_subcommand(
@@ -96,7 +96,7 @@ def run_subcommand(
         return body(options.parse(args))
     except UserError as error:
         if is_first_process():
-            report(error.faults)
+            report(error.errors)
         return 2
     except RewardError as error:
         report([str(error)])
@@ -128,9 +128,9 @@ def _run(command: Command) -> int:
         return run_curriculum(command)
     cli = build_recipe(command)
     try:
-        faults = cli.faults()
-        if faults:
-            raise UserError(*faults)
+        errors = cli.errors()
+        if errors:
+            raise UserError(*errors)
         if cli.resumption is not None and cli.resumption.is_over(cli.trainer):
             say_on_first(f"{cli.folder} is finished: {cli.resumption.done}. To continue, add trainer.max_epochs=N.")
             return 0

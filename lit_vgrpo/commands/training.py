@@ -57,10 +57,10 @@ def train(cli: RecipeCLI) -> int:
             raise UserError(str(error)) from error
         except Exception as error:
             if not checkpoints.training:
-                fault = _refusal(cli, error)
-                if fault is None:
+                message = _refusal(cli, error)
+                if message is None:
                     raise
-                raise fault from error
+                raise message from error
             if not watch.says_who_died():
                 traceback.print_exception(error)
                 _say_it_failed(cli)

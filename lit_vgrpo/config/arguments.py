@@ -87,19 +87,19 @@ class Options:
         options = {(one.metadata["name"] or one.name).replace("_", "-"): one for one in fields(cls) if one.metadata}
         texts, words = cls._split(args, options)
         keys = [word.partition("=")[0] for word in words if is_override(word)]
-        faults = [f"{key} {cls.refused[key]}" for key in keys if key in cls.refused]
+        errors = [f"{key} {cls.refused[key]}" for key in keys if key in cls.refused]
         values: dict[str, Any] = {}
         for name, given in texts.items():
             try:
                 values[options[name].name] = _value(options[name], given)
             except UserError as error:
-                faults += [f"--{name} {fault}" for fault in error.faults]
+                errors += [f"--{name} {message}" for message in error.errors]
         try:
             parsed = cls(words=words, typed=args, **values)
         except UserError as error:
-            faults += error.faults
-        if faults:
-            raise UserError(*faults)
+            errors += error.errors
+        if errors:
+            raise UserError(*errors)
         return parsed
 
     @classmethod

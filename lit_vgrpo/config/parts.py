@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, recipe_faults
+from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, recipe_errors
 from lit_vgrpo.errors import UserError, from_parser
 
 
@@ -33,7 +33,7 @@ def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
     try:
         return parser.instantiate_classes(parser.parse_object({key: node}))[key]
     except (ArgumentError, *CONSTRUCTOR_ERRORS) as error:
-        raise UserError(*(recipe_faults({key: node}, {key: hint | None}, {}) or [from_parser(error)])) from error
+        raise UserError(*(recipe_errors({key: node}, {key: hint | None}, {}) or [from_parser(error)])) from error
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

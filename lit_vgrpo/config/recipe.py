@@ -147,7 +147,7 @@ def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
     if name in shipped:
         return shipped[name]
     why = "it is a folder" if path.is_dir() else "no such file, and not a shipped name"
-    fault = f"is not {'an' if what == 'overlay' else 'a'} {what}: {why}"
+    error = f"is not {'an' if what == 'overlay' else 'a'} {what}: {why}"
     # If only the last component was typed, compare that.
     parts = {known.rpartition("/")[2]: known for known in shipped}
     beside = {file.name: str(file) for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}") if file.is_file()}
@@ -155,7 +155,7 @@ def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
     guess = nearest(name, shipped) or parts.get(nearest(path.stem, parts) or "") or own
     guess = own or guess if path.suffix in SUFFIXES else guess
     meant = f"Did you mean {guess}?" if guess else f"Shipped: {', '.join(shipped)}."
-    raise UserError(f"{text} {fault}. {meant}{hint}")
+    raise UserError(f"{text} {error}. {meant}{hint}")
 
 
 def read_recipe(command: Command) -> dict[str, Any]:

@@ -29,7 +29,7 @@ UNBUILT = object()
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OSError)
 
 
-def recipe_faults(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping[str, str]) -> list[str]:
+def recipe_errors(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping[str, str]) -> list[str]:
     """Return all errors of a recipe, one line each, in the order of its keys.
 
     Args:
@@ -37,15 +37,15 @@ def recipe_faults(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: M
         roots: Top-level key -> class or type hint.
         linked: Dotted keys that cannot be set -> the key to set instead.
     """
-    return _walked(recipe, roots, linked).faults
+    return _walked(recipe, roots, linked).errors
 
 
 def sound_parts(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping[str, str]) -> dict[str, Any]:
-    """Build the valid parts of a recipe, by dotted key; arguments as in :func:`recipe_faults`."""
+    """Build the valid parts of a recipe, by dotted key; arguments as in :func:`recipe_errors`."""
     return _walked(recipe, roots, linked).built
 
 
-def early_faults(
+def early_errors(
     overrides: Sequence[tuple[str, str]], recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping[str, str]
 ) -> list[str]:
     """Return all errors if the parser would miss one, else none.
@@ -54,7 +54,7 @@ def early_faults(
     """
     walk = _walked(recipe, roots, linked)
     nulls = tuple(f"{key.replace('.init_args', '')}=null " for key, text in overrides if text in ("null", "~"))
-    return walk.faults if walk.out_of_range or any(fault.startswith(nulls) for fault in walk.faults) else []
+    return walk.errors if walk.out_of_range or any(error.startswith(nulls) for error in walk.errors) else []
 
 
 def options_of_class(cls: type) -> list[str]:
@@ -66,7 +66,7 @@ def _walked(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping
     walk = _Walk(linked)
     for key in recipe:
         if key not in roots:
-            walk.faults.append(f"{key} is not an option of a recipe. {suggestion(key, roots)}")
+            walk.errors.append(f"{key} is not an option of a recipe. {suggestion(key, roots)}")
     for key, hint in roots.items():
         if inspect.isclass(hint) and _is_component(hint):
             walk.arguments(hint, recipe.get(key) or {}, key)
@@ -78,7 +78,7 @@ def _walked(recipe: Mapping[str, Any], roots: Mapping[str, Any], linked: Mapping
 class _Walk:
     def __init__(self, linked: Mapping[str, str]) -> None:
         self.linked = linked
-        self.faults: list[str] = []
+        self.errors: list[str] = []
         self.out_of_range: list[str] = []
         self.built: dict[str, Any] = {}
 
@@ -88,7 +88,7 @@ class _Walk:
         if value is None and (type(None) in options or Any in options):
             return None
         if value is None:
-            self.faults.append(_wrong_value("null", hint, key))
+            self.errors.append(_wrong_value("null", hint, key))
             return UNBUILT
         bases = [option for option in options if inspect.isclass(option) and _is_component(option)]
         plain = [option for option in options if inspect.isclass(option) and dataclasses.is_dataclass(option)]
@@ -114,7 +114,7 @@ class _Walk:
         node: Mapping[str, Any] = {"class_path": value} if isinstance(value, str) else value
         known = {name: cls for base in bases for name, cls in _subclasses(base).items()}
         if "class_path" not in node:
-            self.faults.append(f"{key} has no class_path. {suggestion('', known) if known else 'Add one.'}")
+            self.errors.append(f"{key} has no class_path. {suggestion('', known) if known else 'Add one.'}")
             return UNBUILT
         extra = set(node) - {"class_path", "init_args", "dict_kwargs"}
         path = str(node["class_path"])
@@ -122,18 +122,18 @@ class _Walk:
         if cls is None or (made and not issubclass(cls, tuple(bases))):
             what = " or ".join(base.__name__ for base in bases)
             hint = suggestion(path, known) if known else "Write it as package.module.Class."
-            self.faults.append(f"{key}={path} is not an importable {what}. {hint}")
+            self.errors.append(f"{key}={path} is not an importable {what}. {hint}")
             return UNBUILT
         for name in sorted(extra):
-            self.faults.append(f"{key}.{name} is next to class_path. Put it under {key}.init_args.")
+            self.errors.append(f"{key}.{name} is next to class_path. Put it under {key}.init_args.")
         return self.arguments(cls, node.get("init_args") or {}, key, issubclass(cls, tuple(made)))
 
     def arguments(self, cls: type, given: Any, key: str, is_made: bool = False) -> Any:
         """Check the arguments of a class; build it if it is from this package."""
         if not isinstance(given, Mapping):
-            self.faults.append(f"{key}={given!r} must be a mapping of the options of {cls.__name__}.")
+            self.errors.append(f"{key}={given!r} must be a mapping of the options of {cls.__name__}.")
             return UNBUILT
-        before = len(self.faults)
+        before = len(self.errors)
         parameters, open_ended = _parameters(cls)
         if is_made:
             parameters.pop(next(iter(parameters)))
@@ -142,28 +142,28 @@ class _Walk:
         for name, value in given.items():
             dotted = f"{key}.{name}"
             if dotted in self.linked:
-                self.faults.append(
+                self.errors.append(
                     f"{dotted} follows {self.linked[dotted]}. Set {self.linked[dotted]}={value} instead."
                 )
             elif name in parameters:
                 as_default = value is None and parameters[name].default is None  # allowed by any type hint
                 kwargs[name] = None if as_default else self.value(value, hints.get(name, Any), dotted)
             elif not open_ended:
-                self.faults.append(unknown_option(dotted, cls.__name__, parameters))
+                self.errors.append(unknown_option(dotted, cls.__name__, parameters))
         for name, parameter in parameters.items():
             if (
                 parameter.default is inspect.Parameter.empty
                 and name not in given
                 and f"{key}.{name}" not in self.linked
             ):
-                self.faults.append(f"{key}.{name} is missing: {cls.__name__} needs it. {_advice(key, name, hints)}")
+                self.errors.append(f"{key}.{name} is missing: {cls.__name__} needs it. {_advice(key, name, hints)}")
         ours = cls.__module__.split(".")[0] == "lit_vgrpo"
-        if len(self.faults) > before or not ours or any(entry is UNBUILT for entry in kwargs.values()):
+        if len(self.errors) > before or not ours or any(entry is UNBUILT for entry in kwargs.values()):
             return UNBUILT
         try:
             self.built[key] = cls(**kwargs)
         except CONSTRUCTOR_ERRORS as error:
-            self.faults.append(with_key(key, parameters, error))
+            self.errors.append(with_key(key, parameters, error))
             return UNBUILT
         return self.built[key]
 
@@ -174,11 +174,11 @@ class _Walk:
             parsed = parser.parse_object({"value": value}).value
         except (ArgumentError, TypeError, ValueError):
             found = [*range_errors(key, value, hint)]
-            self.faults += [str(error) for error in found] or [_wrong_value(value, hint, key)]
+            self.errors += [str(error) for error in found] or [_wrong_value(value, hint, key)]
         else:
             if not (found := [*range_errors(key, parsed, hint)]):
                 return parsed
-            self.faults.append(str(next(chain(range_errors(key, value, hint), found))))
+            self.errors.append(str(next(chain(range_errors(key, value, hint), found))))
         self.out_of_range += [key for _ in found]
         return UNBUILT
 

@@ -50,7 +50,7 @@ RANGES_OF_OTHERS[Trainer] = TRAINER_NUMBERS
 GPUS = ("cuda", "mps")
 
 
-def trainer_faults(options: Mapping[str, Any]) -> list[str]:
+def trainer_errors(options: Mapping[str, Any]) -> list[str]:
     """Return an error for each option that the Trainer would silently accept or refuse less clearly.
 
     Args:
@@ -58,11 +58,11 @@ def trainer_faults(options: Mapping[str, Any]) -> list[str]:
     """
     known = {name: hint for name, hint in TRAINER_NUMBERS.items() if name in options}
     errors = [error for name, hint in known.items() for error in range_errors(f"trainer.{name}", options[name], hint)]
-    names = (_accelerator_fault(options.get("accelerator")), _strategy_fault(options.get("strategy")))
-    return [*map(str, errors), *(fault for fault in names if fault is not None)]
+    names = (_accelerator_error(options.get("accelerator")), _strategy_error(options.get("strategy")))
+    return [*map(str, errors), *(message for message in names if message is not None)]
 
 
-def _accelerator_fault(name: object) -> str | None:
+def _accelerator_error(name: object) -> str | None:
     known = AcceleratorRegistry.available_accelerators()
     if not isinstance(name, str) or name == "auto":
         return None
@@ -75,7 +75,7 @@ def _accelerator_fault(name: object) -> str | None:
     return f"trainer.accelerator={name}: torch finds no {what} on this machine. Use trainer.accelerator=auto or cpu."
 
 
-def _strategy_fault(name: object) -> str | None:
+def _strategy_error(name: object) -> str | None:
     known = ("auto", *StrategyRegistry.available_strategies())
     if not isinstance(name, str) or name in known or "." in name:
         return None

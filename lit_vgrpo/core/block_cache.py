@@ -42,7 +42,7 @@ class BlockCache:
         given = {name: getattr(self, name) for name in DEFAULTS[self.kind]}
         return DEFAULTS[self.kind] | {name: value for name, value in given.items() if value is not None}
 
-    def faults(self, where: str, steps: int) -> list[str]:
+    def errors(self, where: str, steps: int) -> list[str]:
         """Return settings without effect, one line each.
 
         Args:

@@ -137,14 +137,14 @@ def range_errors(name: str, value: Any, hint: Any) -> Iterator[TypeError | Value
         value: a number, or a sequence of numbers.
         hint: its type hint; without a range there are no errors.
     """
-    for kind, wrong, reason, advice in _faults(value, hint):
+    for kind, wrong, reason, advice in _errors(value, hint):
         shown = list(value) if isinstance(value, tuple) else value
         which = reason if wrong is value else f"holds {wrong}, which {reason}"
         yield kind(f"{name}={shown} {which}. Use {advice}{'' if wrong is value else ' for each'}.")
         return
 
 
-def _faults(value: Any, hint: Any) -> Iterator[tuple[type[TypeError | ValueError], Any, str, str]]:
+def _errors(value: Any, hint: Any) -> Iterator[tuple[type[TypeError | ValueError], Any, str, str]]:
     """Yield the kind of error, the wrong number, the reason, and what to use."""
     options = options_of(hint)
     ranges = [(option.__origin__, limit) for option in options for limit in _limits(option)]
@@ -155,7 +155,7 @@ def _faults(value: Any, hint: Any) -> Iterator[tuple[type[TypeError | ValueError
     if isinstance(value, list | tuple) and (list in kinds or tuple in kinds):
         for option in options:
             for item, item_hint in _items(value, option):
-                yield from _faults(item, item_hint)
+                yield from _errors(item, item_hint)
     elif ranges and value not in words:
         others = [*map(str, words), *(["null"] if type(None) in options else [])]
         advice = ", or ".join([*(str(limit) for _, limit in ranges), *others])

@@ -134,7 +134,7 @@ class RolloutSpec:
             return replace(self, cache=None, quantise=None, scouts=None)
         return RolloutSpec(ODE_OF[self.solver], self.steps, self.guidance)
 
-    def accelerator_faults(self, where: str) -> list[str]:
+    def accelerator_errors(self, where: str) -> list[str]:
         """Return why the accelerators cannot be used with the other settings, one line each.
 
         Args:
@@ -148,32 +148,32 @@ class RolloutSpec:
                 for name, value in chosen.items()
                 if value is not None
             ]
-        return [] if self.cache is None else self.cache.faults(f"{where}.cache", self.steps)
+        return [] if self.cache is None else self.cache.errors(f"{where}.cache", self.steps)
 
-    def faults(self) -> list[str]:
+    def errors(self) -> list[str]:
         """Return incompatible settings, one line each."""
         where = "model.objective.rollout"
-        faults = self.accelerator_faults(where)
+        errors = self.accelerator_errors(where)
         if self.is_sde:
-            return faults if self.scouts is None else [*faults, self._scouts_of_sde]
+            return errors if self.scouts is None else [*errors, self._scouts_of_sde]
         if self.shared_noise:
-            faults.append(
+            errors.append(
                 f"{where}.shared_noise=true with the ODE solver {self.solver} makes all images of a group identical. "
                 "Set shared_noise=false."
             )
         for name in ("noise_level", "window", "tail"):
             value = getattr(self, name)
             if value is not None:
-                faults.append(f"{where}.{name}={value} has no effect with the ODE solver {self.solver}. Leave it out.")
+                errors.append(f"{where}.{name}={value} has no effect with the ODE solver {self.solver}. Leave it out.")
         if self.scouts is not None:
-            faults += self.of_scouts.accelerator_faults(f"{where}.scouts")
+            errors += self.of_scouts.accelerator_errors(f"{where}.scouts")
         if self.scouts is not None and self.scouts.steps >= self.steps:
             fix = f"Use at most {self.steps - 1}" if self.steps > 1 else "Leave scouts out"
-            faults.append(
+            errors.append(
                 f"{where}.scouts.steps={self.scouts.steps} makes scouts no cheaper than images of {self.steps} "
                 f"steps. {fix}."
             )
-        return faults
+        return errors
 
     @property
     def _scouts_of_sde(self) -> str:

@@ -114,11 +114,11 @@ class Sizes:
             smaller = replace(self, prompts_per_iteration=fewer)
             # keep whether whole groups or the images of each group are divided among updates
             is_alike = not self.split_updates or bool(fewer % updates) == bool(prompts % updates)
-            if is_alike and not smaller.faults(world_size):
+            if is_alike and not smaller.errors(world_size):
                 return smaller
         return self
 
-    def value_faults(self) -> list[str]:
+    def value_errors(self) -> list[str]:
         """Return the errors that do not depend on the number of ranks, one line each."""
         hints = declared(type(self).__init__)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -164,13 +164,13 @@ class Sizes:
             return self.group_size // max(1, world_size // prompts) % updates == 0
         return world_size == 1 and prompts * self.group_size % updates == 0
 
-    def faults(self, world_size: int) -> list[str]:
+    def errors(self, world_size: int) -> list[str]:
         """Return all errors of these sizes on ``world_size`` ranks, one line each."""
-        faults = self.value_faults()
+        errors = self.value_errors()
         if world_size < 1:
-            faults.append(f"world_size={world_size} is too small. Use 1 or more ranks.")
-        if faults:
-            return faults
+            errors.append(f"world_size={world_size} is too small. Use 1 or more ranks.")
+        if errors:
+            return errors
         prompts, updates = self.prompts_per_iteration, self.updates_per_iteration
         images = prompts * self.group_size
         if self.split_updates and images % updates:
@@ -205,11 +205,11 @@ class Sizes:
         """Return the plan of an iteration on ``world_size`` ranks.
 
         Raises:
-            ValueError: the sizes do not fit this world size (the first of :meth:`faults`).
+            ValueError: the sizes do not fit this world size (the first of :meth:`errors`).
         """
-        faults = self.faults(world_size)
-        if faults:
-            raise ValueError(faults[0])
+        errors = self.errors(world_size)
+        if errors:
+            raise ValueError(errors[0])
         images = self.prompts_per_iteration * self.group_size
         share = self.images_per_share(world_size)
         size = 1 if self.micro_batch_size == "auto" else min(self.micro_batch_size, share)

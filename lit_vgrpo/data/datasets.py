@@ -71,9 +71,9 @@ class HeldOutDataset(Dataset[PromptBatch]):
     def __init__(
         self, rows: Rows, images_per_prompt: int, batch_size: int, num_replicas: int = 1, rank: int = 0
     ) -> None:
-        fault = held_out_fault(len(rows) * images_per_prompt, batch_size, num_replicas)
-        if fault:
-            raise ValueError(fault)
+        error = held_out_error(len(rows) * images_per_prompt, batch_size, num_replicas)
+        if error:
+            raise ValueError(error)
         self.rows = rows
         self.images_per_prompt = images_per_prompt
         images = len(rows) * images_per_prompt
@@ -101,7 +101,7 @@ class HeldOutDataset(Dataset[PromptBatch]):
         )
 
 
-def held_out_fault(images: int, batch_size: int, world_size: int) -> str | None:
+def held_out_error(images: int, batch_size: int, world_size: int) -> str | None:
     """Return why ``images`` held-out images cannot be split into equally many batches per rank, or None."""
     if images < world_size:
         return (

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lit_vgrpo.core.ranges import Count, GroupSize, NonNegativeInt, PositiveInt, Range, Seed, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_fault
+from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_error
 from lit_vgrpo.data.description import describe, prompts_fingerprint
 from lit_vgrpo.data.prompt_sets import PromptChoice, PromptSets, limited_heldout
 from lit_vgrpo.data.prompts import read_prompts
@@ -150,9 +150,9 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: the first error of :meth:`check`.
         """
-        if self._sets is None or self.sizes.faults(self._world_size):
-            for fault in self._load(self._world_size):
-                raise ValueError(fault)
+        if self._sets is None or self.sizes.errors(self._world_size):
+            for error in self._load(self._world_size):
+                raise ValueError(error)
 
     def train_dataloader(self) -> DataLoader[PromptBatch]:
         """Return the steps of one iteration on this rank; ``sampler.set_epoch`` sets the iteration."""
@@ -206,8 +206,8 @@ class PromptDataModule(L.LightningDataModule):
         if self._sets is None and not self.has_heldout:
             return []
         sets = self._sets or PromptSets(self.choice)
-        for fault in sets.faults:
-            raise ValueError(fault)
+        for error in sets.errors:
+            raise ValueError(error)
         return sets.heldout or []
 
     def heldout_origin(self) -> dict[str, str]:
@@ -254,14 +254,14 @@ class PromptDataModule(L.LightningDataModule):
 
     def _load(self, world_size: int) -> list[str]:
         sets = PromptSets(self.choice)
-        faults = [*self.sizes.faults(world_size), *sets.faults]
+        errors = [*self.sizes.errors(world_size), *sets.errors]
         if sets.heldout and world_size >= 1:
             images = len(sets.heldout) * self.heldout_images_per_prompt
-            fault = held_out_fault(images, self.eval_batch_size, world_size)
-            faults += [fault] if fault else []
-        if not faults:
+            error = held_out_error(images, self.eval_batch_size, world_size)
+            errors += [error] if error else []
+        if not errors:
             self._sets = sets
-        return faults
+        return errors
 
 
 def take_item(items: list[PromptBatch]) -> PromptBatch:

@@ -61,7 +61,7 @@ class PromptSets:
     """A recipe's prompts.
 
     Attributes:
-        faults: errors, one line each; the other attributes are valid only if there are none.
+        errors: errors, one line each; the other attributes are valid only if there are none.
         training: the training prompts.
         heldout: the held-out prompts; None without any.
         dropped: number of duplicates left out.
@@ -73,7 +73,7 @@ class PromptSets:
 
     def __init__(self, choice: PromptChoice) -> None:
         self.choice = choice
-        self.faults: list[str] = []
+        self.errors: list[str] = []
         self.heldout: Rows | None = None
         self.dropped = self.repeated = self.shared = 0
         sources = self._opened()
@@ -84,16 +84,16 @@ class PromptSets:
                 apart = prompt_keys(row[PROMPT] for row in rows)
                 self.heldout = limited_heldout(rows, choice)
         except (PromptError, ModuleNotFoundError) as error:
-            self.faults.append(str(error))
-        if self.faults:
+            self.errors.append(str(error))
+        if self.errors:
             return
         try:
             sources = self._split(sources, apart)
         except PromptError as error:
-            self.faults.append(str(error))
+            self.errors.append(str(error))
             return
         if choice.heldout_fraction is not None and not self.heldout:
-            self.faults.append(
+            self.errors.append(
                 f"heldout_fraction={choice.heldout_fraction} holds out no prompts. "
                 "Use a larger fraction, or a held-out file."
             )
@@ -121,7 +121,7 @@ class PromptSets:
                         pass
                 sources.append(rows)
             except (PromptError, ModuleNotFoundError) as error:
-                self.faults.append(str(error))
+                self.errors.append(str(error))
         return sources
 
     def _check_stream(self, source: PromptSource) -> None:
@@ -165,7 +165,7 @@ class PromptSets:
             sources[number] = _chosen(rows, remains)
             if not remains.any():
                 path = self.choice.train[number].path
-                self.faults.append(f"{path} has no prompts left for training: all are held out or duplicates.")
+                self.errors.append(f"{path} has no prompts left for training: all are held out or duplicates.")
         if fraction is not None:
             streams = [rows for rows in sources if isinstance(rows, StreamedRows)]
             taken += [pair for rows in streams for pair in self._of_stream(rows, fraction)]

@@ -16,7 +16,7 @@ from lit_vgrpo.system.paths import resolve_path
 LARGE_FILE_BYTES = 64 * 2**20
 """Files of at least this size are left on disk."""
 
-__all__ = ["PromptError", "open_prompts", "prompt_faults", "prompts_of", "read_prompts"]
+__all__ = ["PromptError", "open_prompts", "prompt_errors", "prompts_of", "read_prompts"]
 
 
 def read_prompts(source: str | Path | PromptSource) -> list[dict[str, Any]]:
@@ -64,9 +64,9 @@ def open_prompts(source: PromptSource, streaming: bool | None = None, seed: int 
     return TableRows(source, kind) if kind == "parquet" else IndexedRows(source, kind)
 
 
-def prompt_faults(*given: object) -> list[str]:
+def prompt_errors(*given: object) -> list[str]:
     """Return why sources in a recipe's plain values cannot be opened; other values are skipped."""
-    faults = []
+    errors = []
     for value in given:
         for entry in value if isinstance(value, list) else [value]:
             if not isinstance(entry, str | dict):
@@ -78,8 +78,8 @@ def prompt_faults(*given: object) -> list[str]:
             try:
                 open_prompts(source)
             except (PromptError, ModuleNotFoundError) as error:
-                faults.append(str(error))
-    return faults
+                errors.append(str(error))
+    return errors
 
 
 def prompts_of(rows: Sequence[Row]) -> Iterator[str]:

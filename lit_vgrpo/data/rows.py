@@ -47,9 +47,9 @@ def checked(row: Mapping[str, Any], source: PromptSource, where: str, need: str 
     if column not in row:
         there = f", but {_listed(row)}" if row else ""
         raise PromptError(f'{where}: no "{column}"{there}. {need}'.rstrip())
-    fault = prompt_fault(row[column])
-    if fault is not None:
-        raise PromptError(f'{where}: "{column}" {fault}. {need}'.rstrip())
+    error = prompt_error(row[column])
+    if error is not None:
+        raise PromptError(f'{where}: "{column}" {error}. {need}'.rstrip())
     fields = dict(row)
     if column != PROMPT:
         fields = {PROMPT: fields.pop(column), **{key: value for key, value in fields.items() if key != PROMPT}}
@@ -62,7 +62,7 @@ def checked(row: Mapping[str, Any], source: PromptSource, where: str, need: str 
     return fields
 
 
-def prompt_fault(prompt: object) -> str | None:
+def prompt_error(prompt: object) -> str | None:
     """Return why a value is not a prompt, or None."""
     if not isinstance(prompt, str):
         return f"is {type_name(prompt)}"

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from lit_vgrpo.data.hub_datasets import open_table
-from lit_vgrpo.data.rows import PROMPT, Row, Rows, RowSequence, check_columns, checked, prompt_fault, without_nulls
+from lit_vgrpo.data.rows import PROMPT, Row, Rows, RowSequence, check_columns, checked, prompt_error, without_nulls
 from lit_vgrpo.data.source import Kind, PromptError, PromptSource
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.system.paths import resolve_path
@@ -74,9 +74,9 @@ class TableRows(RowSequence):
         number = 0
         for batch in self.table.select_columns([column]).iter(BATCH):
             for prompt in batch[column]:
-                fault = prompt_fault(prompt)
-                if fault is not None:
-                    raise PromptError(f'{self._where(number)}: "{column}" {fault}.')
+                error = prompt_error(prompt)
+                if error is not None:
+                    raise PromptError(f'{self._where(number)}: "{column}" {error}.')
                 yield prompt
                 number += 1
 

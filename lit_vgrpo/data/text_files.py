@@ -141,8 +141,8 @@ class _Records:
             try:
                 yield line.decode("utf-8-sig" if begins else "utf-8")
             except UnicodeDecodeError as error:
-                fault = f"{self.file} line {self.number}: not UTF-8. Save the file as UTF-8."
-                raise PromptError(fault) from error
+                message = f"{self.file} line {self.number}: not UTF-8. Save the file as UTF-8."
+                raise PromptError(message) from error
 
     def _cells(self) -> Iterator[tuple[int, int, list[str]]]:
         while True:

@@ -24,7 +24,7 @@ from lit_vgrpo.distributed.portable_checkpoints import PortableCheckpoints
 from lit_vgrpo.distributed.zero import ZeRO
 from lit_vgrpo.optimizers.optimizer import CustomOptimizer, OptimizerConfig
 
-__all__ = ["FSDP2", "ZeRO", "keeps_plain_weights", "register", "strategy_fault", "strategy_faults"]
+__all__ = ["FSDP2", "ZeRO", "keeps_plain_weights", "register", "strategy_error", "strategy_errors"]
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta")
 """torch's optimizers whose state holds a tensor of the weight's shape, or a scalar, per weight."""
@@ -42,7 +42,7 @@ class PolicyOptions(Protocol):
     fold_lora: bool | None
 
 
-def strategy_faults(
+def strategy_errors(
     strategy: Strategy,
     policy: PolicyOptions,
     optimizer: OptimizerConfig | CustomOptimizer,
@@ -51,16 +51,16 @@ def strategy_faults(
 ) -> list[str]:
     """Return one line for each part of a run that does not work under a strategy."""
     found = (
-        strategy_fault(strategy),
-        precision_fault(strategy),
-        plugin_fault(strategy),
-        optimizer_fault(strategy, optimizer),
-        whole_weights_fault(strategy, policy),
-        rollout_fault(strategy, rollout),
-        scaling_fault(strategy, policy),
-        micro_batch_fault(strategy, sizes),
+        strategy_error(strategy),
+        precision_error(strategy),
+        plugin_error(strategy),
+        optimizer_error(strategy, optimizer),
+        whole_weights_error(strategy, policy),
+        rollout_error(strategy, rollout),
+        scaling_error(strategy, policy),
+        micro_batch_error(strategy, sizes),
     )
-    return [fault for fault in found if fault is not None]
+    return [error for error in found if error is not None]
 
 
 def keeps_plain_weights(strategy: Strategy) -> bool:
@@ -72,7 +72,7 @@ def keeps_plain_weights(strategy: Strategy) -> bool:
     return is_plain and not isinstance(strategy.precision_plugin, MixedPrecision)
 
 
-def strategy_fault(strategy: Strategy) -> str | None:
+def strategy_error(strategy: Strategy) -> str | None:
     """Return why a run cannot use a strategy, or ``None``."""
     name = type(strategy).__name__
     advice = {DeepSpeedStrategy: "zero2", FSDPStrategy: "fsdp2", ModelParallelStrategy: "fsdp2"}
@@ -90,7 +90,7 @@ def strategy_fault(strategy: Strategy) -> str | None:
     return None
 
 
-def precision_fault(strategy: Strategy) -> str | None:
+def precision_error(strategy: Strategy) -> str | None:
     """Return why a run cannot use the trainer's precision, or ``None``.
 
     All but autocast cast the trained weights, but not the policy's other parts, which keep their own dtypes.
@@ -102,7 +102,7 @@ def precision_fault(strategy: Strategy) -> str | None:
     return f"trainer.precision={precision} would cast the trained weights alone. {instead}, or use one of: {USABLE}."
 
 
-def plugin_fault(strategy: Strategy) -> str | None:
+def plugin_error(strategy: Strategy) -> str | None:
     """Return why a plugin cannot write a run's checkpoints, or ``None``."""
     if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
         return (
@@ -112,7 +112,7 @@ def plugin_fault(strategy: Strategy) -> str | None:
     return None
 
 
-def optimizer_fault(strategy: Strategy, optimizer: OptimizerConfig | CustomOptimizer) -> str | None:
+def optimizer_error(strategy: Strategy, optimizer: OptimizerConfig | CustomOptimizer) -> str | None:
     """Return why an optimizer does not work under a strategy, or ``None``."""
     name = type(strategy).__name__
     if optimizer.kind == "adamw" or not isinstance(strategy, PortableCheckpoints):
@@ -134,7 +134,7 @@ def optimizer_fault(strategy: Strategy, optimizer: OptimizerConfig | CustomOptim
     )
 
 
-def whole_weights_fault(strategy: Strategy, policy: PolicyOptions) -> str | None:
+def whole_weights_error(strategy: Strategy, policy: PolicyOptions) -> str | None:
     """Return which speed option of a policy needs whole weights that a strategy shards, or ``None``.
 
     Compiled blocks are untested with the hooks by which FSDP2 and ZeRO-3 gather weights.
@@ -148,7 +148,7 @@ def whole_weights_fault(strategy: Strategy, policy: PolicyOptions) -> str | None
     )
 
 
-def rollout_fault(strategy: Strategy, rollout: RolloutSpec | None) -> str | None:
+def rollout_error(strategy: Strategy, rollout: RolloutSpec | None) -> str | None:
     """Return why a rollout's accelerator does not work under a strategy, or ``None``.
 
     Its view of the network would be called beside the hooks by which FSDP2 and ZeRO-3 gather weights.
@@ -170,7 +170,7 @@ def _shards_weights(strategy: Strategy) -> bool:
     return isinstance(strategy, FSDP2) or (isinstance(strategy, ZeRO) and strategy.stage == 3)
 
 
-def scaling_fault(strategy: Strategy, policy: PolicyOptions) -> str | None:
+def scaling_error(strategy: Strategy, policy: PolicyOptions) -> str | None:
     """Return why a policy cannot be trained in float16, or ``None``.
 
     The loss is a mean over about 1e5 latent values, so most gradients are below float16's smallest number (6e-8)
@@ -184,7 +184,7 @@ def scaling_fault(strategy: Strategy, policy: PolicyOptions) -> str | None:
     )
 
 
-def micro_batch_fault(strategy: Strategy, sizes: Sizes) -> str | None:
+def micro_batch_error(strategy: Strategy, sizes: Sizes) -> str | None:
     """Return why ``micro_batch_size="auto"`` does not work under a strategy, or ``None``."""
     if sizes.micro_batch_size != "auto" or not isinstance(strategy, ZeRO):
         return None

@@ -5,7 +5,7 @@ from lit_vgrpo.metrics.diversity import diversity, mean_pairwise_distance
 from lit_vgrpo.metrics.features import FeatureNetwork, feature_network
 from lit_vgrpo.metrics.fid import FrechetDistance
 from lit_vgrpo.metrics.kid import KeptFeatures, kernel_distance
-from lit_vgrpo.metrics.reference import Reference, reference_faults, reference_statistics
+from lit_vgrpo.metrics.reference import Reference, reference_errors, reference_statistics
 
 __all__ = [
     "FeatureNetwork",
@@ -17,6 +17,6 @@ __all__ = [
     "feature_network",
     "kernel_distance",
     "mean_pairwise_distance",
-    "reference_faults",
+    "reference_errors",
     "reference_statistics",
 ]

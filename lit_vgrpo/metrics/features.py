@@ -96,8 +96,8 @@ class FeatureNetwork(ABC):
         """
         if self._model is not None:
             return
-        for fault in self.check():
-            raise LoadError(fault)
+        for error in self.check():
+            raise LoadError(error)
         with warnings.catch_warnings():
             # deprecated, but clean-fid's network is a TorchScript file
             warnings.filterwarnings("ignore", message=".*torch.jit.*", category=FutureWarning)
@@ -216,8 +216,8 @@ class TransformersFeatures(FeatureNetwork):
     """
 
     def check(self) -> list[str]:
-        fault = explain_unloadable(self.source, "config.json", "features")
-        return [fault] if fault else []
+        error = explain_unloadable(self.source, "config.json", "features")
+        return [error] if error else []
 
     def _load(self) -> Any:
         from transformers import AutoImageProcessor, AutoModel

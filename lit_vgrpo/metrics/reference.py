@@ -106,7 +106,7 @@ class Reference:
         )
 
 
-def reference_faults(source: str | Path) -> list[str]:
+def reference_errors(source: str | Path) -> list[str]:
     """Return errors in a reference that can be found without a feature network, one line each."""
     try:
         path = resolve_path(source)
@@ -130,7 +130,7 @@ def reference_statistics(source: str | Path, network: FeatureNetwork, keep_featu
         keep_features: also keep every image's features, for KID.
 
     Raises:
-        ValueError: an error of :func:`reference_faults`, an unreadable image, or a file that does not fit the network.
+        ValueError: an error of :func:`reference_errors`, an unreadable image, or a file that does not fit the network.
         LoadError: the network cannot be loaded.
     """
     path = resolve_path(source)

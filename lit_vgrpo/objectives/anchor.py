@@ -55,9 +55,9 @@ class AnchoredObjective(Objective):
         return self.copies.get("anchor")
 
     def check(self, sizes: Sizes) -> list[str]:
-        return super().check(sizes) + self.anchor_faults(sizes)
+        return super().check(sizes) + self.anchor_errors(sizes)
 
-    def anchor_faults(self, sizes: Sizes) -> list[str]:
+    def anchor_errors(self, sizes: Sizes) -> list[str]:
         """Return the settings of the anchor that have no effect, a line each."""
         weight, decay = self.anchor_weight, self.anchor_decay
         if weight > 0 and decay is None:
@@ -67,9 +67,9 @@ class AnchoredObjective(Objective):
                 f"model.objective.anchor_decay={decay} has no effect with anchor_weight=0. Set anchor_weight=1.0, or "
                 "anchor_decay=null."
             ]
-        return self.standstill_faults(sizes) if weight > 0 else []
+        return self.standstill_errors(sizes) if weight > 0 else []
 
-    def standstill_faults(self, sizes: Sizes) -> list[str]:
+    def standstill_errors(self, sizes: Sizes) -> list[str]:
         """Return a line where the anchor is the policy itself in every update."""
         if self.anchor_decay == 0 and sizes.updates_per_iteration == 1:
             return [

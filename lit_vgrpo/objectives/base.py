@@ -133,9 +133,9 @@ class Objective(ABC):
         spec = self.rollout_spec(0)
         if spec.scouts is not None and not self.needs_reward:
             return [f"model.objective.rollout.scouts: {type(self).__name__} has no reward to choose by. Leave it out."]
-        return spec.faults()
+        return spec.errors()
 
-    def policy_faults(self, policy: type[Policy]) -> list[str]:
+    def policy_errors(self, policy: type[Policy]) -> list[str]:
         """Why this method does not work on a family of policies: at most one line."""
         if policy.path_kind not in self.path_kinds:
             path = {"flow": "a rectified flow", "vp": "a variance-preserving path"}[policy.path_kind]
@@ -147,16 +147,16 @@ class Objective(ABC):
             return [
                 f"model.objective.rollout.solver={spec.solver} is not a solver of {policy.__name__}. Use {options}."
             ]
-        faults = policy.accelerator_faults(spec, "model.objective.rollout")
+        errors = policy.accelerator_errors(spec, "model.objective.rollout")
         if spec.scouts is None:
-            return faults
+            return errors
         if spec.scouts.solver not in (None, *policy.solvers):
             return [
-                *faults,
+                *errors,
                 f"model.objective.rollout.scouts.solver={spec.scouts.solver} is not an ODE solver of "
                 f"{policy.__name__}. Use {' or '.join(policy.solvers)}.",
             ]
-        return faults or policy.accelerator_faults(spec.of_scouts, "model.objective.rollout.scouts")
+        return errors or policy.accelerator_errors(spec.of_scouts, "model.objective.rollout.scouts")
 
     def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:
         """Network passes an image by phase of the ledger; guidance counts twice, a backward is not counted.

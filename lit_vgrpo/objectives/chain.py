@@ -81,7 +81,7 @@ class ChainObjective(AnchoredObjective):
         return self.spec.steps - 1 - self.window[1]
 
     def rollout_spec(self, iteration: int) -> RolloutSpec:
-        if self.window is None or self.chain_faults():
+        if self.window is None or self.chain_errors():
             return self.spec
         start = self.window_start(iteration)
         return replace(self.spec, window=(start, start + self.window[1]))
@@ -96,7 +96,7 @@ class ChainObjective(AnchoredObjective):
 
     # --- checks and cost -------------------------------------------------------------------------------------------
 
-    def chain_faults(self) -> list[str]:
+    def chain_errors(self) -> list[str]:
         """Return what keeps this rollout from being trained on, a line each."""
         spec, name, where = self.spec, type(self).__name__, "model.objective.rollout"
         if not spec.is_sde:
@@ -107,30 +107,30 @@ class ChainObjective(AnchoredObjective):
             ]
         if spec.steps < 2:
             return [f"{where}.steps={spec.steps} leaves {name} nothing: the last step is not trained. Use 2 or more."]
-        faults = []
+        errors = []
         if spec.noise_level == 0 or (spec.solver == "cps" and (spec.noise_level or 0) > 1):
-            faults.append(
+            errors.append(
                 f"{where}.noise_level={spec.noise_level} gives {spec.solver} no likelihood. "
                 "Use a number above 0 and at most 1, or null."
             )
         if self.window is not None:
             option, size = self.window
             if size > spec.steps - 1:
-                faults.append(
+                errors.append(
                     f"model.objective.{option}={size} does not fit into {where}.steps={spec.steps}, of which the last "
                     f"is not trained. Use at most {spec.steps - 1}, or steps={size + 1}."
                 )
             if spec.window is not None:
-                faults.append(f"{where}.window is set by {name} itself. Leave it out and set {option}.")
+                errors.append(f"{where}.window is set by {name} itself. Leave it out and set {option}.")
         elif spec.window is not None and spec.window[1] > spec.steps - 1:
-            faults.append(
+            errors.append(
                 f"{where}.window={list(spec.window)} holds the last of {spec.steps} steps, which is not trained: its "
                 f"noise is far smaller than the others'. Use [{min(spec.window[0], spec.steps - 2)}, {spec.steps - 1}]."
             )
-        return faults
+        return errors
 
     def check(self, sizes: Sizes) -> list[str]:
-        return self.chain_faults() or super().check(sizes)
+        return self.chain_errors() or super().check(sizes)
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         steps = self.num_trained_steps(self.rollout_spec(0))
@@ -149,8 +149,8 @@ class ChainObjective(AnchoredObjective):
     # --- one iteration ---------------------------------------------------------------------------------------------
 
     def setup(self, policy: Policy) -> None:
-        for fault in self.chain_faults():
-            raise ValueError(fault)
+        for error in self.chain_errors():
+            raise ValueError(error)
         super().setup(policy)
         if self.kl_weight > 0:
             self.copies["reference"] = Snapshot(policy)

@@ -88,15 +88,15 @@ class DGPO(ForwardObjective):
         super().__post_init__()
 
     def check(self, sizes: Sizes) -> list[str]:
-        faults = super().check(sizes)
+        errors = super().check(sizes)
         prompts, updates = sizes.prompts_per_iteration, sizes.updates_per_iteration
         if sizes.split_updates and prompts % updates:
             whole = [str(n) for n in range(1, prompts + 1) if prompts % n == 0]
-            faults.append(
+            errors.append(
                 f"DGPO compares whole groups, but updates_per_iteration={updates} cuts the {prompts} groups of "
                 f"{sizes.group_size}. Use data.updates_per_iteration {', '.join(whole)}, or data.split_updates=false."
             )
-        return faults
+        return errors
 
     @property
     def fewest_times(self) -> int:

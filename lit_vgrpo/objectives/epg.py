@@ -66,13 +66,13 @@ class EPG(LaggedObjective):
     advantage_scale: Annotated[float, Range(above=0, example=10)] = 10.0
 
     def check(self, sizes: Sizes) -> list[str]:
-        faults = super().check(sizes)
+        errors = super().check(sizes)
         if self.proximal and self.is_on_policy(sizes.updates_per_iteration):
-            faults.append(
+            errors.append(
                 "model.objective.proximal=true has no effect with decay_type=0 and updates_per_iteration=1: the policy "
                 "is the one that rolled out. Set proximal=false, or decay_type=1."
             )
-        return faults
+        return errors
 
     @torch.no_grad()
     def store_old(self, context: PrepareContext, experience: Experience) -> None:

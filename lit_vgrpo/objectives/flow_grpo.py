@@ -69,14 +69,14 @@ class FlowGRPO(ChainObjective):
         generator = seeded_generator(STREAM_STEPS, iteration)
         return int(torch.randint(self.last_start + 1, (), generator=generator))
 
-    def chain_faults(self) -> list[str]:
-        faults = super().chain_faults()
+    def chain_errors(self) -> list[str]:
+        errors = super().chain_errors()
         if self.guard and self.spec.solver == "cps":
-            faults.append(
+            errors.append(
                 "model.objective.guard=true is made for a Gaussian likelihood, which cps does not use. "
                 "Set guard=false, or rollout.solver=flow_sde."
             )
-        return faults
+        return errors
 
     @property
     def records_means(self) -> bool:

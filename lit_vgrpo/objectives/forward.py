@@ -60,23 +60,23 @@ class ForwardObjective(AnchoredObjective):
         return 1
 
     def check(self, sizes: Sizes) -> list[str]:
-        faults, spec = super().check(sizes), self.spec
+        errors, spec = super().check(sizes), self.spec
         if self.noisiest is not None and self.noisiest > spec.steps:
-            faults.append(
+            errors.append(
                 f"model.objective.noisiest={self.noisiest} is more than the sampler's {spec.steps} times. "
                 f"{self._fitting_noisiest()}"
             )
         if self.widen_over is not None and self.noisiest is None:
-            faults.append(
+            errors.append(
                 f"model.objective.widen_over={self.widen_over} has nothing to widen: noisiest=null takes all times "
                 f"from the start. Set model.objective.noisiest={self.fewest_times} or more."
             )
         if self.needs_ode and spec.is_sde:
-            faults.append(
+            errors.append(
                 f"model.objective.rollout.solver={spec.solver} is an SDE, but {type(self).__name__} trains on final "
                 f"images alone and samples with an ODE. Use {spec.as_ode().solver}."
             )
-        return faults
+        return errors
 
     def _fitting_noisiest(self) -> str:
         least, most = self.fewest_times, self.spec.steps
@@ -188,13 +188,13 @@ class DrawnTimesObjective(ForwardObjective):
         return self.num_drawn
 
     def check(self, sizes: Sizes) -> list[str]:
-        faults = super().check(sizes)
+        errors = super().check(sizes)
         if self.importance_weights and self._draws_alike():
-            faults.append(
+            errors.append(
                 "model.objective.importance_weights=true has no effect: all times are drawn equally often. "
                 "Set importance_weights=false."
             )
-        return faults
+        return errors
 
     def _draws_alike(self) -> bool:
         if self.time_range is not None or self.noisiest is not None:

@@ -62,24 +62,24 @@ class LaggedObjective(ForwardObjective):
         super().__post_init__()
 
     def check(self, sizes: Sizes) -> list[str]:
-        faults = super().check(sizes)
+        errors = super().check(sizes)
         steps = self.spec.steps
         if self.num_times is None and steps < 2:
-            faults.append(
+            errors.append(
                 f"model.objective.rollout.steps={steps} leaves no time to train at, since all but one are used. "
                 "Use 2 or more steps, or num_times=1."
             )
         if self.num_times is None and self.time_range is not None:
-            faults.append(
+            errors.append(
                 f"model.objective.time_range={list(self.time_range)} leaves a number of times that only the loaded "
                 "sampler tells. Say how many of them each image trains at: model.objective.num_times=1 or more."
             )
         if self.num_times is not None and self.num_times > steps:
-            faults.append(
+            errors.append(
                 f"model.objective.num_times={self.num_times} is more than the sampler's {steps} times. "
                 f"Use {steps} or fewer."
             )
-        return faults
+        return errors
 
     @property
     def fewest_times(self) -> int:

@@ -87,8 +87,8 @@ class MixGRPO(ChainObjective):
         spec = super().rollout_spec(iteration)
         return replace(spec, tail=self.flash_share) if self.flash and spec.is_sde else spec
 
-    def chain_faults(self) -> list[str]:
-        faults = super().chain_faults()
+    def chain_errors(self) -> list[str]:
+        errors = super().chain_errors()
         if self.spec.tail is not None:
-            faults.append("model.objective.rollout.tail is set by MixGRPO itself. Leave it out; set flash=true.")
-        return faults
+            errors.append("model.objective.rollout.tail is set by MixGRPO itself. Leave it out; set flash=true.")
+        return errors

@@ -102,34 +102,34 @@ class VGRPO(DrawnTimesObjective):
         is_kept = self.kl_weight > 0 or self.keeps_anchor
         return self.pulled_to if is_kept and self.pulled_to != "behaviour" else None
 
-    def anchor_faults(self, sizes: Sizes) -> list[str]:
+    def anchor_errors(self, sizes: Sizes) -> list[str]:
         if self.anchor_weight == 0 and self.kl_weight > 0 and self.pulled_to == "anchor":
-            return self.standstill_faults(sizes)
-        return super().anchor_faults(sizes) if self.anchor_weight > 0 else []
+            return self.standstill_errors(sizes)
+        return super().anchor_errors(sizes) if self.anchor_weight > 0 else []
 
     def check(self, sizes: Sizes) -> list[str]:
-        faults, decay = super().check(sizes), self.anchor_decay if self.anchor_weight == 0 else None
+        errors, decay = super().check(sizes), self.anchor_decay if self.anchor_weight == 0 else None
         for name, value in (("anchor_decay", decay), ("kl_to", self.kl_to)):
             if value is not None and self.kl_weight == 0:
-                faults.append(f"model.objective.{name} needs a KL to act on: kl_weight=0. Set kl_weight=1.0.")
+                errors.append(f"model.objective.{name} needs a KL to act on: kl_weight=0. Set kl_weight=1.0.")
         if self.kl_to == "anchor" and self.anchor_weight > 0:
-            faults.append(
+            errors.append(
                 f"model.objective.anchor_weight={self.anchor_weight} and kl_to=anchor both pull to the anchor. "
                 "Set anchor_weight=0, or another kl_to."
             )
         elif self.pulled_to == "anchor" and decay is None:
-            faults.append("model.objective.kl_to=anchor needs an anchor: anchor_decay=null. Set anchor_decay=0.3.")
+            errors.append("model.objective.kl_to=anchor needs an anchor: anchor_decay=null. Set anchor_decay=0.3.")
         if self.pulled_to != "anchor" and decay is not None:
-            faults.append(
+            errors.append(
                 f"model.objective.anchor_decay={decay} has no effect with kl_to={self.kl_to}. Set anchor_decay=null, "
                 "or kl_to=anchor."
             )
         elif self.kl_weight > 0 and self.pulled_to == "behaviour" and sizes.updates_per_iteration == 1:
-            faults.append(
+            errors.append(
                 f"model.objective.kl_weight={self.kl_weight} has no effect with updates_per_iteration=1: the policy "
                 "is its own behaviour policy. Set data.updates_per_iteration=2 or more, or an anchor_decay of 0.3."
             )
-        return faults
+        return errors
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         passes: dict[str, float] = {"update": sizes.uses_per_image * self.num_mc_samples}

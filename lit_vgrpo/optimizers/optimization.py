@@ -27,17 +27,17 @@ class Optimization:
 
     def check(self) -> list[str]:
         """List what keeps the two from being built, a line each."""
-        faults = self.optimizer.check()
+        errors = self.optimizer.check()
         if self.schedule is None:
-            return faults
-        if not faults:
-            faults = self.schedule.check(self.optimizer.trial())
+            return errors
+        if not errors:
+            errors = self.schedule.check(self.optimizer.trial())
         if self.optimizer.warmup_steps:
-            faults.append(
+            errors.append(
                 f"model.optimizer.warmup_steps={self.optimizer.warmup_steps} and model.lr_scheduler are both "
                 "given. Leave one of them out; torch.optim.lr_scheduler.OneCycleLR warms up by itself."
             )
-        return faults
+        return errors
 
     def build(self, parameters: Iterable[nn.Parameter], fused: bool = False) -> Any:
         """Return what ``configure_optimizers`` returns.

@@ -17,11 +17,11 @@ from lit_vgrpo.core.rollout import Conditioning, RolloutSpec
 from lit_vgrpo.policies.contract import PolicyContract, PutStart
 from lit_vgrpo.policies.export import save_policy
 from lit_vgrpo.policies.fold import FoldedLora, is_folded_for_sampling
-from lit_vgrpo.policies.pipeline_folder import misfit, null_components, parts_in_memory, pipeline_faults
+from lit_vgrpo.policies.pipeline_folder import misfit, null_components, parts_in_memory, pipeline_errors
 from lit_vgrpo.policies.pipeline_loading import read_pipeline
 from lit_vgrpo.policies.placement import cast, in_own_precision, place, with_cpu_default
 from lit_vgrpo.policies.prompt_encoder import PromptEncoder
-from lit_vgrpo.policies.speed import quantise_fault, speed_up
+from lit_vgrpo.policies.speed import quantise_error, speed_up
 from lit_vgrpo.policies.trained import choose_trained
 from lit_vgrpo.policies.vae import latent_sides, save_memory
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
@@ -41,7 +41,7 @@ class Policy(PolicyContract):
 
     def check(self) -> list[str]:
         """Return errors that can be found without reading weights, one line each."""
-        return [] if self.loaded else pipeline_faults(self)
+        return [] if self.loaded else pipeline_errors(self)
 
     def load(self) -> Policy:
         """Check, load the weights and add the adapter; a second call does nothing.
@@ -50,8 +50,8 @@ class Policy(PolicyContract):
             LoadError: the checkpoint is missing, damaged or of another family, or an option does not fit it.
             RuntimeError: ``start_from`` is given, which :func:`lit_vgrpo.runs.start.load_policy` knows.
         """
-        for fault in self.check():
-            raise LoadError(fault)
+        for error in self.check():
+            raise LoadError(error)
         return self.read()
 
     @with_cpu_default
@@ -82,8 +82,8 @@ class Policy(PolicyContract):
                 f"start_from={self.start_from} names a run, which a policy cannot read itself. "
                 "Call lit_vgrpo.runs.start.load_policy(policy) instead of policy.load()."
             )
-        if (fault := misfit(self, parts_in_memory(pipeline))) is not None:
-            raise LoadError(fault)
+        if (error := misfit(self, parts_in_memory(pipeline))) is not None:
+            raise LoadError(error)
         pipeline.set_progress_bar_config(disable=True)
         for component in pipeline.components.values():
             if isinstance(component, nn.Module):
@@ -167,14 +167,14 @@ class Policy(PolicyContract):
         return network
 
     @classmethod
-    def accelerator_faults(cls, spec: RolloutSpec, where: str) -> list[str]:
+    def accelerator_errors(cls, spec: RolloutSpec, where: str) -> list[str]:
         """Return why a spec's accelerators do not work on this family or machine, at most one line.
 
         Args:
             where: the spec's key, for the message.
         """
-        if spec.quantise is not None and (fault := quantise_fault(spec.quantise, f"{where}.quantise")):
-            return [fault]
+        if spec.quantise is not None and (error := quantise_error(spec.quantise, f"{where}.quantise")):
+            return [error]
         if spec.cache is None or cls.has_cache:
             return []
         return [
@@ -201,8 +201,8 @@ class Policy(PolicyContract):
             cond: B rows.
             guidance: classifier-free guidance scale; 1.0 runs one pass instead of two.
         """
-        if guidance != 1.0 and (fault := self.guidance_fault()) is not None:
-            raise ValueError(fault)
+        if guidance != 1.0 and (error := self.guidance_error()) is not None:
+            raise ValueError(error)
         if self.embeds_guidance:
             scales = torch.full((len(z),), guidance, device=z.device)
             cond = Conditioning({**cond.tensors, "guidance": scales})

@@ -57,7 +57,7 @@ def checks_of(policy: Policy) -> Iterator[tuple[str, Check]]:
 
 def scales_of(policy: Policy) -> tuple[float, ...]:
     """Return the guidance scales to compare images at."""
-    return (1.0, GUIDANCE) if policy.guidance_fault() is None else (1.0,)
+    return (1.0, GUIDANCE) if policy.guidance_error() is None else (1.0,)
 
 
 def inputs(policy: Policy, size: int = 2) -> tuple[Tensor, Tensor, Conditioning]:
@@ -136,7 +136,7 @@ def inputs_count(policy: Policy) -> str:
         "time": policy(noise, policy.path.snap(t / 2), cond),
         "prompt": policy(noise, t, policy.encode(PROMPTS[2:4])),
     }
-    if policy.guidance_fault() is None:
+    if policy.guidance_error() is None:
         others["guidance"] = policy(noise, t, cond, GUIDANCE)
     for name, other in others.items():
         if difference(other, plain) < OTHER:

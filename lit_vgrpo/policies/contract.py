@@ -108,14 +108,14 @@ class PolicyContract(nn.Module):
     ) -> None:
         super().__init__()
         adapter = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_targets": lora_targets}
-        for fault in option_faults({**adapter, "lora_dropout": lora_dropout, "train_only": train_only}):
-            raise ValueError(fault)
+        for error in option_errors({**adapter, "lora_dropout": lora_dropout, "train_only": train_only}):
+            raise ValueError(error)
         if start_weights != "trained" and start_from is None:
             raise ValueError(f"start_weights={start_weights} has no effect without start_from. Set start_from=RUN too.")
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is unknown. Use {', '.join(DTYPES)}.")
         if fold_lora and dtype != "float32":
-            raise ValueError(sixteen_bit_fold_fault(DTYPES[dtype]))
+            raise ValueError(sixteen_bit_fold_error(DTYPES[dtype]))
         resolve_path(checkpoint)  # refuses a shipped: path that leaves the installed folder
         self.checkpoint = checkpoint
         self.variant, self.revision = variant, revision
@@ -216,7 +216,7 @@ class PolicyContract(nn.Module):
         """Return shell-style patterns of the network's weights that no output depends on, which are never trained."""
         return ()
 
-    def guidance_fault(self) -> str | None:
+    def guidance_error(self) -> str | None:
         """Return why no scale but 1 may be used, in one line, or ``None``; the policy need not be loaded."""
         return None
 
@@ -268,30 +268,30 @@ class PolicyContract(nn.Module):
         """Return the scheduler's timesteps as times in (0, 1], float32, ``(S,)``."""
 
 
-def option_faults(options: dict[str, Any]) -> list[str]:
+def option_errors(options: dict[str, Any]) -> list[str]:
     """Return errors in the options that choose the trained weights, one line each."""
     rank, dropout, only = options["lora_rank"], options["lora_dropout"], options["train_only"]
     alpha, targets = options["lora_alpha"], options["lora_targets"]
-    faults = []
+    errors = []
     if dropout:
-        faults.append(
+        errors.append(
             f"lora_dropout={dropout} would make the policy differ from the one that rolled out, and the ratio would "
             "not be 1 before any update. Leave it out."
         )
     if alpha is not None and rank is None:
-        faults.append(f"lora_alpha={alpha} has no effect without lora_rank. Set lora_rank=32 too, or lora_alpha=null.")
+        errors.append(f"lora_alpha={alpha} has no effect without lora_rank. Set lora_rank=32 too, or lora_alpha=null.")
     if targets is not None and not targets:
-        faults.append("lora_targets=[] is empty. Give suffixes such as attn.to_q, or null for the default.")
+        errors.append("lora_targets=[] is empty. Give suffixes such as attn.to_q, or null for the default.")
     if targets and rank is None:
-        faults.append(f"lora_targets={list(targets)} has no effect without lora_rank. Set lora_rank=32 too.")
+        errors.append(f"lora_targets={list(targets)} has no effect without lora_rank. Set lora_rank=32 too.")
     if only is not None and rank is not None:
-        faults.append("train_only and lora_rank are both given, but lora_rank trains only an adapter. Leave one out.")
+        errors.append("train_only and lora_rank are both given, but lora_rank trains only an adapter. Leave one out.")
     if only is not None and not only:
-        faults.append("train_only=[] is empty. Give patterns such as '*.attn.*', or null for all weights.")
-    return faults
+        errors.append("train_only=[] is empty. Give patterns such as '*.attn.*', or null for all weights.")
+    return errors
 
 
-def sixteen_bit_fold_fault(dtype: torch.dtype) -> str:
+def sixteen_bit_fold_error(dtype: torch.dtype) -> str:
     """Return why an adapter is not merged into 16-bit weights, in one line."""
     name = str(dtype).removeprefix("torch.")
     return (

@@ -33,8 +33,8 @@ class FlowPolicy(Policy, ABC):
 
     def misfit(self, parts: Parts) -> str | None:
         network, vae = parts.get(self.network_name), parts.get("vae")
-        fault = channels_misfit(self.network_name, network, vae, self.packed**2)
-        return fault or flow_misfit(parts.get("scheduler"))
+        error = channels_misfit(self.network_name, network, vae, self.packed**2)
+        return error or flow_misfit(parts.get("scheduler"))
 
     def build_path(self) -> RectifiedFlow:
         return RectifiedFlow()

@@ -69,10 +69,10 @@ class FluxPolicy(FlowPolicy):
             return None
 
     def check(self) -> list[str]:
-        faults = super().check()
-        if not faults and not self.loaded and self.negative_prompt and self._embeds_guidance_on_disk():
+        errors = super().check()
+        if not errors and not self.loaded and self.negative_prompt and self._embeds_guidance_on_disk():
             return [self._unused_negative_prompt()]
-        return faults
+        return errors
 
     def adopt(self, pipeline: Any) -> Policy:
         if self.negative_prompt and pipeline.transformer.config.guidance_embeds:

@@ -52,7 +52,7 @@ class Flux2Policy(FlowPolicy):
 
     # --- guidance --------------------------------------------------------------------------------------------------
 
-    def guidance_fault(self) -> str | None:
+    def guidance_error(self) -> str | None:
         if not self._is_distilled():
             return None
         return (

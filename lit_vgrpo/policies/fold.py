@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_vgrpo.core.sharding import is_sharded
-from lit_vgrpo.policies.contract import PolicyContract, sixteen_bit_fold_fault
+from lit_vgrpo.policies.contract import PolicyContract, sixteen_bit_fold_error
 from lit_vgrpo.system.hub import LoadError
 
 
@@ -80,10 +80,10 @@ def is_folded_for_sampling(policy: PolicyContract) -> bool:
     """
     if policy.fold_lora is False or (policy.fold_lora is None and policy.lora_rank is None):
         return False
-    fault = fold_fault(policy)
-    if fault is not None and policy.fold_lora:
-        raise LoadError(fault)
-    return fault is None
+    error = fold_error(policy)
+    if error is not None and policy.fold_lora:
+        raise LoadError(error)
+    return error is None
 
 
 def lora_layers(network: nn.Module) -> list[Any]:
@@ -98,7 +98,7 @@ def weight(layer: Any) -> Tensor:
     return layer.get_base_layer().weight
 
 
-def fold_fault(policy: PolicyContract) -> str | None:
+def fold_error(policy: PolicyContract) -> str | None:
     """Return why a policy's adapter cannot be merged into the weights, in one line; ``None`` if it can.
 
     Sharded weights are detected only after the strategy has sharded them.
@@ -109,7 +109,7 @@ def fold_fault(policy: PolicyContract) -> str | None:
         return f"{option} has nothing to fold: {type(policy.network).__name__} has no LoRA adapter. Leave it out."
     for dtype in (policy.dtype, *(weight(layer).dtype for layer in layers)):
         if dtype != torch.float32:
-            return f"model.policy.{sixteen_bit_fold_fault(dtype)}"
+            return f"model.policy.{sixteen_bit_fold_error(dtype)}"
     if any(is_sharded(weight(layer)) for layer in layers):
         return f"{option} needs full weights on every rank: FSDP2 and ZeRO-3 shard them. Leave it out, or use zero2."
     if any(getattr(layer.get_base_layer(), "groups", 1) > 1 for layer in layers):

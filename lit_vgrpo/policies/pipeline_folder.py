@@ -20,29 +20,29 @@ WEIGHTS = re.compile(
 )
 
 
-def pipeline_faults(policy: PolicyContract) -> list[str]:
+def pipeline_errors(policy: PolicyContract) -> list[str]:
     """Return why a policy's checkpoint does not fit it, in one line; empty if it does."""
     checkpoint, revision = policy.checkpoint, policy.revision
-    if (fault := _version_fault(policy)) is not None:
-        return [fault]
+    if (error := _version_error(policy)) is not None:
+        return [error]
     folder = local_folder(checkpoint)
     if folder is None:
-        fault = explain_unloadable(checkpoint, INDEX, KEY, revision)
-        if fault is not None:
-            return [fault]
+        error = explain_unloadable(checkpoint, INDEX, KEY, revision)
+        if error is not None:
+            return [error]
         _fetch_index(checkpoint, revision)
         cached = config_folder(checkpoint, revision)
-        return [] if cached is None else folder_faults(policy, cached, is_whole=False)
+        return [] if cached is None else folder_errors(policy, cached, is_whole=False)
     if not folder.is_dir():
         return [_not_a_folder(policy, folder)]
     if not (folder / INDEX).is_file():
         return [f"{KEY}={checkpoint} has no {INDEX}: it is not a pipeline folder."]
     if revision is not None:
         return [f"model.policy.revision={revision} has no effect on {checkpoint}, which is a folder. Leave it out."]
-    return folder_faults(policy, folder)
+    return folder_errors(policy, folder)
 
 
-def _version_fault(policy: PolicyContract) -> str | None:
+def _version_error(policy: PolicyContract) -> str | None:
     """Return that the installed diffusers lacks the policy's pipeline, in one line, or ``None``."""
     import diffusers
 
@@ -54,7 +54,7 @@ def _version_fault(policy: PolicyContract) -> str | None:
     )
 
 
-def folder_faults(policy: PolicyContract, folder: Path, is_whole: bool = True) -> list[str]:
+def folder_errors(policy: PolicyContract, folder: Path, is_whole: bool = True) -> list[str]:
     """Return why a pipeline folder does not fit a policy, in one line; empty if it does.
 
     Args:
@@ -73,17 +73,17 @@ def folder_faults(policy: PolicyContract, folder: Path, is_whole: bool = True) -
         advice = f"Use class_path: {families[found]}." if known else f"Use a {needed}."
         return [f"{KEY}={checkpoint} is a {found}, {type(policy).__name__} needs {needed}. {advice}"]
     nulls = policy.null_components(folder)
-    faults = [misfit(policy, _parts_on_disk(folder, index))]
+    errors = [misfit(policy, _parts_on_disk(folder, index))]
     if is_whole:
         parts = [name for name, entry in index.items() if isinstance(entry, list) and name not in nulls]
-        faults += [_absent_part(policy, folder, parts), _variant_fault(policy, folder, parts)]
-    return [fault for fault in faults if fault is not None][:1]
+        errors += [_absent_part(policy, folder, parts), _variant_error(policy, folder, parts)]
+    return [error for error in errors if error is not None][:1]
 
 
 def misfit(policy: PolicyContract, parts: Parts) -> str | None:
     """Return why a pipeline of the right class cannot be trained, in one line, or ``None``."""
-    fault = policy.misfit(parts)
-    return None if fault is None else f"{KEY}={policy.checkpoint} {fault}"
+    error = policy.misfit(parts)
+    return None if error is None else f"{KEY}={policy.checkpoint} {error}"
 
 
 def parts_in_memory(pipeline: Any) -> dict[str, dict[str, Any] | None]:
@@ -164,7 +164,7 @@ def _absent_part(policy: PolicyContract, folder: Path, names: list[str]) -> str 
     return f"{KEY}={policy.checkpoint} lacks {lacking}, which its {INDEX} names. Save or download the pipeline again."
 
 
-def _variant_fault(policy: PolicyContract, folder: Path, names: list[str]) -> str | None:
+def _variant_error(policy: PolicyContract, folder: Path, names: list[str]) -> str | None:
     """Return why a folder lacks the requested variant of its weights, judged by file names, or None."""
     held = {name: variants for name in names if (variants := _variants(folder / name))}
     if policy.variant is None:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.contract import PolicyContract
-from lit_vgrpo.policies.pipeline_folder import KEY, config_folder, folder_faults
+from lit_vgrpo.policies.pipeline_folder import KEY, config_folder, folder_errors
 from lit_vgrpo.system.hub import LoadError, local_folder, only_errors_of, quiet_libraries
 
 
@@ -28,8 +28,8 @@ def read_pipeline(policy: PolicyContract) -> Any:
     with quiet_libraries():
         family = getattr(diffusers, policy.pipeline_class)  # imports lazily
     folder = fetch(policy, family)
-    for fault in folder_faults(policy, folder):
-        raise LoadError(fault)
+    for message in folder_errors(policy, folder):
+        raise LoadError(message)
     options: dict[str, Any] = {"variant": policy.variant, "torch_dtype": dtypes, **policy.null_components(folder)}
     if not any(folder.glob("*/*.safetensors")):
         options["use_safetensors"] = False  # otherwise diffusers reports each missing file as an error

@@ -51,8 +51,8 @@ def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor"
     Raises:
         LoadError: no compiler is installed, or the network has no repeated blocks.
     """
-    if backend == "inductor" and (fault := compiler_fault()):
-        raise LoadError(fault)
+    if backend == "inductor" and (error := compiler_error()):
+        raise LoadError(error)
     blocks = repeated_blocks(network)
     if not blocks:
         raise LoadError(
@@ -74,7 +74,7 @@ def repeated_blocks(network: Any) -> list[nn.Module]:
     return [module for module in network.modules() if type(module).__name__ in (names or ())]
 
 
-def compiler_fault() -> str | None:
+def compiler_error() -> str | None:
     """Return why ``torch.compile`` would fail on this machine, in one line, or ``None``."""
     from torch.utils._triton import has_triton_package
 
@@ -89,7 +89,7 @@ def compiler_fault() -> str | None:
     return None
 
 
-def quantise_fault(kind: str, where: str) -> str | None:
+def quantise_error(kind: str, where: str) -> str | None:
     """Return why this machine cannot multiply in an 8-bit type, in one line, or ``None``.
 
     Args:

@@ -39,7 +39,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise UserError(f"start_from={policy.start_from} is not used by these checks. Leave it out.")
         policy.load()
     except UserError as error:
-        report(error.faults)
+        report(error.errors)
         return 2
     except LoadError as error:
         report([str(error)])
@@ -83,8 +83,8 @@ def run_checks(policy: Policy) -> int:
     for shown, check in checks_of(policy):
         try:
             mark, said = "ok", check(policy)
-        except Broken as fault:
-            mark, said = "NO", str(fault)
+        except Broken as failure:
+            mark, said = "NO", str(failure)
         except Exception as error:  # the family's and the pipeline's code may raise anything
             mark, said = "NO", f"{type(error).__name__}: {error}"
         failed += mark == "NO"

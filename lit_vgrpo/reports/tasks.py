@@ -22,7 +22,7 @@ def refuse_without_evaluations(runs: Sequence[RunData]) -> None:
     Raises:
         UserError: with a line for each run that has none.
     """
-    faults = []
+    errors = []
     for run in runs:
         if any("reward" in point.metrics for point in run.evaluations):
             continue
@@ -32,9 +32,9 @@ def refuse_without_evaluations(runs: Sequence[RunData]) -> None:
             advice = "Train with data.heldout=prompts.txt."
         own = run.folder / REPORT_NAME
         kept = f" What it wrote itself is in {own}." if own.is_file() else ""
-        faults.append(f"{run.folder} has no held-out evaluation yet. {advice}{kept}")
-    if faults:
-        raise UserError(*faults)
+        errors.append(f"{run.folder} has no held-out evaluation yet. {advice}{kept}")
+    if errors:
+        raise UserError(*errors)
 
 
 def refuse_different_tasks(runs: Sequence[RunData]) -> None:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.ranges import BatchSize, checked
-from lit_vgrpo.rewards.clip import clip_fault, clip_model
+from lit_vgrpo.rewards.clip import clip_error, clip_model
 from lit_vgrpo.rewards.model import Dtype, ModelReward, ScoreHead, unit
-from lit_vgrpo.rewards.weights import file_fault, fill, read_weights, unloadable, weights_path
+from lit_vgrpo.rewards.weights import file_error, fill, read_weights, unloadable, weights_path
 from lit_vgrpo.system.hub import explain_unloadable, source_of
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ class AestheticScore(ModelReward):
         self.clip = clip
         self._processor: CLIPImageProcessor | None = None
 
-    def _file_faults(self) -> list[str | None]:
+    def _file_errors(self) -> list[str | None]:
         key = self.option("clip")
-        clip = explain_unloadable(self.clip, "config.json", key) or clip_fault(self.clip, key)
-        return [file_fault(self.checkpoint, FILENAME, self.option("checkpoint")), clip]
+        clip = explain_unloadable(self.clip, "config.json", key) or clip_error(self.clip, key)
+        return [file_error(self.checkpoint, FILENAME, self.option("checkpoint")), clip]
 
     def _build(self) -> nn.Module:
         from transformers import CLIPImageProcessor

@@ -67,7 +67,7 @@ class Reward(ABC):
         """Return errors that can be found without loading weights, one line each."""
         return []
 
-    def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         """Return why no image of this prompt can be scored, or None; called for every prompt before loading."""
         return None
 

@@ -45,13 +45,13 @@ class CLIPReward(ModelReward):
     def _scaled(self, cosines: Tensor) -> Tensor:
         """Return the scores of cosines, shape ``(b,)``, float32."""
 
-    def _file_faults(self) -> list[str | None]:
-        model_fault = explain_unloadable(self.checkpoint, "config.json", self.option("checkpoint"))
-        faults = [model_fault or clip_fault(self.checkpoint, self.option("checkpoint"))]
-        if not (model_fault and self.processor == self.checkpoint):
+    def _file_errors(self) -> list[str | None]:
+        model_error = explain_unloadable(self.checkpoint, "config.json", self.option("checkpoint"))
+        errors = [model_error or clip_error(self.checkpoint, self.option("checkpoint"))]
+        if not (model_error and self.processor == self.checkpoint):
             # the only file of a saved processor that both transformers 4 and 5 write
-            faults.append(explain_unloadable(self.processor, "tokenizer_config.json", self.option("processor")))
-        return faults
+            errors.append(explain_unloadable(self.processor, "tokenizer_config.json", self.option("processor")))
+        return errors
 
     def _build(self) -> nn.Module:
         from transformers import CLIPProcessor
@@ -106,7 +106,7 @@ def clip_model(checkpoint: str, dtype: Dtype, what_to_set: str) -> CLIPModel:
     return cast("CLIPModel", model)
 
 
-def clip_fault(checkpoint: str, what_to_set: str) -> str | None:
+def clip_error(checkpoint: str, what_to_set: str) -> str | None:
     """Return why a local folder's ``config.json`` is not a CLIP model's, in one line, or None."""
     folder = local_folder(checkpoint)
     if folder is None:

@@ -178,15 +178,15 @@ class Weighted(Reward):
         return self.score(images, prompts, rows).total
 
     def check(self) -> list[str]:
-        return [fault for part in self.parts for fault in part.reward.check()]
+        return [error for part in self.parts for error in part.reward.check()]
 
-    def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
-        return next(iter(self.faults_of_prompt(prompt, row).values()), None)
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
+        return next(iter(self.errors_of_prompt(prompt, row).values()), None)
 
-    def faults_of_prompt(self, prompt: str, row: dict[str, Any]) -> dict[str, str]:
+    def errors_of_prompt(self, prompt: str, row: dict[str, Any]) -> dict[str, str]:
         """Return by name why rewards that apply to a prompt cannot score it."""
-        faults = {part.name: part.reward.prompt_fault(prompt, row) for part in self.parts if self._applies(part, row)}
-        return {name: fault for name, fault in faults.items() if fault is not None}
+        errors = {part.name: part.reward.prompt_error(prompt, row) for part in self.parts if self._applies(part, row)}
+        return {name: error for name, error in errors.items() if error is not None}
 
     def unknown_names(self, row: Mapping[str, Any]) -> list[str]:
         """Return names in a row's field ``rewards`` that do not exist."""

@@ -53,7 +53,7 @@ class Connection:
         """The bearer token, read from the environment on each access."""
         return None if self.token_env is None else os.environ.get(self.token_env, "").strip()
 
-    def token_fault(self) -> str | None:
+    def token_error(self) -> str | None:
         """Return why the token cannot be sent, or None; never shows the token."""
         if self.token_env is None or self.token is None:
             return None
@@ -64,7 +64,7 @@ class Connection:
         return None
 
 
-def address_fault(url: str) -> str | None:
+def address_error(url: str) -> str | None:
     """Return why an address cannot be used, or None."""
     try:
         parts = urlsplit(url)

@@ -12,9 +12,9 @@ from lit_vgrpo.core.batches import BATCH_SIZE, filled
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, checked
 from lit_vgrpo.rewards.base import Reward
-from lit_vgrpo.rewards.geneval_colors import ColorClassifier, color_model_fault, object_crop
-from lit_vgrpo.rewards.geneval_detector import ObjectDetector, class_names, detector_config, detector_fault
-from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, Verdict, row_fault
+from lit_vgrpo.rewards.geneval_colors import ColorClassifier, color_model_error, object_crop
+from lit_vgrpo.rewards.geneval_detector import ObjectDetector, class_names, detector_config, detector_error
+from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, Verdict, row_error
 from lit_vgrpo.rewards.model import Dtype, check_arguments, device_for
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
@@ -87,17 +87,17 @@ class GenEval(Reward):
 
     def check(self) -> list[str]:
         """Report a missing folder or file, a model of another family, or weights neither cached nor reachable."""
-        of_detector = detector_fault(self.detector, self.option("detector"))
-        of_clip = color_model_fault(self.clip, self.option("clip"))
-        return [fault for fault in (of_detector, of_clip) if fault]
+        of_detector = detector_error(self.detector, self.option("detector"))
+        of_clip = color_model_error(self.clip, self.option("clip"))
+        return [error for error in (of_detector, of_clip) if error]
 
-    def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         """Refuse a row without ``include``, or with classes or relations unknown to the detector or the rules."""
         if self._known is None:
             config = detector_config(self.detector)
             self._known = frozenset(class_names(config) if config else CLASSES)
-        fault = row_fault(row, self._known)
-        return None if fault is None else f'Prompt "{prompt}": {fault}'
+        error = row_error(row, self._known)
+        return None if error is None else f'Prompt "{prompt}": {error}'
 
     def load(self) -> None:
         """Load detector and CLIP; a second call does nothing.
@@ -107,8 +107,8 @@ class GenEval(Reward):
         """
         if self._colors is not None:
             return
-        for fault in self.check():
-            raise LoadError(fault)
+        for error in self.check():
+            raise LoadError(error)
         with quiet_libraries():
             self._detector = ObjectDetector(self.detector, self.dtype, self.option("detector"))
             self._colors = ColorClassifier(self.clip, self.dtype, self.option("clip"))
@@ -116,10 +116,10 @@ class GenEval(Reward):
             model.eval().requires_grad_(False)
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        faults = [self.prompt_fault(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
-        self.failure = next((fault for fault in faults if fault is not None), None)
+        errors = [self.prompt_error(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        self.failure = next((error for error in errors if error is not None), None)
         scores = torch.full((len(rows),), math.nan)
-        sound = [index for index, fault in enumerate(faults) if fault is None]
+        sound = [index for index, error in enumerate(errors) if error is None]
         for index, verdict in zip(sound, self.judge(images[sound], [rows[i] for i in sound]), strict=True):
             scores[index] = float(verdict.correct) if self.score == "strict" else verdict.partial
         return scores

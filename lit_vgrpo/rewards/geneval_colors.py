@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lit_vgrpo.rewards.clip import clip_fault, clip_model, embedding
+from lit_vgrpo.rewards.clip import clip_error, clip_model, embedding
 from lit_vgrpo.rewards.geneval_rules import COLORS, Detection
 from lit_vgrpo.rewards.model import Dtype, unit
 from lit_vgrpo.rewards.weights import unloadable
@@ -79,10 +79,10 @@ def object_crop(picture: Image.Image, detection: Detection) -> Image.Image:
     return picture.crop((left, top, right, bottom))
 
 
-def color_model_fault(checkpoint: str, what_to_set: str) -> str | None:
+def color_model_error(checkpoint: str, what_to_set: str) -> str | None:
     """Return what is wrong with a CLIP checkpoint without loading it, in one line, or None."""
     return (
         explain_unloadable(checkpoint, "config.json", what_to_set)
-        or clip_fault(checkpoint, what_to_set)
+        or clip_error(checkpoint, what_to_set)
         or explain_unloadable(checkpoint, "tokenizer_config.json", what_to_set)
     )

@@ -114,11 +114,11 @@ def class_names(config: dict[str, Any]) -> list[str]:
     return [official_name(label) for label in config.get("id2label", {}).values()]
 
 
-def detector_fault(checkpoint: str, what_to_set: str) -> str | None:
+def detector_error(checkpoint: str, what_to_set: str) -> str | None:
     """Return why a checkpoint's configuration is not a detector's, in one line, or None."""
-    fault = explain_unloadable(checkpoint, "config.json", what_to_set)
-    if fault is not None:
-        return fault
+    error = explain_unloadable(checkpoint, "config.json", what_to_set)
+    if error is not None:
+        return error
     config = detector_config(checkpoint)
     if config is None:
         return None if local_folder(checkpoint) is None else f"{checkpoint} holds no readable config.json."

@@ -132,7 +132,7 @@ class GenEvalRules:
 
         Args:
             objects: by class, the most confident first; those of :meth:`to_color` with their colour.
-            row: with ``include`` and optionally ``exclude``, see :func:`row_fault`.
+            row: with ``include`` and optionally ``exclude``, see :func:`row_error`.
         """
         reasons: list[str] = []
         shares: list[float] = []
@@ -209,7 +209,7 @@ def overlap(a: Box, b: Box) -> float:
     return shared / union if union else 0.0
 
 
-def row_fault(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | None:
+def row_error(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | None:
     """Return why a row cannot be judged, in one line, or None.
 
     Args:
@@ -224,13 +224,13 @@ def row_fault(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | No
         if not isinstance(needs, list):
             return f"{name}={needs!r} is not a list. Use GenEval's metadata: {name}=[{{class: bench, count: 1}}]."
         for number, need in enumerate(needs):
-            fault = _need_fault(need, number, known)
-            if fault is not None:
-                return f"{name}[{number}]{fault}"
+            error = _need_error(need, number, known)
+            if error is not None:
+                return f"{name}[{number}]{error}"
     return None
 
 
-def _need_fault(need: Any, number: int, known: Collection[str]) -> str | None:
+def _need_error(need: Any, number: int, known: Collection[str]) -> str | None:
     if not isinstance(need, dict):
         return f"={need!r} is not a mapping. Use {{class: bench, count: 1}}."
     label, count, color, position = (need.get(key) for key in ("class", "count", "color", "position"))

@@ -15,7 +15,7 @@ from lit_vgrpo.core.pixels import letterboxed
 from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.errors import suggestion
 from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
-from lit_vgrpo.rewards.weights import file_fault, fill, read_weights, weights_path
+from lit_vgrpo.rewards.weights import file_error, fill, read_weights, weights_path
 
 HUB_CHECKPOINT = "xswu/HPSv2"
 FILENAME = "HPS_v2.1_compressed.pt"
@@ -57,8 +57,8 @@ class HPSv2(ModelReward):
         self.model = model
         self._tokenizer: Any = None
 
-    def _file_faults(self) -> list[str | None]:
-        return [file_fault(self.checkpoint, FILENAME, self.option("checkpoint")), self._model_fault()]
+    def _file_errors(self) -> list[str | None]:
+        return [file_error(self.checkpoint, FILENAME, self.option("checkpoint")), self._model_error()]
 
     def _build(self) -> nn.Module:
         import open_clip
@@ -89,7 +89,7 @@ class HPSv2(ModelReward):
     def _open_clip(self) -> Any:
         return cast(Any, self._model)
 
-    def _model_fault(self) -> str | None:
+    def _model_error(self) -> str | None:
         spec = find_spec("open_clip")
         if spec is None or spec.origin is None:
             return None

@@ -16,7 +16,7 @@ from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.rewards.connection import Connection
-from lit_vgrpo.rewards.protocol import VERSION, json_request, multipart_request, read_answer, row_fault
+from lit_vgrpo.rewards.protocol import VERSION, json_request, multipart_request, read_answer, row_error
 from lit_vgrpo.rewards.remote import Call, Failed, RemoteReward
 
 Encoding = Literal["json", "multipart"]
@@ -52,9 +52,9 @@ class HTTPReward(RemoteReward):
         self.batch_size = batch_size
         self.encoding = encoding
 
-    def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         """Return why JSON cannot represent the row, or None."""
-        return row_fault(row)
+        return row_error(row)
 
     def _check_server(self) -> None:
         answer = self._transport.ask(urljoin(self.url, "version"), self.option)

@@ -13,7 +13,7 @@ from lit_vgrpo.core.pixels import centre_cropped
 from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.rewards.blip import blip_modules, renamed
 from lit_vgrpo.rewards.model import Dtype, ModelReward
-from lit_vgrpo.rewards.weights import file_fault, fill, read_weights, unloadable, weights_path
+from lit_vgrpo.rewards.weights import file_error, fill, read_weights, unloadable, weights_path
 from lit_vgrpo.system.hub import LoadError, explain_unloadable, local_folder, source_of
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class ImageReward(ModelReward):
         self.tokenizer = tokenizer or _tokenizer_beside(checkpoint)
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
-    def _file_faults(self) -> list[str | None]:
+    def _file_errors(self) -> list[str | None]:
         tokenizer = explain_unloadable(self.tokenizer, "tokenizer_config.json", self.option("tokenizer"))
-        return [file_fault(self.checkpoint, FILENAME, self.option("checkpoint")), tokenizer]
+        return [file_error(self.checkpoint, FILENAME, self.option("checkpoint")), tokenizer]
 
     def _build(self) -> nn.Module:
         from transformers import BertTokenizer

@@ -30,7 +30,7 @@ class LinkClosed(RuntimeError):
 
 
 @dataclass(eq=False)  # exceptions are hashed
-class Fault(Exception):
+class RequestError(Exception):
     """A failed try.
 
     Args:
@@ -149,7 +149,7 @@ class Link:
             timeout_s: limit for the whole exchange.
 
         Raises:
-            Fault: there is no answer, or it is too long.
+            RequestError: there is no answer, or it is too long.
         """
         import httpx
 
@@ -158,18 +158,20 @@ class Link:
             return await asyncio.wait_for(self._exchange(method, url, content), timeout_s)
         except httpx.ConnectTimeout as error:
             reason = f"could not be reached within {self._connection.connect_timeout_s:g} s"
-            raise Fault("timeout", reason) from error
+            raise RequestError("timeout", reason) from error
         except (asyncio.TimeoutError, httpx.TimeoutException) as error:
-            raise Fault("timeout", f"gave no answer within {timeout_s:g} s") from error
+            raise RequestError("timeout", f"gave no answer within {timeout_s:g} s") from error
         except httpx.ConnectError as error:
-            raise Fault("unreachable", f"cannot be reached ({one_line(error) or type(error).__name__})") from error
+            raise RequestError(
+                "unreachable", f"cannot be reached ({one_line(error) or type(error).__name__})"
+            ) from error
         except (httpx.NetworkError, httpx.ProtocolError) as error:
             # httpx has one class for a connection that is closed too early and for an answer that is not HTTP
             if isinstance(error, httpx.NetworkError) or "disconnect" in str(error) or "closed" in str(error):
-                raise Fault("reset", "closed the connection before the answer was complete") from error
-            raise Fault("garbage", f"sent something other than HTTP ({one_line(error)})") from error
+                raise RequestError("reset", "closed the connection before the answer was complete") from error
+            raise RequestError("garbage", f"sent something other than HTTP ({one_line(error)})") from error
         except httpx.HTTPError as error:
-            raise Fault("unreachable", f"cannot be reached ({one_line(error)})") from error
+            raise RequestError("unreachable", f"cannot be reached ({one_line(error)})") from error
 
     async def _exchange(self, method: str, url: str, content: dict[str, Any]) -> Answer:
         most, body = self._connection.max_response_bytes, b""
@@ -178,7 +180,7 @@ class Link:
                 body += chunk
                 if len(body) > most:
                     if response.status_code == 200:
-                        raise Fault("too_large", f"answered more than {most} bytes")
+                        raise RequestError("too_large", f"answered more than {most} bytes")
                     break
             return Answer(response.status_code, body, seconds_of(response.headers.get("retry-after")))
 

@@ -53,7 +53,7 @@ class ModelReward(Reward):
     def check(self) -> list[str]:
         """Report a missing package or file, a model of another family, or weights neither cached nor reachable."""
         missing = self._missing_package()
-        return [fault for fault in (missing, *self._file_faults()) if fault]
+        return [error for error in (missing, *self._file_errors()) if error]
 
     def load(self) -> None:
         """Load the model; a second call does nothing.
@@ -66,9 +66,9 @@ class ModelReward(Reward):
             return
         if missing := self._missing_package():
             raise ModuleNotFoundError(missing)
-        for fault in self._file_faults():
-            if fault:
-                raise LoadError(fault)
+        for error in self._file_errors():
+            if error:
+                raise LoadError(error)
         with quiet_libraries():
             self._model = self._build().eval().requires_grad_(False)
 
@@ -103,7 +103,7 @@ class ModelReward(Reward):
         """Return the encoded prompts for a forward pass, on the model's device; empty by default."""
         return torch.zeros(len(prompts), 0)
 
-    def _file_faults(self) -> list[str | None]:
+    def _file_errors(self) -> list[str | None]:
         """Return errors in the files that can be found without loading them."""
         return []
 

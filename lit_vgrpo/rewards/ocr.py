@@ -85,7 +85,7 @@ class OCRReward(Reward):
             if _model_file(task) is None
         ]
 
-    def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         text = row.get("text")
         if text is not None and not isinstance(text, str):
             return f'Field text={text!r} of the prompt "{_short(prompt)}" is not a string. Write the text to render.'
@@ -105,8 +105,8 @@ class OCRReward(Reward):
         """
         if self._engine is not None:
             return
-        for fault in self.check():
-            raise ModuleNotFoundError(fault) if fault.startswith("OCRReward needs") else LoadError(fault)
+        for error in self.check():
+            raise ModuleNotFoundError(error) if error.startswith("OCRReward needs") else LoadError(error)
         from rapidocr import RapidOCR
 
         threads = min(self.threads, os.cpu_count() or 1)
@@ -128,10 +128,10 @@ class OCRReward(Reward):
         )
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        faults = [self.prompt_fault(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
-        self.failure = next((fault for fault in faults if fault is not None), None)
+        errors = [self.prompt_error(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        self.failure = next((error for error in errors if error is not None), None)
         scores = torch.full((len(prompts),), math.nan)
-        sound = [index for index, fault in enumerate(faults) if fault is None]
+        sound = [index for index, error in enumerate(errors) if error is None]
         for index, found in zip(sound, self.read(images[sound]), strict=True):
             scores[index] = self.score(found, wanted_text(prompts[index], rows[index]))
         return scores

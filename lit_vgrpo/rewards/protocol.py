@@ -120,7 +120,7 @@ def multipart_request(
     return _dump({"version": VERSION, "prompts": list(prompts), "rows": list(rows)}), [encode_png(i) for i in images]
 
 
-def row_fault(row: Mapping[str, Any]) -> str | None:
+def row_error(row: Mapping[str, Any]) -> str | None:
     """Return why a row cannot be sent, or None."""
     for key, value in row.items():
         try:

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
-from lit_vgrpo.rewards.connection import Connection, address_fault
-from lit_vgrpo.rewards.link import Answer, Fault, Link, LinkClosed
+from lit_vgrpo.rewards.connection import Connection, address_error
+from lit_vgrpo.rewards.link import Answer, Link, LinkClosed, RequestError
 from lit_vgrpo.rewards.protocol import ProtocolError
 
 T = TypeVar("T")
@@ -92,8 +92,8 @@ class Transport:
             option: returns an option's name for messages.
         """
         missing = NOT_INSTALLED if find_spec("httpx") is None else None
-        faults = (missing, address_fault(self.url), self.connection.token_fault())
-        return [_naming(option, fault) for fault in faults if fault is not None]
+        errors = (missing, address_error(self.url), self.connection.token_error())
+        return [_naming(option, error) for error in errors if error is not None]
 
     def ask(self, url: str, option: OptionName = str) -> Answer:
         """GET another address of the same server, retrying while it cannot be reached.
@@ -112,10 +112,10 @@ class Transport:
                 break
             except LinkClosed as error:
                 raise RewardError(f"The request to {url} was cancelled.") from error
-            except Fault as fault:
-                if fault.cause != "unreachable" or number == connection.retries:
+            except RequestError as failure:
+                if failure.cause != "unreachable" or number == connection.retries:
                     advice = "Start the server, or set url to where it listens."
-                    raise RewardError(f"{url} {fault.reason}. {advice}") from fault
+                    raise RewardError(f"{url} {failure.reason}. {advice}") from failure
         if answer.status in (401, 403):
             variable = f"{option('connection.token_env')} to a variable that holds its token"
             raise RewardError(f"{url} answered with status {answer.status}. Set {variable}.")
@@ -175,8 +175,8 @@ class Transport:
     def _open(self) -> Link:
         link = self._link
         if link is None or link.process != os.getpid():
-            for fault in self.check():
-                raise ModuleNotFoundError(fault) if fault == NOT_INSTALLED else RewardError(fault)
+            for error in self.check():
+                raise ModuleNotFoundError(error) if error == NOT_INSTALLED else RewardError(error)
             self._link = link = Link(self.url, self.connection)
             weakref.finalize(self, link.close)
         return link
@@ -209,15 +209,15 @@ class Transport:
         for number in range(retries + 1):
             try:
                 answer = await self._try(link, content, call.read)
-            except Fault as fault:
-                self.count(fault.cause)
-                if not fault.may_pass or number == retries or self._is_down:
+            except RequestError as error:
+                self.count(error.cause)
+                if not error.may_pass or number == retries or self._is_down:
                     self.count("gave_up")
                     self._failed_in_a_row += 1
                     tries = f" ({number + 1} tries)" if number else ""
-                    return Failed(f"{self.url} {fault.reason}{tries}")
+                    return Failed(f"{self.url} {error.reason}{tries}")
                 self.count("retried")
-                await asyncio.sleep(self._pause_s(number, fault.retry_after_s))
+                await asyncio.sleep(self._pause_s(number, error.retry_after_s))
             else:
                 self._failed_in_a_row = 0
                 return answer
@@ -228,11 +228,11 @@ class Transport:
         if answer.status != 200:
             may_pass = answer.status >= 500 or answer.status in PASSING_STATUS
             reason = f"answered with status {answer.status}" + (f": {answer.detail}" if answer.detail else "")
-            raise Fault(f"status_{answer.status}", reason, may_pass, answer.retry_after_s)
+            raise RequestError(f"status_{answer.status}", reason, may_pass, answer.retry_after_s)
         try:
             return read(answer.body)
         except ProtocolError as error:
-            raise Fault(error.cause, f"answered nonsense: {error}") from error
+            raise RequestError(error.cause, f"answered nonsense: {error}") from error
 
     def _pause_s(self, number: int, least: float) -> float:
         most = min(LONGEST_PAUSE_S, self.connection.backoff_s * 2**number)
@@ -278,6 +278,6 @@ class RemoteReward(Reward):
         self._transport.close()
 
 
-def _naming(option: OptionName, fault: str) -> str:
+def _naming(option: OptionName, error: str) -> str:
     """Replace option names in a message by the names the reader types."""
-    return re.sub(r"(?<![\w.])(url(?=[= ])|connection\.\w+)", lambda found: option(found.group()), fault)
+    return re.sub(r"(?<![\w.])(url(?=[= ])|connection\.\w+)", lambda found: option(found.group()), error)

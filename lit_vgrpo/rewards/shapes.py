@@ -39,7 +39,7 @@ class ShapesReward(Reward):
         self.checked = tuple(CHOICES) if check == "mean" else (check,)
         self.name = "shapes" if check == "mean" else check
 
-    def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         missing = [name for name in self.checked if name not in attributes_of(prompt, row)]
         if not missing:
             return None

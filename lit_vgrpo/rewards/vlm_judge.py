@@ -120,7 +120,7 @@ class VLMJudge(RemoteReward):
         self.system_prompt = system_prompt
         self.extra_body = dict(extra_body or {})
 
-    def prompt_fault(self, prompt: str, row: dict[str, Any]) -> str | None:
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         """Return which field of the template the row lacks, or None."""
         known = {"prompt", *row}
         missing = [field for field in _FIELD.findall(self.prompt_template) if field not in known]

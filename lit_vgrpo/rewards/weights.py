@@ -17,7 +17,7 @@ from lit_vgrpo.system.paths import resolve_path
 SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".safetensors"})
 
 
-def file_fault(checkpoint: str, filename: str, what_to_set: str) -> str | None:
+def file_error(checkpoint: str, filename: str, what_to_set: str) -> str | None:
     """Return why a file of weights is not available, in one line, or None.
 
     Args:
@@ -34,7 +34,7 @@ def file_fault(checkpoint: str, filename: str, what_to_set: str) -> str | None:
 
 
 def weights_path(checkpoint: str, filename: str, what_to_set: str) -> Path:
-    """Return the file of a checkpoint that passed :func:`file_fault`; from the hub it is downloaded once.
+    """Return the file of a checkpoint that passed :func:`file_error`; from the hub it is downloaded once.
 
     Raises:
         LoadError: the download failed.
@@ -83,12 +83,12 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], path: Path, what_to_se
         LoadError: the weights belong to a different model.
     """
     places = model.state_dict()
-    faults = {
+    errors = {
         "missing": [name for name in places if name not in weights],
         "unknown": [name for name in weights if name not in places],
         "of a different shape": [n for n, weight in weights.items() if n in places and weight.shape != places[n].shape],
     }
-    found = [f"{len(names)} weights {what}, such as {names[0]}" for what, names in faults.items() if names]
+    found = [f"{len(names)} weights {what}, such as {names[0]}" for what, names in errors.items() if names]
     if found:
         raise LoadError(
             f"Cannot load {path}: it holds a different model ({'; '.join(found)}). Set {what_to_set} to the right file."

@@ -40,9 +40,9 @@ def keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
     Raises:
         ValueError: such a limit is set.
     """
-    fault = limit_fault(trainer, sizes)
-    if fault is not None:
-        raise ValueError(fault)
+    error = limit_error(trainer, sizes)
+    if error is not None:
+        raise ValueError(error)
     if trainer.fast_dev_run:
         iterations = int(trainer.fast_dev_run)
         count_iterations(trainer, iterations)
@@ -50,7 +50,7 @@ def keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
         rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
 
 
-def limit_fault(trainer: Any, sizes: Sizes) -> str | None:
+def limit_error(trainer: Any, sizes: Sizes) -> str | None:
     """Return why a limit of the trainer cannot be kept, or ``None``."""
     fewer = "Leave it out; use data.prompts_per_iteration for less work, or trainer.fast_dev_run=true for a trial run."
     if trainer.overfit_batches:

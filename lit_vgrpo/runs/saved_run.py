@@ -29,12 +29,12 @@ def find_run(text: str) -> tuple[Path, Path | None]:
             if (folder / CONFIG_NAME).is_file():
                 return folder, path
     if path.is_dir():
-        fault = f"is not a run folder: it has no {CONFIG_NAME}"
+        error = f"is not a run folder: it has no {CONFIG_NAME}"
     else:
-        fault = (
+        error = (
             f"is not part of a run: it is not a run's {CONFIG_NAME} or checkpoint" if path.is_file() else "is not a run"
         )
-    raise UserError(f"{text} {fault}. {_runs_near(path)}")
+    raise UserError(f"{text} {error}. {_runs_near(path)}")
 
 
 def find_checkpoint(text: str, run: Path) -> Path:

@@ -60,7 +60,7 @@ class SavedWeights:
         if variant == AVERAGE and AVERAGE not in self.tensors:
             raise UserError(f"{self.path} holds no average: the run had no EMA callback. Leave out --ema.")
 
-    def faults(self, variant: str, policy: Policy) -> list[str]:
+    def errors(self, variant: str, policy: Policy) -> list[str]:
         """Return why the tensors of a variant do not fit a policy: at most one line."""
         difference = self.difference(variant, policy)
         if difference is None:
@@ -88,8 +88,8 @@ class SavedWeights:
         Raises:
             UserError: the policy trains other tensors.
         """
-        for fault in self.faults(variant, policy):
-            raise UserError(fault)
+        for error in self.errors(variant, policy):
+            raise UserError(error)
         write(trainable_parameters(policy), self.tensors[variant])
 
 

@@ -17,13 +17,13 @@ from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import resolve_path
 
 
-def policy_faults(policy: Policy) -> list[str]:
+def policy_errors(policy: Policy) -> list[str]:
     """Return one line for each error in a policy or the run it starts from, without loading weights."""
-    faults = policy.check()
+    errors = policy.check()
     if policy.start_from is not None and not policy.loaded:
-        fault = start_fault(policy.start_from, policy.start_weights)
-        faults += [fault] if fault else []
-    return faults
+        error = start_error(policy.start_from, policy.start_weights)
+        errors += [error] if error else []
+    return errors
 
 
 def load_policy(policy: Policy) -> Policy:
@@ -34,14 +34,14 @@ def load_policy(policy: Policy) -> Policy:
     """
     if policy.loaded:
         return policy
-    for fault in policy.check():
-        raise LoadError(fault)
+    for error in policy.check():
+        raise LoadError(error)
     if policy.start_from is None:
         return policy.read()
     return policy.read(partial(_put_start, *_saved(policy.start_from, policy.start_weights, _say_on_first)))
 
 
-def start_fault(start_from: str, start_weights: str) -> str | None:
+def start_error(start_from: str, start_weights: str) -> str | None:
     """Verify the checkpoint that a run starts from; return why it cannot be used, or ``None``.
 
     Args:

@@ -26,11 +26,11 @@ def vacant_folder(text: str) -> Path:
     """
     folder = Path(text).expanduser()
     if folder.is_dir():
-        fault = "is not empty" if any(folder.iterdir()) else None
+        error = "is not empty" if any(folder.iterdir()) else None
     else:
-        fault = "is a file" if folder.exists() or folder.is_symlink() else None
-    if fault is not None:
-        raise UserError(f"{text} {fault}, and nothing is overwritten. Choose a new folder.")
+        error = "is a file" if folder.exists() or folder.is_symlink() else None
+    if error is not None:
+        raise UserError(f"{text} {error}, and nothing is overwritten. Choose a new folder.")
     return folder
 
 
@@ -45,7 +45,7 @@ def write_new_folder(folder: Path, option: str) -> Iterator[Path]:
         with write_folder_atomically(folder) as draft:
             yield draft
     except WRITE_ERRORS as error:
-        raise UserError(f"Cannot write {folder}: {write_fault(error)}. Choose another folder: {option} DIR.") from error
+        raise UserError(f"Cannot write {folder}: {write_error(error)}. Choose another folder: {option} DIR.") from error
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Pat
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def write_fault(error: Exception) -> str:
+def write_error(error: Exception) -> str:
     """Return why something could not be written, in a few words."""
     return error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
 

@@ -174,15 +174,15 @@ def test_numbers_that_are_too_small(option):
         ({"prompts": "{tmp}/one.txt"}, "FID of 1 prompts cannot be split over 2 ranks with images_per_prompt=1"),
     ],
 )
-def test_faults(tmp_path, script, real, options, message):
+def test_errors(tmp_path, script, real, options, message):
     (tmp_path / "one.txt").write_text("a red circle\n")
     options = {name: text.format(tmp=tmp_path) for name, text in options.items()}
-    (fault,) = FID(**{"reference": real, "features": script, **options}).check(world_size=2)
-    assert message in fault
-    assert "\n" not in fault
+    (error,) = FID(**{"reference": real, "features": script, **options}).check(world_size=2)
+    assert message in error
+    assert "\n" not in error
 
 
-def test_a_fault_ends_the_run_before_training(tiny_sd3, tmp_path, script, real, monkeypatch):
+def test_an_error_ends_the_run_before_training(tiny_sd3, tmp_path, script, real, monkeypatch):
     monkeypatch.setattr(VGRPOModule, "training_step", lambda *_: pytest.fail("it trained"))
     torn = tmp_path / "torn"
     torn.mkdir()

@@ -190,7 +190,7 @@ def test_arguments(options, said):
 
 
 @pytest.mark.parametrize(
-    ("options", "data", "heldout_reward", "faults"),
+    ("options", "data", "heldout_reward", "errors"),
     [
         ({}, {}, None, ["Add model.heldout_reward, such as PickScore, or the alarm's diversity=pixels."]),
         ({}, {}, Brightness(), []),
@@ -199,14 +199,14 @@ def test_arguments(options, said):
         ({}, {"heldout": None}, Brightness(), ["there are none. Set data.heldout."]),
     ],
 )
-def test_what_is_missing_is_said_before_anything_is_loaded(tiny_sd3, tmp_path, options, data, heldout_reward, faults):
+def test_what_is_missing_is_said_before_anything_is_loaded(tiny_sd3, tmp_path, options, data, heldout_reward, errors):
     module = make_module(tiny_sd3, reward=JPEGCompressibility(), heldout_reward=heldout_reward)
     data = make_data(**data)
     alarm = RewardHackAlarm(**options)
     found = alarm.check(module, data)
-    assert len(found) == len(faults)
-    assert all(said in fault for said, fault in zip(faults, found, strict=True))
-    if faults:
+    assert len(found) == len(errors)
+    assert all(said in error for said, error in zip(errors, found, strict=True))
+    if errors:
         with pytest.raises(ValueError, match=found[0][:40]):
             make_trainer(tmp_path, 1, [alarm]).fit(module, datamodule=data)
         assert not module.policy.loaded

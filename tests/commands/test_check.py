@@ -1,4 +1,4 @@
-"""``lightning check``: every fault, no training, nothing written."""
+"""``lightning check``: every error, no training, nothing written."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from lit_vgrpo.commands.check import check, checkpoint_bytes, disk_faults
+from lit_vgrpo.commands.check import check, checkpoint_bytes, disk_errors
 from lit_vgrpo.commands.run import build
 
 
@@ -64,7 +64,7 @@ def test_weights_of_a_reward_that_cannot_be_had(tiny_recipe, capsys):
     assert "/none" in lines(capsys)[0]
 
 
-def test_an_estimate_that_a_fault_keeps_from_being_made_is_not_spoken_of(tiny_recipe, capsys):
+def test_no_estimate_is_mentioned_where_an_error_prevents_it(tiny_recipe, capsys):
     assert check([str(tiny_recipe), "model.policy.checkpoint=."]) == 2
     out, err = capsys.readouterr()
     assert "model_index.json" in err
@@ -73,9 +73,9 @@ def test_an_estimate_that_a_fault_keeps_from_being_made_is_not_spoken_of(tiny_re
 
 def test_too_little_disk(tiny_recipe, monkeypatch):
     cli = build([str(tiny_recipe)], make_folder=False)
-    assert disk_faults(cli) == []
+    assert disk_errors(cli) == []
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
-    assert "0.0 GiB free" in disk_faults(cli)[0]
+    assert "0.0 GiB free" in disk_errors(cli)[0]
 
 
 def test_a_checkpoint_is_as_large_as_the_weights_that_are_read(tiny_recipe, tiny_sd3, tmp_path, monkeypatch):
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_as_large_as_the_weights_that_are_read(tiny_recipe, tiny
 def test_a_run_dir_that_cannot_be_written(tiny_recipe, monkeypatch):
     cli = build([str(tiny_recipe), "run_dir=there"], make_folder=False)
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert disk_faults(cli)[0].startswith("Cannot create the run folder there: ")
+    assert disk_errors(cli)[0].startswith("Cannot create the run folder there: ")
 
 
 def test_a_recipe_that_is_not_there(tiny_recipe, capsys):

@@ -31,10 +31,10 @@ def curriculum(*words):
     return Curriculum.of(Command.parse(words))
 
 
-def faults(*words):
+def errors(*words):
     with pytest.raises(UserError) as caught:
         curriculum(*words)
-    return caught.value.faults
+    return caught.value.errors
 
 
 def finish(folder, outcome="finished"):
@@ -74,7 +74,7 @@ def test_a_check_needs_no_earlier_run(here):
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "fault"),
+    ("text", "words", "error"),
     [
         ("stages: []", [], "stages=[] of x.yaml lists no recipes. Write stages: [first, second]."),
         ("stages: first", [], 'stages="first" of x.yaml lists no recipes. Write stages: [first, second].'),
@@ -114,16 +114,16 @@ def test_a_check_needs_no_earlier_run(here):
         ("stages: [first]", ["model.policy.start_from=a"], "model.policy.start_from cannot be set: stages start from"),
     ],
 )
-def test_what_is_wrong_with_a_curriculum_is_a_line(here, text, words, fault):
+def test_what_is_wrong_with_a_curriculum_is_a_line(here, text, words, error):
     (here / "x.yaml").write_text(text)
     assert is_curriculum(here / "x.yaml")
-    found = faults("x.yaml", *words)
-    assert any(line.startswith(fault) for line in found), found
+    found = errors("x.yaml", *words)
+    assert any(line.startswith(error) for line in found), found
 
 
 def test_a_misspelt_list_of_stages_is_said_once(here):
     (here / "x.yaml").write_text("stagse: [first]\n")
-    assert faults("x.yaml") == ["stagse is not an option of a curriculum. Did you mean stages?"]
+    assert errors("x.yaml") == ["stagse is not an option of a curriculum. Did you mean stages?"]
 
 
 def test_the_first_stage_may_start_from_an_earlier_run(here):
@@ -137,7 +137,7 @@ def test_other_subcommands_say_that_it_is_several_recipes(here):
         read_recipe(Command.parse(["both.yaml"]))
 
 
-def test_check_names_the_stages_of_each_fault(here, tiny_sd3, tiny_recipe, capsys):
+def test_check_names_the_stages_of_each_error(here, tiny_sd3, tiny_recipe, capsys):
     text = tiny_recipe.read_text()
     (here / "first.yaml").write_text(text.replace("group_size: 2", "group_size: 1"))
     (here / "second.yaml").write_text(text)

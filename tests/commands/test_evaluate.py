@@ -365,12 +365,12 @@ def test_weights_of_another_shape_are_refused(inside, tiny_sd3):
     saved = SavedWeights.read(Path("runs/tiny/checkpoints/last.ckpt"))
     module = make_module(tiny_sd3)
     module.configure_model()
-    assert saved.faults("trained", module.policy) == []
+    assert saved.errors("trained", module.policy) == []
     name = next(iter(saved.tensors["EMA"]))
     here = tuple(saved.tensors["EMA"][name].shape)
     saved.tensors["EMA"][name] = torch.zeros(1, 1)
-    (fault,) = saved.faults("EMA", module.policy)
-    assert f"1 trained tensors differ, the first, {name}, has shape (1, 1) there and {here} here." in fault
+    (error,) = saved.errors("EMA", module.policy)
+    assert f"1 trained tensors differ, the first, {name}, has shape (1, 1) there and {here} here." in error
 
 
 def test_a_checkpoint_names_its_run(inside):

@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def faults_of(capsys, words):
+def errors_of(capsys, words):
     assert score(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -133,7 +133,7 @@ def test_files_that_are_no_images_are_a_line_each(folder, capsys):
     Image.open("noise.png").save(whole, "PNG")
     Path("torn.png").write_bytes(whole.getvalue()[:2000])
     Path("text.png").write_text("no image")
-    lines = faults_of(capsys, ["JPEGCompressibility", "torn.png", "noise.png", "text.png"])
+    lines = errors_of(capsys, ["JPEGCompressibility", "torn.png", "noise.png", "text.png"])
     assert lines == [
         f"{name} is not a readable image. Leave it out, or save it again." for name in ("torn.png", "text.png")
     ]
@@ -163,26 +163,26 @@ def test_mistakes_are_one_line(folder, capsys, words, said):
         assert score(words) == 2
         assert said in capsys.readouterr().err
         return
-    lines = faults_of(capsys, words)
+    lines = errors_of(capsys, words)
     assert len(lines) == 1
     assert said in lines[0]
 
 
 def test_a_prompt_that_the_reward_needs_is_asked_for_before_weights_are_loaded(folder, capsys, monkeypatch):
     monkeypatch.setattr("lit_vgrpo.rewards.ShapesReward.load", lambda self: pytest.fail("loaded"))
-    lines = faults_of(capsys, ["ShapesReward", "noise.png", "red.jpg"])
+    lines = errors_of(capsys, ["ShapesReward", "noise.png", "red.jpg"])
     assert lines == [
         'Reward "shapes" cannot score 2 of 2 prompts. The first: Prompt "" names no colour. '
         "Write prompts such as 'a red circle on the left'.",
         "No prompt was given. Add --prompt TEXT, or --prompts FILE with one prompt per image.",
     ]
-    lines = faults_of(capsys, ["ShapesReward", "noise.png", "red.jpg", "--prompt", "a cat"])
+    lines = errors_of(capsys, ["ShapesReward", "noise.png", "red.jpg", "--prompt", "a cat"])
     assert len(lines) == 1
     assert 'Prompt "a cat" names no' in lines[0]
 
 
 def test_weights_that_are_not_there_are_said(folder, capsys):
-    lines = faults_of(capsys, ["PickScore", "noise.png", "checkpoint=/nowhere", "processor=/nowhere", "--prompt", "a"])
+    lines = errors_of(capsys, ["PickScore", "noise.png", "checkpoint=/nowhere", "processor=/nowhere", "--prompt", "a"])
     assert all("/nowhere is not a folder" in line for line in lines)
 
 

@@ -446,7 +446,7 @@ def test_connections_are_bounded(monkeypatch):
         assert httpx.get(serving.url.replace("score", "health")).status_code == 200
 
 
-def test_a_client_that_goes_away_is_no_error_of_the_server(caplog):
+def test_a_client_that_goes_away_is_no_server_error(caplog):
     with Serving(Recorded()) as serving:
         with socket.create_connection(serving.listener.getsockname()) as client:
             client.sendall(HEAD + b"\r\n" + bytes(10))

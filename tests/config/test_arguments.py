@@ -38,14 +38,14 @@ def test_every_form_of_an_option():
 def test_every_error_is_said_at_once():
     with pytest.raises(UserError) as caught:
         Drawing.parse(["--batch-size", "many", "--out=a", "--out=b", "run_dir=x"])
-    assert caught.value.faults == [
+    assert caught.value.errors == [
         "run_dir has no effect here. Use --out.",
         "--batch-size many is not a whole number. Use an integer such as 4.",
         "--out is given twice. Give it once; separate several values by commas if it accepts them.",
     ]
     with pytest.raises(UserError) as caught:
         Drawing.parse(["--batch-size=0"])
-    assert caught.value.faults == ["--batch-size 0 is too small. Use 1 or more.", "No recipe given."]
+    assert caught.value.errors == ["--batch-size 0 is too small. Use 1 or more.", "No recipe given."]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_every_error_is_said_at_once():
 def test_a_mistake_is_one_line(words, line):
     with pytest.raises(UserError) as caught:
         Drawing.parse(["tiny", *words])
-    assert caught.value.faults == [line]
+    assert caught.value.errors == [line]
 
 
 @pytest.mark.parametrize("word", ["=5", "runs/lr=1/config.yaml", "tiny"])

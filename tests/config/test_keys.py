@@ -41,12 +41,12 @@ BROKEN = {
 }
 
 
-def faults(words):
+def errors(words):
     """What is wrong with a recipe and its overrides, as the command says it."""
     try:
-        return build(words, make_folder=False).faults()
+        return build(words, make_folder=False).errors()
     except UserError as error:
-        return error.faults
+        return error.errors
 
 
 REPEATS = (
@@ -62,11 +62,11 @@ REPEATS = (
 )
 def test_the_key_that_a_message_names_can_be_typed(tiny_recipe, typed, named):
     words = [str(tiny_recipe), *shlex.split(typed)]
-    found = faults(words)
+    found = errors(words)
     keys = {key for line in found for key in KEY.findall(line)}
     assert named in keys, found
     for key in keys:
-        again = faults([*words, f"{key}=1"])
+        again = errors([*words, f"{key}=1"])
         unknown = [line for line in again if re.search(r"is not an option|does not exist: |cannot be set", line)]
         assert unknown == [], f"{key} was named by {found}"
 
@@ -89,7 +89,7 @@ def test_the_key_that_a_message_names_can_be_typed(tiny_recipe, typed, named):
     ],
 )
 def test_a_message_says_what_to_type(tiny_recipe, typed, line):
-    (found,) = faults([str(tiny_recipe), typed])
+    (found,) = errors([str(tiny_recipe), typed])
     assert found.startswith(line)
 
 

@@ -1,11 +1,11 @@
-"""Every fault of a recipe at once."""
+"""Every error of a recipe at once."""
 
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from lit_vgrpo.config.schema import describe, recipe_faults, sound_parts
+from lit_vgrpo.config.schema import describe, recipe_errors, sound_parts
 from lit_vgrpo.objectives import VGRPO
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies import Policy
@@ -32,12 +32,12 @@ class Root:
 GOOD = {"objective": {"class_path": "VGRPO"}, "rewards": ["ShapesReward"]}
 
 
-def faults(**changes):
-    return recipe_faults({"model": {**GOOD, **changes}}, {"model": Root}, {"model.seed": "seed_everything"})
+def errors(**changes):
+    return recipe_errors({"model": {**GOOD, **changes}}, {"model": Root}, {"model.seed": "seed_everything"})
 
 
-def test_a_good_recipe_has_no_fault():
-    assert faults(number=3, kind="two", path="x", width=None) == []
+def test_a_good_recipe_has_no_error():
+    assert errors(number=3, kind="two", path="x", width=None) == []
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_a_good_recipe_has_no_fault():
         ),
     ],
 )
-def test_one_fault_one_line(changes, line):
-    found = faults(**changes)
+def test_one_error_one_line(changes, line):
+    found = errors(**changes)
     assert len(found) == 1
     assert found[0].startswith(line)
 
 
-def test_several_faults_are_all_found():
+def test_several_errors_are_all_found():
     recipe = {"model": {"nmber": 1, "kind": "x", "objective": "VGRPOO"}, "modl": 1}
-    found = recipe_faults(recipe, {"model": Root}, {})
+    found = recipe_errors(recipe, {"model": Root}, {})
     assert [line.split(" ")[0] for line in found] == [
         "modl",
         "model.nmber",
@@ -84,7 +84,7 @@ def test_several_faults_are_all_found():
     ]
 
 
-def test_sound_parts_are_built_beside_faulty_ones():
+def test_sound_parts_are_built_beside_wrong_ones():
     recipe = {"model": {"objective": "VGRPO", "rewards": ["ShapesReward", "Nothing"]}}
     parts = sound_parts(recipe, {"model": Root}, {})
     assert isinstance(parts["model.objective"], VGRPO)
@@ -98,7 +98,7 @@ def test_hints_in_words():
 def test_options_that_a_constructor_hands_on_are_known():
     def policy(**options):
         node = {"class_path": "UNetPolicy", "init_args": options}
-        return recipe_faults({"policy": node}, {"policy": Policy | None}, {})
+        return recipe_errors({"policy": node}, {"policy": Policy | None}, {})
 
     assert policy(checkpoint="x", lora_rank=2, channels_last=True) == []
     (line,) = policy(checkpoint="x", lora_rnk=2)

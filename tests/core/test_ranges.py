@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from lit_vgrpo import callbacks, objectives, policies, rewards
-from lit_vgrpo.config.schema import _hints, _parameters, recipe_faults, sound_parts
-from lit_vgrpo.config.trainer_options import TRAINER_NUMBERS, trainer_faults
+from lit_vgrpo.config.schema import _hints, _parameters, recipe_errors, sound_parts
+from lit_vgrpo.config.trainer_options import TRAINER_NUMBERS, trainer_errors
 from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.ranges import Range, checked, range_errors
 from lit_vgrpo.core.rollout import RolloutSpec
@@ -240,12 +240,12 @@ def test_every_number_declares_its_range():
 
 
 def outcome(cls, name, value):
-    """The fault of one value of an option, or what was built with it."""
+    """The error of one value of an option, or what was built with it."""
     needed = [key for key, parameter in _parameters(cls)[0].items() if parameter.default is inspect.Parameter.empty]
     given = {key: GOOD[key] for key in needed} | COMPANIONS.get(name, {}) | {name: value}
-    faults = recipe_faults({"part": given}, {"part": cls}, {})
-    if faults:
-        return faults
+    errors = recipe_errors({"part": given}, {"part": cls}, {})
+    if errors:
+        return errors
     return sound_parts({"part": given}, {"part": cls}, {})["part"]
 
 
@@ -281,7 +281,7 @@ def test_a_number_is_refused_by_its_key_or_has_its_effect(cls, name, hint):
 def test_the_trainers_numbers_are_refused_by_their_key(name):
     taken = set()
     for label, value in TRIED.items():
-        found = trainer_faults({name: value})
+        found = trainer_errors({name: value})
         assert all(line.startswith(f"trainer.{name}=") and "Use " in line for line in found), found
         taken |= set() if found else {label}
     assert taken == TRAINER_TAKES[name], taken

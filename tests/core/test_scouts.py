@@ -72,12 +72,12 @@ def test_the_scouts_of_cut_groups_are_those_of_the_whole():
     ],
 )
 def test_scouts_that_cannot_help_are_refused(spec, words):
-    (fault,) = spec.faults()
-    assert fault.startswith("model.objective.rollout.scouts")
-    assert words in fault
+    (error,) = spec.errors()
+    assert error.startswith("model.objective.rollout.scouts")
+    assert words in error
 
 
 def test_a_scout_for_every_image_leaves_no_choice():
     with pytest.raises(ValueError, match="factor=1 leaves nothing to choose from"):
         ScoutSpec(factor=1)
-    assert RolloutSpec(steps=7, scouts=ScoutSpec()).faults() == []
+    assert RolloutSpec(steps=7, scouts=ScoutSpec()).errors() == []

@@ -37,7 +37,7 @@ MIXED = "[a.csv, {path: b.txt, weight: 3, rewards: [jpeg]}]"
 )
 def test_a_recipe_names_a_source_or_several(recipe, train, words, sources):
     cli = build([recipe(train), *words], make_folder=False)
-    assert cli.faults() == []
+    assert cli.errors() == []
     assert [(source.path, source.weight) for source in cli.datamodule.choice.train] == sources
 
 

@@ -9,7 +9,7 @@ from make_prompts import files, write
 
 from lit_vgrpo.data.prompts import read_prompts
 from lit_vgrpo.data.split import normalised
-from lit_vgrpo.rewards.geneval_rules import row_fault
+from lit_vgrpo.rewards.geneval_rules import row_error
 from lit_vgrpo.rewards.ocr import OCRReward
 from lit_vgrpo.system.paths import resolve_path
 
@@ -45,7 +45,7 @@ def fact(row):
 
 def test_geneval_rows_are_sound_and_no_fact_is_on_both_sides():
     train, heldout = geneval_rows()
-    assert not [row for row in train + heldout if row_fault(row)]
+    assert not [row for row in train + heldout if row_error(row)]
     assert len({fact(row) for row in train + heldout}) == len(train + heldout)
     assert Counter(row["tag"] for row in heldout) == {
         "single_object": 16, "counting": 48, "two_object": 50, "colors": 50, "position": 50, "color_attr": 50,
@@ -88,4 +88,4 @@ def test_every_ocr_prompt_quotes_one_text_and_none_is_on_both_sides():
     texts = [re.findall(r'"([^"]+)"', prompt) for prompt in train + heldout]
     assert all(len(found) == 1 for found in texts)
     assert len({found[0].lower() for found in texts}) == len(texts)
-    assert not [prompt for prompt in train + heldout if OCRReward().prompt_fault(prompt, {"prompt": prompt})]
+    assert not [prompt for prompt in train + heldout if OCRReward().prompt_error(prompt, {"prompt": prompt})]

@@ -126,12 +126,12 @@ def test_a_training_loader_keeps_its_sampler_under_two_ranks(files, tmp_path):
     assert len(data.train_dataloader()) == STEPS // 2
 
 
-def test_check_tells_every_fault(files, tmp_path):
+def test_check_tells_every_error(files, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.touch()
     data = data_module({"train": str(tmp_path / "no.txt"), "heldout": str(empty)})
-    faults = data.check(world_size=3)
-    assert [key in fault for key, fault in zip(("prompts_per_iteration=4", "no.txt", "empty.txt"), faults, strict=True)]
+    errors = data.check(world_size=3)
+    assert [key in error for key, error in zip(("prompts_per_iteration=4", "no.txt", "empty.txt"), errors, strict=True)]
     with pytest.raises(ValueError, match=r"no\.txt does not exist"):
         data.setup()
     assert data_module(files).check(world_size=2) == []
@@ -145,7 +145,7 @@ def test_only_the_first_loader_goes_on_in_the_middle(files):
     assert steps[1][0] == 0
 
 
-def test_held_out_images_that_do_not_reach_every_rank_are_a_fault(files):
+def test_held_out_images_that_do_not_reach_every_rank_are_an_error(files):
     assert data_module(files, prompts_per_iteration=8).check(8) == [
         "5 held-out images cannot be split over 8 ranks. Use heldout_images_per_prompt=2 or more, or fewer ranks."
     ]

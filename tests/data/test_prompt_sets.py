@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lit_vgrpo.data import PromptDataModule, PromptSource, prompt_sets, read_prompts
-from lit_vgrpo.data.prompts import prompt_faults
+from lit_vgrpo.data.prompts import prompt_errors
 from lit_vgrpo.data.split import normalised
 from lit_vgrpo.system.paths import shipped_root
 
@@ -144,10 +144,10 @@ def test_a_stream_is_split_by_hash_as_it_comes(write, datasets_cache):
     rows = [{"prompt": f"prompt {i}"} for i in range(60)]
     folder = write("set/train.jsonl", rows).parent
     options = {"heldout_fraction": 0.3, "streaming": True}
-    (fault,) = data_module(folder, **options).check()
-    assert fault == f"heldout_fraction=0.3 of the stream {folder} is unbounded. Set data.heldout_limit."
-    (fault,) = data_module(folder, streaming=True, deduplicate=True).check()
-    assert fault.startswith(f"deduplicate=true needs all of {folder}, which is a stream.")
+    (error,) = data_module(folder, **options).check()
+    assert error == f"heldout_fraction=0.3 of the stream {folder} is unbounded. Set data.heldout_limit."
+    (error,) = data_module(folder, streaming=True, deduplicate=True).check()
+    assert error.startswith(f"deduplicate=true needs all of {folder}, which is a stream.")
     data = data_module(folder, **options, heldout_limit=5)
     assert data.describe() == [
         "Prompts: a stream from 1 source, 5 held out by hash.",
@@ -183,13 +183,13 @@ def test_wrong_options_are_refused_at_once(train, options, error, said):
     assert str(caught.value).startswith(said)
 
 
-def test_every_source_that_cannot_be_read_is_a_fault_of_its_own(file):
+def test_every_source_that_cannot_be_read_is_an_error_of_its_own(file):
     bad = [str(file([], "empty.txt")), "none.csv", {"path": file(["a"]), "column": "b"}]
-    faults = data_module([*bad, file(["a"])], heldout="gone.txt").check()
-    assert [part in fault for part, fault in zip(("empty.txt", "none.csv", "column=b", "gone"), faults, strict=True)]
-    assert prompt_faults([*bad, {"oops": 1}, 3], "gone.txt", None) == faults
-    (fault,) = data_module(file(["a", "b"]), heldout_fraction=1e-9).check()
-    assert fault.startswith("heldout_fraction=1e-09 holds out no prompts.")
+    errors = data_module([*bad, file(["a"])], heldout="gone.txt").check()
+    assert [part in error for part, error in zip(("empty.txt", "none.csv", "column=b", "gone"), errors, strict=True)]
+    assert prompt_errors([*bad, {"oops": 1}, 3], "gone.txt", None) == errors
+    (error,) = data_module(file(["a", "b"]), heldout_fraction=1e-9).check()
+    assert error.startswith("heldout_fraction=1e-09 holds out no prompts.")
 
 
 def test_a_report_says_where_held_out_prompts_come_from(file, write, datasets_cache):

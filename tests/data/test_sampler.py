@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_fault
+from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_error
 from lit_vgrpo.data.sampler import GroupSampler, LocalSampler, prompt_indices
 
 ROWS = [{"prompt": f"prompt {i}", "number": i} for i in range(7)]
@@ -95,7 +95,7 @@ def test_lightning_leaves_both_samplers_in_place():
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 8), st.integers(1, 5))
 def test_every_held_out_image_is_made_once_with_as_many_batches_on_every_rank(prompts, each, batch_size, world):
     rows = [{"prompt": f"prompt {i}"} for i in range(prompts)]
-    if held_out_fault(prompts * each, batch_size, world):
+    if held_out_error(prompts * each, batch_size, world):
         assert prompts * each < world or batch_size == 1
         with pytest.raises(ValueError, match="held-out images"):
             HeldOutDataset(rows, each, batch_size, world, 0)

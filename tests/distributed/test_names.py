@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelPa
 from torch import nn
 
 from lit_vgrpo.distributed.fsdp2 import blocks_of
-from lit_vgrpo.distributed.registry import FSDP2, ZeRO, strategy_fault
+from lit_vgrpo.distributed.registry import FSDP2, ZeRO, strategy_error
 
 OVERLAYS = sorted((Path(__file__).parents[2] / "recipes" / "strategy").glob("*.yaml"))
 
@@ -48,24 +48,24 @@ def test_no_stage_four():
     ("strategy", "ours"), [(DeepSpeedStrategy, "zero2"), (ModelParallelStrategy, "fsdp2")], ids=["deepspeed", "mesh"]
 )
 def test_strategies_without_portable_checkpoints_are_refused(strategy, ours):
-    fault = strategy_fault(strategy())
-    assert fault is not None
-    assert fault.startswith(f"trainer.strategy={strategy.__name__} writes checkpoints that only it can read. ")
-    assert fault.endswith(f"Use trainer.strategy={ours}.")
+    error = strategy_error(strategy())
+    assert error is not None
+    assert error.startswith(f"trainer.strategy={strategy.__name__} writes checkpoints that only it can read. ")
+    assert error.endswith(f"Use trainer.strategy={ours}.")
 
 
 @pytest.mark.parametrize("name", ["zero2", "fsdp2"])
 def test_a_precision_that_casts_is_refused(name):
     trainer = L.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, precision="bf16-true")
-    fault = strategy_fault(trainer.strategy)
-    assert fault is not None
-    assert fault.startswith("trainer.precision=bf16-true would cast the trained weights under ")
-    assert "model.policy.dtype=bfloat16" in fault
+    error = strategy_error(trainer.strategy)
+    assert error is not None
+    assert error.startswith("trainer.precision=bf16-true would cast the trained weights under ")
+    assert "model.policy.dtype=bfloat16" in error
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDP2, ZeRO])
 def test_others_are_not_refused(strategy):
-    assert strategy_fault(strategy()) is None
+    assert strategy_error(strategy()) is None
 
 
 def test_blocks_are_the_innermost_of_their_classes():

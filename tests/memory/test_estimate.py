@@ -195,9 +195,9 @@ def test_check_prints_the_estimate(tiny_recipe, capsys):
 def test_a_recipe_that_is_too_large_is_refused_with_what_to_type(tiny_recipe, capsys, monkeypatch):
     monkeypatch.setattr("lit_vgrpo.commands.estimate.room.available_bytes", lambda: 2**20)
     assert check([str(tiny_recipe), DECODED_ALONE]) == 2
-    (fault,) = capsys.readouterr().err.splitlines()
-    assert fault.startswith("The recipe needs about ")
-    assert fault.endswith(
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("The recipe needs about ")
+    assert error.endswith(
         "1.0 MiB is available (this machine's free memory). Set model.policy.gradient_checkpointing=true."
     )
 

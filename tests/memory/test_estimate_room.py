@@ -75,8 +75,8 @@ def test_a_gpu_can_be_given(tiny_recipe, capsys):
 @pytest.mark.parametrize("words", [["--memory"], ["--memory=80TB"], ["--memory", "0"], ["--memory", "large"]])
 def test_no_size_of_a_gpu(tiny_recipe, capsys, words):
     assert check([str(tiny_recipe), *words]) == 2
-    (fault,) = capsys.readouterr().err.splitlines()
-    assert fault.endswith(" is not a GPU size. Write it as --memory 80GiB.")
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.endswith(" is not a GPU size. Write it as --memory 80GiB.")
 
 
 def test_sizes_of_gpus():
@@ -86,7 +86,7 @@ def test_sizes_of_gpus():
     assert Room("a", GPU, 80 * 2**30, 4 * 2**30).free == 76 * 2**30
 
 
-def test_another_fault_does_not_hide_the_estimate(tiny_recipe, capsys):
+def test_another_error_does_not_hide_the_estimate(tiny_recipe, capsys):
     assert check([str(tiny_recipe), "data.train=none.txt", "--memory=1GiB"]) == 2
     out, err = capsys.readouterr()
     assert "peak, in " in out

@@ -108,8 +108,8 @@ def test_inception_is_clean_fids(inception_home, folders):
 def test_inception_that_is_missing(inception_home):
     file = inception_home / INCEPTION_FILE
     file.unlink()
-    (fault,) = feature_network().check()
-    assert re.match(rf"features=inception needs {file}, which does not exist. Put it there \(python -c ", fault)
+    (error,) = feature_network().check()
+    assert re.match(rf"features=inception needs {file}, which does not exist. Put it there \(python -c ", error)
     with pytest.raises(LoadError, match="or set features to a TorchScript file or a transformers folder"):
         feature_network().load()
     with pytest.raises(ValueError, match="size=64 does not fit features=inception"):

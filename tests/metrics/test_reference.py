@@ -6,7 +6,7 @@ from PIL import EpsImagePlugin
 from torch import nn
 
 from lit_vgrpo.commands.score.images import read_image
-from lit_vgrpo.metrics import Reference, feature_network, reference_faults, reference_statistics
+from lit_vgrpo.metrics import Reference, feature_network, reference_errors, reference_statistics
 from lit_vgrpo.metrics.__main__ import main
 
 
@@ -62,7 +62,7 @@ def test_kid_needs_the_features(folders, network, tmp_path):
 
 def test_clean_fids_own_file_goes_with_its_network_only(network, tmp_path):
     np.savez(tmp_path / "ffhq.npz", mu=np.zeros(6), sigma=np.eye(6))
-    assert reference_faults(tmp_path / "ffhq.npz") == []
+    assert reference_errors(tmp_path / "ffhq.npz") == []
     with pytest.raises(ValueError, match=r"ffhq.npz has clean-fid's statistics"):
         reference_statistics(tmp_path / "ffhq.npz", network)
     read = Reference.load(tmp_path / "ffhq.npz", feature_network())
@@ -70,7 +70,7 @@ def test_clean_fids_own_file_goes_with_its_network_only(network, tmp_path):
     assert read.count is None
 
 
-def test_faults(tmp_path):
+def test_errors(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04 torn")
     np.savez(tmp_path / "other.npz", weights=np.zeros(3))
@@ -84,10 +84,10 @@ def test_faults(tmp_path):
         "other.npz": "other.npz has no statistics but weights",
     }
     for name, message in expected.items():
-        (fault,) = reference_faults(tmp_path / name)
-        assert message in fault
-        assert "\n" not in fault
-    assert reference_faults("shipped:../../x") != []
+        (error,) = reference_errors(tmp_path / name)
+        assert message in error
+        assert "\n" not in error
+    assert reference_errors("shipped:../../x") != []
 
 
 def test_a_file_that_is_no_image(folders, network, tmp_path):

@@ -327,11 +327,11 @@ def test_without_kl_nothing_is_kept(policy):
     ],
 )
 def test_settings_that_cannot_train_are_one_line_before_and_at_loading(policy, objective, line):
-    (fault,) = objective.check(SIZES)
-    assert len(fault.splitlines()) == 1
+    (error,) = objective.check(SIZES)
+    assert len(error.splitlines()) == 1
     with pytest.raises(ValueError, match=line):
         objective.setup(policy)
-    objective.rollout_spec(0)  # the module asks for it beside the faults
+    objective.rollout_spec(0)  # the module asks for it beside the errors
 
 
 @pytest.mark.parametrize("method", [FlowGRPO, MixGRPO, DanceGRPO, DDPO])

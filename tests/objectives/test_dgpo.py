@@ -289,10 +289,10 @@ def test_the_published_cost():
 
 
 def test_a_group_must_be_whole_in_every_update(policy):
-    faults = DGPO().check(Sizes(6, 4, updates_per_iteration=4, micro_batch_size=2, split_updates=True))
-    assert len(faults) == 1
-    assert "updates_per_iteration=4 cuts the 6 groups of 4" in faults[0]
-    assert "1, 2, 3, 6" in faults[0]
+    errors = DGPO().check(Sizes(6, 4, updates_per_iteration=4, micro_batch_size=2, split_updates=True))
+    assert len(errors) == 1
+    assert "updates_per_iteration=4 cuts the 6 groups of 4" in errors[0]
+    assert "1, 2, 3, 6" in errors[0]
     assert DGPO().check(Sizes(6, 4, updates_per_iteration=3, micro_batch_size=2, split_updates=True)) == []
     assert DGPO().check(Sizes(6, 4, updates_per_iteration=4, micro_batch_size=2)) == []
     objective = small()
@@ -343,7 +343,7 @@ def test_bad_settings_are_named(options, named):
         DGPO(**options)
 
 
-def test_settings_that_cannot_work_together_are_faults():
+def test_settings_that_cannot_work_together_are_errors():
     sizes = Sizes(4, 4)
     assert DGPO().check(sizes) == []
     assert "is an SDE, but DGPO" in DGPO(RolloutSpec("flow_sde")).check(sizes)[0]

@@ -140,7 +140,7 @@ def test_the_weights_of_unequal_strata_in_awm(policy):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_settings_of_the_times_that_cannot_work_are_faults(name):
+def test_settings_of_the_times_that_cannot_work_are_errors(name):
     make = METHODS[name]
     assert make(noisiest=10, widen_over=3).check(SIZES) == []
     assert "noisiest=11 is more than the sampler's 10 times" in make(noisiest=11).check(SIZES)[0]
@@ -151,11 +151,11 @@ def test_settings_of_the_times_that_cannot_work_are_faults(name):
         make(time_range=(0.1, 2))
 
 
-def test_weights_without_effect_are_faults():
-    fault = "importance_weights=true has no effect"
-    assert fault in VGRPO(TEN, 5, importance_weights=True).check(SIZES)[0]
-    assert fault in VGRPO(TEN, 4, importance_weights=True, stratify=False).check(SIZES)[0]
-    assert fault in AWM(TEN, 4, importance_weights=True, times="uniform").check(SIZES)[0]
+def test_weights_without_effect_are_errors():
+    error = "importance_weights=true has no effect"
+    assert error in VGRPO(TEN, 5, importance_weights=True).check(SIZES)[0]
+    assert error in VGRPO(TEN, 4, importance_weights=True, stratify=False).check(SIZES)[0]
+    assert error in AWM(TEN, 4, importance_weights=True, times="uniform").check(SIZES)[0]
     for effective in (
         VGRPO(TEN, 4, importance_weights=True),
         VGRPO(TEN, 5, importance_weights=True, noisiest=5),

@@ -232,7 +232,7 @@ def test_bad_settings_are_named(options, named):
         DiffusionNFT(**options)
 
 
-def test_settings_that_cannot_work_together_are_faults():
+def test_settings_that_cannot_work_together_are_errors():
     sizes = Sizes(4, 4)
     assert DiffusionNFT().check(sizes) == []
     assert "is an SDE, but DiffusionNFT" in DiffusionNFT(RolloutSpec("flow_sde")).check(sizes)[0]

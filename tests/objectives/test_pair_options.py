@@ -168,7 +168,7 @@ def test_the_first_share_of_split_updates_needs_no_old_passes(policy, objective,
 
 
 @pytest.mark.parametrize(
-    ("options", "fault"),
+    ("options", "error"),
     [
         ({"kl_to": "reference"}, "kl_to needs a KL to act on: kl_weight=0. Set kl_weight=1.0."),
         ({"kl_to": "anchor", "kl_weight": 1}, "kl_to=anchor needs an anchor: anchor_decay=null"),
@@ -177,10 +177,10 @@ def test_the_first_share_of_split_updates_needs_no_old_passes(policy, objective,
         ({"kl_to": "behaviour", "kl_weight": 1}, "kl_weight=1 has no effect with updates_per_iteration=1"),
     ],
 )
-def test_pulls_that_cannot_work_are_faults(options, fault):
-    faults = VGRPO(EIGHT, 2, **options).check(SIZES)
-    assert len(faults) == 1
-    assert fault in faults[0]
+def test_pulls_that_cannot_work_are_errors(options, error):
+    errors = VGRPO(EIGHT, 2, **options).check(SIZES)
+    assert len(errors) == 1
+    assert error in errors[0]
 
 
 def test_an_unknown_pull_is_refused():

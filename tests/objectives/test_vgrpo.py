@@ -281,7 +281,7 @@ def test_bad_settings_are_named(options, named):
         VGRPO(**options)
 
 
-def test_settings_without_effect_are_faults():
+def test_settings_without_effect_are_errors():
     assert "kl_weight=0.3 has no effect" in VGRPO(kl_weight=0.3).check(SIZES)[0]
     assert VGRPO(kl_weight=0.3).check(replace(SIZES, updates_per_iteration=2)) == []
     assert "anchor_decay needs a KL" in VGRPO(anchor_decay=0.3).check(SIZES)[0]

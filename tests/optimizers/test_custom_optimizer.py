@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.commands.check import check
 from lit_vgrpo.commands.run import build
-from lit_vgrpo.distributed.registry import FSDP2, ZeRO, optimizer_fault
+from lit_vgrpo.distributed.registry import FSDP2, ZeRO, optimizer_error
 from lit_vgrpo.optimizers.optimizer import CustomOptimizer
 from lit_vgrpo.runs.metrics_table import read_table
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tiny_sd3, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "fault"),
+    ("options", "error"),
     [
         ({"optimizer": partial(torch.optim.SGD, lr=-1)}, "model.optimizer cannot be built: Invalid learning rate: -1"),
         ({"optimizer": torch.optim.LBFGS}, "model.optimizer=LBFGS needs the loss several times"),
@@ -104,9 +104,9 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tiny_sd3, tmp_path):
         ({"optimizer": OptimizerConfig(warmup_steps=5), "lr_scheduler": COSINE}, "warmup_steps=5 and model.lr_sch"),
     ],
 )
-def test_what_cannot_work_is_refused_before_weights_are_loaded(tiny_sd3, tmp_path, options, fault):
+def test_what_cannot_work_is_refused_before_weights_are_loaded(tiny_sd3, tmp_path, options, error):
     module = make_module(tiny_sd3, **options)
-    with pytest.raises(ValueError, match=fault) as refused:
+    with pytest.raises(ValueError, match=error) as refused:
         make_trainer(tmp_path, 1).fit(module, datamodule=make_data())
     assert "\n" not in str(refused.value)
     assert not module.policy.loaded
@@ -122,9 +122,9 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(tiny_sd3, tmp_pat
     ],
 )
 def test_sharded_states_that_no_checkpoint_can_hold_are_refused(make, strategy, fits):
-    fault = optimizer_fault(strategy(), CustomOptimizer(make))
-    assert (fault is None) == fits
-    assert fits or "cannot put into a checkpoint. Use torch's" in fault
+    error = optimizer_error(strategy(), CustomOptimizer(make))
+    assert (error is None) == fits
+    assert fits or "cannot put into a checkpoint. Use torch's" in error
 
 
 RECIPE = """
@@ -151,7 +151,7 @@ def test_a_recipe_names_them_by_class_path(tiny_recipe):
 
 
 @pytest.mark.parametrize(
-    ("change", "fault"),
+    ("change", "error"),
     [
         (
             "model.optimizer.init_args.momentun=0.5",
@@ -169,9 +169,9 @@ def test_a_recipe_names_them_by_class_path(tiny_recipe):
         ("model.lr_scheduler.init_args.T_max=null", "model.lr_scheduler"),
     ],
 )
-def test_a_mistake_in_them_is_one_line(tiny_recipe, capsys, change, fault):
+def test_a_mistake_in_them_is_one_line(tiny_recipe, capsys, change, error):
     tiny_recipe.write_text(tiny_recipe.read_text().replace("\ndata:", RECIPE))
     assert check([str(tiny_recipe), change]) == 2
     said = capsys.readouterr().err
-    assert fault in said
+    assert error in said
     assert "Traceback" not in said

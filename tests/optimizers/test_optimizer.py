@@ -8,7 +8,7 @@ from torch import nn
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.commands.check import check
-from lit_vgrpo.distributed.registry import FSDP2, ZeRO, keeps_plain_weights, optimizer_fault
+from lit_vgrpo.distributed.registry import FSDP2, ZeRO, keeps_plain_weights, optimizer_error
 
 KINDS = ["adamw", "adamw8bit"]
 EIGHT_BIT_FROM = 4096  # elements; smaller parameters keep their moments in float32
@@ -149,11 +149,11 @@ def test_one_and_one_iterations_are_two_with_adamw8bit(tiny_sd3, tmp_path):
 
 @pytest.mark.parametrize(("strategy", "name"), [(ZeRO, "ZeRO"), (FSDP2, "FSDP2")])
 def test_8_bits_are_refused_where_weights_or_moments_are_sharded(strategy, name):
-    fault = optimizer_fault(strategy(), OptimizerConfig(kind="adamw8bit"))
-    assert f"kind=adamw8bit works on whole weights, and {name} shards" in fault
-    assert "\n" not in fault
-    assert optimizer_fault(strategy(), OptimizerConfig()) is None
-    assert optimizer_fault(DDPStrategy(), OptimizerConfig(kind="adamw8bit")) is None
+    error = optimizer_error(strategy(), OptimizerConfig(kind="adamw8bit"))
+    assert f"kind=adamw8bit works on whole weights, and {name} shards" in error
+    assert "\n" not in error
+    assert optimizer_error(strategy(), OptimizerConfig()) is None
+    assert optimizer_error(DDPStrategy(), OptimizerConfig(kind="adamw8bit")) is None
 
 
 def test_the_command_refuses_8_bits_under_a_sharding_strategy(tiny_recipe, capsys):

@@ -7,7 +7,7 @@ from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sampling import image_generators, roll_out, sample
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.distributed.registry import FSDP2, ZeRO, rollout_fault
+from lit_vgrpo.distributed.registry import FSDP2, ZeRO, rollout_error
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT, FlowGRPO
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, acceleration
 from lit_vgrpo.policies.acceleration import shared_view
@@ -210,26 +210,26 @@ def test_evaluation_runs_every_block_unless_asked():
 
 
 @pytest.mark.parametrize(
-    ("options", "fault"),
+    ("options", "error"),
     [
         ({"kind": "first_block", "interval": 3}, "cache.interval=3 has no effect with kind=first_block. Leave it out."),
         ({"kind": "taylorseer", "threshold": 0.1}, "cache.threshold=0.1 has no effect with kind=taylorseer."),
         ({"kind": "taylorseer", "warm_up": 10}, "skips nothing: all 10 steps are its warm-up. Use more steps, or"),
     ],
 )
-def test_settings_without_effect_are_refused(options, fault):
-    assert fault in VGRPO(rollout=RolloutSpec(cache=BlockCache(**options))).rollout_spec(0).faults()[0]
+def test_settings_without_effect_are_refused(options, error):
+    assert error in VGRPO(rollout=RolloutSpec(cache=BlockCache(**options))).rollout_spec(0).errors()[0]
 
 
 def test_rollouts_that_cannot_be_cached_are_refused_with_the_reason():
     cached = RolloutSpec("flow_sde", cache=FIRST)
-    assert "cache=first_block requires an ODE: the likelihoods" in FlowGRPO(rollout=cached).rollout_spec(0).faults()[0]
+    assert "cache=first_block requires an ODE: the likelihoods" in FlowGRPO(rollout=cached).rollout_spec(0).errors()[0]
     for method in (VGRPO, DiffusionNFT):
         objective = method(rollout=RolloutSpec("ddim", cache=TAYLOR))
-        [fault] = objective.policy_faults(UNetPolicy)
-        assert fault.startswith("model.objective.rollout.cache=taylorseer does not work on UNetPolicy")
-        assert method(rollout=RolloutSpec(cache=TAYLOR)).policy_faults(SD3Policy) == []
+        [error] = objective.policy_errors(UNetPolicy)
+        assert error.startswith("model.objective.rollout.cache=taylorseer does not work on UNetPolicy")
+        assert method(rollout=RolloutSpec(cache=TAYLOR)).policy_errors(SD3Policy) == []
     for strategy in (FSDP2(), ZeRO(stage=3)):
-        assert "needs whole weights on every rank" in rollout_fault(strategy, RolloutSpec(cache=FIRST))
-        assert rollout_fault(strategy, RolloutSpec()) is None
-    assert rollout_fault(ZeRO(stage=2), RolloutSpec(cache=FIRST)) is None
+        assert "needs whole weights on every rank" in rollout_error(strategy, RolloutSpec(cache=FIRST))
+        assert rollout_error(strategy, RolloutSpec()) is None
+    assert rollout_error(ZeRO(stage=2), RolloutSpec(cache=FIRST)) is None

@@ -8,7 +8,7 @@ from lit_vgrpo.core.sampling import image_generators, sample, sample_chain
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.objectives import DiffusionNFT
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
-from lit_vgrpo.policies.fold import FoldedLora, fold_fault, lora_layers, weight
+from lit_vgrpo.policies.fold import FoldedLora, fold_error, lora_layers, weight
 from lit_vgrpo.system.hub import LoadError
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
@@ -218,7 +218,7 @@ def test_sixteen_bit_weights_alone_are_not_folded_either(sd3):
     layer.to(torch.bfloat16)
     with policy.sampling():
         assert not any(layer.merged for layer in lora_layers(policy.network))
-    assert "bfloat16 weights would lose" in fold_fault(policy)
+    assert "bfloat16 weights would lose" in fold_error(policy)
 
 
 def test_no_adapter_to_fold(tiny_sd3):
@@ -232,9 +232,9 @@ def test_no_adapter_to_fold(tiny_sd3):
 
 def test_sharded_weights_are_said_not_to_fold(sd3, monkeypatch):
     policy = sd3()
-    assert fold_fault(policy) is None
+    assert fold_error(policy) is None
     weight(lora_layers(policy.network)[0]).ds_tensor = torch.empty(0)  # how DeepSpeed marks them
-    assert "FSDP2 and ZeRO-3 shard them" in fold_fault(policy)
+    assert "FSDP2 and ZeRO-3 shard them" in fold_error(policy)
     with policy.sampling():
         assert not any(layer.merged for layer in lora_layers(policy.network))
     policy.fold_lora = True

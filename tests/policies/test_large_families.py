@@ -30,10 +30,10 @@ def test_a_distilled_model_refuses_guidance_before_its_weights_are_read(distille
     )
     policy = Flux2Policy(str(distilled), height=32, width=32)
     module = VGRPOModule(policy, objective, JPEGCompressibility(), evaluation=guided if use == "evaluation" else None)
-    (fault,) = module.guidance_faults()
-    assert fault.startswith("model.")
-    assert "=4: " in fault
-    assert "is distilled (is_distilled in its model_index.json) and cannot be guided. Use a scale of 1" in fault
+    (error,) = module.guidance_errors()
+    assert error.startswith("model.")
+    assert "=4: " in error
+    assert "is distilled (is_distilled in its model_index.json) and cannot be guided. Use a scale of 1" in error
     assert not policy.loaded
 
 
@@ -43,16 +43,16 @@ def test_a_distilled_model_predicts_without_guidance_alone(distilled, families):
     with pytest.raises(ValueError, match="is distilled"):
         policy(*inputs(policy), 2.0)
     base = families("flux2").policy_class(str(families("flux2").folder))
-    assert base.guidance_fault() is None
+    assert base.guidance_error() is None
 
 
 def test_a_diffusers_without_the_family_is_one_line(families, monkeypatch):
     policy = QwenImagePolicy(str(families("qwen_image").folder))
     assert policy.check() == []
     monkeypatch.setattr(QwenImagePolicy, "pipeline_class", "QwenImage9Pipeline")
-    (fault,) = policy.check()
+    (error,) = policy.check()
     needed = f"QwenImagePolicy needs QwenImage9Pipeline, which diffusers {diffusers.__version__} lacks."
-    assert fault == f"{needed} Run: pip install 'diffusers>={QwenImagePolicy.needs_diffusers}'."
+    assert error == f"{needed} Run: pip install 'diffusers>={QwenImagePolicy.needs_diffusers}'."
     with pytest.raises(LoadError, match="lacks"):
         policy.load()
 

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file
 
-from lit_vgrpo.distributed.registry import scaling_fault
+from lit_vgrpo.distributed.registry import scaling_error
 from lit_vgrpo.memory.meta import policy_on_meta
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
 from lit_vgrpo.policies.pipeline_folder import WEIGHTS
@@ -41,9 +41,9 @@ def same_weights(policy, other):
 def test_a_variant_is_named_by_its_option(families, tmp_path):
     plain = families("sdxl")
     folder = as_variant(plain.folder, tmp_path / "half")
-    (fault,) = SDXLPolicy(str(folder)).check()
-    assert fault.startswith(f"model.policy.checkpoint={folder} has its ")
-    assert fault.endswith(" only as fp16. Set model.policy.variant=fp16.")
+    (error,) = SDXLPolicy(str(folder)).check()
+    assert error.startswith(f"model.policy.checkpoint={folder} has its ")
+    assert error.endswith(" only as fp16. Set model.policy.variant=fp16.")
     policy = SDXLPolicy(str(folder), variant="fp16")
     assert policy.check() == []
     assert same_weights(policy.load(), plain.shared)
@@ -98,10 +98,10 @@ def test_weights_of_the_older_format_load_silently(families, tmp_path, capfd):
 def test_one_file_is_told_how_to_become_a_folder(tmp_path):
     file = tmp_path / "model.safetensors"
     file.touch()
-    (fault,) = SDXLPolicy(str(file)).check()
-    assert fault.startswith(f"model.policy.checkpoint={file} is a single file, not a pipeline folder. Convert it: ")
+    (error,) = SDXLPolicy(str(file)).check()
+    assert error.startswith(f"model.policy.checkpoint={file} is a single file, not a pipeline folder. Convert it: ")
     call = f'diffusers.StableDiffusionXLPipeline.from_single_file("{file}").save_pretrained("DIR")'
-    assert fault.endswith(f"python -c 'import diffusers; {call}', then set model.policy.checkpoint=DIR.")
+    assert error.endswith(f"python -c 'import diffusers; {call}', then set model.policy.checkpoint=DIR.")
 
 
 # --- the hub's cache --------------------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ def test_a_cached_pipeline_without_t5_loads_silently(families, cached, capfd):
 
 def test_a_cached_pipeline_of_another_family_is_one_line(families, cached):
     policy = UNetPolicy(cached(families("sdxl").folder, "some/sdxl"))
-    (fault,) = policy.check()
-    assert fault.endswith(
+    (error,) = policy.check()
+    assert error.endswith(
         "is a StableDiffusionXLPipeline, UNetPolicy needs StableDiffusionPipeline. Use class_path: SDXLPolicy."
     )
     with pytest.raises(LoadError, match="Use class_path: SDXLPolicy"):
@@ -158,8 +158,8 @@ def test_a_variant_in_the_cache_is_seen_once_all_is_there(families, cached, tmp_
 def test_a_revision_is_looked_for_by_its_name(families, cached):
     plain = families("sdxl")
     name = cached(plain.folder, "some/model", branch="v2")
-    (fault,) = SDXLPolicy(name).check()
-    assert fault.startswith(f"Cannot load {name}: not in the local cache")
+    (error,) = SDXLPolicy(name).check()
+    assert error.startswith(f"Cannot load {name}: not in the local cache")
     assert "hf download some/model --revision v3, or" in SDXLPolicy(name, revision="v3").check()[0]
     for revision in ("v2", COMMIT):
         assert SDXLPolicy(name, revision=revision).check() == []
@@ -177,8 +177,8 @@ def test_whether_guidance_is_an_input_is_that_of_the_revision(families, cached):
 
 def test_a_folder_has_no_revisions(families):
     folder = families("sdxl").folder
-    (fault,) = SDXLPolicy(str(folder), revision="v2").check()
-    assert fault == f"model.policy.revision=v2 has no effect on {folder}, which is a folder. Leave it out."
+    (error,) = SDXLPolicy(str(folder), revision="v2").check()
+    assert error == f"model.policy.revision=v2 has no effect on {folder}, which is a folder. Leave it out."
 
 
 @pytest.fixture
@@ -252,5 +252,5 @@ def test_float16_is_not_trained_without_a_gradient_scaler(tiny_sd3, tmp_path):
         make_trainer(tmp_path).fit(module, datamodule=make_data())
     assert not module.policy.loaded
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    assert scaling_fault(SingleDeviceStrategy("cpu", precision_plugin=scaled), module.policy) is None
-    assert scaling_fault(SingleDeviceStrategy("cpu"), SD3Policy("any", dtype="bfloat16")) is None
+    assert scaling_error(SingleDeviceStrategy("cpu", precision_plugin=scaled), module.policy) is None
+    assert scaling_error(SingleDeviceStrategy("cpu"), SD3Policy("any", dtype="bfloat16")) is None

@@ -24,10 +24,10 @@ def test_another_family_is_one_line_that_names_the_right_class(families, asked, 
     if asked == found:
         assert wrong.check() == []
         return
-    (fault,) = wrong.check()
+    (error,) = wrong.check()
     kinds = family.policy_class.pipeline_class, CLASSES[asked].pipeline_class
-    assert f"is a {kinds[0]}, {CLASSES[asked].__name__} needs {kinds[1]}." in fault
-    assert fault.endswith(f"Use class_path: {family.policy_class.__name__}.")
+    assert f"is a {kinds[0]}, {CLASSES[asked].__name__} needs {kinds[1]}." in error
+    assert error.endswith(f"Use class_path: {family.policy_class.__name__}.")
     with pytest.raises(LoadError, match="Use class_path"):
         wrong.load()
 
@@ -42,9 +42,9 @@ def test_bad_checkpoints_are_one_line(tmp_path):
 @pytest.mark.parametrize("name", ["someone/no-such-model", "black-forest-labs/FLUX.1-dev"])
 def test_what_is_not_in_the_cache_names_the_way_out(name):
     policy = FluxPolicy(name)
-    (fault,) = policy.check()
-    assert fault.startswith(f"Cannot load {name}: not in the local cache and HF_HUB_OFFLINE is set.")
-    assert fault.endswith(f"Run: hf download {name}, or set model.policy.checkpoint=/a/local/folder.")
+    (error,) = policy.check()
+    assert error.startswith(f"Cannot load {name}: not in the local cache and HF_HUB_OFFLINE is set.")
+    assert error.endswith(f"Run: hf download {name}, or set model.policy.checkpoint=/a/local/folder.")
     assert policy.embeds_guidance  # until its config is there
 
 
@@ -80,8 +80,8 @@ def test_whether_guidance_is_an_input_is_known_before_loading(flux_folder):
     policies = {embeds: FluxPolicy(str(flux_folder(embeds)), negative_prompt="fog") for embeds in (True, False)}
     assert {embeds: policy.embeds_guidance for embeds, policy in policies.items()} == {True: True, False: False}
     assert policies[False].check() == []
-    (fault,) = policies[True].check()
-    assert fault.startswith("model.policy.negative_prompt='fog' has no effect")
+    (error,) = policies[True].check()
+    assert error.startswith("model.policy.negative_prompt='fog' has no effect")
 
 
 @pytest.mark.parametrize("family", ["sd3", "sdxl", "flux"], indirect=True)

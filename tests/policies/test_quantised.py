@@ -8,7 +8,7 @@ from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sampling import image_generators, sample
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.distributed.registry import FSDP2, ZeRO, rollout_fault
+from lit_vgrpo.distributed.registry import FSDP2, ZeRO, rollout_error
 from lit_vgrpo.objectives import VGRPO, FlowGRPO
 from lit_vgrpo.policies import SD3Policy, speed
 
@@ -88,16 +88,16 @@ def test_a_run_quantises_its_rollouts_alone(torchao, tmp_path):
 
 def test_what_cannot_be_quantised_is_refused_with_the_reason(monkeypatch):
     sde = RolloutSpec("flow_sde", quantise="int8")
-    assert "rollout.quantise=int8 requires an ODE: the likelihoods" in FlowGRPO(rollout=sde).rollout_spec(0).faults()[0]
+    assert "rollout.quantise=int8 requires an ODE: the likelihoods" in FlowGRPO(rollout=sde).rollout_spec(0).errors()[0]
     for strategy in (FSDP2(), ZeRO(stage=3)):
-        assert "rollout.quantise=int8 needs whole weights on every rank" in rollout_fault(strategy, INT8)
-    assert rollout_fault(ZeRO(stage=2), INT8) is None
+        assert "rollout.quantise=int8 needs whole weights on every rank" in rollout_error(strategy, INT8)
+    assert rollout_error(ZeRO(stage=2), INT8) is None
     assert INT8.as_ode().quantise is None
     monkeypatch.setattr(speed, "find_spec", lambda name: None)
-    [fault] = VGRPO(rollout=INT8).policy_faults(SD3Policy)
-    assert fault.startswith('model.objective.rollout.quantise=int8 needs torchao. Run: pip install "lit-vgrpo[quanti')
+    [error] = VGRPO(rollout=INT8).policy_errors(SD3Policy)
+    assert error.startswith('model.objective.rollout.quantise=int8 needs torchao. Run: pip install "lit-vgrpo[quanti')
     monkeypatch.setattr(speed, "find_spec", lambda name: object())
-    assert VGRPO(rollout=INT8).policy_faults(SD3Policy) == []
+    assert VGRPO(rollout=INT8).policy_errors(SD3Policy) == []
     if not torch.cuda.is_available():
-        [fault] = VGRPO(rollout=RolloutSpec(quantise="fp8")).policy_faults(SD3Policy)
-        assert "quantise=fp8 needs a GPU of compute capability 8.9" in fault
+        [error] = VGRPO(rollout=RolloutSpec(quantise="fp8")).policy_errors(SD3Policy)
+        assert "quantise=fp8 needs a GPU of compute capability 8.9" in error

@@ -15,7 +15,7 @@ from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sampling import image_generators
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.distributed.registry import whole_weights_fault
+from lit_vgrpo.distributed.registry import whole_weights_error
 from lit_vgrpo.objectives import VGRPO
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy
@@ -23,7 +23,7 @@ from lit_vgrpo.policies.fold import lora_layers
 from lit_vgrpo.policies.speed import (
     attention_processors,
     compile_network,
-    compiler_fault,
+    compiler_error,
     repeated_blocks,
     set_attention_backend,
     use_channels_last,
@@ -127,7 +127,7 @@ def test_a_run_compiles_a_bounded_number_of_graphs_and_never_again(unet, compile
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compiler_fault() is not None, reason="no compiler on this machine")
+@pytest.mark.skipif(compiler_error() is not None, reason="no compiler on this machine")
 def test_generated_code_computes_the_same_in_bfloat16_with_and_without_gradient():
     """Else the ratio of a training pass to a pass without gradient would not be 1 before any update."""
     torch._dynamo.reset()
@@ -174,9 +174,9 @@ def test_a_strategy_that_shards_the_weights_is_refused_and_others_are_not(option
 
     policy = SD3Policy("any", lora_rank=2, **{option: True})
     for strategy in (FSDP2(), ZeRO(stage=3)):
-        assert f"model.policy.{option}=true needs whole weights" in whole_weights_fault(strategy, policy)
-        assert whole_weights_fault(strategy, SD3Policy("any", lora_rank=2)) is None
-    assert whole_weights_fault(ZeRO(stage=2), policy) is None
+        assert f"model.policy.{option}=true needs whole weights" in whole_weights_error(strategy, policy)
+        assert whole_weights_error(strategy, SD3Policy("any", lora_rank=2)) is None
+    assert whole_weights_error(ZeRO(stage=2), policy) is None
 
 
 def test_a_network_without_repeated_blocks_is_not_compiled():

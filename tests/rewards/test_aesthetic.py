@@ -58,8 +58,8 @@ def test_a_head_of_another_width_is_one_line(tmp_path, clip_folder):
         AestheticScore(str(path), clip=str(clip_folder)).load()
 
 
-def test_a_missing_clip_is_a_fault(aesthetic_file, tmp_path):
-    (fault,) = AestheticScore(str(aesthetic_file), clip=str(tmp_path / "no")).check()
-    assert "Set AestheticScore.clip to" in fault
+def test_a_missing_clip_is_an_error(aesthetic_file, tmp_path):
+    (error,) = AestheticScore(str(aesthetic_file), clip=str(tmp_path / "no")).check()
+    assert "Set AestheticScore.clip to" in error
     with pytest.raises(ValueError, match=r"^clip='' is empty"):
         AestheticScore(clip="")

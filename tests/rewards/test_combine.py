@@ -24,7 +24,7 @@ class Field(Reward):
         self.loads += 1
 
     def check(self):
-        return [f"{self.name} has a fault"]
+        return [f"{self.name} has an error"]
 
     def __call__(self, images, prompts, rows):
         self.calls += 1
@@ -139,7 +139,7 @@ def test_a_reward_that_calls_exit_stops_the_run_with_a_reason():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.cuda.OutOfMemoryError])
-def test_what_is_no_fault_of_the_image_is_not_swallowed(error):
+def test_errors_outside_the_image_are_not_swallowed(error):
     def stop(*_):
         raise error
 
@@ -183,7 +183,7 @@ def test_calling_gives_the_total_and_check_and_load_reach_every_part():
     one, two = Field("one"), Field("two")
     weighted = Weighted([one, two])
     assert weighted(IMAGES, PROMPTS, ROWS).tolist() == [0, 1, 2, 3]
-    assert weighted.check() == ["one has a fault", "two has a fault"]
+    assert weighted.check() == ["one has an error", "two has an error"]
     weighted.load()
     assert one.loads == two.loads == 2
 

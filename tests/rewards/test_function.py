@@ -96,10 +96,10 @@ def test_its_name_is_the_function_s_unless_given():
 )
 def test_what_cannot_be_called_is_found_by_check(function, said):
     reward = PythonReward(function)
-    (fault,) = reward.check()
+    (error,) = reward.check()
     with pytest.raises(RewardError, match=said):
         reward.load()
-    assert "\n" not in fault
+    assert "\n" not in error
 
 
 @pytest.mark.parametrize("function", ["own_rewards", "own_rewards:", ":f", "own rewards:f", "a/b.py:f"])
@@ -119,8 +119,8 @@ def test_what_is_no_number_is_said():
 
 
 def test_options_that_the_function_does_not_take():
-    (fault,) = PythonReward("own_rewards:brightness", options={"gain": 2}).check()
-    assert "cannot be called with (images, prompts, rows, gain)" in fault
+    (error,) = PythonReward("own_rewards:brightness", options={"gain": 2}).check()
+    assert "cannot be called with (images, prompts, rows, gain)" in error
 
 
 def test_numpy_numbers_are_numbers():

@@ -232,12 +232,12 @@ def test_a_row_that_cannot_be_judged_is_a_failure(reward):
 
 
 def test_prompts_are_held_against_the_detectors_classes(reward, detector_folder):
-    assert reward.prompt_fault("clocks", CLOCKS) is None
+    assert reward.prompt_error("clocks", CLOCKS) is None
     zebra = {"include": [{"class": "zebra", "count": 1}]}
-    fault = GenEval(str(detector_folder)).prompt_fault("a zebra", zebra)
-    assert fault.startswith("Prompt \"a zebra\": include[0].class='zebra' is not a class of the detector.")
-    assert GenEval().prompt_fault("a zebra", zebra) is None  # no detector is at hand: COCO's classes
-    assert "Did you mean zebra?" in GenEval().prompt_fault("x", {"include": [{"class": "zebbra", "count": 1}]})
+    error = GenEval(str(detector_folder)).prompt_error("a zebra", zebra)
+    assert error.startswith("Prompt \"a zebra\": include[0].class='zebra' is not a class of the detector.")
+    assert GenEval().prompt_error("a zebra", zebra) is None  # no detector is at hand: COCO's classes
+    assert "Did you mean zebra?" in GenEval().prompt_error("x", {"include": [{"class": "zebbra", "count": 1}]})
 
 
 def test_it_counts_as_a_part(reward):
@@ -258,31 +258,31 @@ def test_the_models_are_frozen_and_loaded_once(reward):
 def test_building_one_loads_nothing():
     code = (
         "import sys; from lit_vgrpo.rewards.geneval import GenEval as G; "
-        "G().prompt_fault('a', {}); print('transformers' in sys.modules)"
+        "G().prompt_error('a', {}); print('transformers' in sys.modules)"
     )
     assert subprocess.run([BARE, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_whole_folders_have_no_fault(reward, segmenter_folder, clip_folder):
+def test_whole_folders_have_no_error(reward, segmenter_folder, clip_folder):
     assert reward.check() == []
     assert GenEval(str(segmenter_folder), str(clip_folder)).check() == []
 
 
-def test_missing_folders_are_faults(tmp_path):
-    faults = GenEval(str(tmp_path / "no"), str(tmp_path / "none")).check()
-    assert [fault.split(".")[0] for fault in faults] == [
+def test_missing_folders_are_errors(tmp_path):
+    errors = GenEval(str(tmp_path / "no"), str(tmp_path / "none")).check()
+    assert [error.split(".")[0] for error in errors] == [
         f"{tmp_path / name} is not a folder" for name in ("no", "none")
     ]
-    assert "GenEval.detector" in faults[0]
-    assert "GenEval.clip" in faults[1]
+    assert "GenEval.detector" in errors[0]
+    assert "GenEval.clip" in errors[1]
 
 
-def test_models_of_other_families_are_faults(detector_folder, clip_folder):
-    faults = GenEval(str(clip_folder), str(detector_folder)).check()
-    assert len(faults) == 2
-    assert f"{clip_folder} holds a model of type 'clip', which is not an object detector." in faults[0]
-    assert f"{detector_folder} holds a model of type 'yolos', not 'clip'." in faults[1]
-    assert all("\n" not in fault for fault in faults)
+def test_models_of_other_families_are_errors(detector_folder, clip_folder):
+    errors = GenEval(str(clip_folder), str(detector_folder)).check()
+    assert len(errors) == 2
+    assert f"{clip_folder} holds a model of type 'clip', which is not an object detector." in errors[0]
+    assert f"{detector_folder} holds a model of type 'yolos', not 'clip'." in errors[1]
+    assert all("\n" not in error for error in errors)
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "preprocessor_config.json"])
@@ -295,10 +295,10 @@ def test_a_folder_without_weights_or_processor_is_one_line(tmp_path, detector_fo
     assert "\n" not in str(caught.value)
 
 
-def test_a_broken_config_is_a_fault(tmp_path, clip_folder):
+def test_a_broken_config_is_an_error(tmp_path, clip_folder):
     (tmp_path / "config.json").write_text("{")
-    (fault,) = GenEval(str(tmp_path), str(clip_folder)).check()
-    assert "no readable config.json" in fault
+    (error,) = GenEval(str(tmp_path), str(clip_folder)).check()
+    assert "no readable config.json" in error
 
 
 @pytest.mark.parametrize(

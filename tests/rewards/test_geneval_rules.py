@@ -11,7 +11,7 @@ from lit_vgrpo.rewards.geneval_rules import (
     GenEvalRules,
     official_name,
     overlap,
-    row_fault,
+    row_error,
 )
 
 RULES = GenEvalRules()
@@ -80,7 +80,7 @@ EAST, WEST, NORTH = (60, 20, 80, 40), (0, 20, 20, 40), (62, -40, 82, -20)
     ],
 )
 def test_the_six_tags(row, detections, correct, partial):
-    assert row_fault(row) is None
+    assert row_error(row) is None
     assert judged(detections, row) == (correct, partial)
 
 
@@ -112,7 +112,7 @@ def test_another_class_can_be_excluded():
 
 def test_fields_of_a_table_without_value_are_as_absent():
     row = {"tag": "single_object", "include": [{**BENCH["include"][0], "color": None, "position": None}]}
-    assert row_fault({**row, "exclude": None}) is None
+    assert row_error({**row, "exclude": None}) is None
     assert judged([seen("bench")], {**row, "exclude": None}) == (True, 1)
 
 
@@ -223,7 +223,7 @@ ROWS = st.fixed_dictionaries(
 @given(DETECTIONS, ROWS)
 @settings(deadline=None, max_examples=200)
 def test_random_detections_are_judged_as_by_the_official_procedure(detections, row):
-    assert row_fault(row) is None
+    assert row_error(row) is None
     verdict = RULES.judge(RULES.keep(detections, row), row)
     assert verdict.correct == official_result(detections, row)
     assert 0 <= verdict.partial <= 1
@@ -274,13 +274,13 @@ def test_the_classes_are_cocos():
     ],
 )
 def test_a_row_that_cannot_be_judged_is_one_line(row, said):
-    fault = row_fault(row)
-    assert said in fault
-    assert "\n" not in fault
+    error = row_error(row)
+    assert said in error
+    assert "\n" not in error
 
 
-def test_a_class_that_the_detector_does_not_know_is_a_fault():
-    assert row_fault(BENCH, {"cat"}) == "include[0].class='bench' is not a class of the detector. Use one of: cat."
+def test_a_class_that_the_detector_does_not_know_is_an_error():
+    assert row_error(BENCH, {"cat"}) == "include[0].class='bench' is not a class of the detector. Use one of: cat."
 
 
 @pytest.mark.parametrize("name", ["threshold", "counting_threshold", "max_overlap", "position_threshold"])

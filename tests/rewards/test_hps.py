@@ -77,9 +77,9 @@ def test_the_file_itself_and_safetensors_are_read_too(hps_checkpoint, reward, tm
         assert torch.equal(HPSv2(str(other), model=name)(*batch), reward(*batch))
 
 
-def test_an_unknown_architecture_is_a_fault(hps_checkpoint):
-    (fault,) = HPSv2(str(hps_checkpoint[0]), model="ViT-H14").check()
-    assert fault == "HPSv2.model=ViT-H14 is unknown to open_clip. Did you mean ViT-H-14?"
+def test_an_unknown_architecture_is_an_error(hps_checkpoint):
+    (error,) = HPSv2(str(hps_checkpoint[0]), model="ViT-H14").check()
+    assert error == "HPSv2.model=ViT-H14 is unknown to open_clip. Did you mean ViT-H-14?"
 
 
 def test_weights_of_another_architecture_are_one_line(hps_checkpoint, tmp_path):

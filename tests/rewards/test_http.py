@@ -6,7 +6,7 @@ import pickle
 import random
 import sys
 
-import fault_server as faults
+import fault_server as errors
 import numpy as np
 import pytest
 import torch
@@ -64,11 +64,11 @@ def test_scores_come_back_in_order_over_few_connections(batch, encoding):
 
 def test_several_requests_are_under_way_at_once(batch):
     with FaultServer() as server:
-        together = faults.threading.Barrier(4)
+        together = errors.threading.Barrier(4)
 
         def wait_for_the_others(handler):
             together.wait(10)
-            faults.scores(handler)
+            errors.scores(handler)
 
         server.plan = [wait_for_the_others] * 4
         reward = HTTPReward(server.url, batch_size=1, connection=patient(max_connections=4))
@@ -86,7 +86,7 @@ def test_a_body_is_made_when_its_turn_comes(batch, monkeypatch):
     def behave(handler):
         held.append(len(made) - len(answered))
         answered.append(handler)
-        faults.scores(handler)
+        errors.scores(handler)
 
     monkeypatch.setattr(http, "json_request", make)
     with FaultServer(then=behave) as server:
@@ -97,14 +97,14 @@ def test_a_body_is_made_when_its_turn_comes(batch, monkeypatch):
     assert max(held) <= 2
 
 
-FAULTS = {
-    "hang": (faults.hang, "timeout"),
-    "drip": (faults.drip, "timeout"),
-    "drip_headers": (faults.drip_headers, "timeout"),
-    "close": (faults.close, "reset"),
-    "reset": (faults.reset, "reset"),
-    "close_midway": (faults.close_midway, "reset"),
-    "no_http": (faults.no_http, "garbage"),
+ERRORS = {
+    "hang": (errors.hang, "timeout"),
+    "drip": (errors.drip, "timeout"),
+    "drip_headers": (errors.drip_headers, "timeout"),
+    "close": (errors.close, "reset"),
+    "reset": (errors.reset, "reset"),
+    "close_midway": (errors.close_midway, "reset"),
+    "no_http": (errors.no_http, "garbage"),
     "status_500": (answering(b"boom", 500), "status_500"),
     "status_503": (answering(b"", 503), "status_503"),
     "html": (answering(b"<html>welcome to the proxy</html>"), "garbage"),
@@ -117,14 +117,14 @@ FAULTS = {
     "other_version": (answering({"version": 2, "scores": [1, 2, 3]}), "garbage"),
     "too_few": (answering({"scores": [0.5]}), "wrong_number"),
     "too_many": (answering({"scores": [0.5] * 4}), "wrong_number"),
-    "large": (faults.hundred_megabytes, "too_large"),
+    "large": (errors.hundred_megabytes, "too_large"),
     "moved": (answering(b"", 307, Location="/elsewhere"), None),
 }
 
 
-@pytest.mark.parametrize("fault", [name for name, (_, cause) in FAULTS.items() if cause])
-def test_a_fault_that_passes_costs_a_counted_retry(fault):
-    behave, cause = FAULTS[fault]
+@pytest.mark.parametrize("error", [name for name, (_, cause) in ERRORS.items() if cause])
+def test_an_error_that_passes_costs_a_counted_retry(error):
+    behave, cause = ERRORS[error]
     images, prompts, rows = make_images(3)
     with FaultServer([behave]) as server:
         reward = HTTPReward(server.url, connection=patient(timeout_s=patience(cause)))
@@ -136,9 +136,9 @@ def test_a_fault_that_passes_costs_a_counted_retry(fault):
     assert reward.failure is None
 
 
-@pytest.mark.parametrize("fault", [name for name in FAULTS if not name.startswith("drip")])
-def test_a_fault_that_stays_fails_its_own_images_alone(fault):
-    behave, cause = FAULTS[fault]
+@pytest.mark.parametrize("error", [name for name in ERRORS if not name.startswith("drip")])
+def test_an_error_that_stays_fails_its_own_images_alone(error):
+    behave, cause = ERRORS[error]
     images, prompts, rows = make_images(6)
     connection = patient(retries=1, max_connections=1, timeout_s=patience(cause))
     with FaultServer([behave, *[behave] * (cause is not None)]) as server:
@@ -248,9 +248,9 @@ def test_the_token_comes_from_the_environment_and_is_sent(monkeypatch):
     ],
 )
 def test_a_wrong_address_is_found_without_asking_anybody(url, said):
-    (fault,) = HTTPReward(url).check()
-    assert said in fault
-    assert "pw" not in fault
+    (error,) = HTTPReward(url).check()
+    assert said in error
+    assert "pw" not in error
     with pytest.raises(RewardError, match="HTTP|url"):
         HTTPReward(url).load()
 
@@ -295,9 +295,9 @@ def test_the_connections_numbers_are_checked(option, value):
 
 def test_a_row_that_json_cannot_hold_is_found_before_the_run():
     reward = HTTPReward("http://127.0.0.1:1/score")
-    assert reward.prompt_fault("a", {"prompt": "a", "include": [{"class": "cat", "count": 1}]}) is None
-    assert '"when"' in reward.prompt_fault("a", {"prompt": "a", "when": datetime.date(2020, 1, 1)})
-    assert '"x"' in reward.prompt_fault("a", {"prompt": "a", "x": float("nan")})
+    assert reward.prompt_error("a", {"prompt": "a", "include": [{"class": "cat", "count": 1}]}) is None
+    assert '"when"' in reward.prompt_error("a", {"prompt": "a", "when": datetime.date(2020, 1, 1)})
+    assert '"x"' in reward.prompt_error("a", {"prompt": "a", "x": float("nan")})
 
 
 def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch):

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-import fault_server as faults
+import fault_server as errors
 import pytest
 import torch
 from fault_server import FaultServer, answering
@@ -46,9 +46,9 @@ def test_a_server_that_is_down_stops_the_run_after_a_bounded_number_of_requests(
     assert "\n" not in message
 
 
-def test_faults_that_are_not_in_a_row_stop_nothing():
+def test_errors_that_are_not_in_a_row_stop_nothing():
     boom = answering(b"", 500)
-    with FaultServer([boom, boom, faults.scores] * 6) as server:
+    with FaultServer([boom, boom, errors.scores] * 6) as server:
         reward = http(server.url, max_connections=1, retries=0)
         scores = reward(*images(18))
         reward.close()
@@ -69,7 +69,7 @@ def test_a_server_that_is_down_is_asked_once_a_batch_where_the_recipe_goes_on_wi
         assert reward(*images(10)).isnan().all()
         assert reward.take_counts() == {"status_500": 1, "gave_up": 1, "skipped": 9}
 
-        server.then = faults.scores
+        server.then = errors.scores
         assert reward(*images(10)).isfinite().all(), "the server is back, and its scores are not taken"
         assert reward.take_counts() == {}
         assert reward.failure is None
@@ -95,7 +95,7 @@ def test_what_is_being_retried_gives_up_too_once_the_server_counts_as_down():
 
 
 def test_a_server_that_hangs_costs_a_bounded_number_of_waits():
-    with FaultServer(then=faults.hang) as server:
+    with FaultServer(then=errors.hang) as server:
         reward = http(server.url, on_outage="nan", timeout_s=0.1, retries=0)
         assert reward(*images(30)).isnan().all()
         reward.close()
@@ -115,7 +115,7 @@ def test_no_server_is_a_clear_line_before_anything_starts():
 
 
 def test_a_server_that_hangs_is_a_clear_line_before_anything_starts():
-    with FaultServer(pages={"/version": faults.hang}) as server:
+    with FaultServer(pages={"/version": errors.hang}) as server:
         reward = http(server.url, connect_timeout_s=0.1)
         with pytest.raises(RewardError, match="gave no answer within 0.2 s"):
             reward.load()
@@ -149,7 +149,7 @@ def test_the_server_is_asked_once_whether_it_is_the_right_one(page, said):
         reward.close()
 
 
-@pytest.mark.parametrize("behave", [faults.hang, answering(b"", 503, Retry_After="25")])
+@pytest.mark.parametrize("behave", [errors.hang, answering(b"", 503, Retry_After="25")])
 def test_closing_ends_what_is_under_way(behave):
     seen = threading.Event()
 
@@ -172,7 +172,7 @@ def test_closing_ends_what_is_under_way(behave):
         assert reward.failure is not None
         reward.close()
 
-        server.then = faults.scores
+        server.then = errors.scores
         assert reward(*images(5)).isfinite().all(), "it cannot be used again"
         reward.close()
 

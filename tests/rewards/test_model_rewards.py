@@ -38,7 +38,7 @@ def build(clip_folder, hps_checkpoint, image_reward_folder, aesthetic_file):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_whole_checkpoint_has_no_fault(build, kind):
+def test_a_whole_checkpoint_has_no_error(build, kind):
     assert build(kind).check() == []
 
 
@@ -150,28 +150,28 @@ def test_a_published_name_that_cannot_be_reached_is_said_in_one_line(kind, monke
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    faults = kind().check()
-    assert faults
-    assert any(fault.startswith(f"Cannot load {kind().checkpoint}: not in the local cache") for fault in faults)
-    assert not any("\n" in fault for fault in faults)
+    errors = kind().check()
+    assert errors
+    assert any(error.startswith(f"Cannot load {kind().checkpoint}: not in the local cache") for error in errors)
+    assert not any("\n" in error for error in errors)
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_missing_folder_or_file_is_a_fault(build, kind, tmp_path):
+def test_a_missing_folder_or_file_is_an_error(build, kind, tmp_path):
     for missing in ("no", "no.pt"):
         path = tmp_path / missing
-        faults = build(kind, checkpoint=str(path)).check()
-        assert faults[0].startswith(f"{path} is not a f")
-        assert f"Set {kind.__name__}.checkpoint to" in faults[0]
+        errors = build(kind, checkpoint=str(path)).check()
+        assert errors[0].startswith(f"{path} is not a f")
+        assert f"Set {kind.__name__}.checkpoint to" in errors[0]
         with pytest.raises(RuntimeError, match=r"is not a f.*Set "):
             build(kind, checkpoint=str(path)).load()
 
 
 @pytest.mark.parametrize("kind", FROM_FILES)
-def test_an_empty_folder_is_a_fault(build, kind, tmp_path):
-    (fault,) = build(kind, checkpoint=str(tmp_path)).check()
-    assert fault.startswith(f"{tmp_path} has no ")
-    assert f"Set {kind.__name__}.checkpoint to" in fault
+def test_an_empty_folder_is_an_error(build, kind, tmp_path):
+    (error,) = build(kind, checkpoint=str(tmp_path)).check()
+    assert error.startswith(f"{tmp_path} has no ")
+    assert f"Set {kind.__name__}.checkpoint to" in error
 
 
 @pytest.mark.parametrize("kind", [PickScore, CLIPScore, AestheticScore])

@@ -163,7 +163,7 @@ def test_a_score_is_between_0_and_1(found, wanted):
 )
 def test_the_text_of_a_prompt(prompt, row, text):
     assert wanted_text(prompt, row) == text
-    assert (OCRReward().prompt_fault(prompt, row) is None) == bool(text)
+    assert (OCRReward().prompt_error(prompt, row) is None) == bool(text)
 
 
 @pytest.mark.parametrize(
@@ -175,15 +175,15 @@ def test_the_text_of_a_prompt(prompt, row, text):
         ("very long " * 50, {}, 'very long very lo..." has no text'),
     ],
 )
-def test_a_prompt_without_text_is_a_fault_and_a_failure(line_reward, prompt, row, said):
-    fault = line_reward.prompt_fault(prompt, row)
-    assert said in fault
-    assert len(fault) < 200
+def test_a_prompt_without_text_is_an_error_and_a_failure(line_reward, prompt, row, said):
+    error = line_reward.prompt_error(prompt, row)
+    assert said in error
+    assert len(error) < 200
     image = drawn("cat", shape=(24, 48))
     scores = line_reward(torch.cat([image, image]), [prompt, '"cat"'], [row, {}])
     assert math.isnan(scores[0])
     assert scores[1] == 1
-    assert line_reward.failure == fault
+    assert line_reward.failure == error
     line_reward(image, ['"cat"'], [{}])
     assert line_reward.failure is None
 
@@ -238,13 +238,13 @@ def test_a_missing_package_is_one_line_with_the_command(monkeypatch, package):
 def test_a_package_without_models_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr("lit_vgrpo.rewards.ocr._models_folder", lambda: tmp_path)
     (tmp_path / "PP-OCRv6_rec_small.onnx").touch()
-    (fault,) = OCRReward().check()
-    assert fault.startswith(f"rapidocr has no det model in {tmp_path}. Run: pip install")
+    (error,) = OCRReward().check()
+    assert error.startswith(f"rapidocr has no det model in {tmp_path}. Run: pip install")
     with pytest.raises(LoadError, match="no det model"):
         OCRReward().load()
 
 
-def test_the_installed_package_has_no_fault():
+def test_the_installed_package_has_no_error():
     assert OCRReward().check() == []
 
 

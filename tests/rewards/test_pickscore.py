@@ -41,27 +41,27 @@ def test_the_published_processor_belongs_to_the_published_weights():
     assert PickScore("some/where", processor="else/where").processor == "else/where"
 
 
-def test_a_missing_folder_is_a_fault(tmp_path):
-    faults = PickScore(str(tmp_path / "no")).check()
-    assert faults == [
+def test_a_missing_folder_is_an_error(tmp_path):
+    errors = PickScore(str(tmp_path / "no")).check()
+    assert errors == [
         f"{tmp_path / 'no'} is not a folder. Set PickScore.checkpoint to a folder with config.json, or to a hub name."
     ]
 
 
-def test_a_folder_without_config_is_a_fault(tmp_path, clip_folder):
-    (fault,) = PickScore(str(tmp_path), processor=str(clip_folder)).check()
-    assert "has no config.json" in fault
+def test_a_folder_without_config_is_an_error(tmp_path, clip_folder):
+    (error,) = PickScore(str(tmp_path), processor=str(clip_folder)).check()
+    assert "has no config.json" in error
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [('{"model_type": "siglip"}', "'siglip', not 'clip'"), ("[]", "None, not 'clip'"), ("{", "is not JSON")],
 )
-def test_a_model_of_another_family_is_a_fault(tmp_path, clip_folder, config, said):
+def test_a_model_of_another_family_is_an_error(tmp_path, clip_folder, config, said):
     (tmp_path / "config.json").write_text(config)
-    (fault,) = PickScore(str(tmp_path), processor=str(clip_folder)).check()
-    assert said in fault
-    assert "\n" not in fault
+    (error,) = PickScore(str(tmp_path), processor=str(clip_folder)).check()
+    assert said in error
+    assert "\n" not in error
     with pytest.raises(RuntimeError, match=r"config\.json|type"):
         PickScore(str(tmp_path), processor=str(clip_folder)).load()
 
@@ -75,7 +75,7 @@ def test_a_folder_without_weights_is_one_line(tmp_path, clip_folder):
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_tokenizer_is_a_fault_of_the_processor(tmp_path):
+def test_a_folder_without_tokenizer_is_an_error_of_the_processor(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
-    (fault,) = PickScore(str(tmp_path)).check()
-    assert "PickScore.processor" in fault
+    (error,) = PickScore(str(tmp_path)).check()
+    assert "PickScore.processor" in error

@@ -1,6 +1,6 @@
 import json
 
-import fault_server as faults
+import fault_server as errors
 import numpy as np
 import pytest
 import torch
@@ -131,14 +131,14 @@ def test_the_request_holds_the_picture_the_question_and_the_settings(monkeypatch
         assert question["text"] == 'Is {place} {0} in the box? Answer {"score": 1} to {"score": 5}.'
         kind, data = picture["image_url"]["url"].split(",", 1)
         assert kind == "data:image/png;base64"
-        (mean,) = faults.pixel_means(json.dumps({"images": [data]}).encode(), "application/json")
+        (mean,) = errors.pixel_means(json.dumps({"images": [data]}).encode(), "application/json")
         assert round(mean * 255) == 10 * number, "another image's picture was sent"
 
 
 def test_scores_keep_the_order_of_the_images():
     def by_brightness(handler):
         data = json.loads(handler.body)["messages"][0]["content"][0]["image_url"]["url"].split(",", 1)[1]
-        (mean,) = faults.pixel_means(json.dumps({"images": [data]}).encode(), "application/json")
+        (mean,) = errors.pixel_means(json.dumps({"images": [data]}).encode(), "application/json")
         saying(f"Final Score: {1 + mean}")(handler)
 
     with FaultServer([answering(b"", 500)] * 3, then=by_brightness) as server:
@@ -177,8 +177,8 @@ def test_the_server_is_asked_once_whether_it_has_the_model():
 
 def test_a_field_that_the_rows_lack_is_found_before_the_run():
     reward = VLMJudge("http://127.0.0.1:1/v1", "m", prompt_template="Is {prompt} {colour}?")
-    assert reward.prompt_fault("a", {"prompt": "a", "colour": "red"}) is None
-    assert "{colour}, which the row lacks. Did you mean color?" in reward.prompt_fault("a", {"color": "red"})
+    assert reward.prompt_error("a", {"prompt": "a", "colour": "red"}) is None
+    assert "{colour}, which the row lacks. Did you mean color?" in reward.prompt_error("a", {"color": "red"})
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,10 @@ def test_predict_refuses_what_is_no_prompt(tiny_sd3, tmp_path):
         make_trainer(tmp_path).predict(make_module(tiny_sd3), DataLoader(torch.zeros(2, 3)))
 
 
-@pytest.mark.parametrize(("options", "fault"), [({"num_workers": 4}, "num_workers=4"), ({"pin_memory": True}, "pin_")])
-def test_workers_and_pinned_memory_are_refused_with_the_reason(options, fault):
+@pytest.mark.parametrize(("options", "error"), [({"num_workers": 4}, "num_workers=4"), ({"pin_memory": True}, "pin_")])
+def test_workers_and_pinned_memory_are_refused_with_the_reason(options, error):
     make_data(num_workers=0, pin_memory=False)
-    with pytest.raises(ValueError, match=f"^{fault}.* has no use: .*leave it out"):
+    with pytest.raises(ValueError, match=f"^{error}.* has no use: .*leave it out"):
         make_data(**options)
 
 

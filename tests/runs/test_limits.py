@@ -9,7 +9,7 @@ import torch
 from helpers import make_data, make_module, make_trainer, weights
 
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.runs.limits import limit_fault
+from lit_vgrpo.runs.limits import limit_error
 
 
 class Ends(L.Callback):
@@ -37,7 +37,7 @@ def counting(module):
 
 
 @pytest.mark.parametrize(
-    ("limit", "fault"),
+    ("limit", "error"),
     [
         ({"limit_train_batches": 1}, "limit_train_batches=1 would drop images"),
         ({"limit_train_batches": 0.5}, "limit_train_batches=0.5 would drop images"),
@@ -48,9 +48,9 @@ def counting(module):
         ({"max_steps": 1}, "Use 2."),
     ],
 )
-def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, fault):
+def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, error):
     module = make_module(tiny_sd3)
-    with pytest.raises(ValueError, match=fault) as refused:
+    with pytest.raises(ValueError, match=error) as refused:
         make_trainer(tmp_path, 1, **limit).fit(module, datamodule=make_data(updates_per_iteration=2))
     assert "\n" not in str(refused.value)
     assert not module.policy.loaded
@@ -60,7 +60,7 @@ def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, fa
 def test_a_limit_that_cuts_none_is_kept(tmp_path, limit):
     sizes = Sizes(2, 4, updates_per_iteration=2, micro_batch_size=4)
     assert sizes.plan(1).steps_per_iteration == 4
-    assert limit_fault(make_trainer(tmp_path, 1, **limit), sizes) is None
+    assert limit_error(make_trainer(tmp_path, 1, **limit), sizes) is None
 
 
 @pytest.mark.parametrize("number", [True, 2])
@@ -108,7 +108,7 @@ def test_a_run_whose_time_is_over_finishes_its_iteration(tiny_sd3, tmp_path):
 )
 def test_the_smallest_sizes_keep_the_micro_batch_and_the_shares(sizes, ranks, prompts):
     smaller = sizes.smallest(ranks)
-    assert smaller.faults(ranks) == []
+    assert smaller.errors(ranks) == []
     assert smaller.prompts_per_iteration == prompts
     assert (smaller.group_size, smaller.micro_batch_size) == (sizes.group_size, sizes.micro_batch_size)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.commands.check import check
 from lit_vgrpo.core.sizes import Sizes, divisors
-from lit_vgrpo.distributed.registry import micro_batch_fault
+from lit_vgrpo.distributed.registry import micro_batch_error
 from lit_vgrpo.distributed.zero import ZeRO
 from lit_vgrpo.memory.shares import shown
 from lit_vgrpo.rewards import CLIPScore
@@ -115,9 +115,9 @@ def test_it_is_the_largest_divisor_that_fits(share, lines, room):
 
 
 def test_zero_is_refused(tiny_recipe, capsys):
-    assert micro_batch_fault(ZeRO(2), Sizes(2, 4, 1, 4)) is None
-    fault = micro_batch_fault(ZeRO(2), Sizes(2, 4, 1, "auto"))
-    assert fault.endswith("Give a number, or use trainer.strategy=ddp or fsdp2.")
+    assert micro_batch_error(ZeRO(2), Sizes(2, 4, 1, 4)) is None
+    error = micro_batch_error(ZeRO(2), Sizes(2, 4, 1, "auto"))
+    assert error.endswith("Give a number, or use trainer.strategy=ddp or fsdp2.")
 
 
 def test_check_takes_auto_and_refuses_other_words(tiny_recipe, capsys):

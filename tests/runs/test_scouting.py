@@ -154,19 +154,19 @@ def test_scouts_that_say_nothing_are_named_once(tiny_sd3, tmp_path):
 
 
 def test_settings_that_make_no_sense_are_refused(tiny_sd3):
-    def faults(objective, **options):
+    def errors(objective, **options):
         return make_module(tiny_sd3, objective, **options).check(Sizes(2, 4))
 
     of_sde = RolloutSpec("flow_sde", STEPS, scouts=ScoutSpec(steps=2))
-    assert faults(FlowGRPO(of_sde)) == of_sde.faults()
+    assert errors(FlowGRPO(of_sde)) == of_sde.errors()
     ddim = VGRPO(RolloutSpec(steps=STEPS, scouts=ScoutSpec(2, 2, "ddim")))
-    (line,) = ddim.policy_faults(SD3Policy)
+    (line,) = ddim.policy_errors(SD3Policy)
     assert "rollout.scouts.solver=ddim is not an ODE solver of SD3Policy" in line
-    assert "solver=euler" in ddim.policy_faults(UNetPolicy)[0]
+    assert "solver=euler" in ddim.policy_errors(UNetPolicy)[0]
     cached = VGRPO(RolloutSpec(steps=STEPS, scouts=ScoutSpec(2, 2, cache=BlockCache("taylorseer"))))
-    assert faults(cached)[0].startswith("model.objective.rollout.scouts.cache skips nothing: all 2 steps")
-    assert cached.policy_faults(UNetPolicy)
-    (line,) = faults(scouting(), evaluation=RolloutSpec(scouts=ScoutSpec()))
+    assert errors(cached)[0].startswith("model.objective.rollout.scouts.cache skips nothing: all 2 steps")
+    assert cached.policy_errors(UNetPolicy)
+    (line,) = errors(scouting(), evaluation=RolloutSpec(scouts=ScoutSpec()))
     assert line.startswith("model.evaluation.scouts has no effect")
     without_reward = Denoising(lambda *args: None, RolloutSpec(scouts=ScoutSpec()))
     (line,) = without_reward.check(Sizes(2, 4))

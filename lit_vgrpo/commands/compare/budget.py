@@ -34,7 +34,7 @@ class Budget:
         return {name: value for name, value in asdict(self).items() if value != ""}
 
 
-def budget_faults(found: Mapping[str, Any], where: str) -> Iterator[str]:
+def budget_errors(found: Mapping[str, Any], where: str) -> Iterator[str]:
     """Yield what is wrong with an overlay's ``found:`` block, a line each."""
     names = [one.name for one in fields(Budget)]
     numbers = names[:-1]

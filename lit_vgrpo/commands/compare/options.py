@@ -62,7 +62,7 @@ def read_rewards(text: str) -> list[float]:
     Raises:
         UserError: One is not a finite number.
     """
-    numbers, faults = set(), []
+    numbers, errors = set(), []
     for word in filter(None, map(str.strip, text.split(","))):
         try:
             number = float(word)
@@ -71,9 +71,9 @@ def read_rewards(text: str) -> list[float]:
         if math.isfinite(number):
             numbers.add(number)
         else:
-            faults.append(f"{word} is not a number. Give a held-out reward such as 0.7, or several: 0.6,0.7.")
-    if faults:
-        raise UserError(*faults)
+            errors.append(f"{word} is not a number. Give a held-out reward such as 0.7, or several: 0.6,0.7.")
+    if errors:
+        raise UserError(*errors)
     return sorted(numbers)
 
 

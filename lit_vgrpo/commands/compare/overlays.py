@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_vgrpo import objectives
-from lit_vgrpo.commands.compare.budget import Budget, budget_faults
+from lit_vgrpo.commands.compare.budget import Budget, budget_errors
 from lit_vgrpo.config.parts import merged
 from lit_vgrpo.config.recipe import loaded
 from lit_vgrpo.config.schema import options_of_class
@@ -107,17 +107,17 @@ def read_overlay(path: Path) -> Overlay:
     if not isinstance(found, dict) or not isinstance(found.get("published"), dict):
         raise UserError(f"{path} is not an overlay: it needs published: with model.objective.")
     content = {str(key): value or {} for key, value in found.items()}
-    faults = [unknown_option(key, f"the overlay {path}", PARTS) for key in content if key not in PARTS]
-    faults += [
+    errors = [unknown_option(key, f"the overlay {path}", PARTS) for key in content if key not in PARTS]
+    errors += [
         f"{path}: {part} must be a mapping{', or a list of points' if part == 'sweep' else ''}."
         for part in PARTS
         if not isinstance(content.get(part, {}), Mapping)
         and not (part == "sweep" and isinstance(content[part], list) and all(map(_is_map, content[part])))
     ]
     search = content.get("found")
-    faults += budget_faults(search, str(path)) if _is_map(search) else []
-    if faults:
-        raise UserError(*faults)
+    errors += budget_errors(search, str(path)) if _is_map(search) else []
+    if errors:
+        raise UserError(*errors)
     overlay = Overlay(
         path.stem,
         content["published"],
@@ -125,14 +125,14 @@ def read_overlay(path: Path) -> Overlay:
         Budget(**search) if search else None,
         content.get("sweep", {}),
     )
-    faults = list(_overlay_faults(path, overlay))
-    if faults:
-        raise UserError(*faults)
+    errors = list(_overlay_errors(path, overlay))
+    if errors:
+        raise UserError(*errors)
     overlay.published["model"]["objective"] = as_component(overlay.published["model"]["objective"])
     return overlay
 
 
-def _overlay_faults(path: Path, overlay: Overlay) -> Iterator[str]:
+def _overlay_errors(path: Path, overlay: Overlay) -> Iterator[str]:
     model = overlay.published.get("model")
     objective = model.get("objective") if _is_map(model) else None
     if not isinstance(objective, str) and not (_is_map(objective) and "class_path" in objective):

@@ -75,31 +75,31 @@ def entrants(options: CompareOptions) -> list[Entrant]:
         UserError: With every error in the recipe, the methods, the overlays and the sizes.
     """
     _check_base(options)
-    overlays, faults = [], []
+    overlays, errors = [], []
     for text in options.methods:
         try:
             overlays.append(read_overlay(find_overlay(text)))
         except UserError as error:
-            faults += error.faults
+            errors += error.errors
     names = [overlay.name for overlay in overlays]
-    faults += [
+    errors += [
         f"Two methods are called {name}. Rename one of the files." for name in set(names) if names.count(name) > 1
     ]
     if not options.sweep and options.settings is not None and "tuned" in options.settings:
-        faults += [
+        errors += [
             f"{overlay.name} has no tuned settings: tuned: in its overlay is empty. Use --settings published, or find "
             f"some: lightning compare {options.command.recipe.stem} --methods {overlay.name} --sweep"
             for overlay in overlays
             if not overlay.tuned
         ]
     if options.sweep:
-        faults += [f"{o.name} has nothing to try: sweep: in its overlay is empty." for o in overlays if not o.sweep]
-    if faults:
-        raise UserError(*faults)
+        errors += [f"{o.name} has nothing to try: sweep: in its overlay is empty." for o in overlays if not o.sweep]
+    if errors:
+        raise UserError(*errors)
     found = [entrant for overlay in overlays for entrant in _of_overlay(options, overlay)]
-    faults = [*_lost_overrides(options, found), *_build_faults(found)]
-    if faults:
-        raise UserError(*dict.fromkeys(faults))
+    errors = [*_lost_overrides(options, found), *_build_errors(found)]
+    if errors:
+        raise UserError(*dict.fromkeys(errors))
     return found
 
 
@@ -107,16 +107,16 @@ def _check_base(options: CompareOptions) -> None:
     base = options.base
     words = [str(options.command.recipe), *(f"{key}={text}" for key, text in options.command.overrides)]
     cli = build(words, make_folder=False)
-    faults = cli.faults()
+    errors = cli.errors()
     if not cli.datamodule.has_heldout and not options.sweep:  # a sweep takes its own
-        faults.append("The recipe has no data.heldout, so there is nothing to compare. Set data.heldout=PROMPT_FILE.")
+        errors.append("The recipe has no data.heldout, so there is nothing to compare. Set data.heldout=PROMPT_FILE.")
     if base.get("ckpt_path") is not None:
-        faults.append(
+        errors.append(
             f"ckpt_path={base['ckpt_path']} cannot be continued by other methods. Set model.policy.checkpoint to the "
             "weights that all of them start from."
         )
-    if faults:
-        raise UserError(*faults)
+    if errors:
+        raise UserError(*errors)
 
 
 def _of_overlay(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
@@ -162,7 +162,7 @@ def tuned_part(changed: Mapping[str, Any], objective: Mapping[str, Any]) -> dict
 
 def _lost_overrides(options: CompareOptions, found: Iterable[Entrant]) -> list[str]:
     """Return an error for each override that a method's overlay replaces."""
-    faults = {}
+    errors = {}
     before = dict(leaves(options.base))
     for entrant in found:
         after = dict(leaves(entrant.recipe))
@@ -173,11 +173,11 @@ def _lost_overrides(options: CompareOptions, found: Iterable[Entrant]) -> list[s
                 continue
             mine = [leaf for leaf in before if leaf == full or leaf.startswith(f"{full}.")]
             if any(before[leaf] != after.get(leaf) for leaf in mine):
-                faults[key] = (
+                errors[key] = (
                     f"{key} has no effect: the overlay of {entrant.method} sets it. Leave it out, or give your own "
                     "overlay file as a method."
                 )
-    return list(faults.values())
+    return list(errors.values())
 
 
 def _with_init_args(key: str) -> str:
@@ -188,23 +188,25 @@ def _with_init_args(key: str) -> str:
     )
 
 
-def _build_faults(found: Sequence[Entrant]) -> list[str]:
+def _build_errors(found: Sequence[Entrant]) -> list[str]:
     """Return what keeps entrants from running: an error that all of a method share is one line."""
-    faults: dict[tuple[str, str], list[Entrant]] = {}
+    errors: dict[tuple[str, str], list[Entrant]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for entrant in found:
             path = Path(folder) / f"{entrant.name}.yaml"
             path.write_text(recipe_text(entrant, str(path)))
             try:
-                own = build([str(path)], make_folder=False).faults()
+                own = build([str(path)], make_folder=False).errors()
             except UserError as error:
-                own = error.faults
-            for fault in own:
-                faults.setdefault((entrant.method, fault), []).append(entrant)
+                own = error.errors
+            for message in own:
+                errors.setdefault((entrant.method, message), []).append(entrant)
     lines = [
-        f"{label}: {fault}" for (method, fault), having in faults.items() for label in _labels(method, having, found)
+        f"{label}: {message}"
+        for (method, message), having in errors.items()
+        for label in _labels(method, having, found)
     ]
-    sound = [name for name in dict.fromkeys(e.method for e in found) if not any(name == m for m, _ in faults)]
+    sound = [name for name in dict.fromkeys(e.method for e in found) if not any(name == m for m, _ in errors)]
     if lines and sound:
         lines.append(f"Without these: --methods {','.join(sound)}")
     return lines

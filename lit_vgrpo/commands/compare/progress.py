@@ -27,7 +27,7 @@ class Status:
         iteration: iterations done.
         reward: mean training reward of the last iteration.
         heldout: last held-out reward.
-        fault: the last line of a run that failed.
+        error: the last line of a run that failed.
     """
 
     run: Run
@@ -35,7 +35,7 @@ class Status:
     iteration: int = 0
     reward: float | None = None
     heldout: float | None = None
-    fault: str = ""
+    error: str = ""
     started: float = 0.0
     seconds: float = 0.0
 

@@ -131,9 +131,9 @@ def searches(rows: Sequence[Row]) -> str:
     return "\n".join(f"- {row.method}: {row.found or 'its overlay does not say (found:)'}" for row in tuned)
 
 
-def faults_text(curves: Sequence[Curve]) -> str:
+def errors_text(curves: Sequence[Curve]) -> str:
     """Return the runs that failed, a line each; empty where none did."""
-    lines = [f"{c.method} {c.settings}, seed {c.seed}, failed: {c.fault}" for c in curves if c.fault]
+    lines = [f"{c.method} {c.settings}, seed {c.seed}, failed: {c.error}" for c in curves if c.error]
     return "\n".join(lines)
 
 
@@ -144,7 +144,7 @@ def tables(rows: Sequence[Row], targets: Sequence[float], base: str) -> str:
         parts += [f"## To reach {target:g}", target_table(rows, target, base), verdict(rows, target, base)]
     if search := searches(rows):
         parts += ["## Search for the tuned settings", search]
-    failed = faults_text([curve for row in rows for curve in row.curves])
+    failed = errors_text([curve for row in rows for curve in row.curves])
     if failed:
         parts += ["## Failed runs", failed]
     return "\n\n".join(part for part in [*parts, NOTE] if part)
@@ -199,7 +199,7 @@ def as_plain(row: Row) -> dict[str, Any]:
         "best": row.best,
         "targets": {f"{target:g}": cost for target, cost in row.targets.items()},
         "runs": [
-            {"seed": curve.seed, "fault": curve.fault or None, "evaluations": curve.evaluations} for curve in row.curves
+            {"seed": curve.seed, "error": curve.error or None, "evaluations": curve.evaluations} for curve in row.curves
         ],
     }
 

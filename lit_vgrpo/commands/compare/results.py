@@ -26,14 +26,14 @@ class Curve:
 
     Attributes:
         evaluations: In order, each with ``reward`` and the :data:`COSTS`.
-        fault: Why the run has none; empty for a finished run.
+        error: Why the run has none; empty for a finished run.
     """
 
     method: str
     settings: str
     seed: int
     evaluations: list[Evaluation]
-    fault: str = ""
+    error: str = ""
 
     @property
     def rewards(self) -> list[float]:
@@ -47,7 +47,7 @@ def curves_of(statuses: Sequence[Status]) -> list[Curve]:
         run = status.run
         summary = (read_summary(run.folder) or {}) if status.state != "failed" else {}
         scored = [e for e in summary.get("evaluations", []) if _is_number(e.get("reward"))]
-        curves.append(Curve(run.method, run.settings, run.seed, scored, status.fault))
+        curves.append(Curve(run.method, run.settings, run.seed, scored, status.error))
     return curves
 
 

@@ -154,12 +154,12 @@ def _finish(status: Status, returncode: int, display: Display) -> None:
     run = status.run
     status.read()
     status.seconds = time.monotonic() - status.started
-    fault = "" if returncode == 0 else last_error(run.log, returncode)
-    if not fault and (lack := _shortcoming(run)):
-        fault = f"{lack[0].upper()}{lack[1:]}."
-    if fault:
-        status.state, status.fault = "failed", fault
-        display.say(f"{run.name} failed: {fault} (see {run.log})")
+    error = "" if returncode == 0 else last_error(run.log, returncode)
+    if not error and (lack := _shortcoming(run)):
+        error = f"{lack[0].upper()}{lack[1:]}."
+    if error:
+        status.state, status.error = "failed", error
+        display.say(f"{run.name} failed: {error} (see {run.log})")
         return
     status.state, status.iteration = "finished", run.iterations
     summary = read_summary(run.folder) or {}

@@ -15,7 +15,7 @@ import yaml
 from lit_vgrpo.commands.compare.budget import Budget
 from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.commands.compare.plan import Entrant, tuned_part
-from lit_vgrpo.commands.compare.report import amount, faults_text, markdown_table, reward_cell, setting, write_csv
+from lit_vgrpo.commands.compare.report import amount, errors_text, markdown_table, reward_cell, setting, write_csv
 from lit_vgrpo.commands.compare.results import Curve, reached
 from lit_vgrpo.system.paths import write_atomically
 
@@ -137,7 +137,7 @@ def write_sweep(options: CompareOptions, trials: Sequence[Trial]) -> str:
     parts = [markdown_table([*header, *(f"to {target:g}" for target in options.targets), ""], lines)]
     parts.append("\n".join(f"{method} was given {budget}." for method, budget in budgets.items()))
     parts.append(_note(options))
-    failed = faults_text([curve for trial in trials for curve in trial.curves])
+    failed = errors_text([curve for trial in trials for curve in trial.curves])
     parts += [failed] if failed else []
     for method, winner in best.items():
         if winner is None:
@@ -222,7 +222,7 @@ def _as_plain(trial: Trial, best: dict[str, Trial | None]) -> dict[str, Any]:
         "final": trial.final,
         "targets": {f"{target:g}": cost for target, cost in trial.targets.items()},
         "is_best": best[trial.entrant.method] is trial,
-        "runs": [{"seed": c.seed, "fault": c.fault or None, "evaluations": c.evaluations} for c in trial.curves],
+        "runs": [{"seed": c.seed, "error": c.error or None, "evaluations": c.evaluations} for c in trial.curves],
     }
 
 

@@ -85,11 +85,11 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
         lines.append(f"Not included, because their size is unknown: the models of {', '.join(found.unknown)}.")
     if found.peak <= place.free:
         return "\n".join(lines), []
-    fault = (
+    message = (
         f"The recipe needs about {shown(found.peak)} per rank, in {found.peak_phase}; "
         f"{shown(place.free)} is available ({place.name}). {remedy(cli, found, place.device)}"
     )
-    return "\n".join(lines), [fault]
+    return "\n".join(lines), [message]
 
 
 def room_of(cli: RecipeCLI, gpu_memory: int | None = None) -> Room:

@@ -15,7 +15,7 @@ from lit_vgrpo.commands.evaluate.scores import HeldOutEvaluation
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
 from lit_vgrpo.commands.run import build, run_subcommand, say_on_first
 from lit_vgrpo.commands.training import leave_together
-from lit_vgrpo.data.datasets import Rows, held_out_fault
+from lit_vgrpo.data.datasets import Rows, held_out_error
 from lit_vgrpo.errors import UserError, report, say
 from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
@@ -92,18 +92,18 @@ def heldout_rows(cli: RecipeCLI) -> Rows:
     data = cli.datamodule
     if not data.has_heldout:
         raise UserError("The run's recipe has no held-out prompts. Set data.heldout=prompts.txt.")
-    faults = cli.model.check(data.sizes)
+    errors = cli.model.check(data.sizes)
     rows: Rows = []
     try:
         rows = data.heldout_rows()
     except (ValueError, ModuleNotFoundError) as error:
-        faults.append(str(error))
+        errors.append(str(error))
     else:
         images = len(rows) * data.heldout_images_per_prompt
-        fault = held_out_fault(images, data.eval_batch_size, cli.trainer.world_size)
-        faults += [fault] if fault else []
-    if faults:
-        raise UserError(*faults)
+        message = held_out_error(images, data.eval_batch_size, cli.trainer.world_size)
+        errors += [message] if message else []
+    if errors:
+        raise UserError(*errors)
     return rows
 
 
@@ -123,10 +123,10 @@ def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], 
     network = feature_network(options.features) if options.features is not None else None
     if fids:
         network = fids[0].network
-    faults = [fault for fid in fids for fault in fid.check(cli.trainer.world_size)]
-    faults += network.check() if network is not None and not fids else []
-    if faults:
-        raise UserError(*faults)
+    errors = [error for fid in fids for error in fid.check(cli.trainer.world_size)]
+    errors += network.check() if network is not None and not fids else []
+    if errors:
+        raise UserError(*errors)
     if cli.datamodule.heldout_images_per_prompt < 2:
         missing["diversity"] = "there is only one image per prompt. Set data.heldout_images_per_prompt=4."
         return fids, None, missing

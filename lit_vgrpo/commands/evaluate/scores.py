@@ -121,8 +121,8 @@ class HeldOutEvaluation(VGRPOModule):
 
     def on_validation_start(self) -> None:
         for variant in self.variants:
-            for fault in self.saved.faults(variant, self.policy) if variant != REFERENCE else []:
-                raise UserError(fault)
+            for message in self.saved.errors(variant, self.policy) if variant != REFERENCE else []:
+                raise UserError(message)
         if self.feature_network is not None:
             self.feature_network.to(self.device)
         for fid in self.fids:

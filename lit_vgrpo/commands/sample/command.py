@@ -126,8 +126,8 @@ def _sample(options: SampleOptions) -> int:
             f"model.evaluation.solver={spec.solver} is not an ODE solver of {type(policy).__name__}. "
             f"Use {' or '.join(policy.solvers)}."
         )
-    if spec.guidance != 1.0 and (fault := policy.guidance_fault()) is not None:
-        raise UserError(f"guidance={spec.guidance:g}: {fault}")
+    if spec.guidance != 1.0 and (error := policy.guidance_error()) is not None:
+        raise UserError(f"guidance={spec.guidance:g}: {error}")
     saved = None
     if options.variant != REFERENCE:
         saved = saved_weights(options.run, options.checkpoint, options.variant)

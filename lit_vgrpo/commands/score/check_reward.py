@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
 from lit_vgrpo.commands.run import build, run_subcommand
 from lit_vgrpo.commands.score.command import loaded
-from lit_vgrpo.commands.score.images import device, find_images, image_faults, read_image
+from lit_vgrpo.commands.score.images import device, find_images, image_errors, read_image
 from lit_vgrpo.commands.score.trial import PartTrial, findings, trial_table, trials
 from lit_vgrpo.config.arguments import Options, option, whole
 from lit_vgrpo.data.rows import Rows
@@ -55,12 +55,12 @@ def _check_reward(options: CheckRewardOptions) -> int:
     cli = build([*options.words, *OVERRIDES], make_folder=False)
     files = find_images([options.images])[: num_prompts * each] if options.images is not None else []
     reward = cli.model.observed
-    faults = [*reward.check(), *cli.datamodule.check(), *image_faults(files)]
-    faults += [] if files else cli.model.policy.check()
-    if faults:
-        raise UserError(*faults)
+    errors = [*reward.check(), *cli.datamodule.check(), *image_errors(files)]
+    errors += [] if files else cli.model.policy.check()
+    if errors:
+        raise UserError(*errors)
     unscorable, strict = cli.find_unscorable(), cli.model.failed_images == "stop"
-    refused = [fault for found in unscorable for fault in found.refused(any_failure=strict)]
+    refused = [error for found in unscorable for error in found.refused(any_failure=strict)]
     if refused:
         raise UserError(*refused)
     rows = [row for row in training_rows(cli, num_prompts) for _ in range(each)]

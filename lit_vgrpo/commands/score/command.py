@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lit_vgrpo.commands.prompt_checks import UnscorablePrompts
 from lit_vgrpo.commands.reward_spec import NO_REWARD, build_reward
 from lit_vgrpo.commands.run import run_subcommand
-from lit_vgrpo.commands.score.images import batches_of, find_images, image_faults, read_image
+from lit_vgrpo.commands.score.images import batches_of, find_images, image_errors, read_image
 from lit_vgrpo.commands.score.report import image_scores, score_table, write_scores
 from lit_vgrpo.config.arguments import Options, option, read_path, whole
 from lit_vgrpo.config.recipe import shipped_overlays
@@ -58,13 +58,13 @@ class ScoreOptions(Options):
             is_path = Path(word).expanduser().exists()
             is_overlay = word.endswith((".yaml", ".yml")) or (word in overlays and not is_path)
             (self.reward if is_overlay or ("=" in word and not is_path) else self.images).append(word)
-        faults = []
+        errors = []
         if self.prompt is not None and self.prompts is not None:
-            faults.append("--prompt and --prompts are both given. Use --prompt TEXT for all images, or --prompts FILE.")
+            errors.append("--prompt and --prompts are both given. Use --prompt TEXT for all images, or --prompts FILE.")
         if self.out is not None and (self.out.suffix not in OUT_KINDS or self.out.is_dir()):
-            faults.append(f"--out {self.out} is not a .json or .csv file. Use --out {self.out.with_suffix('.json')}.")
-        if faults:
-            raise UserError(*faults)
+            errors.append(f"--out {self.out} is not a .json or .csv file. Use --out {self.out.with_suffix('.json')}.")
+        if errors:
+            raise UserError(*errors)
 
     def rows_for(self, files: Sequence[Path]) -> list[dict[str, Any]]:
         """Return the prompt's row of each image; the prompt is empty if none was given.
@@ -102,11 +102,11 @@ def _score(options: ScoreOptions) -> int:
     rows = options.rows_for(files)
     has_no_prompt = options.prompt is None and options.prompts is None
     of_prompts = UnscorablePrompts.of(reward, rows).refused(any_failure=True)
-    faults = [*reward.check(), *image_faults(files), *of_prompts]
+    errors = [*reward.check(), *image_errors(files), *of_prompts]
     if of_prompts and has_no_prompt:
-        faults.append("No prompt was given. Add --prompt TEXT, or --prompts FILE with one prompt per image.")
-    if faults:
-        raise UserError(*faults)
+        errors.append("No prompt was given. Add --prompt TEXT, or --prompts FILE with one prompt per image.")
+    if errors:
+        raise UserError(*errors)
     scores: list[dict[str, Any]] = []
     with loaded(reward):
         start = time.perf_counter()

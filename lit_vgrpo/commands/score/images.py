@@ -24,29 +24,29 @@ def find_images(words: Sequence[str]) -> list[Path]:
     if not words:
         raise UserError("No image given. Name files or folders, for example: lightning score PickScore cat.png")
     files: list[Path] = []
-    faults: list[str] = []
+    errors: list[str] = []
     for word in words:
         path = Path(word).expanduser()
         found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
         if not path.exists():
-            faults.append(f"{word} does not exist. Give an image file or a folder of images.")
+            errors.append(f"{word} does not exist. Give an image file or a folder of images.")
         elif not found:
-            faults.append(f"{path} contains no images. Give a folder of {', '.join(sorted(IMAGE_SUFFIXES))}.")
+            errors.append(f"{path} contains no images. Give a folder of {', '.join(sorted(IMAGE_SUFFIXES))}.")
         files += found
-    if faults:
-        raise UserError(*faults)
+    if errors:
+        raise UserError(*errors)
     return files
 
 
-def image_faults(files: Sequence[Path]) -> list[str]:
+def image_errors(files: Sequence[Path]) -> list[str]:
     """Return an error for every file that cannot be read as an image."""
-    faults = []
+    errors = []
     for file in files:
         try:
             read_image(file)
         except ValueError as error:
-            faults.append(str(error))
-    return faults
+            errors.append(str(error))
+    return errors
 
 
 def read_image(file: Path) -> Tensor:

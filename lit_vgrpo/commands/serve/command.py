@@ -27,7 +27,7 @@ def serve(args: Sequence[str]) -> int:
     try:
         return _serve(args)
     except UserError as error:
-        report(error.faults)
+        report(error.errors)
         return 2
     except KeyboardInterrupt:
         return 0
@@ -56,9 +56,9 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     from lit_vgrpo.system.hub import LoadError
 
     reward = build_reward(options.words)
-    faults = reward.check()
-    if faults:
-        raise UserError(*faults)
+    errors = reward.check()
+    if errors:
+        raise UserError(*errors)
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device)

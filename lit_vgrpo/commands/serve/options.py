@@ -59,13 +59,13 @@ class ServeOptions(Options):
     max_megapixels: int = whole(4, most=MOST_MEGAPIXELS)
 
     def __post_init__(self) -> None:
-        faults = []
+        errors = []
         if self.port > MOST_PORT:
-            faults.append(f"--port {self.port} is not a port. Use 1 to {MOST_PORT}, or 0 for a free one.")
+            errors.append(f"--port {self.port} is not a port. Use 1 to {MOST_PORT}, or 0 for a free one.")
         if not self.words:
-            faults.append("No reward given. Try: lightning serve-reward PickScore")
-        if faults:
-            raise UserError(*faults)
+            errors.append("No reward given. Try: lightning serve-reward PickScore")
+        if errors:
+            raise UserError(*errors)
 
     @property
     def is_local(self) -> bool:

@@ -143,9 +143,9 @@ class Worker:
                 scores = self._score([job.request for job in jobs])
             except BaseException as error:
                 # whatever the reward raises, exit() too, is an answer to its requests and not the end of the thread
-                fault = error if isinstance(error, Exception) else RuntimeError(f"the reward raised {error!r}")
+                raised = error if isinstance(error, Exception) else RuntimeError(f"the reward raised {error!r}")
                 for job in jobs:
-                    job.done.set_exception(fault)
+                    job.done.set_exception(raised)
             else:
                 for job, own in zip(jobs, scores, strict=True):
                     job.done.set_result(own)

@@ -101,10 +101,10 @@ def test_a_share_that_the_recipe_holds_out_itself_stays_and_is_said(tmp_path):
 def test_bad_words_are_one_line(words, message):
     with pytest.raises(UserError) as caught:
         parsed(*words)
-    assert caught.value.faults[0].startswith(message)
+    assert caught.value.errors[0].startswith(message)
 
 
-def test_several_faults_are_said_at_once():
+def test_several_errors_are_said_at_once():
     with pytest.raises(UserError) as caught:
         parsed("--seeds", "0", "--jobs", "x", "--target", "y")
-    assert len(caught.value.faults) == 3
+    assert len(caught.value.errors) == 3

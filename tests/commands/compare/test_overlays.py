@@ -9,7 +9,7 @@ from lit_vgrpo.commands.compare.options import CompareOptions
 from lit_vgrpo.commands.compare.overlays import find_overlay, for_race, read_overlay, shipped_methods, with_overlay
 from lit_vgrpo.commands.compare.plan import entrants, fingerprint, runs_of, swept
 from lit_vgrpo.commands.run import LINKED, TOP_LEVEL, build
-from lit_vgrpo.config.schema import recipe_faults
+from lit_vgrpo.config.schema import recipe_errors
 from lit_vgrpo.errors import UserError
 
 BASE = {
@@ -86,8 +86,8 @@ def test_what_depends_on_the_network_is_the_recipes_for_all_methods_that_have_it
 
 def test_a_method_that_cannot_run_on_the_policy_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    faults = faults_of(entrants, CompareOptions.parse(["tiny_unet", "--methods", "vgrpo,awm,nft,flowgrpo"]))
-    assert faults == [
+    errors = errors_of(entrants, CompareOptions.parse(["tiny_unet", "--methods", "vgrpo,awm,nft,flowgrpo"]))
+    assert errors == [
         "awm: model.objective=AWM does not work on UNetPolicy: it is not defined on a variance-preserving path.",
         "flowgrpo: model.objective=FlowGRPO does not work on UNetPolicy: it is not defined on a variance-preserving "
         "path.",
@@ -161,7 +161,7 @@ def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
         points = swept(options, read_overlay(find_overlay(method)))
         assert len(points) == len({fingerprint(point.recipe, 0) for point in points}) == 8
         for point in (points[0], points[-1]):  # the others have other numbers for the same keys
-            assert recipe_faults(point.recipe, TOP_LEVEL, LINKED) == [], method
+            assert recipe_errors(point.recipe, TOP_LEVEL, LINKED) == [], method
 
 
 @pytest.mark.parametrize("method", shipped_methods())
@@ -196,7 +196,7 @@ def test_a_merged_recipe_runs_by_itself(tmp_path, monkeypatch, tiny_recipe):
     )
     runs = runs_of(options, entrants(options))
     cli = build([str(runs[0].recipe)], make_folder=False)
-    assert cli.faults() == []
+    assert cli.errors() == []
     assert cli.model.objective.num_mc_samples == 4
     assert cli.model.objective.rollout.steps == 2
     assert cli.model.evaluation.steps == 2
@@ -209,8 +209,8 @@ def test_a_sweep_may_be_a_list_of_points(tmp_path, tiny_recipe):
     found = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path), "--sweep"]))
     assert [entrant.changed for entrant in found] == points
     assert found[1].recipe["model"]["objective"]["init_args"]["clip"] is None
-    (fault,) = faults_of(read_overlay, overlay_file(tmp_path, sweep=[{"data.train": "x"}]))
-    assert fault.startswith(f"{path}: sweep.data.train cannot be set by an overlay")
+    (error,) = errors_of(read_overlay, overlay_file(tmp_path, sweep=[{"data.train": "x"}]))
+    assert error.startswith(f"{path}: sweep.data.train cannot be set by an overlay")
 
 
 def test_an_overlay_says_what_its_search_was_given(tmp_path, tiny_recipe):
@@ -222,8 +222,8 @@ def test_an_overlay_says_what_its_search_was_given(tmp_path, tiny_recipe):
     race = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path)]))
     assert {entrant.settings: entrant.found for entrant in race} == {"published": None, "tuned": budget}
     wrong = overlay_file(tmp_path, found={"point": 8, "seeds": 0, "iterations": 30})
-    faults = faults_of(read_overlay, wrong)
-    assert [fault.partition(" is not")[0].partition(" must")[0] for fault in faults] == [
+    errors = errors_of(read_overlay, wrong)
+    assert [error.partition(" is not")[0].partition(" must")[0] for error in errors] == [
         "found.point",
         f"{wrong}: found.points=None",
         f"{wrong}: found.seeds=0",
@@ -239,27 +239,27 @@ def test_a_sweep_needs_no_held_out_prompts_in_the_recipe(tmp_path, tiny_recipe):
     assert point.recipe["data"]["heldout_fraction"] == 0.2
 
 
-def faults_of(call, *args):
+def errors_of(call, *args):
     with pytest.raises(UserError) as caught:
         call(*args)
-    return caught.value.faults
+    return caught.value.errors
 
 
 def test_an_unknown_method_names_the_nearest_and_all():
-    (fault,) = faults_of(find_overlay, "mixgrop")
-    assert fault.startswith("mixgrop is not a method. Did you mean mixgrpo? Use one of awm, awm_anchor, ")
+    (error,) = errors_of(find_overlay, "mixgrop")
+    assert error.startswith("mixgrop is not a method. Did you mean mixgrpo? Use one of awm, awm_anchor, ")
 
 
 def test_an_overlay_may_not_change_the_task(tmp_path):
     published = {"model": {"objective": "VGRPO", "reward": "JPEGCompressibility"}, "data": {"group_size": 8}}
     path = overlay_file(tmp_path, published=published, sweep={"data.train": ["x"], "model.optimizer.lr": 3})
-    faults = faults_of(read_overlay, path)
-    assert [fault.split(" cannot")[0] for fault in faults[:3]] == [
+    errors = errors_of(read_overlay, path)
+    assert [error.split(" cannot")[0] for error in errors[:3]] == [
         f"{path}: published.model.reward",
         f"{path}: published.data.group_size",
         f"{path}: sweep.data.train",
     ]
-    assert faults[3] == f"{path}: sweep.model.optimizer.lr=3 must be a list of the values to try."
+    assert errors[3] == f"{path}: sweep.model.optimizer.lr=3 must be a list of the values to try."
 
 
 @pytest.mark.parametrize(
@@ -276,10 +276,10 @@ def test_an_overlay_may_not_change_the_task(tmp_path):
 def test_a_broken_overlay_is_one_line(text, message, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    assert any(message in fault for fault in faults_of(read_overlay, path))
+    assert any(message in error for error in errors_of(read_overlay, path))
 
 
-def test_all_faults_come_before_the_first_run(tmp_path, tiny_recipe):
+def test_all_errors_come_before_the_first_run(tmp_path, tiny_recipe):
     wrong = overlay_file(
         tmp_path, "wrong", published={"model": {"objective": {"class_path": "VGRPO", "init_args": {"clipp": 1}}}}
     )
@@ -287,9 +287,9 @@ def test_all_faults_come_before_the_first_run(tmp_path, tiny_recipe):
         tmp_path, "odd", published={"model": {"objective": "VGRPO"}, "data": {"updates_per_iteration": 0}}
     )
     options = CompareOptions.parse([str(tiny_recipe), "--methods", f"{wrong},{sizes}"])
-    faults = faults_of(entrants, options)
-    assert faults[0] == "wrong published: model.objective.clipp is not an option of VGRPO. Did you mean clip?"
-    assert faults[1].startswith("odd published: data.updates_per_iteration=0 is too small.")
+    errors = errors_of(entrants, options)
+    assert errors[0] == "wrong published: model.objective.clipp is not an option of VGRPO. Did you mean clip?"
+    assert errors[1].startswith("odd published: data.updates_per_iteration=0 is too small.")
     assert not (tmp_path / "runs").exists()
 
 
@@ -298,8 +298,8 @@ def test_an_override_that_a_method_undoes_is_refused(tiny_recipe):
     lost = ["model.objective.num_mc_samples=3", "model.optimizer.lr=0.5", "model.objective=VGRPO"]
     for word in lost:
         key = word.split("=")[0]
-        (fault,) = faults_of(entrants, CompareOptions.parse([*words, word]))
-        assert fault.startswith(f"{key} has no effect: the overlay of vgrpo sets it.")
+        (error,) = errors_of(entrants, CompareOptions.parse([*words, word]))
+        assert error.startswith(f"{key} has no effect: the overlay of vgrpo sets it.")
     kept = ["model.objective.rollout.steps=3", "data.group_size=4", "model.optimizer.weight_decay=0.5"]
     (entrant,) = entrants(CompareOptions.parse([*words, *kept]))
     assert entrant.recipe["model"]["objective"]["init_args"]["rollout"]["steps"] == 3
@@ -309,11 +309,11 @@ def test_an_override_that_a_method_undoes_is_refused(tiny_recipe):
 def test_tuned_is_refused_where_nothing_is_tuned(tmp_path, tiny_recipe):
     path = overlay_file(tmp_path)
     options = CompareOptions.parse([str(tiny_recipe), "--methods", str(path), "--settings", "tuned"])
-    assert faults_of(entrants, options)[0].startswith("mine has no tuned settings: ")
+    assert errors_of(entrants, options)[0].startswith("mine has no tuned settings: ")
     default = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path)]))
     assert [entrant.settings for entrant in default] == ["published"]
 
 
 def test_without_held_out_prompts_there_is_no_race(tiny_recipe):
     options = CompareOptions.parse([str(tiny_recipe), "data.heldout=null", "--methods", "vgrpo"])
-    assert "data.heldout" in faults_of(entrants, options)[0]
+    assert "data.heldout" in errors_of(entrants, options)[0]

@@ -31,8 +31,8 @@ def evaluations(rewards, seconds=10.0, every=5):
     ]
 
 
-def curve(method, seed, rewards, seconds=10.0, settings="published", fault=""):
-    return Curve(method, settings, seed, evaluations(rewards, seconds), fault)
+def curve(method, seed, rewards, seconds=10.0, settings="published", error=""):
+    return Curve(method, settings, seed, evaluations(rewards, seconds), error)
 
 
 def cells(table, *start):
