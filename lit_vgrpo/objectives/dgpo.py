@@ -19,7 +19,7 @@ from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import denoising_error, seeded_generator, surrogate
 from lit_vgrpo.objectives.base import PrepareContext, require
 from lit_vgrpo.objectives.forward import ForwardObjective
-from lit_vgrpo.objectives.groups import cut_group, group_weights, groups_of, joined
+from lit_vgrpo.objectives.groups import are_whole, cut_group, group_weights, groups_of, joined
 from lit_vgrpo.objectives.pairs import pairs_at, squared_distance
 from lit_vgrpo.policies.base import Policy
 
@@ -162,7 +162,7 @@ class DGPO(ForwardObjective):
                 micro.extras["old_losses"] = losses
                 if self.reference == "moving":
                     self._store_reference(micro, prediction, losses)
-        if all(cut_group(*groups_of([micro])) is None for micro in micros):
+        if torch.stack([are_whole(*groups_of([micro])) for micro in micros]).all():
             return
         with (ledger or PassLedger()).phase("group"), torch.no_grad():
             losses = torch.cat([self._losses(policy, micro)[1] for micro in micros])

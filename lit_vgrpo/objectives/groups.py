@@ -26,10 +26,17 @@ def group_weights(
     Returns:
         Shape of ``losses``, in (0, 1).
     """
-    _, index = torch.unique(group_ids, return_inverse=True)
     gains = expand(advantages, losses) * (losses.detach() - reference_losses) / expand(group_size, losses)
-    sums = gains.new_zeros(int(index.max()) + 1, *gains.shape[1:]).index_add(0, index, gains)
-    return torch.sigmoid(beta * sums[index])
+    same = _same_group(group_ids)
+    # Not by unique and index_add, which wait for a GPU and are not deterministic there, nor by a matrix product, which
+    # autocast would round.
+    sums = (same.reshape(*same.shape, *[1] * (gains.ndim - 1)) * gains).sum(dim=1)
+    return torch.sigmoid(beta * sums)
+
+
+def _same_group(ids: Tensor) -> Tensor:
+    """Return which images are of one group, ``(B, B)``, bool."""
+    return ids[:, None] == ids
 
 
 def joined(micros: Sequence[Experience], name: str) -> Tensor:
@@ -40,6 +47,11 @@ def joined(micros: Sequence[Experience], name: str) -> Tensor:
 def groups_of(micros: Sequence[Experience]) -> tuple[Tensor, Tensor]:
     """Return the images' group ids and group sizes, each ``(B,)``, int64."""
     return joined(micros, "group_ids"), joined(micros, "group_size")
+
+
+def are_whole(ids: Tensor, sizes: Tensor) -> Tensor:
+    """Return whether no group is cut, ``()``, bool; unlike :func:`cut_group`, without waiting for a GPU."""
+    return (_same_group(ids).sum(dim=1) == sizes).all()
 
 
 def cut_group(ids: Tensor, sizes: Tensor) -> tuple[int, int, int] | None:

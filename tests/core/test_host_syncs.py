@@ -1,13 +1,14 @@
-"""How often the host waits for a GPU, counted on the pretended one: at no step of a rollout."""
+"""How often the host waits for a GPU, counted on the pretended one."""
 
 import pytest
 import torch
 from support.host_syncs import HostSyncs
 from support.pretended_gpu import pretended_gpu
 
-from lit_vgrpo import RolloutSpec, SD3Policy, UNetPolicy
+from lit_vgrpo import DGPO, RolloutSpec, SD3Policy, UNetPolicy
 from lit_vgrpo.core.rollout import RolloutRequest
 from lit_vgrpo.core.sampling import roll_out
+from lit_vgrpo.objectives.base import PrepareContext
 
 SOLVERS = {
     "sd3": [RolloutSpec("euler", 3), RolloutSpec("dpm++", 3), RolloutSpec("flow_sde", 3), RolloutSpec("cps", 3)],
@@ -43,3 +44,24 @@ def test_no_step_waits_and_a_batch_copies_only_its_inputs(folders, family, spec)
         of_batch = waits(policy, spec, 4) - short
     # One copy of the schedule; the noise of all images goes over at once, before.
     assert of_batch.total() <= 1, of_batch
+
+
+def test_an_update_of_dgpo_waits_once_for_all_its_micro_batches(folders):
+    """To see whether their groups are whole."""
+    cls, folder = folders["sd3"]
+    objective, found = DGPO(num_times=2, noisiest=None), []
+    with pretended_gpu():
+        policy = cls(str(folder), max_sequence_length=1).load().to("cuda")
+        objective.setup(policy)
+        rollout = roll_out(
+            policy, RolloutRequest(["a"], [{}], [0], 4, 0, 0, None, batch_size=4), RolloutSpec("euler", 3)
+        )
+        advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
+        experience = objective.prepare(PrepareContext(policy, rollout, advantages, micro_batch_size=4))
+        for micros in ([experience], [experience, experience]):
+            with HostSyncs() as waits:
+                objective.before_update(policy, micros)
+                for micro in micros:
+                    objective.loss(policy, micro)[0].backward()
+            found.append(waits.counts)
+    assert found[0] == found[1] == {"__bool__": 1}
