@@ -120,14 +120,14 @@ class Policy(PolicyContract):
 
     # --- the model -------------------------------------------------------------------------------------------------
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return autocast to the network's precision, the same in rollout and training, whatever the trainer's is.
+    def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
+        """Return autocast to a precision, the network's by default, whatever the trainer's is.
 
         The cache of 16-bit weights is off: it lives as long as the outermost autocast and would outlast a swap of the
         weights, or a pass without gradient. A pass uses each weight only once.
         """
-        enabled = self.dtype != torch.float32
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=enabled, cache_enabled=False)
+        dtype = dtype or self.dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
     @contextmanager
     def sampling(self, spec: RolloutSpec | None = None) -> Iterator[None]:
@@ -246,9 +246,10 @@ class Policy(PolicyContract):
         place([self.pipeline.vae], self.device)
 
         def decoded(part: Tensor) -> Tensor:
-            return (self.vae_decode(part) / 2 + 0.5).clamp(0, 1)
+            return (self.vae_decode(part).float() / 2 + 0.5).clamp(0, 1)
 
-        return in_batches(decoded, self._vae_batch_size, latents.float())
+        with self.autocast(self.decode_dtype):
+            return in_batches(decoded, self._vae_batch_size, latents.float())
 
     @torch.no_grad()
     @in_own_precision
