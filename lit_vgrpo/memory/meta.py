@@ -122,7 +122,7 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
         except (OSError, ValueError, KeyError) as error:
             raise NotHere(policy.checkpoint) from error
         twin.adopt(pipeline)
-    twin.autocast = lambda dtype=None: AutocastOnMeta(dtype or twin.dtype, device_type)  # type: ignore[assignment]
+    twin.autocast = lambda dtype=None: AutocastOnMeta(dtype or twin.dtype, device_type)  # type: ignore[method-assign]
     if twin.gradient_checkpointing:
         # Recomputation in the backward pass must use the same dtypes.
         again = partial(checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), twin.autocast()))
