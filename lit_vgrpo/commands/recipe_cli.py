@@ -13,7 +13,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf import OmegaConf
 from typing_extensions import override
 
 from lit_vgrpo import callbacks as our_callbacks
@@ -21,7 +20,8 @@ from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so t
 from lit_vgrpo.commands.callback_checks import callback_errors, refuse_twins
 from lit_vgrpo.commands.prompt_checks import UnscorablePrompts
 from lit_vgrpo.commands.run_parts import as_list, read_checkpoint, refuse_finished, run_loggers
-from lit_vgrpo.config.recipe import Command, parser_config
+from lit_vgrpo.config.environment import Place, with_texts
+from lit_vgrpo.config.recipe import Command, parser_config, texts_from_environment
 from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, options_of_class
 from lit_vgrpo.core.ranges import Seed
 from lit_vgrpo.data.module import PromptDataModule
@@ -159,7 +159,7 @@ class RecipeCLI(LightningCLI):
         super().instantiate_classes()
         try:
             if trains or self.ckpt_path is not None:
-                self.carried.carry(self.plain_recipe())
+                self.carried.carry(self.plain_recipe(), self._texts)
             self._check_checkpoint()
         except UserError:
             self.give_back()
@@ -167,9 +167,7 @@ class RecipeCLI(LightningCLI):
 
     def plain_recipe(self) -> dict[str, Any]:
         """Return the recipe as plain values, with defaults as the classes resolve them."""
-        plain = OmegaConf.to_container(OmegaConf.create(self._recipe_text), resolve=False)
-        assert isinstance(plain, dict)
-        recipe = {str(key): value for key, value in plain.items()}
+        recipe: dict[str, Any] = yaml.safe_load(self._dump)
         if isinstance(self.model.optimization.optimizer, OptimizerConfig):
             optimizer = vars(self.model.optimization.optimizer).items()
             recipe["model"]["optimizer"] = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer}
@@ -188,7 +186,7 @@ class RecipeCLI(LightningCLI):
         what = f"ckpt_path={path}" if self.resumption is None else path
         checkpoint = read_checkpoint(Path(path), what)
         inputs, allowed = inputs_of(self.model, self.datamodule), self.config.allow_changes
-        self.allowed_changes = refuse_changes(checkpoint, self.carried.recipe, inputs, allowed, what)
+        self.allowed_changes = refuse_changes(checkpoint, self.plain_recipe(), inputs, allowed, what, self._texts)
         self.guard.expect(inputs, allowed, self.allowed_changes)
         if self.resumption is None:
             refuse_finished(checkpoint, self.trainer, what)
@@ -299,14 +297,24 @@ class RecipeCLI(LightningCLI):
         return Path(self.config.run_dir or Path("runs") / self.config.name).expanduser()
 
     def save_recipe(self) -> None:
-        """Write ``config.yaml``, itself a recipe; a resumed run keeps its own."""
+        """Write ``config.yaml``, itself a recipe; a resumed run keeps its own.
+
+        What comes from the environment stays as written, and is read anew by whatever reads the file.
+        """
         if not self.make_folder or (self.resumption is not None and (self.folder / CONFIG_NAME).exists()):
             return
         header = f"# lightning run {self.folder / CONFIG_NAME}\n"
-        write_atomically(self.folder / CONFIG_NAME, header + self._recipe_text)
+        text = self._dump
+        if self._texts:
+            text = yaml.safe_dump(with_texts(yaml.safe_load(text), self._texts), sort_keys=False, allow_unicode=True)
+        write_atomically(self.folder / CONFIG_NAME, header + text)
 
     @cached_property
-    def _recipe_text(self) -> str:
+    def _texts(self) -> dict[Place, str]:
+        return texts_from_environment(self.command)
+
+    @cached_property
+    def _dump(self) -> str:
         config = self.config.clone()
         config.allow_changes = False  # it holds for one checkpoint only
         return str(self.parser.dump(config, skip_none=False, skip_check=True))  # parse_arguments() has checked it

@@ -6,7 +6,6 @@ import inspect
 import os
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,17 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.resolvers import oc
-
 from lit_vgrpo.commands.curriculum import Curriculum, is_curriculum
+from lit_vgrpo.config.environment import ENVIRONMENT, environment_from
 from lit_vgrpo.config.recipe import SUFFIXES, Command, read_recipe
 from lit_vgrpo.errors import say
 from lit_vgrpo.metrics.features import TORCHSCRIPT_SUFFIXES
 from lit_vgrpo.system.paths import SHIPPED_PREFIX
 
 PACKAGE = "lit_vgrpo"
-ENVIRONMENT = "oc.env"
 TEXT_KEYS = ("name", "run_dir")
 """Keys of a recipe whose values are always text."""
 FILE_KEYS = ("ckpt_path", "start_from", "checkpoint")
@@ -107,17 +103,8 @@ def _no_environment(takes_defaults: bool) -> Iterator[list[str]]:
         names.append(name)
         return f"${name}" if default is nothing or not takes_defaults else default
 
-    _register(stand_in)
-    try:
+    with environment_from(stand_in):
         yield names
-    finally:
-        _register(oc.env)
-
-
-def _register(resolver: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the method's name differs between releases
-        OmegaConf.register_new_resolver(ENVIRONMENT, resolver, replace=True)
 
 
 @dataclass(frozen=True)

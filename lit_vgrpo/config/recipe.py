@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_vgrpo.config.arguments import Options, flag, is_override
+from lit_vgrpo.config.environment import Place, environment_texts
 from lit_vgrpo.config.parts import merged
 from lit_vgrpo.config.shorthand import expanded_override, expanded_recipe
 from lit_vgrpo.errors import UserError, nearest
@@ -29,6 +30,7 @@ SECTIONS = ("model", "data", "trainer")
 SUFFIXES = (".yaml", ".yml")
 OBJECTIVE_KEYS = ("model.objective", "model.objective.class_path")
 ENTRY = re.compile(r"\[(\d+)\]")
+MISSING_VARIABLE = re.compile(r"Environment variable '(.+?)' not found")
 KEPT_SETTINGS = ("rollout",)
 """Settings that mean the same for every method; a KL weight, for example, does not."""
 
@@ -164,13 +166,25 @@ def read_recipe(command: Command) -> dict[str, Any]:
     Raises:
         UserError: It is not YAML or not a mapping, or an interpolation names a missing key.
     """
+    with _readable(command.recipe):
+        resolved = OmegaConf.to_container(OmegaConf.create(_written_recipe(command)), resolve=True)
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def texts_from_environment(command: Command) -> dict[Place, str]:
+    """Return each value of the recipe that depends on the environment, as written."""
+    with _readable(command.recipe):
+        return environment_texts(_written_recipe(command))
+
+
+def _written_recipe(command: Command) -> dict[Any, Any]:
+    """Return recipe, overlays and overrides as plain values, not resolved."""
     plain, _ = _plain_recipe(command)
     with _readable(command.recipe):
         for key, text in command.plain_overrides:
             apply_override(plain, key, text)
-        resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
-    assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+    return plain
 
 
 @contextmanager
@@ -251,6 +265,9 @@ def _readable(recipe: Path) -> Iterator[None]:
         raise UserError(f"{recipe}{where} is not YAML: {getattr(error, 'problem', error)}.") from error
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "a value"
+        if missing := MISSING_VARIABLE.search(str(error)):
+            name = missing[1]
+            raise UserError(f"{recipe}: {key}: the variable {name} is not set. Set it: export {name}=...") from error
         raise UserError(f"{recipe}: {key}: {str(error).splitlines()[0]}. Check the ${{...}} in it.") from error
     except OSError as error:
         raise UserError(f"Cannot read {recipe}: {error.strerror}.") from error

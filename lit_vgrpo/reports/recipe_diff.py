@@ -225,9 +225,6 @@ def config_text(run: Path) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return a recipe's text with the values of keys such as ``token``, and passwords in addresses, replaced.
-
-    A run's recipe holds what ``${oc.env:NAME}`` stood for.
-    """
+    """Return a recipe's text with the values of keys such as ``token``, and passwords in addresses, replaced."""
     text = SECRET.sub(rf"\g<1>{HIDDEN}", text)
     return PASSWORD_IN_ADDRESS.sub(rf"\g<1>{HIDDEN}@", text)

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lit_vgrpo.config.environment import Place, is_same_value, with_fingerprints
 from lit_vgrpo.distributed.checkpoint_file import INPUTS_KEY, RECIPE_KEY
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.runs.inputs import changed_inputs, moved_settings, same_inputs
@@ -54,33 +55,43 @@ class RecipeInCheckpoint(Callback):
     """Puts the recipe into every checkpoint, whichever callback saves it.
 
     Attributes:
-        recipe: plain values, defaults filled in.
+        recipe: plain values, defaults filled in; a hash in place of what comes from the environment.
     """
 
     def __init__(self) -> None:
         self.recipe: dict[str, Any] = {}
 
-    def carry(self, recipe: dict[str, Any]) -> None:
-        """Set the recipe for all later checkpoints."""
-        self.recipe = recipe
+    def carry(self, recipe: dict[str, Any], texts: Mapping[Place, str]) -> None:
+        """Set the recipe for all later checkpoints.
+
+        Args:
+            texts: see :func:`~lit_vgrpo.config.environment.environment_texts`.
+        """
+        self.recipe = with_fingerprints(recipe, texts)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[RECIPE_KEY] = self.recipe
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any], moved: Sequence[str] = ()) -> list[str]:
+def changes(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    moved: Sequence[str] = (),
+    texts: Mapping[Place, str] | None = None,
+) -> list[str]:
     """Return one line for each setting that must be the same and is not.
 
     Args:
         saved: the checkpoint's recipe, plain values with the defaults filled in.
         now: the current one.
         moved: patterns of path settings whose files are unchanged.
+        texts: values from the environment as written, which are not shown.
 
     >>> changes({"model": {"lr": 0.001}, "name": "a"}, {"model": {"lr": 0.0003}, "name": "b"})
     ['model.lr: 0.001 in the checkpoint, 0.0003 now']
     """
-    before, after = (dict(_settings(recipe)) for recipe in (saved, now))
+    before, after, shown_now = (dict(_settings(tree)) for tree in (saved, now, with_fingerprints(now, texts or {})))
     # The options of a replaced class are not compared.
     swapped = [
         key.removesuffix("class_path")
@@ -97,9 +108,9 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], moved: Sequence[st
         inner = any(key.startswith(owner) and key != f"{owner}class_path" for owner in swapped)
         if any(re.fullmatch(pattern, key) for pattern in moved):
             continue
-        if old != new and not inner and not _is_free(key, bound):
+        if not is_same_value(old, new) and not inner and not _is_free(key, bound):
             shown = key.replace(".init_args", "").removesuffix(".class_path")
-            lines.append(f"{shown}: {_shown(old)} in the checkpoint, {_shown(new)} now")
+            lines.append(f"{shown}: {_shown(old)} in the checkpoint, {_shown(shown_now.get(key, new))} now")
     return lines
 
 
@@ -109,6 +120,7 @@ def refuse_changes(
     inputs: Mapping[str, Mapping[str, str]],
     allowed: bool,
     what: str,
+    texts: Mapping[Place, str],
 ) -> list[str]:
     """Compare a checkpoint's recipe and input files with the current ones; what it does not hold may be anything.
 
@@ -118,6 +130,7 @@ def refuse_changes(
         inputs: the current fingerprints, see :func:`~lit_vgrpo.runs.inputs.inputs_of`.
         allowed: value of ``allow_changes``.
         what: the checkpoint's name in messages.
+        texts: as in :func:`changes`.
 
     Returns:
         The allowed changes.
@@ -127,7 +140,7 @@ def refuse_changes(
     """
     saved = checkpoint.get(INPUTS_KEY) or {}
     moved = moved_settings(same_inputs(saved, inputs), saved)
-    of_recipe = changes(checkpoint[RECIPE_KEY], now, moved) if RECIPE_KEY in checkpoint else []
+    of_recipe = changes(checkpoint[RECIPE_KEY], now, moved, texts) if RECIPE_KEY in checkpoint else []
     found = [*of_recipe, *changed_inputs(saved, inputs)]
     if found and not allowed:
         why = "it is a checkpoint of another recipe" if of_recipe else "it was trained with other files"

@@ -2,11 +2,13 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from lit_vgrpo.commands.run import build, run
 from lit_vgrpo.runs.folder import FolderLock
@@ -186,3 +188,38 @@ def ran_once(tmp_path_factory, tiny_sd3):
     recipe.write_text(tiny_recipe_of(tiny_sd3))
     assert start(recipe, folder / "run", 1, "data.heldout=null") == 0
     return folder / "run/checkpoints/last.ckpt"
+
+
+SECRETS = {"LR": "0.0004", "WHO": "hunter2", "PROMPTS": "hunter2.txt"}
+FROM_ENVIRONMENT = (
+    "model.optimizer.lr=${oc.env:LR}",
+    "name=of-${oc.env:WHO}",
+    "data.train=${oc.env:PROMPTS}",
+)
+
+
+def test_what_comes_from_the_environment_is_not_saved_and_is_read_anew(tiny_recipe, capfd, monkeypatch):
+    for name in ("hunter2.txt", "other.txt"):
+        Path(name).write_text(f"a red circle\na blue square\n{name}\n")
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    assert start(tiny_recipe, "run", 1, "data.heldout=null", *FROM_ENVIRONMENT) == 0
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert config["model"]["optimizer"]["lr"] == "${oc.env:LR}"
+    assert config["name"] == "of-${oc.env:WHO}"
+    assert config["data"]["train"] == "${oc.env:PROMPTS}"
+    held = [file for file in Path("run").rglob("*") if file.is_file() and b"hunter2" in file.read_bytes()]
+    assert not held
+    again = ["run/config.yaml", "--resume", "trainer.max_epochs=2"]
+    monkeypatch.setenv("PROMPTS", "other.txt")
+    capfd.readouterr()
+    assert run(again) == 2
+    changed = [line for line in capfd.readouterr().err.splitlines() if " in the checkpoint, " in line]
+    hashed = r"\$\{oc.env:PROMPTS\} \(value #\w{6}\)"
+    assert re.fullmatch(rf"data.train: {hashed} in the checkpoint, {hashed} now", changed[0])
+    monkeypatch.delenv("PROMPTS")
+    assert run(again) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["run/config.yaml: data.train: the variable PROMPTS is not set. Set it: export PROMPTS=..."]
+    monkeypatch.setenv("PROMPTS", SECRETS["PROMPTS"])
+    assert run([*again, "model.optimizer.lr=0.0004"]) == 0  # the same value, written out

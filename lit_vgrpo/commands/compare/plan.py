@@ -16,7 +16,9 @@ from lit_vgrpo.commands.compare.budget import Budget
 from lit_vgrpo.commands.compare.options import SETTINGS, CompareOptions
 from lit_vgrpo.commands.compare.overlays import Overlay, find_overlay, for_race, leaves, put, read_overlay, with_overlay
 from lit_vgrpo.commands.run import build
+from lit_vgrpo.config.environment import Place, unchanged_texts, with_texts
 from lit_vgrpo.config.parts import merged
+from lit_vgrpo.config.recipe import texts_from_environment
 from lit_vgrpo.errors import UserError
 
 
@@ -194,7 +196,7 @@ def _build_errors(found: Sequence[Entrant]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         for entrant in found:
             path = Path(folder) / f"{entrant.name}.yaml"
-            path.write_text(recipe_text(entrant, str(path)))
+            path.write_text(recipe_text(entrant, str(path), {}))
             try:
                 own = build([str(path)], make_folder=False).errors()
             except UserError as error:
@@ -218,22 +220,27 @@ def _labels(method: str, having: Sequence[Entrant], found: Sequence[Entrant]) ->
     return [" ".join([e.method, e.settings, *(f"({k}={v})" for k, v in e.changed.items())]) for e in having]
 
 
-def recipe_text(entrant: Entrant, path: str) -> str:
-    """Return the merged recipe as a file that ``lightning run`` takes."""
+def recipe_text(entrant: Entrant, path: str, texts: Mapping[Place, str]) -> str:
+    """Return the merged recipe as a file that ``lightning run`` takes.
+
+    Args:
+        texts: Values from the environment as written, see :func:`~lit_vgrpo.config.environment.environment_texts`.
+    """
     what = ", ".join(f"{key}={value}" for key, value in entrant.changed.items()) or f"{entrant.settings} settings"
-    body = yaml.safe_dump(entrant.recipe, sort_keys=False, width=120)
+    body = yaml.safe_dump(with_texts(entrant.recipe, texts), sort_keys=False, width=120)
     return f"# {entrant.method}, {what}, merged for a comparison\n#   lightning run {path}\n{body}"
 
 
 def runs_of(options: CompareOptions, found: Iterable[Entrant]) -> list[Run]:
     """Write the merged recipes and return a run per entrant and seed, seed by seed."""
-    recipes = {}
+    recipes, of_base = {}, texts_from_environment(options.command)
     (options.out / "recipes").mkdir(parents=True, exist_ok=True)
     (options.out / "runs").mkdir(exist_ok=True)
     (options.out / "logs").mkdir(exist_ok=True)
     for entrant in found:
         path = options.out / "recipes" / f"{entrant.name}.yaml"
-        path.write_text(recipe_text(entrant, str(path)))
+        texts = unchanged_texts(of_base, options.base, entrant.recipe)
+        path.write_text(recipe_text(entrant, str(path), texts))
         recipes[entrant.name] = (entrant, path)
     return [
         Run(

@@ -1,0 +1,126 @@
+"""Values of a recipe that come from the environment: a run's files keep them as written, since they may be secrets."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+ENVIRONMENT = "oc.env"
+Place = tuple[str | int, ...]
+"""Keys and list indices that lead to a value."""
+
+
+@contextmanager
+def environment_from(resolver: Callable[..., Any]) -> Iterator[None]:
+    """Resolve ``${oc.env:NAME}`` with ``resolver(name, default)`` inside the block."""
+    _register(resolver)
+    try:
+        yield
+    finally:
+        _register(oc.env)
+
+
+def _register(resolver: Callable[..., Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the method's name differs between releases
+        OmegaConf.register_new_resolver(ENVIRONMENT, resolver, replace=True)
+
+
+def environment_texts(plain: Mapping[Any, Any]) -> dict[Place, str]:
+    """Return each value that depends on the environment, as written.
+
+    Args:
+        plain: Recipe, not resolved.
+
+    >>> environment_texts({"data": {"train": "${oc.env:PROMPTS}"}, "copies": ["${data.train}", "${other}"], "other": 1})
+    {('data', 'train'): '${oc.env:PROMPTS}', ('copies', 0): '${data.train}'}
+    """
+    texts = {place: text for place, text in _leaves(plain, ()) if isinstance(text, str) and "${" in text}
+    if not any(ENVIRONMENT in text for text in texts.values()):
+        return {}
+    config = OmegaConf.create(dict(plain))
+    resolved = []
+    for value in ("a", "b"):
+        with environment_from(lambda name, default=None, value=value: value):
+            resolved.append([_resolved(config, place) for place in texts])
+    same = [first == second is not None for first, second in zip(*resolved, strict=True)]
+    return {place: text for (place, text), is_same in zip(texts.items(), same, strict=True) if not is_same}
+
+
+def with_texts(recipe: Any, texts: Mapping[Place, str]) -> Any:
+    """Return a resolved recipe with the values from the environment as written."""
+    return _replaced(recipe, texts, lambda text, _: text)
+
+
+def unchanged_texts(texts: Mapping[Place, str], before: Any, after: Any) -> dict[Place, str]:
+    """Return the texts of values that are the same in two resolved recipes.
+
+    >>> unchanged_texts({("a",): "${oc.env:A}", ("b", 0): "${oc.env:B}"}, {"a": 1, "b": [2]}, {"a": 3, "b": [2]})
+    {('b', 0): '${oc.env:B}'}
+    """
+    old, new = dict(_leaves(before, ())), dict(_leaves(after, ()))
+    return {place: text for place, text in texts.items() if place in old and new.get(place) == old[place]}
+
+
+def with_fingerprints(recipe: Any, texts: Mapping[Place, str]) -> Any:
+    """Return a resolved recipe with a short hash in place of each text from the environment; numbers are no secrets.
+
+    >>> with_fingerprints({"url": "http://me:password@host"}, {("url",): "${oc.env:URL}"})
+    {'url': '${oc.env:URL} (value #69905c)'}
+    """
+
+    def hashed(text: str, value: Any) -> Any:
+        if isinstance(value, Mapping | list):
+            inner = {place: text for place, _ in _leaves(value, ()) if place and place[-1] != "class_path"}
+            return _replaced(value, inner, hashed)
+        # Class names are not secret either, and decide which settings are compared.
+        return f"{text}{_fingerprint(value)}" if isinstance(value, str) else value
+
+    kept = {place: text for place, text in texts.items() if place[-1] != "class_path"}
+    return _replaced(recipe, kept, hashed)
+
+
+def is_same_value(saved: Any, value: Any) -> bool:
+    """Return True if a saved value, or the hash saved in its place, is that of ``value``."""
+    return bool(saved == value) or (isinstance(saved, str) and saved.endswith(_fingerprint(value)))
+
+
+def _fingerprint(value: Any) -> str:
+    # Six digits tell a change, and are too few to find out a password.
+    return f" (value #{hashlib.sha256(str(value).encode()).hexdigest()[:6]})"
+
+
+def _leaves(node: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    if isinstance(node, Mapping | list) and node:
+        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _leaves(value, (*place, key))
+    else:
+        yield place, node
+
+
+def _resolved(config: Any, place: Place) -> Any:
+    """Return a resolved value; ``None`` if it cannot be resolved."""
+    for step in place[:-1]:
+        config = config[step]
+    try:
+        value = config[place[-1]]
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException:
+        return None
+
+
+def _replaced(node: Any, texts: Mapping[Place, str], replace: Callable[[str, Any], Any], place: Place = ()) -> Any:
+    if place in texts:
+        return replace(texts[place], node)
+    if isinstance(node, Mapping):
+        return {key: _replaced(value, texts, replace, (*place, key)) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_replaced(value, texts, replace, (*place, index)) for index, value in enumerate(node)]
+    return node
