@@ -77,8 +77,9 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "export": Subcommand(
         "lit_vgrpo.commands.export.command:export",
         "lit_vgrpo.commands.export.command:ExportOptions",
-        "RUN --to DIR [--format kohya] [--ema] [--merge] [--dtype bfloat16] [--checkpoint FILE] [key=value ...]",
-        "write a run's LoRA, or its weights as a pipeline folder, for diffusers to load",
+        "RUN --to DIR|hub:OWNER/NAME [--format kohya] [--ema] [--merge] [--dtype bfloat16] [--checkpoint FILE] "
+        "[--public] [--yes] [key=value ...]",
+        "write a run's LoRA, or its weights as a pipeline folder, for diffusers to load; to a hub after you confirm",
         "export runs/tiny_shapes --to exports/tiny_shapes --ema",
     ),
     "sample": Subcommand(
