@@ -145,6 +145,10 @@ def main(argv: list[str] | None = None) -> int:
         Exit status: 0, 1 for a failure while training, 2 for a mistake of the user, 130 after Ctrl-C, 143 after
         SIGTERM, 129 after SIGHUP.
     """
+    if argv is None and "_ARGCOMPLETE" in os.environ:
+        from lit_vgrpo.config.completion import complete
+
+        complete(SUBCOMMANDS)
     args = sys.argv[1:] if argv is None else list(argv)
     if len(args) == 2 and args[0] == "help" and args[1] in SUBCOMMANDS:
         args = [args[1], "--help"]
@@ -225,6 +229,12 @@ def _answer(args: list[str]) -> int:
         lines = [f"  lightning {name} {own.usage}\n      {own.summary}" for name, own in SUBCOMMANDS.items()]
         print("\n".join(["usage:", *lines, "Try: lightning run tiny_shapes"]))
         return 0
+    if first == "--print-completion":
+        from lit_vgrpo.config.completion import print_completion
+
+        text, status = print_completion(args[1:])
+        print(text, file=sys.stderr if status else sys.stdout)
+        return status
     said = "No subcommand given" if first is None else f"{first!r} is not a subcommand"
     print(f"{said}. Use {' or '.join(SUBCOMMANDS)}, for example: lightning run tiny_shapes", file=sys.stderr)
     return 2
