@@ -236,7 +236,8 @@ class VGRPOModule(HeldOutModule):
         with self._scores.closed_on_error():
             with self.ledger.phase("rollout"), timed(seconds, "rollout"):
                 rollout = self.objective.roll_out(self.policy, request, on_batch=scoring)
-            return rollout, RewardBatch.empty(len(rollout)) if scoring is None else scoring.result()
+            with self.ledger.phase("reward"):
+                return rollout, RewardBatch.empty(len(rollout)) if scoring is None else scoring.result()
 
     def _prepare(self, batch: PromptBatch, rollout: Rollout, advantages: Tensor, record: IterationRecord) -> Experience:
         with timed(record.seconds, "prepare"):

@@ -23,12 +23,13 @@ class PassLedger:
 
     Attributes:
         ranks: number of ranks doing the same work; this rank's passes are multiplied by it.
+        current_phase: name under which passes are counted now.
     """
 
     def __init__(self) -> None:
         self.ranks = 1
         self.counts: dict[str, dict[str, int]] = {}
-        self._phase = "update"
+        self.current_phase = "update"
 
     def attach(self, network: nn.Module, ranks: int = 1) -> None:
         """Count a network's passes, each for all ranks."""
@@ -40,17 +41,17 @@ class PassLedger:
         sample = next(
             v for v in (*args, *kwargs.values()) if isinstance(v, list) or (isinstance(v, Tensor) and v.ndim > 1)
         )
-        phase = self.counts.setdefault(self._phase, {"with_grad": 0, "without_grad": 0})
+        phase = self.counts.setdefault(self.current_phase, {"with_grad": 0, "without_grad": 0})
         phase["with_grad" if torch.is_grad_enabled() else "without_grad"] += len(sample) * self.ranks
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count passes in the context under ``name``: rollout, old, reference, update, a copy's name, or evaluation."""
-        before, self._phase = self._phase, name
+        before, self.current_phase = self.current_phase, name
         try:
             yield
         finally:
-            self._phase = before
+            self.current_phase = before
 
     def training_counts(self) -> dict[str, dict[str, int]]:
         """Return the counts of all phases except evaluation, sample grids and diagnostics."""

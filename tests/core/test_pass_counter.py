@@ -34,7 +34,7 @@ def test_phase_is_left_when_the_block_raises():
     ledger = PassLedger()
     with pytest.raises(KeyError), ledger.phase("old"):
         raise KeyError
-    assert ledger._phase == "update"
+    assert ledger.current_phase == "update"
 
 
 def test_state_is_a_copy():

@@ -40,7 +40,7 @@ class Listener(SD3Policy):
         return self.embeds
 
     def forward(self, z, t, cond, guidance=1.0):
-        self.heard.setdefault(self.ledger._phase, set()).add(guidance)
+        self.heard.setdefault(self.ledger.current_phase, set()).add(guidance)
         return super().forward(z, t, cond, guidance)
 
 
