@@ -3,6 +3,7 @@
 import pickle
 import re
 import subprocess
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -110,6 +111,15 @@ def test_a_checkpoint_alone_says_what_else_it_needs(tiny_sd3, tmp_path):
         tmp_path / "end.ckpt", policy=fresh.policy, objective=fresh.objective, reward=fresh.reward
     )
     assert all(torch.equal(value, weights(loaded)[name]) for name, value in weights(module).items())
+
+
+def test_a_trainer_of_ones_own_shows_no_warning_that_does_not_apply(tiny_sd3, tmp_path):
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        make_trainer(tmp_path, 1).fit(make_module(tiny_sd3), datamodule=make_data())
+    assert [
+        str(one.message) for one in shown if "lightning" in one.filename and one.category is not FutureWarning
+    ] == []
 
 
 def test_everything_that_a_trainer_holds_can_be_pickled(tiny_sd3, tmp_path, tiny_recipe):

@@ -24,15 +24,6 @@ from lit_vgrpo.rewards import RewardError
 from lit_vgrpo.runs.folder import is_first_process
 from lit_vgrpo.system.paths import import_from_here
 
-EXPECTED_WARNINGS = (
-    ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
-    ".*exists and is not empty.*",  # the run folder holds config.yaml before the loggers start
-    ".*module\\(s\\) in eval mode at the start.*",  # a policy is trained as it samples, without dropout
-    ".*across ranks is zero.*",  # no held-out prompts: nothing to evaluate
-    ".*sync_dist=True.*",  # what is logged is computed over all ranks already
-    ".*all_gather is deprecated.*",
-    ".*LeafSpec.*is deprecated.*",
-)
 Given = TypeVar("Given", bound=Options)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -52,8 +43,8 @@ def build_recipe(command: Command, make_folder: bool = True) -> RecipeCLI:
     Raises:
         UserError: With every error of the recipe.
     """
-    for message in EXPECTED_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
+    # the run folder holds config.yaml before the loggers start
+    warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
     import_from_here()

@@ -27,6 +27,7 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import Reward, ScoreQueue, Weighted, as_weighted
+from lit_vgrpo.runs.limits import hide_expected_warnings
 from lit_vgrpo.runs.update_guard import UpdateGuard
 
 
@@ -115,6 +116,7 @@ class HeldOutModule(L.LightningModule):
         seed: int,
     ) -> None:
         super().__init__()
+        hide_expected_warnings()
         self.policy = policy
         self.objective = objective
         self.reward = as_weighted(reward.found_at("model.reward"))

@@ -1,8 +1,9 @@
-"""Checks of Trainer settings that would cut an iteration short or train nothing."""
+"""Checks of Trainer settings that would cut an iteration short or train nothing, and Lightning's that do not apply."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -14,6 +15,21 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.distributed.trainer_internals import count_iterations
 from lit_vgrpo.policies.base import Policy
+
+EXPECTED_WARNINGS = (
+    ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
+    ".*module\\(s\\) in eval mode at the start.*",  # a policy is trained as it samples, without dropout
+    ".*across ranks is zero.*",  # no held-out prompts: nothing to evaluate
+    ".*sync_dist=True.*",  # what is logged is computed over all ranks already
+    ".*all_gather is deprecated.*",
+    ".*LeafSpec.*is deprecated.*",
+)
+
+
+def hide_expected_warnings() -> None:
+    """Hide warnings of Lightning that do not apply to this module, in any Trainer."""
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
 
 
 def sizes_of(trainer: Any) -> Sizes:
