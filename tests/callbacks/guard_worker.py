@@ -11,12 +11,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import lightning as L
 import torch
-from helpers import make_data, make_module, make_trainer
+from helpers import Brightness, make_data, make_module, make_trainer
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.callbacks import CollapseStop, RewardHackAlarm
+from lit_vgrpo.callbacks.kept_images import KeptImages
 from lit_vgrpo.commands.training import leave_together
 from lit_vgrpo.core.sharding import local
+from lit_vgrpo.rewards import JPEGCompressibility, Weighted
 from lit_vgrpo.runs.checkpoint import RunCheckpoint
 
 
@@ -40,7 +42,9 @@ class Breaking(L.Callback):
 
 def run(spec, name, callbacks, **options):
     torch.manual_seed(0)
-    module = make_module(spec["sd3"], optimizer=OptimizerConfig(lr=1e-4))
+    reward = Weighted([Brightness(), JPEGCompressibility()])
+    module = make_module(spec["sd3"], reward=reward, optimizer=OptimizerConfig(lr=1e-4))
+    module.heldout_observers.append(KeptImages(2))
     data = make_data(heldout_limit=5, heldout_images_per_prompt=3, eval_batch_size=4)
     folder = Path(spec["out"], name)
     options |= {"devices": spec["devices"], "strategy": spec["strategy"]} if spec["devices"] > 1 else {}
@@ -55,7 +59,10 @@ def run(spec, name, callbacks, **options):
 
 def main(spec):
     alarm = OnOneRank(metric=None, diversity="pixels", action="stop")
-    found = {"alarm": run(spec, "alarm", [alarm]), "of_prompts": alarm.diversity.of_prompts}
+    found = {
+        "alarm": run(spec, "alarm", [alarm]),
+        "of_prompts": alarm.diversity.of_prompts,
+    }
     if spec["devices"] > 1:
         found["broken"] = run(spec, "broken", [Breaking(), CollapseStop()])
     Path(spec["out"], f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))

@@ -1,12 +1,16 @@
-"""The alarm, the stop and the best checkpoint on two ranks: all of them do the same."""
+"""The alarm, the stop, the best checkpoint and the images kept for the report on two ranks."""
 
 import json
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from processes import run_ranks
+
+from lit_vgrpo.reports.kept import read_scores
 
 WORKER = Path(__file__).with_name("guard_worker.py")
 
@@ -30,23 +34,51 @@ def test_both_stop_where_one_rank_says_so(ranks):
     assert best["callbacks"]["RunCheckpoint"]["best"]["name"] == "heldout/reward"
 
 
-def test_diversity_counts_a_prompt_once_that_two_ranks_share(ranks, tiny_sd3, tmp_path):
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, tiny_sd3):
+    """What one process found that did the same, and its folder."""
+    out = tmp_path_factory.mktemp("alone")
+    runpy.run_path(str(WORKER))["main"]({"sd3": str(tiny_sd3), "out": str(out), "devices": 1})
+    return json.loads((out / "0.json").read_text()), out
+
+
+def test_diversity_counts_a_prompt_once_that_two_ranks_share(ranks, alone):
     """Five prompts of three images: rank 0 ends within a prompt."""
-    found, _ = ranks
+    found, alone = ranks[0], alone[0]
     assert found[0]["of_prompts"] == found[1]["of_prompts"]
     assert found[0]["alarm"]["heldout"] == found[1]["alarm"]["heldout"]
-    spec = {"sd3": str(tiny_sd3), "out": str(tmp_path), "devices": 1}
-    runpy.run_path(str(WORKER))["main"](spec)
-    alone = json.loads((tmp_path / "0.json").read_text())
     assert len(alone["of_prompts"]) == 5
     assert alone["of_prompts"] == pytest.approx(found[0]["of_prompts"], rel=1e-3)
+
+
+def test_the_images_kept_for_the_report_are_those_of_one_process(ranks, alone):
+    """Images of both ranks are among them, each once, with its own prompt and scores."""
+    folders = [out / "alarm" / "report" for _, out in (ranks, alone)]
+    tables = [json.loads((folder / "images.json").read_text()) for folder in folders]
+    assert [table["of"] for table in tables] == [15, 15]
+    entries = [{entry["image"]: entry for entry in table["images"]} for table in tables]
+    assert entries[0].keys() == entries[1].keys()
+    assert min(entries[0]) < 8 <= max(entries[0])  # the first eight are rank 0's
+    for image, entry in entries[0].items():
+        other = entries[1][image]
+        assert (entry["prompt"], entry["reason"]) == (other["prompt"], other["reason"])
+        assert entry["scores"] == pytest.approx(other["scores"], rel=1e-2)
+        pixels = [
+            np.asarray(Image.open(folder / one["file"])) for folder, one in zip(folders, (entry, other), strict=True)
+        ]
+        assert np.abs(pixels[0].astype(int) - pixels[1]).max() <= 2
+    of_prompts = [list(read_scores(out / "alarm").values()) for _, out in (ranks, alone)]
+    assert len(of_prompts[0]) == len(of_prompts[1]) == 3
+    for two, one in zip(*of_prompts, strict=True):
+        assert [count for _, count in two["reward"]] == [3] * 5
+        assert [total for total, _ in two["reward"]] == pytest.approx([total for total, _ in one["reward"]], rel=1e-3)
 
 
 def test_weights_that_break_on_one_rank_stop_both_before_anything_is_saved(ranks):
     found, out = ranks
     errors = [rank["broken"]["error"] for rank in found]
     assert errors[0].startswith("Weights are not finite after update 1 of iteration 1; nothing was saved since.")
-    assert "Best checkpoint: RUN/checkpoints/best.ckpt (heldout/reward 0." in errors[0]
+    assert "Best checkpoint: RUN/checkpoints/best.ckpt (heldout/reward -0." in errors[0]
     assert errors[0] == errors[1]
     for path in Path(out, "broken/checkpoints").iterdir():
         saved = torch.load(path, weights_only=True)
