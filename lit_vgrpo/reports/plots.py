@@ -67,7 +67,7 @@ def draw(panel: Panel, name: str) -> Plot:
             axes.spines[side].set_visible(False)
         axes.tick_params(length=0, pad=5)
         axes.grid(axis="y", color=GRID, linewidth=0.8)
-        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         drawings = {}
