@@ -31,7 +31,7 @@ _FUNCTION = re.compile(r"([^\W\d][\w.]*):[^\W\d][\w.]*")
 _ADDRESS = re.compile(
     r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#\"'<>]+|(?<![\w.:/])(?=[\w.-]*[A-Za-z.])[\w.-]+:\d{2,5}(?![\w:])"
 )
-_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/[\w./-]+\.safetensors)?", re.ASCII)
 _DATA = (".txt", ".jsonl", ".csv", ".parquet")
 
 

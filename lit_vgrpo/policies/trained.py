@@ -61,8 +61,8 @@ def add_adapter(policy: PolicyContract) -> None:
 def _refuse_unmatched_targets(network: nn.Module, targets: Sequence[str]) -> None:
     names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            endings = sorted({_ending(name) for name in names})
+        if not any(is_target(name, target) for name in names):
+            endings = sorted({name_in_block(name) for name in names})
             holding = [ending for ending in endings if f".{target}." in f".{ending}."]
             advice = suggestion(target, holding or endings) if len(holding) < 2 else suggestion("", holding)
             raise LoadError(
@@ -70,10 +70,16 @@ def _refuse_unmatched_targets(network: nn.Module, targets: Sequence[str]) -> Non
             )
 
 
-def _ending(name: str) -> str:
+def is_target(name: str, target: str) -> bool:
+    """Return whether an adapter's target means a layer, as peft reads it."""
+    return name == target or name.endswith(f".{target}")
+
+
+def name_in_block(name: str) -> str:
     """Return a layer's name within its block: the part after the last number that is not the last component."""
     words = name.split(".")
-    last = max((i for i, word in enumerate(words[:-1]) if word.isdigit()), default=-1)
+    numbers = (i for i, word in enumerate(words[:-1]) if word.isdigit() and words[i - 1] != "net")  # of a feed-forward
+    last = max(numbers, default=-1)
     return ".".join(words[last + 1 :]) or name
 
 

@@ -1,4 +1,4 @@
-"""Starting a policy from the weights of an earlier run."""
+"""Starting a policy from the weights of an earlier run, or from a LoRA file."""
 
 from __future__ import annotations
 
@@ -10,27 +10,34 @@ from hashlib import sha256
 from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.fingerprint import sampled
+from lit_vgrpo.policies.lora_file import put_lora
 from lit_vgrpo.runs.folder import is_first_process
+from lit_vgrpo.runs.lora_place import find_lora
 from lit_vgrpo.runs.saved_run import find_run, last_good
 from lit_vgrpo.runs.saved_weights import AVERAGE, TRAINED, SavedWeights
+from lit_vgrpo.system.file_fingerprint import file_fingerprint
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import resolve_path
 
 
 def policy_errors(policy: Policy) -> list[str]:
-    """Return one line for each error in a policy or the run it starts from, without loading weights."""
+    """Return one line for each error in a policy or in what it starts from, without loading the pipeline's weights."""
     errors = policy.check()
     if policy.start_from is not None and not policy.loaded:
-        error = start_error(policy.start_from, policy.start_weights)
+        try:
+            lora = find_lora(policy.start_from, policy.start_weights)
+            error = start_error(policy.start_from, policy.start_weights) if lora is None else lora.error(policy)
+        except LoadError as refused:
+            error = str(refused)
         errors += [error] if error else []
     return errors
 
 
 def load_policy(policy: Policy) -> Policy:
-    """Load a policy, with the weights of the run in ``start_from`` if it names one.
+    """Load a policy, with the weights of the run or the LoRA file in ``start_from`` if it names one.
 
     Raises:
-        LoadError: the checkpoint or that run cannot be used.
+        LoadError: the checkpoint, that run or that file cannot be used.
     """
     if policy.loaded:
         return policy
@@ -38,6 +45,8 @@ def load_policy(policy: Policy) -> Policy:
         raise LoadError(error)
     if policy.start_from is None:
         return policy.read()
+    if (lora := find_lora(policy.start_from, policy.start_weights)) is not None:
+        return policy.read(partial(put_lora, file=lora.fetch()))
     return policy.read(partial(_put_start, *_saved(policy.start_from, policy.start_weights, _say_on_first)))
 
 
@@ -85,6 +94,8 @@ def start_fingerprint(policy: Policy) -> dict[str, str]:
         LoadError: they cannot be read.
     """
     assert policy.start_from is not None
+    if (lora := find_lora(policy.start_from, policy.start_weights)) is not None:
+        return {} if (file := lora.at_hand()) is None else {"weights": file_fingerprint(file)}
     saved, variant = _saved(policy.start_from, policy.start_weights, _say_nothing)
     tensors = saved.tensors[variant]
     digest = sha256(json.dumps({name: list(tensor.shape) for name, tensor in tensors.items()}).encode())

@@ -115,7 +115,9 @@ def test_the_plan_is_that_of_the_world_size(tiny_recipe, capsys, devices):
 
 HOSTILE = """
 model:
-  policy: {class_path: SD3Policy, init_args: {checkpoint: someone/some-weights}}
+  policy:
+    class_path: SD3Policy
+    init_args: {checkpoint: someone/some-weights, start_from: someone/loras/deep/style.safetensors}
   objective: {class_path: VGRPO, init_args: {rollout: {solver: euler, steps: 2}}}
   reward:
     class_path: Weighted
@@ -191,6 +193,7 @@ def test_what_somebody_elses_recipe_names_is_listed_and_nothing_of_it_imported(t
         "https://judge.example": f"{rewards}[4].url, data.judge",
     }
     assert found["Repositories"]["someone/some-weights"] == "model.policy.checkpoint"
+    assert found["Repositories"]["someone/loras/deep/style.safetensors"] == "model.policy.start_from"
     assert found["Repositories"]["someone/prompts"] == "data.heldout"
     assert found["Repositories"]["yuvalkirstain/PickScore_v1"] == f"{rewards}[2], unless it is set"
     assert list(found["Files"]) == ["../elsewhere/reference.npz", "/somebody/last.ckpt"]
