@@ -25,6 +25,7 @@ from lit_vgrpo.optimizers.optimization import Optimization
 from lit_vgrpo.optimizers.optimizer import OptimizerCallable, OptimizerConfig
 from lit_vgrpo.optimizers.schedule import LRSchedulerCallable
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.pipeline_folder import distillation_warning
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import Reward, RewardBatch
 from lit_vgrpo.runs.heldout import HeldOutModule
@@ -160,7 +161,8 @@ class VGRPOModule(HeldOutModule):
                 logger.log_metrics(self.heldout, step=0)
 
     def on_train_start(self) -> None:
-        for line in settings_without_effect(self.trainer, self.policy):
+        distilled = distillation_warning(self.policy)
+        for line in (*settings_without_effect(self.trainer, self.policy), *([distilled] if distilled else [])):
             rank_zero_warn(line)
         if self._continuation is not None:
             self.optimization.resume(self.lr_schedulers())

@@ -21,7 +21,7 @@ from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.config.schema import sound_parts
 from lit_vgrpo.data.prompts import prompt_errors
 from lit_vgrpo.errors import UserError, say
-from lit_vgrpo.policies.pipeline_folder import weight_files
+from lit_vgrpo.policies.pipeline_folder import distillation_warning, weight_files
 from lit_vgrpo.system.paths import resolve_path
 
 SMALLEST_NEED = 100 * 2**20
@@ -104,7 +104,9 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> int:
                 say(f"memory: not estimated, {reason}")
     if errors:
         raise UserError(*errors)
-    say("\n".join([*cli.about_prompts(), *_evidence(command)]))
+    distilled = distillation_warning(cli.model.policy)
+    warned = [f"WARNING: {distilled}"] if distilled else []
+    say("\n".join([*cli.about_prompts(), *_evidence(command), *warned]))
     say(f"{cli.command.recipe}: no errors found for world size {cli.trainer.world_size}.")
     return 0
 

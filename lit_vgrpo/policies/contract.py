@@ -38,8 +38,8 @@ class PolicyContract(nn.Module):
         lora_dropout: must be 0, or the ratio would not be 1 before an update.
         train_only: shell-style patterns of the parameters to train, such as ``*.attn.*``; ``None`` trains all, or the
             adapter.
-        start_from: run folder or checkpoint of an earlier run, whose trained weights are this run's start and
-            reference; ``None`` starts from the pipeline.
+        start_from: run folder or checkpoint of an earlier run, or a LoRA file (a path, or ``owner/name[/file]`` of the
+            hub), whose weights are this run's start and reference; ``None`` starts from the pipeline.
         start_weights: use that run's trained weights or their EMA.
         height: image height in pixels; ``None`` uses the model's default.
         width: image width in pixels; ``None`` uses the model's default.
@@ -204,6 +204,14 @@ class PolicyContract(nn.Module):
 
         Args:
             parts: components by name with their configurations, in which defaults may be absent.
+        """
+        return None
+
+    def distilled_by(self, parts: Parts) -> str | None:
+        """Return what shows that a pipeline was distilled to a few steps, as a phrase, or ``None``.
+
+        Args:
+            parts: as in :meth:`misfit`.
         """
         return None
 

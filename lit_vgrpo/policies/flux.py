@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.rollout import Conditioning
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.contract import Parts
 from lit_vgrpo.policies.flow import FlowPolicy
 from lit_vgrpo.policies.pipeline_folder import config_folder
 from lit_vgrpo.policies.vae import latent_sides
@@ -84,6 +85,12 @@ class FluxPolicy(FlowPolicy):
             f"model.policy.negative_prompt={self.negative_prompt!r} has no effect: {self.checkpoint} takes guidance as "
             "an input, and there is no pass with a negative prompt. Leave it out."
         )
+
+    def distilled_by(self, parts: Parts) -> str | None:
+        network, scheduler = (parts.get(name) or {} for name in (self.network_name, "scheduler"))
+        if network.get("guidance_embeds", True) or scheduler.get("use_dynamic_shifting", True):
+            return None
+        return "neither guidance_embeds nor use_dynamic_shifting, as in FLUX.1-schnell"
 
     # --- the model -------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.policies.contract import Parts
 from lit_vgrpo.policies.flow import FlowPolicy
 from lit_vgrpo.policies.pipeline_folder import INDEX, config_folder
 from lit_vgrpo.policies.vae import latent_sides
@@ -59,6 +60,9 @@ class Flux2Policy(FlowPolicy):
             f"{self.checkpoint} is distilled (is_distilled in its {INDEX}) and cannot be guided. Use a scale of 1, or "
             "the base model that it was distilled from."
         )
+
+    def distilled_by(self, parts: Parts) -> str | None:
+        return f"is_distilled in its {INDEX}" if self._is_distilled() else None
 
     def _is_distilled(self) -> bool:
         if self.loaded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal
 
@@ -13,8 +12,8 @@ from lit_vgrpo.core.probability_paths import Space, VariancePreserving
 from lit_vgrpo.core.rollout import Conditioning
 from lit_vgrpo.core.solvers import VP_SDES
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.contract import Parts
 from lit_vgrpo.policies.misfits import channels_misfit, distillation, noise_misfit
-from lit_vgrpo.policies.pipeline_folder import Parts, parts_in_memory
 from lit_vgrpo.policies.schedulers import VP_SOLVERS, vp_scheduler
 
 PREDICTIONS: dict[str, Space] = {"epsilon": "eps", "v_prediction": "v"}
@@ -45,18 +44,15 @@ class LatentDiffusionPolicy(Policy, ABC):
 
     def adopt(self, pipeline: Any) -> Policy:
         super().adopt(pipeline)
-        told_by = distillation(parts_in_memory(pipeline).get("scheduler"))
-        if told_by is not None:
-            warnings.warn(
-                f"{self.checkpoint} looks distilled to a few steps (its scheduler is {told_by}): its network no longer "
-                "denoises as the losses assume. Train the model that it was distilled from.",
-                stacklevel=2,
-            )
         if self.channels_last:
             from lit_vgrpo.policies.speed import use_channels_last
 
             use_channels_last(self.network)
         return self
+
+    def distilled_by(self, parts: Parts) -> str | None:
+        kind = distillation(parts.get("scheduler"))
+        return None if kind is None else f"its scheduler is {kind}"
 
     def misfit(self, parts: Parts) -> str | None:
         network = parts.get(self.network_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ FLOW_SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 DISTILLED = ("LCMScheduler", "TCDScheduler")
 TURBO = "EulerAncestralDiscreteScheduler"
 """With trailing steps, the scheduler of SD-Turbo and SDXL-Turbo; nothing else in their files identifies them."""
+
+DISTILLED_NAMES = re.compile(r"(?:^|[-_.])(schnell|turbo|lightning|lcm|hyper|distilled)(?=$|[-_.])", re.IGNORECASE)
+"""Words in the names of distilled models whose files say nothing, such as SD 3.5 Large Turbo's and Z-Image-Turbo's."""
 
 
 def channels_misfit(name: str, network: Config, vae: Config, packed: int = 1) -> str | None:

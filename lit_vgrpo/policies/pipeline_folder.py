@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_vgrpo.policies.contract import Parts, PolicyContract
+from lit_vgrpo.policies.misfits import DISTILLED_NAMES
 from lit_vgrpo.system.hub import cached_file, explain_unloadable, file_at_hand, hub_error, local_folder
 
 INDEX = "model_index.json"
@@ -84,6 +85,25 @@ def misfit(policy: PolicyContract, parts: Parts) -> str | None:
     """Return why a pipeline of the right class cannot be trained, in one line, or ``None``."""
     error = policy.misfit(parts)
     return None if error is None else f"{KEY}={policy.checkpoint} {error}"
+
+
+def distillation_warning(policy: PolicyContract) -> str | None:
+    """Return a warning about training a model that looks distilled to a few steps, in one line, or ``None``."""
+    if policy.loaded:
+        parts: Parts = parts_in_memory(policy.pipeline)
+    else:
+        folder = config_folder(policy.checkpoint, policy.revision)
+        parts = {} if folder is None else _parts_on_disk(folder, _index(folder) or {})
+    told = policy.distilled_by(parts)
+    if told is None and (named := DISTILLED_NAMES.search(Path(policy.checkpoint).name)) is not None:
+        told = f"its name has {named[1]}"
+    if told is None:
+        return None
+    return (
+        f"{KEY}={policy.checkpoint} looks distilled to a few steps ({told}). Trained directly, it loses detail over "
+        "thousands of updates. Train the model that it was distilled from, or keep the run short and near its start: "
+        "model.objective.anchor_weight=1 model.objective.anchor_decay=0.3. Look at the pictures."
+    )
 
 
 def parts_in_memory(pipeline: Any) -> dict[str, dict[str, Any] | None]:

@@ -2,14 +2,15 @@
 
 import json
 import shutil
-import warnings
 from dataclasses import replace
 
 import diffusers
 import pytest
 from policies import contract
 
+from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy
 from lit_vgrpo.policies.misfits import distillation
+from lit_vgrpo.policies.pipeline_folder import distillation_warning
 from lit_vgrpo.system.hub import LoadError
 
 
@@ -132,13 +133,20 @@ def test_a_pipeline_in_memory_is_looked_at_too(families):
 
 
 def test_what_looks_distilled_is_warned_of(families, tmp_path):
-    small = families("unet_eps")
+    small, flux = families("unet_eps"), families("flux_cfg")
     folder = with_scheduler(small.folder, tmp_path / "lcm", "LCMScheduler")
-    with pytest.warns(UserWarning, match=r"lcm looks distilled to a few steps \(its scheduler is LCMScheduler\)"):
-        replace(small, folder=folder).load()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        small.load()
+    schnell = edited(flux.folder, tmp_path / "s", "scheduler/scheduler_config.json", use_dynamic_shifting=False)
+    told = {
+        UNetPolicy(str(folder)): r"its scheduler is LCMScheduler",
+        FluxPolicy(str(schnell)): r"neither guidance_embeds nor use_dynamic_shifting, as in FLUX.1-schnell",
+        SD3Policy("stabilityai/stable-diffusion-3.5-large-turbo"): r"its name has turbo",
+    }
+    for policy, why in told.items():
+        assert f"looks distilled to a few steps ({why}). Trained directly, it loses" in distillation_warning(policy)
+    loaded = replace(small, folder=folder).load()
+    assert distillation_warning(loaded) == distillation_warning(UNetPolicy(str(folder)))
+    for policy in (small.shared, flux.shared, SD3Policy("own/turbocharged")):
+        assert distillation_warning(policy) is None
     turbo = {"_class_name": "EulerAncestralDiscreteScheduler", "timestep_spacing": "trailing"}
     assert distillation(turbo) == "EulerAncestralDiscreteScheduler, trailing"
     assert distillation({**turbo, "timestep_spacing": "leading"}) is None
