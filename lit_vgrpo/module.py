@@ -115,6 +115,7 @@ class VGRPOModule(HeldOutModule):
             *self.objective.check(sizes),
             *self.evaluation_errors(),
             *self.guidance_errors(),
+            *self.quantisation_errors(),
         ]
 
     def setup(self, stage: str) -> None:

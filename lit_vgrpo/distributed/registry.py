@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -40,6 +40,7 @@ class PolicyOptions(Protocol):
     dtype: torch.dtype
     compile_network: bool
     fold_lora: bool | None
+    quantisation: Literal["nf4", "int8"] | None
 
 
 def strategy_errors(
@@ -56,6 +57,7 @@ def strategy_errors(
         plugin_error(strategy),
         optimizer_error(strategy, optimizer),
         whole_weights_error(strategy, policy),
+        quantisation_error(strategy, policy),
         rollout_error(strategy, rollout),
         scaling_error(strategy, policy),
         micro_batch_error(strategy, sizes),
@@ -145,6 +147,19 @@ def whole_weights_error(strategy: Strategy, policy: PolicyOptions) -> str | None
     return (
         f"model.policy.{asked[0]}=true needs whole weights on every rank, and {type(strategy).__name__} shards them. "
         "Leave it out, or use trainer.strategy=zero2."
+    )
+
+
+def quantisation_error(strategy: Strategy, policy: PolicyOptions) -> str | None:
+    """Return why a quantised network does not work under a strategy, or ``None``.
+
+    FSDP2 and ZeRO-3 shard weights of one floating-point type; under ZeRO-1 and ZeRO-2 it is untested.
+    """
+    if policy.quantisation is None or not isinstance(strategy, PortableCheckpoints):
+        return None
+    return (
+        f"model.policy.quantisation={policy.quantisation} works on one device and under DDP, not under "
+        f"{type(strategy).__name__}. Leave it out, or use trainer.strategy=ddp."
     )
 
 

@@ -13,6 +13,8 @@ from lit_vgrpo.distributed.fsdp2 import FSDP2, blocks_of
 from lit_vgrpo.distributed.zero import ZeRO
 from lit_vgrpo.optimizers.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.quantised_base import quantised_bytes
+from lit_vgrpo.policies.speed import block_linears
 
 SMALLEST_8BIT = 4096
 """Smallest number of elements for which 8-bit Adam stores a tensor's moments in 8 bits."""
@@ -47,6 +49,7 @@ def shares(
     trained = list(trainable_parameters(policy).values())
     frozen = [p for p in policy.network.parameters() if not p.requires_grad]
     size, rest, state = bytes_of(trained), bytes_of(frozen), moments(trained, optimizer)
+    rest -= saved_by_quantisation(policy)
     buffers = bytes_of(policy.network.buffers())  # which no strategy shards
     is_zero, is_fsdp = isinstance(strategy, ZeRO), isinstance(strategy, FSDP2)
     stage = strategy.stage if isinstance(strategy, ZeRO) else 0
@@ -75,6 +78,26 @@ def shares(
     steps_here = on_gpu and not (isinstance(strategy, ZeRO) and strategy.offload)
     step = size // of_state if steps_here and not _is_8bit(optimizer) else 0
     return Shares(parts, size // of_weights, step)
+
+
+def saved_by_quantisation(policy: Policy) -> int:
+    """Return the bytes that a quantised base takes less than the weights of a policy on the meta device."""
+    if policy.quantisation is None:
+        return 0
+    weights = [layer.weight for layer in block_linears(policy.network).values()]
+    return sum(bytes_of([one]) - quantised_bytes(policy.quantisation, one.numel()) for one in weights)
+
+
+def restored_at_once(policy: Policy) -> int:
+    """Return the bytes of the largest quantised weight, which a pass restores one at a time."""
+    if policy.quantisation is None:
+        return 0
+    return max((bytes_of([layer.weight]) for layer in block_linears(policy.network).values()), default=0)
+
+
+def copy_in_8_bits(policy: Policy) -> int:
+    """Return the bytes of the copy that 8-bit rollouts multiply with: a byte per weight and a scale per output."""
+    return sum(layer.weight.numel() + 4 * len(layer.weight) for layer in block_linears(policy.network).values())
 
 
 def _gathered(network: nn.Module, stage: int) -> int:

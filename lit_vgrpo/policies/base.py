@@ -21,6 +21,7 @@ from lit_vgrpo.policies.pipeline_folder import misfit, null_components, parts_in
 from lit_vgrpo.policies.pipeline_loading import read_pipeline
 from lit_vgrpo.policies.placement import cast, in_own_precision, place, with_cpu_default
 from lit_vgrpo.policies.prompt_encoder import PromptEncoder
+from lit_vgrpo.policies.quantised_base import quantisation_error
 from lit_vgrpo.policies.speed import quantise_error, speed_up
 from lit_vgrpo.policies.trained import choose_trained
 from lit_vgrpo.policies.vae import latent_sides, save_memory
@@ -41,7 +42,10 @@ class Policy(PolicyContract):
 
     def check(self) -> list[str]:
         """Return errors that can be found without reading weights, one line each."""
-        return [] if self.loaded else pipeline_errors(self)
+        if self.loaded:
+            return []
+        error = quantisation_error(self)
+        return [*([error] if error else []), *pipeline_errors(self)]
 
     def load(self) -> Policy:
         """Check, load the weights and add the adapter; a second call does nothing.

@@ -35,6 +35,8 @@ class PolicyContract(nn.Module):
         lora_rank: rank of the LoRA adapter; ``None`` trains the full weights.
         lora_alpha: LoRA scale numerator; ``None`` uses the rank.
         lora_targets: name suffixes of the modules to adapt; ``None`` uses the family's attention projections.
+        quantisation: keep the frozen weights of the network's blocks in 4 bits (``nf4``) or 8 (``int8``), under a LoRA
+            in float32; ``None`` keeps them in ``dtype``.
         lora_dropout: must be 0, or the ratio would not be 1 before an update.
         train_only: shell-style patterns of the parameters to train, such as ``*.attn.*``; ``None`` trains all, or the
             adapter.
@@ -87,6 +89,7 @@ class PolicyContract(nn.Module):
         lora_targets: list[str] | None = None,
         lora_dropout: ClosedUnitInterval | None = None,
         train_only: list[str] | None = None,
+        quantisation: Literal["nf4", "int8"] | None = None,
         start_from: str | None = None,
         start_weights: Literal["trained", "ema"] = "trained",
         height: Annotated[int, Range(1, 16_384)] | None = None,
@@ -126,6 +129,7 @@ class PolicyContract(nn.Module):
         self.lora_alpha = lora_alpha if lora_alpha is not None else lora_rank
         self.lora_targets = list(lora_targets or self.default_lora_targets)
         self.train_only = None if train_only is None else list(train_only)
+        self.quantisation: Literal["nf4", "int8"] | None = quantisation
         self.start_from, self.start_weights = start_from, start_weights
         self._put_start: PutStart | None = None
         self.height, self.width = height, width
@@ -158,6 +162,10 @@ class PolicyContract(nn.Module):
     def ignore_start(self) -> None:
         """Load without the run of ``start_from``, since a checkpoint's weights come after."""
         self.start_from = None
+
+    def ignore_quantisation(self) -> None:
+        """Load the frozen weights whole, since they are written or merged into."""
+        self.quantisation = None
 
     def ignore_speed(self) -> None:
         """Load without ``compile`` and ``attention_backend``, which take long to start and were chosen elsewhere."""

@@ -113,10 +113,12 @@ def read_lora(policy: PolicyContract, file: Path, network: Any) -> dict[str, Low
     tensors, header = _read(policy, file)
     layers = _converted(policy, tensors, network)
     odd = _unmatched(layers, network)
-    if odd:
-        layers = _renamed(tensors, network)
-        if _unmatched(layers, network):
-            raise LoadError(_misfit(policy, network, tensors, odd))
+    if odd or not layers:
+        by_name = _renamed(tensors, network)
+        if others := _unmatched(by_name, network):
+            fewer = odd if layers and len(odd) < len(others) else others
+            raise LoadError(_misfit(policy, network, tensors, fewer))
+        layers = by_name
     scales = dict.fromkeys((name.removesuffix(DOWN) for name in layers if name.endswith(DOWN)), 1.0)
     if header is not None:
         scales = _scales_of(header, layers, policy.network_name, network)
@@ -222,7 +224,7 @@ def _scale(layers: dict[str, Tensor], name: str, alpha: float) -> None:
 
 
 def _unmatched(layers: Mapping[str, Tensor], network: nn.Module) -> list[str]:
-    """Return the tensors that are no pair of matrices of one of the network's layers; all, if there are none."""
+    """Return the tensors that are no pair of matrices of one of the network's layers."""
     modules = dict(network.named_modules())
     odd = []
     for name, tensor in layers.items():
@@ -233,15 +235,14 @@ def _unmatched(layers: Mapping[str, Tensor], network: nn.Module) -> list[str]:
             odd.append(name)
         elif down.shape[1:] != weight.shape[1:] or len(up) != len(weight) or up.shape[1] != len(down):
             odd.append(f"{name} {tuple(tensor.shape)}")
-    return odd if layers else ["every layer"]
+    return odd
 
 
 def _misfit(policy: PolicyContract, network: nn.Module, tensors: Mapping[str, Tensor], odd: Sequence[str]) -> str:
     sample = next(name for name, module in network.named_modules() if isinstance(module, nn.Linear))
-    first = odd[0] if len(odd) < len(tensors) else min(tensors)
     return (
-        f"{KEY}={policy.start_from} does not fit {type(network).__name__}: {min(len(odd), len(tensors))} of its "
-        f"{len(tensors)} tensors match no layer, the first is {first}. Expected names such as "
+        f"{KEY}={policy.start_from} does not fit {type(network).__name__}: {len(odd)} of its "
+        f"{len(tensors)} tensors match no layer, the first is {odd[0]}. Expected names such as "
         f"{policy.network_name}.{sample}{DOWN}. Is it a LoRA of another model?"
     )
 

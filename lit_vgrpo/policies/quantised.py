@@ -12,10 +12,7 @@ from torch import nn
 
 from lit_vgrpo.policies.acceleration import shared_view
 from lit_vgrpo.policies.contract import PolicyContract
-from lit_vgrpo.policies.speed import compile_network, repeated_blocks
-
-MULTIPLE = 16
-"""Sides of a weight must be a multiple of this for the 8-bit kernels."""
+from lit_vgrpo.policies.speed import block_linears, compile_network
 
 
 class QuantisedNetwork:
@@ -35,15 +32,10 @@ class QuantisedNetwork:
         self._kind = kind
         self._dtype = policy.dtype
         self._layers: list[tuple[nn.Linear, nn.Linear]] = []
-        for own, block in zip(repeated_blocks(self.network), repeated_blocks(policy.network), strict=True):
-            for (name, view), layer in zip(own.named_modules(), block.modules(), strict=True):
-                if (
-                    isinstance(layer, nn.Linear)
-                    and "lora_" not in name
-                    and not any(n % MULTIPLE for n in layer.weight.shape)
-                ):
-                    view.__dict__["_parameters"] = dict(layer._parameters)  # no longer shared
-                    self._layers.append((view, layer))
+        views = block_linears(self.network)
+        for name, layer in block_linears(policy.network).items():
+            views[name].__dict__["_parameters"] = dict(layer._parameters)  # no longer shared
+            self._layers.append((views[name], layer))
         self._seen: list[Any] = [None] * len(self._layers)
         if policy.compile_network:
             compile_network(self.network)

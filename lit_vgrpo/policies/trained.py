@@ -10,6 +10,7 @@ from torch import nn
 
 from lit_vgrpo.errors import suggestion
 from lit_vgrpo.policies.contract import PolicyContract
+from lit_vgrpo.policies.quantised_base import quantise_base
 from lit_vgrpo.system.hub import LoadError
 
 
@@ -21,6 +22,8 @@ def choose_trained(policy: PolicyContract) -> None:
     """
     network: nn.Module = policy.network
     if policy.lora_rank is not None:
+        if policy.quantisation is not None:
+            quantise_base(policy)
         add_adapter(policy)
     elif policy.train_only is not None:
         train_only(network, policy.train_only)
@@ -29,7 +32,7 @@ def choose_trained(policy: PolicyContract) -> None:
     for name, parameter in network.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in policy.unused_weights()):
             parameter.requires_grad_(False)  # DDP waits for the gradient of whatever is trained
-    for parameter in network.parameters():
+    for parameter in (own for own in network.parameters() if own.is_floating_point()):
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else policy.dtype)
 
 

@@ -181,6 +181,18 @@ class HeldOutModule(L.LightningModule):
             f"{type(self.policy).__name__}. Use {' or '.join(self.policy.solvers)}."
         ]
 
+    def quantisation_errors(self) -> list[str]:
+        """Return one line if images are to be sampled in 8 bits by a network that is quantised already."""
+        if self.policy.quantisation is None:
+            return []
+        specs = {"model.objective.rollout": self.objective.rollout_spec(0), "model.evaluation": self.evaluation}
+        return [
+            f"{key}.quantise={spec.quantise} needs whole weights, and model.policy.quantisation="
+            f"{self.policy.quantisation} keeps none. Leave out one of them."
+            for key, spec in specs.items()
+            if spec is not None and spec.quantise is not None
+        ][:1]
+
     def guidance_errors(self) -> list[str]:
         """Return one line if the policy refuses guidance and a setting asks for it."""
         error = self.policy.guidance_error()

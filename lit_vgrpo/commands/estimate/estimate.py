@@ -16,7 +16,7 @@ from lit_vgrpo.memory.live import LiveMemory
 from lit_vgrpo.memory.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.memory.passes import Pass, demand
 from lit_vgrpo.memory.scorers import scorers
-from lit_vgrpo.memory.shares import Shares, bytes_of, shares, shown, tensors_of
+from lit_vgrpo.memory.shares import Shares, bytes_of, copy_in_8_bits, restored_at_once, shares, shown, tensors_of
 from lit_vgrpo.policies.base import Policy
 
 if TYPE_CHECKING:
@@ -93,17 +93,19 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     leave = on_gpu and module.policy.offload_encoders
     latent = 4 * torch.Size(policy.latent_shape).numel()
     models, unknown = scorers(module.observed.rewards, device)
+    spec = module.objective.rollout_spec(0)
+    narrow = {one.quantise for one in (spec, spec.scouts and spec.of_scouts, module.evaluation) if one} - {None}
     kept = 0 if on_gpu and module.rollout_device is not None else round(latent * asked.kept)
     parts = {
         **own.parts,
         "copies of the trained weights": copies * own.trained,
+        "copies for 8-bit rollouts": len(narrow) * copy_in_8_bits(policy),
         "text encoders": 0 if leave else encoders,
         "VAE": bytes_of(tensors_of(vae)),
         "reward models": models,
         "stored latents": kept,
     }
     rollout = at_most(plan.images_per_iteration, module.rollout_batch_size) or plan.images_per_rank
-    spec = module.objective.rollout_spec(0)
     cond = policy.encode(["a"])
     peak_of = cache(lambda asked: peak_of_pass(policy, asked, cond))  # phases may ask for the same
     phases = {
@@ -166,7 +168,7 @@ def peak_of_pass(policy: Policy, asked: Pass, cond: Conditioning | None = None) 
         prediction = policy(z, t, cond.select(rows), asked.guidance)
         if asked.with_grad:
             prediction.sum().backward()
-    return live.peak
+    return live.peak + restored_at_once(policy)
 
 
 def _decoding(policy: Policy, images: int) -> int:

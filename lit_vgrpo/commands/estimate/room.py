@@ -146,6 +146,10 @@ def remedy(cli: RecipeCLI, found: Estimate, device: torch.device) -> str:
         "model.policy.offload_encoders=true": on_gpu and encoders > 0 and not policy.offload_encoders,
         "model.policy.dtype=bfloat16": policy.dtype == torch.float32 and not policy.trains_all,
         "model.policy.lora_rank=32": policy.trains_all,
+        "model.policy.quantisation=nf4": policy.lora_rank is not None
+        and policy.quantisation is None
+        and not _shards(cli)
+        and found.parts["frozen weights"] > found.peak // 4,
         "model.optimizer.kind=adamw8bit": on_gpu
         and cli.model.optimization.optimizer.kind == "adamw"
         and found.parts["AdamW's moments"] > weights,

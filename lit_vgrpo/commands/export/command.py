@@ -118,6 +118,7 @@ def _export(options: ExportOptions) -> int:
     recipe = recipe_of(options.run, options.words, ["model.policy"], "an export")
     policy = build_policy(recipe)
     refuse_misfit(policy, options)
+    policy.ignore_quantisation()  # no frozen weight is written, and a merge must not round them
     saved = saved_weights(options.run, options.checkpoint, options.variant)
     name = options.to.repository
     repository = None if name is None else find_repository(name, options.yes or can_ask())

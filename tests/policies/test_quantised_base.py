@@ -1,0 +1,104 @@
+"""A frozen base in 4 or 8 bits under a LoRA."""
+
+import pytest
+import torch
+from helpers import make_data, make_module, make_trainer, repeating
+from policies.contract import inputs
+
+from lit_vgrpo import VGRPO
+from lit_vgrpo.commands.export.command import export
+from lit_vgrpo.commands.run import run
+from lit_vgrpo.commands.sample.command import sample_images
+from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.distributed.registry import FSDP2, ZeRO, quantisation_error
+from lit_vgrpo.memory.meta import policy_on_meta
+from lit_vgrpo.memory.shares import bytes_of, saved_by_quantisation, tensors_of
+from lit_vgrpo.policies import SD3Policy, quantised_base
+from lit_vgrpo.policies.quantised_base import QuantisedLinear
+from lit_vgrpo.policies.speed import block_linears
+
+SHIPPED = "shipped:assets/tiny_sd3"
+MOST = {"nf4": 0.15, "int8": 0.03}
+
+
+def policy(**options):
+    return SD3Policy(SHIPPED, **{"max_sequence_length": 1, "lora_rank": 2, **options})
+
+
+EACH = [("nf4", "bfloat16"), ("int8", "float32"), ("nf4", "float32"), ("int8", "bfloat16")]
+either = pytest.mark.parametrize("kind", repeating(["nf4", "int8"], slow={"int8"}))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), repeating(EACH, slow={*EACH[2:]}))
+def test_predictions_are_near_and_the_same_with_and_without_gradient(kind, dtype):
+    whole, narrow = policy(dtype=dtype).load(), policy(dtype=dtype, quantisation=kind).load()
+    layers = block_linears(narrow.network)
+    assert len(layers) > 10
+    assert all(isinstance(layer, QuantisedLinear) for layer in layers.values())
+    assert {p.dtype for p in trainable_parameters(narrow).values()} == {torch.float32}
+    found = narrow(*inputs(narrow))
+    with torch.no_grad():
+        assert torch.equal(narrow(*inputs(narrow)), found)
+        expected = whole(*inputs(whole))
+        noise, t, cond = inputs(narrow)
+        alone = narrow(noise[1:], t[1:], cond.select(torch.tensor([1])))
+    assert 0 < (found - expected).norm() / expected.norm() < MOST[kind]
+    torch.testing.assert_close(alone, found[1:], rtol=0, atol=1e-4 if dtype == "float32" else 0.1)
+    for one in (whole, narrow):
+        one(*inputs(one)).square().mean().backward()
+    gradients = [torch.cat([p.grad.flatten() for p in trainable_parameters(one).values()]) for one in (narrow, whole)]
+    assert 0 < (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 5 * MOST[kind]
+    twin = policy_on_meta(policy(dtype=dtype, quantisation=kind))
+    estimated = bytes_of(tensors_of(twin.network)) - saved_by_quantisation(twin)
+    codes = sum(layer.code.numel() * 4 for layer in layers.values())
+    assert estimated == bytes_of(tensors_of(narrow.network)) - codes
+
+
+@either
+def test_a_run_trains_resumes_samples_and_is_exported_merged(kind, tiny_recipe):
+    words = [str(tiny_recipe), "model.policy.checkpoint=" + SHIPPED, "model.policy.lora_rank=2", "name=q"]
+    assert run([*words, f"model.policy.quantisation={kind}", "trainer.max_epochs=1"]) == 0
+    assert run(["runs/q/config.yaml", "--resume", "trainer.max_epochs=2"]) == 0
+    assert sample_images(["runs/q", "--prompt", "a red circle"]) == 0
+    assert export(["runs/q", "--to", "adapter"]) == 0
+    assert export(["runs/q", "--to", "merged", "--merge"]) == 0
+    merged, base = SD3Policy("merged", max_sequence_length=1).load(), policy().load()
+    outside = "pos_embed.proj.weight"
+    assert torch.equal(merged.network.get_parameter(outside), base.network.get_parameter(outside))
+    whole = base.network.transformer_blocks[0].attn.to_q.base_layer.weight
+    first, _, third, *_ = torch.linalg.svdvals(merged.network.transformer_blocks[0].attn.to_q.weight - whole)
+    assert third < 1e-3 * first  # the LoRA's rank is 2, that of rounding would be full
+
+
+@either
+def test_the_ratio_is_one_before_an_update(kind, tmp_path):
+    options = {"lora_rank": 2, "dtype": "bfloat16", "quantisation": kind}
+    module = make_module(SHIPPED, VGRPO(RolloutSpec(steps=2), num_mc_samples=2), policy_options=options)
+    trainer = make_trainer(tmp_path, iterations=1)
+    trainer.fit(module, datamodule=make_data())
+    assert trainer.callback_metrics["policy/ratio_deviation"] == 0
+
+
+def test_what_cannot_be_quantised_is_one_line_before_weights_load(monkeypatch):
+    for options, words in (
+        ({"lora_rank": None}, "freezes the network, which this run trains. Set model.policy.lora_rank=32"),
+        ({"compile": True}, "does not go with model.policy.compile=true"),
+        ({"fold_lora": True}, "does not go with model.policy.fold_lora=true"),
+    ):
+        (error,) = policy(quantisation="nf4", **options).check()
+        assert error.startswith(f"model.policy.quantisation=nf4 {words}")
+    monkeypatch.setattr(quantised_base, "find_spec", lambda name: None)
+    (error,) = policy(quantisation="int8").check()
+    assert 'needs bitsandbytes. Run: pip install "lit-vgrpo[memory]".' in error
+    for strategy in (FSDP2(), ZeRO(stage=3), ZeRO(stage=2)):
+        assert "quantisation=nf4 works on one device and under DDP, not under" in quantisation_error(
+            strategy, policy(quantisation="nf4")
+        )
+    module = make_module(
+        SHIPPED, VGRPO(RolloutSpec(quantise="int8")), policy_options={"quantisation": "nf4", "lora_rank": 2}
+    )
+    assert module.quantisation_errors() == [
+        "model.objective.rollout.quantise=int8 needs whole weights, and model.policy.quantisation=nf4 keeps none. "
+        "Leave out one of them."
+    ]
