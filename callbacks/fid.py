@@ -182,7 +182,8 @@ class FID(L.Callback):
             batch = shares[index]
             batch_prompts, slots = batch.padded()
             with module.ledger.phase("evaluation"):
-                images = module.generate(batch_prompts, [FIRST_OWN_IMAGE + slot for slot in slots], batch.images)
+                numbers = [FIRST_OWN_IMAGE + slot for slot in slots]
+                images = module.generate(batch_prompts, numbers, batch.images, batch.references())
             self._add(images[: len(batch.slots)], batch.slots)
 
     def _distances(self, module: HeldOutModule) -> dict[str, float]:

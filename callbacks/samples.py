@@ -14,8 +14,10 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from lit_vgrpo.callbacks.ema import averaged_weights
+from lit_vgrpo.core.pictures import references_of, stacked_references
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
+from lit_vgrpo.data.rows import Rows
 from lit_vgrpo.module import VGRPOModule
 
 LABEL_HEIGHT = 18
@@ -31,7 +33,8 @@ class SampleGrid(L.Callback):
     """Samples held-out prompts with fixed noise and saves them as ``RUN/samples/*.png``.
 
     One row per prompt. The first column is the frozen reference, the second the policy on the same noise, the others
-    the policy on different noise. Uses the EMA's weights if that callback is used.
+    the policy on different noise; the last is the picture that the prompt edits, if there is one. Uses the EMA's
+    weights if that callback is used.
 
     Args:
         num_prompts: rows.
@@ -51,28 +54,28 @@ class SampleGrid(L.Callback):
         self.images_per_prompt = images_per_prompt
         self.every_n_iterations = every_n_iterations
         self.min_pixels = min_pixels
-        self._prompts: list[str] = []
+        self._rows: Rows = []
         self._reference: Tensor | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, VGRPOModule)
         assert pl_module.reference is not None
-        self._prompts = held_out_prompts(trainer, self.num_prompts)
-        if not self._prompts:
+        self._rows = held_out_samples(trainer, self.num_prompts)
+        if not self._rows:
             return
         with pl_module.ledger.phase("samples"), pl_module.reference.swapped_into(pl_module.policy):
-            ids = [row * self.images_per_prompt for row in range(len(self._prompts))]
-            self._reference = pl_module.generate(self._prompts, ids, len(ids)).cpu()
+            ids = [row * self.images_per_prompt for row in range(len(self._rows))]
+            self._reference = generate(pl_module, self._rows, ids)
         if trainer.current_epoch == 0:
             self._draw(trainer, pl_module, "before")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         iteration = trainer.current_epoch + 1
-        if self._prompts and iteration % self.every_n_iterations == 0 and iteration != trainer.max_epochs:
+        if self._rows and iteration % self.every_n_iterations == 0 and iteration != trainer.max_epochs:
             self._draw(trainer, pl_module, f"iteration_{iteration:05d}")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._prompts:
+        if self._rows:
             self._draw(trainer, pl_module, "after")
 
     def _draw(self, trainer: L.Trainer, pl_module: L.LightningModule, name: str) -> None:
@@ -80,15 +83,19 @@ class SampleGrid(L.Callback):
         assert self._reference is not None
         columns = self.images_per_prompt
         with pl_module.ledger.phase("samples"), averaged_weights(trainer, pl_module):
-            prompts = [prompt for prompt in self._prompts for _ in range(columns)]
-            images = pl_module.generate(prompts, list(range(len(prompts))), len(prompts)).cpu()
+            repeated = [row for row in self._rows for _ in range(columns)]
+            images = generate(pl_module, repeated, list(range(len(repeated))))
         if trainer.is_global_zero:
             rows = torch.cat([self._reference[:, None], images.unflatten(0, (-1, columns))], dim=1)
+            given = stacked_references(self._rows)
+            if given is not None:
+                rows = torch.cat([rows, given[:, None]], dim=1)
             unfit = int((~rows.isfinite().flatten(2).all(dim=2)).sum())
             if unfit:
                 rank_zero_warn(f"{unfit} images of samples/{name}.png are not finite and shown in magenta.")
             labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
-            picture = draw_grid(rows, self._prompts, labels, self.min_pixels)
+            labels += [] if given is None else [""] * (columns - 1) + ["to edit"]
+            picture = draw_grid(rows, [row["prompt"] for row in self._rows], labels, self.min_pixels)
             path = Path(trainer.default_root_dir) / "samples" / f"{name}.png"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,9 +107,14 @@ class SampleGrid(L.Callback):
                 rank_zero_warn(f"Cannot write {path}: {error.strerror}. Training continues without it.")
 
 
-def held_out_prompts(trainer: L.Trainer, number: int) -> list[str]:
-    """Return the first distinct held-out prompts of the trainer's data module, the same on every rank."""
-    return trainer.datamodule.heldout_prompts()[:number]  # type: ignore[attr-defined]
+def held_out_samples(trainer: L.Trainer, number: int) -> Rows:
+    """Return the first distinct held-out rows of the trainer's data module, the same on every rank."""
+    return trainer.datamodule.heldout_samples(number)  # type: ignore[attr-defined]
+
+
+def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
+    """Return held-out images ``(B, 3, H, W)`` of rows, on the CPU."""
+    return module.generate([row["prompt"] for row in rows], ids, len(ids), references_of(rows)).cpu()
 
 
 def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels: int) -> Image.Image:

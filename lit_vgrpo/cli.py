@@ -85,8 +85,8 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "sample": Subcommand(
         "lit_vgrpo.commands.sample.command:sample_images",
         "lit_vgrpo.commands.sample.command:SampleOptions",
-        "RUN --prompt TEXT [--prompt TEXT ... | --prompts FILE] [--seed 0] [--count 1] [--reference] [--ema] "
-        "[--checkpoint FILE] [--steps N] [--guidance G] [--out DIR] [key=value ...]",
+        "RUN --prompt TEXT [--prompt TEXT ... | --prompts FILE] [--image FILE] [--seed 0] [--count 1] [--reference] "
+        "[--ema] [--checkpoint FILE] [--steps N] [--guidance G] [--out DIR] [key=value ...]",
         "generate images with a run's weights and save them as PNGs",
         'sample runs/tiny_shapes --prompt "a red circle on the left" --count 4',
     ),

@@ -216,13 +216,14 @@ class VGRPOModule(HeldOutModule):
         """
         seconds: dict[str, float] = {}
         choice = self._scouting.send(batch, seconds)
-        rollout, own_scores = self._roll_out_and_score(batch, choice, seconds)
+        rollout, own_scores, similarities = self._roll_out_and_score(batch, choice, seconds)
         scores = IterationScores.gathered(own_scores, self.all_ranks(rollout.group_ids), self.all_ranks)
         self.images_seen += len(scores.total)
         scores.refuse_failures(batch.iteration, any_failure=self.failed_images == "stop")
         advantages = scores.advantages(self.reward, self.advantage_std, self.advantage_aggregate)
         has_advantage = bool(advantages.any()) or not self.objective.needs_reward
         record = scores.record(rollout, seconds, has_advantage)
+        record.edits = {name: self.all_ranks(values) for name, values in similarities.items()}
         if choice is not None:
             self._scouting.compare(choice, record, self.all_ranks(rollout.image_ids))
         experience = self._prepare(batch, rollout, advantages.split(len(rollout))[self.global_rank], record)
@@ -230,8 +231,8 @@ class VGRPOModule(HeldOutModule):
 
     def _roll_out_and_score(
         self, batch: PromptBatch, choice: Choice | None, seconds: dict[str, float]
-    ) -> tuple[Rollout, RewardBatch]:
-        """Return this rank's images and scores; each batch is scored while the next is sampled."""
+    ) -> tuple[Rollout, RewardBatch, dict[str, Tensor]]:
+        """Return this rank's images, scores and similarities; each batch is scored while the next is sampled."""
         request = batch.request(self.seed, at_most(batch.images, self.rollout_batch_size))
         if choice is not None:
             request = choice.redrawn(request)
@@ -239,8 +240,10 @@ class VGRPOModule(HeldOutModule):
         with self._scores.closed_on_error():
             with self.ledger.phase("rollout"), timed(seconds, "rollout"):
                 rollout = self.objective.roll_out(self.policy, request, on_batch=scoring)
+            if scoring is None:
+                return rollout, RewardBatch.empty(len(rollout)), {}
             with self.ledger.phase("reward"):
-                return rollout, RewardBatch.empty(len(rollout)) if scoring is None else scoring.result()
+                return rollout, scoring.result(), scoring.copies.scores(scoring.images_per_group)
 
     def _prepare(self, batch: PromptBatch, rollout: Rollout, advantages: Tensor, record: IterationRecord) -> Experience:
         with timed(record.seconds, "prepare"):

@@ -126,8 +126,13 @@ def sdxl_folder(tmp_path_factory, tiny):
 @pytest.fixture(scope="session")
 def flux_folder(tmp_path_factory, tiny):
     """``flux_folder(guidance_embeds=True)``: a random small FluxPipeline folder; use it with a height and a width."""
-    made = cache(lambda embeds: tiny.build_flux(tmp_path_factory.mktemp("flux"), small=True, guidance_embeds=embeds))
-    return lambda guidance_embeds=True: made(guidance_embeds)
+
+    @cache
+    def made(embeds, edits):
+        folder = tmp_path_factory.mktemp("flux")
+        return tiny.build_flux(folder, small=True, guidance_embeds=embeds, edits=edits)
+
+    return lambda guidance_embeds=True, edits=False: made(guidance_embeds, edits)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from diffusers import (
     DDIMScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     SD3Transformer2DModel,
@@ -168,6 +169,9 @@ def build_flux(
     small: bool = False,
     guidance_embeds: bool = True,
     dynamic_shift: bool = True,
+    layers: int | None = None,
+    edits: bool = False,
+    words: list[str] | None = None,
 ) -> Path:
     """Write a `FluxPipeline` folder: 8 x 8 x 8 latents and 16 image tokens for 32 x 32 images.
 
@@ -177,12 +181,15 @@ def build_flux(
         small: a transformer of about 0.08 M parameters instead of 0.7 M.
         guidance_embeds: the network takes the guidance scale as an input, as FLUX.1-dev does.
         dynamic_shift: the scheduler's shift grows with the image, as FLUX.1-dev's does; else it is 1, as schnell's.
+        layers: blocks of either kind; by default 1 if small, else 3.
+        edits: write a `FluxKontextPipeline`, which has the same parts.
+        words: the tokenizers' words; ``None`` takes those of the shapes.
     """
-    heads, layers = (2, 1) if small else (4, 3)
+    heads, depth = (2, 1) if small else (4, 3)
     transformer = {
         "in_channels": 4 * LATENT_CHANNELS,  # 2 x 2 latents make one token
-        "num_layers": layers,
-        "num_single_layers": layers,
+        "num_layers": layers or depth,
+        "num_single_layers": layers or depth,
         "attention_head_dim": 16,
         "num_attention_heads": heads,
         "joint_attention_dim": 2 * _TEXT_WIDTH,
@@ -199,10 +206,11 @@ def build_flux(
         max_shift=1.15,
     )
     texts: list[Text] = [
-        (clip_tokenizer(), text_encoder, _TEXT_WIDTH),
-        (t5_tokenizer(), t5_encoder, 2 * _TEXT_WIDTH),
+        (clip_tokenizer(words=words), text_encoder, _TEXT_WIDTH),
+        (t5_tokenizer(words=words), t5_encoder, 2 * _TEXT_WIDTH),
     ]
-    return build_pipeline(FluxPipeline, folder, seed, vae, (FluxTransformer2DModel, transformer), scheduler, texts)
+    kind = FluxKontextPipeline if edits else FluxPipeline
+    return build_pipeline(kind, folder, seed, vae, (FluxTransformer2DModel, transformer), scheduler, texts)
 
 
 def build_clip(folder: str | Path, seed: int = 0) -> Path:

@@ -127,12 +127,12 @@ def text_encoder_with_projection(
         return _spread(CLIPTextModelWithProjection(text_config(tokenizer, hidden_size, hidden_size)))
 
 
-def t5_tokenizer(max_length: int = 12) -> T5Tokenizer:
+def t5_tokenizer(max_length: int = 12, words: list[str] | None = None) -> T5Tokenizer:
     """Return a unigram tokenizer: each word of the task is one token, and so is each letter of any other word."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
-    words = [("▁" + word, -3.0) for word in task_words()]
+    known = [("▁" + word, -3.0) for word in (task_words() if words is None else words)]
     letters = [(chr(c), -6.0) for c in range(33, 127)]
-    return T5Tokenizer(vocab=[*special, *words, *letters], extra_ids=0, model_max_length=max_length)
+    return T5Tokenizer(vocab=[*special, *known, *letters], extra_ids=0, model_max_length=max_length)
 
 
 def t5_encoder(tokenizer: T5Tokenizer, hidden_size: int, seed: int = 0) -> T5EncoderModel:

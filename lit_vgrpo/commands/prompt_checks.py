@@ -6,9 +6,35 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lit_vgrpo.core.pictures import PICTURE, picture_size
 from lit_vgrpo.errors import suggestion
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.prompt_encoder import size_error
 from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.combine import ROW_FIELD
+
+
+def picture_errors(
+    policy: Policy, rows: Iterable[Mapping[str, Any]], what: str = "prompts", fix: str = f"Give each row an {PICTURE}"
+) -> list[str]:
+    """Return why a policy cannot use the rows' pictures, at most one line: they lack, or do not fit it.
+
+    Args:
+        what: Kind of prompts, for the message.
+        fix: What to do about missing pictures.
+    """
+    name = type(policy).__name__
+    for number, row in enumerate(rows, start=1):
+        where = f'row {number} of the {what}, "{row["prompt"]}"'
+        if policy.edits and PICTURE not in row:
+            return [f"{name} edits pictures, but {where}, has none. {fix}, or use a policy that draws from prompts."]
+        if PICTURE in row and not policy.edits:
+            return [
+                f"{name} cannot edit pictures, but {where}, has the field {PICTURE}. Use KontextPolicy, or rename it."
+            ]
+        if policy.edits and (error := size_error(policy, picture_size(row[PICTURE]))) is not None:
+            return [f"{row[PICTURE]}, of {where}, {error}"]
+    return []
 
 
 @dataclass

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lit_vgrpo import callbacks as our_callbacks
 from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so that their classes go by short names
 from lit_vgrpo.commands.callback_checks import callback_errors, refuse_twins
-from lit_vgrpo.commands.prompt_checks import UnscorablePrompts
+from lit_vgrpo.commands.prompt_checks import UnscorablePrompts, picture_errors
 from lit_vgrpo.commands.run_parts import as_list, read_checkpoint, refuse_finished, run_loggers
 from lit_vgrpo.config.environment import Place, with_texts
 from lit_vgrpo.config.recipe import Command, parser_config, texts_from_environment
@@ -249,6 +249,7 @@ class RecipeCLI(LightningCLI):
         of_data = [with_full_keys("data", options, error) for error in self.datamodule.check(ranks)]
         if not of_data:
             self.unscorable = self.find_unscorable()
+            of_data = self._picture_errors()
         strict = self.model.failed_images == "stop"
         of_prompts = [error for found in self.unscorable for error in found.refused(strict)]
         if not self.datamodule.sizes.errors(ranks):
@@ -263,6 +264,14 @@ class RecipeCLI(LightningCLI):
             held_out = self.datamodule.heldout_rows()
             found.append(UnscorablePrompts.of(self.model.observed, held_out, "held-out prompts"))
         return found
+
+    def _picture_errors(self) -> list[str]:
+        """Return why the policy cannot use the rows' pictures, or their absence."""
+        policy = self.model.policy
+        errors = picture_errors(policy, self.datamodule.training_rows())
+        if self.datamodule.has_heldout:
+            errors += picture_errors(policy, self.datamodule.heldout_rows(), "held-out prompts")
+        return errors[:1]
 
     def plan(self) -> str:
         """Return a table of the batch sizes at this world size."""

@@ -33,6 +33,8 @@ class IterationRecord:
         updates: optimizer steps taken so far, without skipped ones.
         blocks_run: share of the network's blocks that ran in this rank's rollout; ``None`` without a cache.
         scouts: their metrics, over all ranks; empty without scouts.
+        edits: by name, each image's similarity to the picture it edits and to its group, over all ranks,
+            ``(B_global,)``; empty without pictures.
         is_whole: False if the run resumed within the iteration: metrics and losses then cover only the rest.
     """
 
@@ -50,6 +52,7 @@ class IterationRecord:
     updates: int = 0
     blocks_run: float | None = None
     scouts: dict[str, float] = field(default_factory=dict)
+    edits: dict[str, Tensor] = field(default_factory=dict)
     is_whole: bool = True
 
     def add(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:

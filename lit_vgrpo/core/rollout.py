@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_vgrpo.core.block_cache import BlockCache
+from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeInt, Range, checked
 from lit_vgrpo.core.scouts import ScoutSpec
 from lit_vgrpo.core.solvers import ODE_OF, tail_steps
@@ -18,6 +19,9 @@ from lit_vgrpo.core.surrogate import Pairs
 
 MASK = "mask"
 """The conditioning's tensor ``(B, L)`` that is 1 at a prompt's tokens and 0 at padding."""
+
+REFERENCE = "reference"
+"""How the names of the conditioning's tensors of pictures start, one row per prompt, which have no prompt's tokens."""
 
 
 def lengthened(value: Tensor, length: int, dim: int = 1) -> Tensor:
@@ -33,7 +37,8 @@ def lengthened(value: Tensor, length: int, dim: int = 1) -> Tensor:
 class Conditioning:
     """Prompt embeddings; every tensor has one row per prompt.
 
-    If there is a tensor :data:`MASK`, the second dimension of every tensor is the prompt's tokens.
+    If there is a tensor :data:`MASK`, the second dimension of every tensor is the prompt's tokens, except of those
+    whose name starts with :data:`REFERENCE`: they come from the picture that the prompt edits.
     """
 
     tensors: dict[str, Tensor]
@@ -60,15 +65,21 @@ class Conditioning:
         """
         if MASK not in self.tensors:
             raise ValueError(f"Prompts of different lengths need a tensor {MASK!r}. Pad all prompts to one length.")
-        return Conditioning({name: lengthened(value, length) for name, value in self.tensors.items()})
+        of_prompt = {name: lengthened(value, length) for name, value in self.tensors.items() if is_of_prompt(name)}
+        return Conditioning({**self.tensors, **of_prompt})
 
     def joined_with(self, other: Conditioning) -> Conditioning:
         """Return the rows of both; with a mask, the shorter prompts are padded."""
         both = [self, other]
         if any(value.shape[1:] != other.tensors[name].shape[1:] for name, value in self.tensors.items()):
-            length = max(next(iter(one.tensors.values())).shape[1] for one in both)
+            length = max(one.tensors[MASK].shape[1] if MASK in one.tensors else 0 for one in both)
             both = [one.padded_to(length) for one in both]
         return Conditioning({name: torch.cat([one.tensors[name] for one in both]) for name in self.tensors})
+
+
+def is_of_prompt(name: str) -> bool:
+    """Return whether the conditioning's tensor of this name comes from the prompt alone."""
+    return not name.startswith(REFERENCE)
 
 
 @checked
@@ -242,6 +253,10 @@ class RolloutRequest:
         members = range(self.group_size) if self.members is None else self.members
         scouts = [member * factor + number for member in members for number in range(factor)]
         return replace(self, group_size=self.group_size * factor, members=scouts)
+
+    def references(self) -> list[Tensor] | None:
+        """Return the pictures that the prompts edit, ``(3, H, W)``, uint8, one per group, if they have any."""
+        return references_of(self.rows)
 
     def layout(self) -> tuple[Tensor, Tensor]:
         """Return each image's row among the groups and its global index, both ``(B,)``, group by group."""

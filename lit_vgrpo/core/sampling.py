@@ -39,8 +39,8 @@ class Denoiser(Protocol):
     def __call__(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
         """Return the network's prediction for noisy latents ``(B, C, h, w)`` at times ``(B,)``, float32."""
 
-    def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """Return the prompts' embeddings, one row each."""
+    def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> Conditioning:
+        """Return the embeddings of the prompts and of the pictures that they edit, one row each."""
 
     def prior(self, generators: Sequence[torch.Generator]) -> Tensor:
         """Return unit Gaussian noise ``(B, C, h, w)``, one generator per image."""
@@ -82,7 +82,9 @@ def roll_out(
     home = device or policy.device
     group_rows, image_ids = request.layout()
     rows = group_rows.to(home)
-    conditioning = policy.encode(request.prompts) if request.conditioning is None else request.conditioning
+    conditioning = request.conditioning
+    if conditioning is None:
+        conditioning = policy.encode(request.prompts, request.references())
     conditioning = conditioning.to(home)
 
     def generators(stream: int, numbers: Sequence[int]) -> list[torch.Generator]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
+from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.rollout import RolloutRequest
 
 
@@ -59,6 +62,12 @@ class PromptBatch:
         """
         missing = self.micro_batch_size - len(self.slots)
         return [*self.prompts, *self.prompts[-1:] * missing], [*self.slots, *self.slots[-1:] * missing]
+
+    def references(self) -> list[Tensor] | None:
+        """Return the pictures that the prompts of :meth:`padded` edit, ``(3, H, W)``, uint8, if they have any."""
+        found = references_of(self.rows)
+        missing = self.micro_batch_size - len(self.slots)
+        return None if found is None else [*found, *found[-1:] * missing]
 
     @property
     def update(self) -> int:

@@ -6,8 +6,11 @@ import json
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import islice
+from pathlib import Path
 
+from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.data.prompt_sets import ChosenRows, Opened, PromptSets, checked_rows
+from lit_vgrpo.data.rows import Row
 from lit_vgrpo.data.source import PromptSource
 from lit_vgrpo.data.tables import StreamedRows
 from lit_vgrpo.data.text_files import IndexedRows
@@ -74,13 +77,18 @@ def _are(number: int) -> str:
 def prompts_fingerprint(sets: PromptSets) -> str:
     """Return a fingerprint of the training prompts and their order, independent of file locations: 64 hex digits.
 
-    It covers every row with its fields. A text file that stays on disk is hashed whole, which takes a second per 1 to
-    2 GB; of datasets it covers the length and the rows checked before a run.
+    It covers every row with its fields and its picture. A text file that stays on disk is hashed whole, which takes a
+    second per 1 to 2 GB, without its pictures; of datasets it covers the length and the rows checked before a run.
     """
     digest = sha256()
     for _, rows in sets.sources():
         digest.update(_of_rows(rows).encode())
     return digest.hexdigest()
+
+
+def _independent(row: Row) -> Row:
+    """Return a row with its picture's content in place of its path."""
+    return {**row, PICTURE: file_sha256(Path(row[PICTURE]))} if PICTURE in row else row
 
 
 def _of_rows(rows: Opened) -> str:
@@ -94,5 +102,5 @@ def _of_rows(rows: Opened) -> str:
         length = 0 if isinstance(rows, StreamedRows) else len(rows)
         digest.update(str(length).encode())
         for row in islice(rows, checked_rows(rows)):
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+            digest.update(json.dumps(_independent(row), sort_keys=True, default=str).encode())
     return digest.hexdigest()

@@ -17,7 +17,7 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_error
 from lit_vgrpo.data.description import describe, prompts_fingerprint
 from lit_vgrpo.data.prompt_sets import PromptChoice, PromptSets, limited_heldout
-from lit_vgrpo.data.prompts import read_prompts
+from lit_vgrpo.data.prompts import read_prompts, text_of
 from lit_vgrpo.data.rows import Row, Rows
 from lit_vgrpo.data.sampler import GroupSampler, LocalSampler
 from lit_vgrpo.data.source import Source, Sources, as_source, as_sources
@@ -193,6 +193,13 @@ class PromptDataModule(L.LightningDataModule):
     def heldout_prompts(self) -> list[str]:
         """Return the distinct held-out prompts in order, the same on every rank."""
         return list(dict.fromkeys(row["prompt"] for row in self._loaded().heldout or []))
+
+    def heldout_samples(self, number: int) -> Rows:
+        """Return the first held-out rows that differ in prompt or picture, the same on every rank."""
+        found: dict[str, Row] = {}
+        for row in self._loaded().heldout or []:
+            found.setdefault(text_of(row), row)
+        return list(found.values())[:number]
 
     def heldout_rows(self) -> Rows:
         """Return the held-out prompts; reads the training prompts only if the held-out ones are split off from them.

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_vgrpo.data.mixture import PromptMixture
-from lit_vgrpo.data.prompts import open_prompts, prompts_of, read_prompts
-from lit_vgrpo.data.rows import PROMPT, Row, Rows, RowSequence
+from lit_vgrpo.data.prompts import open_prompts, prompts_of, read_prompts, text_of
+from lit_vgrpo.data.rows import Row, Rows, RowSequence
 from lit_vgrpo.data.source import PromptError, PromptSource
 from lit_vgrpo.data.split import Keys, first_of_each, held_out, prompt_key, prompt_keys
 from lit_vgrpo.data.tables import StreamedRows
@@ -81,7 +81,7 @@ class PromptSets:
         try:
             if choice.heldout is not None:
                 rows = read_prompts(choice.heldout)
-                apart = prompt_keys(row[PROMPT] for row in rows)
+                apart = prompt_keys(map(text_of, rows))
                 self.heldout = limited_heldout(rows, choice)
         except (PromptError, ModuleNotFoundError) as error:
             self.errors.append(str(error))
@@ -190,18 +190,18 @@ class PromptSets:
     def _of_stream(self, rows: StreamedRows, fraction: float) -> list[tuple[int, Row]]:
         """Return a stream's first rows with their keys."""
 
-        def is_aside(prompt: str) -> bool:
-            return bool(held_out(prompt_keys([prompt]), fraction)[0])
+        def is_aside(row: Row) -> bool:
+            return bool(held_out(prompt_keys([text_of(row)]), fraction)[0])
 
         rows.skip(is_aside)
-        aside = (row for row in rows if is_aside(row[PROMPT]))
-        return [(prompt_key(row[PROMPT]), row) for row in islice(aside, self.choice.heldout_limit)]
+        aside = (row for row in rows if is_aside(row))
+        return [(prompt_key(text_of(row)), row) for row in islice(aside, self.choice.heldout_limit)]
 
 
 def limited_heldout(rows: Rows, choice: PromptChoice) -> Rows:
     """Return the rows of a held-out file that the evaluation uses."""
     if choice.deduplicate:
-        firsts = first_of_each(prompt_keys(row[PROMPT] for row in rows))
+        firsts = first_of_each(prompt_keys(map(text_of, rows)))
         rows = [row for row, first in zip(rows, firsts, strict=True) if first]
     return rows[: choice.heldout_limit]
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.data.hub_datasets import is_saved
 from lit_vgrpo.data.rows import PROMPT, Row
 from lit_vgrpo.data.source import PromptError, PromptSource, as_source, kind_of
 from lit_vgrpo.data.tables import StreamedRows, TableRows, read_parquet
 from lit_vgrpo.data.text_files import IndexedRows, read_text
+from lit_vgrpo.system.file_fingerprint import file_sha256
 from lit_vgrpo.system.paths import resolve_path
 
 LARGE_FILE_BYTES = 64 * 2**20
@@ -83,7 +85,12 @@ def prompt_errors(*given: object) -> list[str]:
 
 
 def prompts_of(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield every prompt in order."""
-    if isinstance(rows, TableRows):
+    """Yield every row's text that tells it from others, in order: its prompt, and the picture that the prompt edits."""
+    if isinstance(rows, TableRows) and not rows.has_pictures:
         return rows.prompts()
-    return (row[PROMPT] for row in rows)
+    return map(text_of, rows)
+
+
+def text_of(row: Row) -> str:
+    """Return what tells a row from others: its prompt, and a hash of the picture that the prompt edits."""
+    return row[PROMPT] if PICTURE not in row else f"{row[PROMPT]}\n{file_sha256(Path(row[PICTURE]))}"

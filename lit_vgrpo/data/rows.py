@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, overload
 
+from lit_vgrpo.core.pictures import PICTURE, picture_size
 from lit_vgrpo.data.source import PromptError, PromptSource
 from lit_vgrpo.errors import LONGEST_LIST, suggestion
+from lit_vgrpo.system.paths import resolve_path
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -41,7 +44,7 @@ def checked(row: Mapping[str, Any], source: PromptSource, where: str, need: str 
         need: advice for the message.
 
     Raises:
-        PromptError: the prompt is missing or not text.
+        PromptError: the prompt is missing or not text, or the picture that it edits cannot be read.
     """
     column = source.column or PROMPT
     if column not in row:
@@ -59,7 +62,29 @@ def checked(row: Mapping[str, Any], source: PromptSource, where: str, need: str 
         raise PromptError(f'{where}: "rewards" is {type_name(named)}. Write the names of rewards, such as ["ocr"].')
     if source.rewards is not None and not named:
         fields["rewards"] = source.rewards
+    if fields.get(PICTURE) is None:
+        fields.pop(PICTURE, None)
+    else:
+        fields[PICTURE] = _picture_file(fields[PICTURE], source, where)
     return fields
+
+
+def _picture_file(named: object, source: PromptSource, where: str) -> str:
+    """Return the path of the picture that a row names, relative to the source's folder.
+
+    Raises:
+        PromptError: it is not a path, or there is no picture.
+    """
+    if not isinstance(named, str) or not named.strip():
+        what = type_name(named) if not isinstance(named, str) else "empty"
+        raise PromptError(f'{where}: "{PICTURE}" is {what}. Write the path of a picture, relative to the prompt file.')
+    folder = resolve_path(source.path)
+    file = (folder if folder.is_dir() else folder.parent) / Path(named).expanduser()
+    try:
+        picture_size(file)
+    except ValueError as error:
+        raise PromptError(f'{where}: "{PICTURE}": {error}') from error
+    return str(file.resolve())
 
 
 def prompt_error(prompt: object) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.data.hub_datasets import open_table
 from lit_vgrpo.data.rows import PROMPT, Row, Rows, RowSequence, check_columns, checked, prompt_error, without_nulls
 from lit_vgrpo.data.source import Kind, PromptError, PromptSource
@@ -68,6 +69,10 @@ class TableRows(RowSequence):
     def row(self, number: int) -> Row:
         return _table_row(self.table[number], self.source, self._where(number))
 
+    @property
+    def has_pictures(self) -> bool:
+        return PICTURE in self.table.column_names
+
     def prompts(self) -> Iterator[str]:
         """Yield every prompt, without other fields."""
         column = self.source.column or PROMPT
@@ -101,7 +106,7 @@ class StreamedRows:
 
     def __init__(self, source: PromptSource, kind: Kind, seed: int = 0) -> None:
         self.source, self.seed = source, seed
-        self._skips: Callable[[str], bool] = lambda prompt: False
+        self._skips: Callable[[Row], bool] = lambda row: False
         table = open_table(source, kind, streaming=True)
         if table.column_names is not None:
             check_columns(table.column_names, source, source.path)
@@ -111,8 +116,8 @@ class StreamedRows:
         self._position = -1
         self._row: Row = {}
 
-    def skip(self, is_skipped: Callable[[str], bool]) -> None:
-        """Leave these prompts out of the passes."""
+    def skip(self, is_skipped: Callable[[Row], bool]) -> None:
+        """Leave these rows out of the passes."""
         self._skips = is_skipped
 
     def __iter__(self) -> Iterator[Row]:
@@ -135,7 +140,7 @@ class StreamedRows:
             table.set_epoch(number_of_pass)
             is_empty = True
             for row in self._rows(table):
-                if not self._skips(row[PROMPT]):
+                if not self._skips(row):
                     is_empty = False
                     yield row
             if is_empty:

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lit_vgrpo.core.pictures import PROGRAM_FORMAT
 from lit_vgrpo.distributed.gather import objects_of_all_ranks, raise_together, rank_and_world_size
 from lit_vgrpo.metrics.features import FeatureNetwork, InceptionFeatures, Pixels
 from lit_vgrpo.metrics.fid import FrechetDistance
@@ -21,8 +22,6 @@ from lit_vgrpo.metrics.kid import KeptFeatures
 from lit_vgrpo.system.paths import resolve_path
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".jpg", ".jpeg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-PROGRAM_FORMAT = "EPS"
-"""A format for which Pillow runs Ghostscript, regardless of the file's suffix."""
 MOST_EXPANSION = 20
 """Largest ratio of unpacked to packed size of an ``.npz`` file; statistics are noise, which hardly compresses."""
 STATISTICS_SUFFIX = ".npz"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import PositiveFloat, Range, checked
 from lit_vgrpo.core.rollout import Experience, Rollout, RolloutRequest, RolloutSpec
@@ -67,7 +68,7 @@ class Denoising(Objective):
         generators = image_generators(STREAM_DATA, request.seed, request.iteration, image_ids.tolist())
         prompts, rows = [request.prompts[i] for i in picked], [request.rows[i] for i in picked]
         images, captions = self.images(prompts, rows, generators)
-        conditioning, rows_of_captions = policy.encode_each(captions)
+        conditioning, rows_of_captions = policy.encode_each(captions, references_of(rows))
         return Rollout(
             latents=policy.encode_images(images),
             group_ids=torch.tensor(request.slots)[group_rows],

@@ -5,6 +5,7 @@ from lit_vgrpo.core.rollout import Conditioning
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.flux import FluxPolicy
 from lit_vgrpo.policies.flux2 import Flux2Policy
+from lit_vgrpo.policies.kontext import KontextPolicy
 from lit_vgrpo.policies.qwen_image import QwenImagePolicy
 from lit_vgrpo.policies.sd3 import SD3Policy
 from lit_vgrpo.policies.sdxl import SDXLPolicy
@@ -15,6 +16,7 @@ __all__ = [
     "Conditioning",
     "Flux2Policy",
     "FluxPolicy",
+    "KontextPolicy",
     "Policy",
     "QwenImagePolicy",
     "RectifiedFlow",

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lit_vgrpo.core.batches import in_batches
 from lit_vgrpo.core.block_cache import BlockCache
-from lit_vgrpo.core.rollout import Conditioning, RolloutSpec
+from lit_vgrpo.core.pictures import picture_digest
+from lit_vgrpo.core.rollout import Conditioning, RolloutSpec, is_of_prompt
 from lit_vgrpo.policies.contract import PolicyContract, PutStart
 from lit_vgrpo.policies.export import save_policy
 from lit_vgrpo.policies.fold import FoldedLora, is_folded_for_sampling
@@ -213,7 +214,7 @@ class Policy(PolicyContract):
         if self.embeds_guidance or guidance == 1.0:
             with self.autocast():
                 return self.predict(z, t, cond).float()
-        negative = self.negative().expand(len(z))
+        negative = self.negative_of(cond)
         with self.autocast():
             both = self.predict(torch.cat([z, z]), torch.cat([t, t]), negative.joined_with(cond)).float()
         without, with_prompt = both.chunk(2)
@@ -228,20 +229,46 @@ class Policy(PolicyContract):
         """Return the embedding of the negative prompt, one row, computed once."""
         return self.prompt_encoder.negative()
 
+    def negative_of(self, cond: Conditioning) -> Conditioning:
+        """Return the negative prompt's conditioning for each row, with the row's picture if there is one."""
+        references = {name: value for name, value in cond.tensors.items() if not is_of_prompt(name)}
+        return Conditioning({**self.negative().expand(len(cond)).tensors, **references})
+
     def prior(self, generators: Sequence[torch.Generator]) -> Tensor:
         """Sample ``z_1``: unit Gaussian noise ``(B, C, h, w)``, one generator per image, the same on every device."""
         return torch.stack([torch.randn(self.latent_shape, generator=g) for g in generators]).to(self.device)
 
     @in_own_precision
-    def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """Return prompt embeddings, one row per prompt, float32, on the network's device; cached if possible."""
-        return self.prompt_encoder.encode(prompts)
+    def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> Conditioning:
+        """Return prompt embeddings, one row per prompt, float32, on the network's device; cached if possible.
 
-    def encode_each(self, prompts: Sequence[str]) -> tuple[Conditioning, Tensor]:
-        """Return the embeddings of the distinct prompts, each encoded once, and the row of each prompt ``(B,)``."""
-        distinct = sorted(set(prompts))
-        rows = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self.device)
-        return self.encode(distinct), rows
+        Args:
+            references: the pictures that the prompts edit, ``(3, H, W)``, uint8, for a family that edits.
+
+        Raises:
+            ValueError: a family that edits has no pictures, another has some, or one has the wrong size.
+        """
+        return self.prompt_encoder.encode(prompts, references)
+
+    def encode_each(
+        self, prompts: Sequence[str], references: Sequence[Tensor] | None = None
+    ) -> tuple[Conditioning, Tensor]:
+        """Return the embeddings of the distinct prompts, each encoded once, and the row of each prompt ``(B,)``.
+
+        Args:
+            references: as in :meth:`encode`; prompts with different pictures are distinct.
+        """
+        digests = [""] * len(prompts) if references is None else [picture_digest(picture) for picture in references]
+        texts = list(zip(prompts, digests, strict=True))
+        distinct = sorted(set(texts))
+        rows = torch.tensor([distinct.index(text) for text in texts], device=self.device)
+        firsts = [texts.index(text) for text in distinct]
+        pictures = None if references is None else [references[i] for i in firsts]
+        return self.encode([prompt for prompt, _ in distinct], pictures), rows
+
+    def blank_references(self, number: int) -> list[Tensor] | None:
+        """Return black pictures for so many prompts, to measure a pass with; ``None`` if the family edits none."""
+        return [torch.zeros(3, *(self.image_size or (1, 1)), dtype=torch.uint8)] * number if self.edits else None
 
     @torch.no_grad()
     @in_own_precision

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.rollout import Conditioning, RolloutSpec, lengthened
+from lit_vgrpo.core.rollout import Conditioning, RolloutSpec, is_of_prompt, lengthened
 from lit_vgrpo.core.sampling import image_generators, sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import one_line
@@ -64,7 +64,21 @@ def inputs(policy: Policy, size: int = 2) -> tuple[Tensor, Tensor, Conditioning]
     """Return noise, times and prompts of a small batch."""
     noise = policy.prior(image_generators(1, 0, 0, list(range(size))))
     times = policy.path.snap(torch.linspace(0.2, 0.9, size, device=policy.device))
-    return noise, times, policy.encode(PROMPTS[:size])
+    return noise, times, encoded(policy, PROMPTS[:size])
+
+
+def pictures_for(policy: Policy, prompts: Sequence[str], seed: int = 0) -> list[Tensor] | None:
+    """Return a noisy picture for each prompt to edit, ``(3, H, W)``, uint8; ``None`` if the family edits none."""
+    if policy.image_size is None or not policy.edits:
+        return None
+    sides = policy.image_size
+    generators = [torch.Generator().manual_seed(seed + sum(prompt.encode())) for prompt in prompts]
+    return [torch.randint(256, (3, *sides), generator=own, dtype=torch.uint8) for own in generators]
+
+
+def encoded(policy: Policy, prompts: Sequence[str], seed: int = 0) -> Conditioning:
+    """Return the embeddings of prompts, with pictures to edit if the family edits any."""
+    return policy.encode(prompts, pictures_for(policy, prompts, seed))
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -91,20 +105,28 @@ def _require_same(found: Tensor, expected: Tensor, advice: str) -> str:
 def prompts_are_rows(policy: Policy) -> str:
     """Check that each prompt has its own embedding row, the same alone and in a batch."""
     with quiet_libraries():
-        together = policy.encode_prompts(list(PROMPTS))
-        alone = [policy.encode_prompts([prompt]) for prompt in PROMPTS]
+        together = _embeddings(policy, PROMPTS)
+        alone = [_embeddings(policy, [prompt]) for prompt in PROMPTS]
     worst = 0.0
     for name, value in together.items():
         if len(value) != len(PROMPTS):
             raise Broken(f"encode_prompts gives {name!r} {len(value)} rows for {len(PROMPTS)} prompts")
         for row, one in zip(value, alone, strict=True):
-            alone_row = one[name] if policy.prompt_length() is None else lengthened(one[name], len(row))
+            padded = policy.prompt_length() is not None and is_of_prompt(name)
+            alone_row = lengthened(one[name], len(row)) if padded else one[name]
             if alone_row.shape[1:] != row.shape:
                 raise Broken(f"{name!r} has a different shape for another prompt: pad all prompts to one length")
             worst = max(worst, difference(alone_row.float(), row[None].float()))
     if worst > SAME:
         raise Broken(f"an embedding changes by {worst:.1e} with the prompts beside it")
     return ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in together.items())
+
+
+def _embeddings(policy: Policy, prompts: Sequence[str]) -> dict[str, Tensor]:
+    pictures = pictures_for(policy, prompts)
+    if pictures is None:
+        return policy.encode_prompts(list(prompts))
+    return policy.encode_edits(list(prompts), torch.stack(pictures).to(policy.device).float() / 255)
 
 
 def times_are_in_range(policy: Policy) -> str:
@@ -126,16 +148,19 @@ def times_are_in_range(policy: Policy) -> str:
 
 @torch.no_grad()
 def inputs_count(policy: Policy) -> str:
-    """Check that the prediction depends on noise, time, prompt and guidance scale."""
+    """Check that the prediction depends on noise, time, prompt, guidance scale and the picture to edit."""
     noise, t, cond = inputs(policy)
     plain = policy(noise, t, cond)
     if plain.shape != noise.shape or plain.dtype != torch.float32:
         raise Broken(f"predict gives {tuple(plain.shape)} for latents {tuple(noise.shape)}")
+    pictures = pictures_for(policy, PROMPTS[:2])
     others = {
         "noise": policy(noise.flip(0), t, cond),
         "time": policy(noise, policy.path.snap(t / 2), cond),
-        "prompt": policy(noise, t, policy.encode(PROMPTS[2:4])),
+        "prompt": policy(noise, t, policy.encode(PROMPTS[2:4], pictures)),
     }
+    if pictures is not None:
+        others["picture to edit"] = policy(noise, t, encoded(policy, PROMPTS[:2], seed=1))
     if policy.guidance_error() is None:
         others["guidance"] = policy(noise, t, cond, GUIDANCE)
     for name, other in others.items():
@@ -148,7 +173,9 @@ def inputs_count(policy: Policy) -> str:
 def prompts_show(policy: Policy) -> str:
     """Check that prompts change the images; otherwise no check detects a wrong prompt, mask or negative prompt."""
     noise, _, _ = inputs(policy)
-    drawn = [policy.decode(_sampled(policy, prompts, noise)) for prompts in (PROMPTS[:2], PROMPTS[2:4])]
+    drawn = [
+        policy.decode(_sampled(policy, prompts, noise, edited=PROMPTS[:2])) for prompts in (PROMPTS[:2], PROMPTS[2:4])
+    ]
     effect = difference(*drawn)
     if effect < VISIBLE:
         raise Broken(
@@ -159,11 +186,22 @@ def prompts_show(policy: Policy) -> str:
     return f"other prompts change them by {effect:.0e}"
 
 
-def _sampled(policy: Policy, prompts: Sequence[str], noise: Tensor, solver: str = "", guidance: float = 1.0) -> Tensor:
-    """Return the latents ``(B, C, h, w)`` of a short rollout; the first solver by default."""
+def _sampled(
+    policy: Policy,
+    prompts: Sequence[str],
+    noise: Tensor,
+    solver: str = "",
+    guidance: float = 1.0,
+    edited: Sequence[str] | None = None,
+) -> Tensor:
+    """Return the latents ``(B, C, h, w)`` of a short rollout; the first solver by default.
+
+    Args:
+        edited: prompts whose pictures are edited; the prompts' own by default.
+    """
     spec = RolloutSpec(solver or policy.solvers[0], STEPS, guidance)
     rows = torch.arange(len(noise), device=noise.device)
-    return sample(policy, policy.encode(prompts), rows, spec, noise)[0]
+    return sample(policy, policy.encode(prompts, pictures_for(policy, edited or prompts)), rows, spec, noise)[0]
 
 
 @torch.no_grad()
@@ -181,10 +219,16 @@ def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> 
     noise, _, _ = inputs(policy)
     drawn = policy.decode(_sampled(policy, PROMPTS[:2], noise, solver, guidance))
     with quiet_libraries(), pipeline_with(policy, scheduler_of_the_pipeline(policy, solver, STEPS)) as pipeline:
-        pictures = pipeline(**call_of(policy, PROMPTS[:2], noise, STEPS, guidance)).images
+        call = call_of(policy, PROMPTS[:2], noise, STEPS, guidance, _given_pictures(policy))
+        pictures = pipeline(**call).images
     plain = "The shift, or the units of times, latents or the prediction, differ."
     guided = "See encode_negative and pipeline_options."
     return _require_same(drawn, pictures.to(drawn), plain if guidance == 1.0 else guided)
+
+
+def _given_pictures(policy: Policy) -> Tensor | None:
+    pictures = pictures_for(policy, PROMPTS[:2])
+    return None if pictures is None else torch.stack(pictures).to(policy.device).float() / 255
 
 
 @torch.no_grad()

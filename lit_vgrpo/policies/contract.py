@@ -77,6 +77,8 @@ class PolicyContract(nn.Module):
     """Arguments with which the pipeline's call samples what the policy samples."""
     needs_diffusers: ClassVar[str] = "0.41"
     """The first version of diffusers with this family."""
+    edits: ClassVar[bool] = False
+    """True if every prompt comes with a picture, of the size of the images."""
     network: Any  # a diffusers model, the only submodule
     path: ProbabilityPath
     latent_shape: tuple[int, int, int]
@@ -197,6 +199,14 @@ class PolicyContract(nn.Module):
         """Pixels along a latent's side."""
         return self.pipeline.vae_scale_factor
 
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width in pixels; ``None`` before loading, unless both are options."""
+        if self.loaded:
+            _, height, width = self.latent_shape
+            return height * self.pixels_per_latent, width * self.pixels_per_latent
+        return None if self.height is None or self.width is None else (self.height, self.width)
+
     def helpers(self) -> list[nn.Module]:
         """Return the frozen parts: text encoders and VAE."""
         return [c for c in self.pipeline.components.values() if isinstance(c, nn.Module) and c is not self.network]
@@ -269,6 +279,20 @@ class PolicyContract(nn.Module):
 
         See :meth:`prompt_length`.
         """
+
+    def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
+        """Return the embeddings of prompts and of the pictures that they edit, for a family that edits.
+
+        The names of those of the pictures alone start with ``reference``; all have one row per prompt.
+
+        Args:
+            pictures: ``(B, 3, H, W)``, float32 in [0, 1], of the size of the images.
+        """
+        raise NotImplementedError
+
+    def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
+        """Return the arguments by which the pipeline's call gets pictures ``(B, 3, H, W)`` in [0, 1] unchanged."""
+        return {"image": pictures}
 
     def encode_negative(self) -> dict[str, Tensor]:
         """Return the embeddings of the negative prompt, one row; override if the pipeline treats an empty one apart."""

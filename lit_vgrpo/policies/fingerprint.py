@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,8 +49,8 @@ def pipeline_fingerprint(policy: PolicyContract) -> dict[str, str]:
 def encoder_fingerprint(policy: PolicyContract) -> str:
     """Return a fingerprint of the encoders, independent of their files' location: 64 hex digits.
 
-    Covers the text encoders (class, config, type, weights, large ones sampled), the tokenizers, the pipeline's
-    settings, and the family's own options.
+    Covers the text encoders (class, config, type, weights, large ones sampled), the VAE too in a family that edits, the
+    tokenizers, the pipeline's settings, and the family's own options.
     """
     digest = hashlib.sha256()
 
@@ -61,16 +61,20 @@ def encoder_fingerprint(policy: PolicyContract) -> str:
     add(type(policy).__name__, dict(_family_options(policy)))
     settings = of_the_model(dict(pipeline.config))
     add(type(pipeline).__name__, {k: v for k, v in settings.items() if not isinstance(v, list | tuple)})
-    encoders = policy.encoders()
+    encoders = [*policy.encoders(), *([pipeline.vae] if policy.edits else [])]
     for name, component in sorted(pipeline.components.items()):
         if any(component is encoder for encoder in encoders):
-            add(name, type(component).__name__, of_the_model(component.config.to_dict()))
+            add(name, type(component).__name__, of_the_model(_as_dict(component.config)))
             for key, parameter in component.named_parameters():
                 add(key, parameter.shape, parameter.dtype)
             digest.update(sampled(component.parameters()))
         elif hasattr(component, "model_max_length"):
             add(name, type(component).__name__, _vocabulary(component))
     return digest.hexdigest()
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    return dict(config) if isinstance(config, Mapping) else config.to_dict()  # diffusers', or transformers'
 
 
 def _family_options(policy: PolicyContract) -> Iterator[tuple[str, Any]]:

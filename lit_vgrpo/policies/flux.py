@@ -113,22 +113,33 @@ class FluxPolicy(FlowPolicy):
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         tokens = cond.tensors["tokens"]
         rows, columns = (side // PATCH for side in z.shape[-2:])
+        sequence, ids = self.sequence(z, cond)
         prediction = self.network(
-            hidden_states=F.pixel_unshuffle(z, PATCH).flatten(2).transpose(1, 2),
+            hidden_states=sequence,
             timestep=t,  # the network multiplies it by 1000 itself
             guidance=cond.tensors.get("guidance"),
             encoder_hidden_states=tokens,
             pooled_projections=cond.tensors["pooled"],
             txt_ids=torch.zeros(tokens.shape[1], 3, device=z.device),
-            img_ids=_image_ids(rows, columns, z.device),
+            img_ids=ids,
             return_dict=False,
-        )[0]
+        )[0][:, : rows * columns]
         return F.pixel_shuffle(prediction.transpose(1, 2).unflatten(2, (rows, columns)), PATCH)
 
+    def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, Tensor]:
+        """Return the network's image tokens ``(B, N, C)``, those of ``z`` first, and their ids ``(N, 3)``."""
+        return packed(z), image_ids(z, 0)
 
-def _image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Return each token's position in the image, ``(rows x columns, 3)``: 0, row, column."""
-    ids = torch.zeros(rows, columns, 3, device=device)
-    ids[..., 1] = torch.arange(rows, device=device)[:, None]
-    ids[..., 2] = torch.arange(columns, device=device)
+
+def packed(latents: Tensor) -> Tensor:
+    """Return latents ``(B, C, h, w)`` as tokens ``(B, h / 2 x w / 2, 4 C)``."""
+    return F.pixel_unshuffle(latents, PATCH).flatten(2).transpose(1, 2)
+
+
+def image_ids(latents: Tensor, image: int) -> Tensor:
+    """Return the id of each token of latents ``(B, C, h, w)``, ``(h / 2 x w / 2, 3)``: the image's, row, column."""
+    rows, columns = (side // PATCH for side in latents.shape[-2:])
+    ids = torch.full((rows, columns, 3), float(image), device=latents.device)
+    ids[..., 1] = torch.arange(rows, device=latents.device)[:, None]
+    ids[..., 2] = torch.arange(columns, device=latents.device)
     return ids.flatten(0, 1)

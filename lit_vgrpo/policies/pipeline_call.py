@@ -13,11 +13,19 @@ from torch import Tensor
 from lit_vgrpo.policies.base import Policy
 
 
-def call_of(policy: Policy, prompts: Sequence[str], noise: Tensor, steps: int, guidance: float) -> dict[str, Any]:
+def call_of(
+    policy: Policy,
+    prompts: Sequence[str],
+    noise: Tensor,
+    steps: int,
+    guidance: float,
+    pictures: Tensor | None = None,
+) -> dict[str, Any]:
     """Return the arguments for a loaded policy's pipeline.
 
     Args:
         noise: ``z_1`` of each prompt, ``(B, C, h, w)``.
+        pictures: the pictures that the prompts edit, ``(B, 3, H, W)`` in [0, 1].
     """
     pipeline = policy.pipeline
     known = inspect.signature(type(pipeline).__call__).parameters
@@ -32,6 +40,8 @@ def call_of(policy: Policy, prompts: Sequence[str], noise: Tensor, steps: int, g
         "output_type": "pt",
     }
     options.pop("negative_prompt", None)
+    if pictures is not None:
+        options |= policy.pipeline_references(pictures)
     return {**options, **policy.pipeline_guidance(guidance, len(prompts)), **policy.pipeline_options}
 
 

@@ -6,12 +6,13 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.rollout import MASK, Conditioning, lengthened
+from lit_vgrpo.core.pictures import picture_digest
+from lit_vgrpo.core.rollout import MASK, Conditioning, is_of_prompt, lengthened
 from lit_vgrpo.policies.contract import PolicyContract
 from lit_vgrpo.policies.embeddings import EmbeddingCache, Row
 from lit_vgrpo.policies.fingerprint import encoder_fingerprint
@@ -19,7 +20,8 @@ from lit_vgrpo.policies.placement import place, placed
 from lit_vgrpo.system.hub import quiet_libraries
 from lit_vgrpo.system.paths import resolve_path
 
-Encode = Callable[[list[str]], Mapping[str, Tensor]]
+Encode = Callable[[], Mapping[str, Tensor]]
+"""Returns the embeddings of one text, one row."""
 MAX_BYTES_IN_MEMORY = 64 << 20
 """A few hundred prompts of SDXL, 15 of an SD 3.5 with T5: a small prompt set is encoded once per run."""
 
@@ -57,11 +59,19 @@ def masked_rows(rows: Sequence[Tensor]) -> dict[str, Tensor]:
 def _without_padding(row: Row) -> Row:
     """Return the tokens in a prompt's mask alone; all of them on the meta device, where the mask has no values."""
     kept = row[MASK].bool()
-    return row if kept.is_meta else {name: value[kept] for name, value in row.items()}
+    return row if kept.is_meta else {name: value[kept] if is_of_prompt(name) else value for name, value in row.items()}
 
 
 def _size(row: Row) -> int:
     return sum(value.nbytes for value in row.values())
+
+
+def size_error(policy: PolicyContract, size: tuple[int, ...]) -> str | None:
+    """Return why a picture of a height and width cannot be edited, as a phrase that follows its name, or ``None``."""
+    if policy.image_size in (None, size):
+        return None
+    wanted, found = (" x ".join(map(str, sides)) for sides in (policy.image_size or (), size))
+    return f"has {found} pixels (height x width), the images have {wanted}. Resize it, or set height and width."
 
 
 class PromptEncoder:
@@ -86,28 +96,61 @@ class PromptEncoder:
         size = int(policy.embedding_cache_gb * 1e9)
         return EmbeddingCache(resolve_path(policy.embedding_cache), size, encoder_fingerprint(policy))
 
-    def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """Return one row per prompt, float32, on the network's device; equal prompts are encoded once."""
+    def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> Conditioning:
+        """Return one row per prompt, float32, on the network's device; equal prompts are encoded once.
+
+        Args:
+            references: the pictures that the prompts edit, ``(3, H, W)``, uint8; equal ones are encoded once.
+
+        Raises:
+            ValueError: a family that edits has no pictures, another has some, or one has the wrong size.
+        """
         self._warn_of_long_prompts(prompts)
-        distinct = list(dict.fromkeys(prompts))
-        embeddings = Conditioning(self._looked_up("prompt", distinct, self.policy.encode_prompts))
-        if len(distinct) == len(prompts):
+        policy = self.policy
+        texts, work = [], dict[str, Encode]()
+        for prompt, picture in zip(prompts, self._checked(references, len(prompts)), strict=True):
+            if picture is None:
+                texts.append(f"prompt\n{prompt}")
+                work[texts[-1]] = partial(policy.encode_prompts, [prompt])
+            else:
+                texts.append(f"edit\n{prompt}\n{picture_digest(picture)}")
+                work[texts[-1]] = partial(self._encode_edit, prompt, picture)
+        embeddings = Conditioning(self._looked_up(work))
+        if len(work) == len(texts):
             return embeddings
-        row_of = {prompt: row for row, prompt in enumerate(distinct)}
-        return embeddings.select(torch.tensor([row_of[prompt] for prompt in prompts], device=self.policy.device))
+        row_of = {text: row for row, text in enumerate(work)}
+        return embeddings.select(torch.tensor([row_of[text] for text in texts], device=policy.device))
+
+    def _checked(self, references: Sequence[Tensor] | None, count: int) -> Sequence[Tensor | None]:
+        policy = self.policy
+        if policy.edits != (references is not None):
+            has = "edits pictures, and the prompts have none" if policy.edits else "cannot edit pictures"
+            raise ValueError(
+                f"{type(policy).__name__} {has}. "
+                + ("Give each row an image." if policy.edits else "Leave out the field image of the prompts' rows.")
+            )
+        for picture in references or []:
+            if (error := size_error(policy, tuple(picture.shape[1:]))) is not None:
+                raise ValueError(f"A picture to edit {error}")
+        return [None] * count if references is None else references
+
+    def _encode_edit(self, prompt: str, picture: Tensor) -> Mapping[str, Tensor]:
+        policy = self.policy
+        place([policy.pipeline.vae], policy.device)
+        return policy.encode_edits([prompt], picture.unsqueeze(0).to(policy.device).float() / 255)
 
     def negative(self) -> Conditioning:
         """Return the embedding of the negative prompt, one row."""
         policy = self.policy
         if self._negative is None or next(iter(self._negative.tensors.values())).device != policy.device:
             # separate from prompts, because a family may treat an empty negative prompt differently
-            tensors = self._looked_up("negative", [policy.negative_prompt], lambda _: policy.encode_negative())
+            tensors = self._looked_up({f"negative\n{policy.negative_prompt}": policy.encode_negative})
             self._negative = Conditioning(tensors)
         return self._negative
 
-    def _looked_up(self, kind: str, prompts: list[str], encode: Encode) -> dict[str, Tensor]:
-        """Return embeddings of distinct prompts from memory or the cache, computing missing ones."""
-        texts = [f"{kind}\n{prompt}" for prompt in prompts]
+    def _looked_up(self, work: Mapping[str, Encode]) -> dict[str, Tensor]:
+        """Return the embeddings of distinct texts from memory or the cache, computing missing ones."""
+        texts = list(work)
         rows = {text: row for text in texts if (row := self._recent.read(text)) is not None}
         missing = [text for text in texts if text not in rows]
         if missing and self.cache is not None:
@@ -115,8 +158,7 @@ class PromptEncoder:
             rows |= {text: row for text, row in kept if row is not None}
         new = [text for text in missing if text not in rows]
         if new:
-            prompt_of = dict(zip(texts, prompts, strict=True))
-            fresh = self._encoded([prompt_of[text] for text in new], encode)
+            fresh = self._encoded([work[text] for text in new])
             rows |= zip(new, fresh, strict=True)
             if self.cache is not None:
                 self.cache.write(new, fresh)
@@ -125,17 +167,17 @@ class PromptEncoder:
         return {name: self._stacked(name, [rows[text][name] for text in texts]) for name in rows[texts[0]]}
 
     @torch.no_grad()
-    def _encoded(self, prompts: list[str], encode: Encode) -> list[Row]:
-        """Return each prompt's row, on the network's device."""
+    def _encoded(self, work: Sequence[Encode]) -> list[Row]:
+        """Return each text's row, on the network's device."""
         with self._at_work(), quiet_libraries():
-            encoded = [encode([prompt]) for prompt in prompts]
+            encoded = [encode() for encode in work]
         rows: list[Row] = [{name: value[0].detach().float() for name, value in row.items()} for row in encoded]
         return rows if self.policy.prompt_length() is None else [_without_padding(row) for row in rows]
 
     def _stacked(self, name: str, values: list[Tensor]) -> Tensor:
         # of one length in every call, so that an image's last bits do not depend on the prompts beside it
         length = self.policy.prompt_length()
-        if length is not None:
+        if length is not None and is_of_prompt(name):
             values = [lengthened(value, length, dim=0) for value in values]
         shapes = {tuple(value.shape): None for value in values}
         if len(shapes) > 1:

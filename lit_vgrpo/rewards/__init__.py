@@ -3,6 +3,7 @@
 from lit_vgrpo.rewards.aesthetic import AestheticScore
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
 from lit_vgrpo.rewards.batch import RewardBatch
+from lit_vgrpo.rewards.clip_image import CLIPImageSimilarity
 from lit_vgrpo.rewards.clipscore import CLIPScore
 from lit_vgrpo.rewards.combine import Weighted, as_weighted
 from lit_vgrpo.rewards.connection import Connection
@@ -15,11 +16,13 @@ from lit_vgrpo.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
 from lit_vgrpo.rewards.ocr import OCRReward
 from lit_vgrpo.rewards.pickscore import PickScore
 from lit_vgrpo.rewards.queue import ScoreQueue
+from lit_vgrpo.rewards.recolour import RecolourReward
 from lit_vgrpo.rewards.shapes import ShapesReward
 from lit_vgrpo.rewards.vlm_judge import VLMJudge
 
 __all__ = [
     "AestheticScore",
+    "CLIPImageSimilarity",
     "CLIPScore",
     "Connection",
     "GenEval",
@@ -31,6 +34,7 @@ __all__ = [
     "OCRReward",
     "PickScore",
     "PythonReward",
+    "RecolourReward",
     "Reward",
     "RewardBatch",
     "RewardError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from inspect import signature
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -54,6 +55,9 @@ class Reward(ABC):
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         """Score a batch, loading what is needed first.
 
+        A reward that has a fourth argument ``references`` gets the pictures that the prompts edit, ``(B, 3, H, W)``,
+        float32 in [0, 1], or ``None`` if the rows have none.
+
         Args:
             images: shape ``(B, 3, H, W)``, float32 in [0, 1].
             prompts: the B prompts.
@@ -62,6 +66,11 @@ class Reward(ABC):
         Returns:
             Shape ``(B,)``, float32, higher is better; NaN marks an image that could not be scored.
         """
+
+    @property
+    def takes_references(self) -> bool:
+        """True if it is called with the pictures that the prompts edit."""
+        return "references" in signature(type(self).__call__).parameters
 
     def check(self) -> list[str]:
         """Return errors that can be found without loading weights, one line each."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import Finite, PositiveFloat, checked
 from lit_vgrpo.errors import one_line
@@ -306,7 +307,8 @@ def image_batch(images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) 
 def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> tuple[Tensor, str | None]:
     reward.failure = None
     try:
-        returned = reward(images, prompts, rows)
+        given = {"references": stacked_references(rows)} if reward.takes_references else {}
+        returned = reward(images, prompts, rows, **given)
     except (MemoryError, torch.cuda.OutOfMemoryError, RewardOutage):
         raise
     except SystemExit as error:  # would end the run silently

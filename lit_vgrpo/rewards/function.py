@@ -23,7 +23,8 @@ class PythonReward(Reward):
     """Score from ``function(images, prompts, rows)``: one number per image, None or NaN for a failed one.
 
     In a recipe: ``reward: {python: my_module:my_function}``. The module may be in the current folder. A function of two
-    arguments gets images and prompts.
+    arguments gets images and prompts; one with an argument ``references`` also gets the pictures that the prompts edit,
+    in the same format as the images, or None.
 
     Args:
         function: ``my_module:my_function``.
@@ -72,13 +73,16 @@ class PythonReward(Reward):
         """
         self._call  # noqa: B018  the property imports
 
-    def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        given: Any = images
-        if self.images == "pil":
-            given = to_pil(images)
-        elif self.images == "numpy":
-            given = to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()
-        returned = self._call(given, prompts, rows)
+    @property
+    def takes_references(self) -> bool:
+        self._call  # noqa: B018  the property imports
+        return self._takes_references
+
+    def __call__(
+        self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
+    ) -> Tensor:
+        more = {"references": self._converted(references)} if self.takes_references else {}
+        returned = self._call(self._converted(images), prompts, rows, **more)
         if isinstance(returned, Tensor):
             return returned.detach().float()
         try:
@@ -89,8 +93,15 @@ class PythonReward(Reward):
                 "Return a list, an array or a tensor of numbers."
             ) from error
 
+    def _converted(self, images: Tensor | None) -> Any:
+        if images is None or self.images == "tensor":
+            return images
+        if self.images == "pil":
+            return to_pil(images)
+        return to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+
     @cached_property
-    def _call(self) -> Callable[[Any, list[str], list[dict[str, Any]]], Any]:
+    def _call(self) -> Callable[..., Any]:
         module_name, _, attribute = self.function.partition(":")
         import_from_here()
         try:
@@ -114,17 +125,22 @@ class PythonReward(Reward):
             raise RewardError(f"{self.function} is a {type(found).__name__}, not a function.")
         return self._adapted(found)
 
-    def _adapted(self, function: Callable[..., Any]) -> Callable[[Any, list[str], list[dict[str, Any]]], Any]:
+    def _adapted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        self._takes_references = False
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # some built-in functions have no signature
             return lambda images, prompts, rows: function(images, prompts, rows, **self.options)
+        self._takes_references = "references" in signature.parameters and "references" not in self.options
+        known = {**self.options, **({"references": None} if self._takes_references else {})}
         for arguments in (("images", "prompts", "rows"), ("images", "prompts")):
             try:
-                signature.bind(*arguments, **self.options)
+                signature.bind(*arguments, **known)
             except TypeError:
                 continue
             count = len(arguments)
-            return lambda images, prompts, rows: function(*(images, prompts, rows)[:count], **self.options)
+            return lambda images, prompts, rows, **more: function(
+                *(images, prompts, rows)[:count], **self.options, **more
+            )
         given = ", ".join(["images, prompts, rows", *self.options])
         raise RewardError(f"{self.function}{signature} cannot be called with ({given}). Change its arguments.")

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.errors import one_line, printable
 from lit_vgrpo.rewards.png import MEGAPIXEL, MOST_PIXELS, ProtocolError, decode_png, encode_png, png_pixels
 
@@ -98,6 +99,14 @@ class ScoreAnswer:
     non_finite: int = 0
 
 
+def without_files(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows without the paths of their pictures, which name files of the client's machine.
+
+    A server that read them would open files of its own that a stranger names.
+    """
+    return [{name: value for name, value in row.items() if name != PICTURE} for row in rows]
+
+
 def json_request(images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Return a request as JSON, including its images.
 
@@ -110,14 +119,16 @@ def json_request(images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[
         ProtocolError: a row holds a value that JSON cannot represent.
     """
     files = [base64.b64encode(encode_png(image)).decode() for image in images]
-    return _dump({"version": VERSION, "images": files, "prompts": list(prompts), "rows": list(rows)})
+    return _dump({"version": VERSION, "images": files, "prompts": list(prompts), "rows": without_files(rows)})
 
 
 def multipart_request(
     images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> tuple[bytes, list[bytes]]:
     """Return the field ``request`` and the files ``images``; arguments and errors as in :func:`json_request`."""
-    return _dump({"version": VERSION, "prompts": list(prompts), "rows": list(rows)}), [encode_png(i) for i in images]
+    return _dump({"version": VERSION, "prompts": list(prompts), "rows": without_files(rows)}), [
+        encode_png(i) for i in images
+    ]
 
 
 def row_error(row: Mapping[str, Any]) -> str | None:
@@ -220,7 +231,7 @@ def _request(request: dict[str, Any], files: Sequence[bytes], limits: Limits) ->
             f"{pixels} pixels exceed the limit of {limits.max_request_pixels} per request. Send fewer images at once",
             "too_large",
         )
-    return EncodedRequest(list(files), prompts, rows, pixels, limits.max_pixels)
+    return EncodedRequest(list(files), prompts, without_files(rows), pixels, limits.max_pixels)
 
 
 def _each(read: Callable[[bytes, int], T], files: Sequence[bytes], max_pixels: int) -> list[T]:

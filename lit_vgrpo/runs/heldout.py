@@ -226,18 +226,29 @@ class HeldOutModule(L.LightningModule):
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     @in_own_precision
-    def generate(self, prompts: Sequence[str], image_ids: list[int], images: int = 0) -> Tensor:
+    def generate(
+        self,
+        prompts: Sequence[str],
+        image_ids: list[int],
+        images: int = 0,
+        references: Sequence[Tensor] | None = None,
+    ) -> Tensor:
         """Sample held-out images ``(B, 3, H, W)`` in [0, 1].
 
         Args:
             image_ids: numbers of the images, which with the seed determine their noise.
             images: number of images over all ranks.
+            references: the pictures that the prompts edit, ``(3, H, W)``, uint8, for a policy that edits.
         """
         spec = self.evaluation or self.objective.rollout_spec(self.current_epoch if self.has_trainer else 0).as_ode()
-        conditioning, rows = self.policy.encode_each(prompts)
+        conditioning, rows = self.policy.encode_each(prompts, references)
         noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
         latents, _ = sample(self.policy, conditioning, rows, spec, noise, at_most(images, self.rollout_batch_size))
         return self.policy.decode(latents)
+
+    def generate_batch(self, batch: PromptBatch) -> Tensor:
+        """Sample a held-out batch's images ``(B, 3, H, W)`` in [0, 1]."""
+        return self.generate(*batch.padded(), batch.images, batch.references())[: len(batch.slots)]
 
     @property
     def has_trainer(self) -> bool:
@@ -270,7 +281,7 @@ class HeldOutModule(L.LightningModule):
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         with self._scores.closed_on_error():
             with self.ledger.phase("evaluation"):
-                images = self.generate(*batch.padded(), batch.images)[: len(batch.slots)]
+                images = self.generate_batch(batch)
             for observer in self.heldout_observers:
                 observer.update(images, batch)
             self.heldout_scores.add(images, batch)
@@ -323,7 +334,7 @@ class HeldOutModule(L.LightningModule):
         """
         if isinstance(batch, PromptBatch):
             with self.ledger.phase("evaluation"):
-                return self.generate(*batch.padded(), batch.images)[: len(batch.slots)].cpu()
+                return self.generate_batch(batch).cpu()
         if not isinstance(batch, list | tuple) or not all(isinstance(prompt, str) for prompt in batch):
             raise TypeError(
                 f"predict was given a batch of type {type(batch).__name__}. Give prompts: "

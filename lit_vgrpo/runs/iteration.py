@@ -108,6 +108,7 @@ class Iteration:
                 "has_advantage": record.has_advantage,
                 "updates": record.updates,
                 "scouts": record.scouts,
+                "edits": record.edits,
             },
         }
         if own.pairs is not None:

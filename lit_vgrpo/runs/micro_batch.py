@@ -133,7 +133,7 @@ class Trial:
         policy, objective = self.module.policy, self.module.objective
         self.device = policy.device
         self.home = objective.rollout_device or self.device
-        self.conditioning = policy.encode([self.prompt]).to(self.home)
+        self.conditioning = policy.encode([self.prompt], policy.blank_references(1)).to(self.home)
         self._place_helpers()
         self.weights = list(trainable_parameters(policy).values())
 

@@ -14,11 +14,12 @@ from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.distributed.gather import sum_over_ranks
 from lit_vgrpo.distributed.registry import ZeRO
 from lit_vgrpo.distributed.trainer_internals import log_at_epoch_end
+from lit_vgrpo.runs.copying import copying_warning
 from lit_vgrpo.runs.heldout import HeldOutModule
 
 
 class RewardLogger(L.Callback):
-    """Logs one row of metrics per iteration: ``reward/*``, ``policy/*``, ``cost/*``, ``time/*``, ``scouts/*``.
+    """Logs one row of metrics per iteration: ``reward``, ``policy``, ``cost``, ``time``, ``scouts``, ``edit``.
 
     Args:
         warn_without_spread: warn when every group's rewards are equal, so that no step is taken.
@@ -28,6 +29,7 @@ class RewardLogger(L.Callback):
         self.warn_without_spread = warn_without_spread
         self._norms: list[torch.Tensor] = []
         self._started = 0.0
+        self._warned_of_copies = False
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -84,6 +86,12 @@ class RewardLogger(L.Callback):
             "cost/cpu_s": module.stopwatch.cpu_s,
         }
         metrics |= {f"scouts/{name}": value for name, value in record.scouts.items()}
+        metrics |= {f"edit/{name}": float(values.nanmean()) for name, values in record.edits.items()}
+        if record.edits and not self._warned_of_copies:
+            warning = copying_warning(record.edits["similarity_to_reference"], record.iteration)
+            self._warned_of_copies = warning is not None
+            if warning is not None:
+                rank_zero_warn(warning)
         for phase, count in module.ledger.training_counts().items():
             metrics |= {f"passes/{phase}_{kind}": float(n) for kind, n in count.items() if n}
         metrics |= module.guard.metrics()

@@ -16,6 +16,7 @@ from lit_vgrpo.distributed.gather import objects_of_all_ranks
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import RewardBatch, RewardError, Weighted
 from lit_vgrpo.rewards.queue import ScoreQueue
+from lit_vgrpo.runs.copying import CopyGuard
 
 
 class RolloutScoring:
@@ -38,6 +39,8 @@ class RolloutScoring:
         groups = request.layout()[0].tolist()
         self.prompts = [request.prompts[group] for group in groups]
         self.rows = [dict(request.rows[group]) for group in groups]
+        self.copies = CopyGuard()
+        self.images_per_group = len(groups) // max(1, len(request.prompts))
         self.seconds = seconds
 
     def __call__(self, part: slice, latents: Tensor) -> None:
@@ -49,6 +52,7 @@ class RolloutScoring:
             own = slice(part.start + start, part.start + start + len(images))
             with timed(self.seconds, "reward"):
                 self.queue.put(images, self.prompts[own], self.rows[own])
+                self.copies.add(images, self.rows[own])
 
     def result(self) -> RewardBatch:
         """Return all images' scores in rollout order, after the rollout."""

@@ -25,6 +25,7 @@ RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have the
 PASSES = {
     "flux2_klein_pickscore": {"rollout": (0, 8), "update": (4, 0)},
     "flux_multireward": {"rollout": (0, 8), "old": (0, 3), "update": (4, 0)},
+    "kontext_edit": {"rollout": (0, 8), "update": (4, 0)},
     "qwen_image_pickscore": {"rollout": (0, 8), "update": (4, 0)},
     "sd15_aesthetic": {"rollout": (0, 8), "update": (4, 0)},
     "sd35m_stage1": {"rollout": (0, 8), "update": (4, 0)},
@@ -62,6 +63,7 @@ SMALLEST = ["model.policy.height=32", "model.policy.width=32"]
 SIZES = {
     **{f"{model}_pickscore": [FEW_STEPS, *SMALLEST] for model in ("flux2_klein", "qwen_image", "z_image")},
     "flux_multireward": [FEW_STEPS, *SMALL],
+    "kontext_edit": [FEW_STEPS, *SMALLEST],
     "sdxl_preference": [FEW_STEPS, *SMALL_UNET],
     "sd15_aesthetic": [FEW_STEPS, *SMALL_UNET],
     **{

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -52,6 +52,7 @@ class Family:
         limited_by: how that encoder's class name starts.
         train_only: a pattern that matches some of the network's weights.
         idle: patterns of weights that no output depends on.
+        edit: the pipeline's arguments for pictures to edit, unchanged.
         unused: the same of weights that get no gradient at all, so that the policy does not train them.
     """
 
@@ -65,6 +66,7 @@ class Family:
     train_only: str = "*attn*to_q*"
     idle: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    edit: Callable[[Tensor], dict[str, Any]] = lambda given: {}
 
     def load(self, **options: Any) -> Policy:
         """A policy of its own for a test that changes it."""
@@ -98,10 +100,23 @@ class Family:
         return pipeline
 
 
+def pictures(policy: Policy, prompts: Sequence[str]) -> list[Tensor] | None:
+    """A picture of noise for each prompt to edit; ``None`` if the family edits none."""
+    if not policy.edits:
+        return None
+    draws = [torch.Generator().manual_seed(sum(prompt.encode())) for prompt in prompts]
+    return [torch.randint(256, (3, HEIGHT, WIDTH), generator=draw, dtype=torch.uint8) for draw in draws]
+
+
+def encoded(policy: Policy, prompts: Sequence[str], edited: Sequence[str] | None = None) -> Conditioning:
+    """Prompts, and the pictures that they edit: each its own, or those of the prompts ``edited``."""
+    return policy.encode(prompts, pictures(policy, edited or prompts))
+
+
 def inputs(policy: Policy, size: int = 2) -> tuple[Tensor, Tensor, Conditioning]:
     """Noise, times and prompts of a small batch."""
     noise = policy.prior(image_generators(1, 0, 0, list(range(size))))
-    return noise, torch.linspace(0.2, 0.9, size), policy.encode(PROMPTS[:size])
+    return noise, torch.linspace(0.2, 0.9, size), encoded(policy, PROMPTS[:size])
 
 
 def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, negative: bool = False) -> None:
@@ -119,7 +134,9 @@ def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, neg
     else:  # not all take what the pipeline would set them with
         pipeline.scheduler = policy.scheduler(solver, 3)
         pipeline.scheduler.set_timesteps = _keep_times
-    length = {name: value for name, value in family.options.items() if name == "max_sequence_length"}
+    given = {name: value for name, value in family.options.items() if name == "max_sequence_length"}
+    if policy.edits:
+        given |= family.edit(torch.stack(pictures(policy, PROMPTS[:2])).float() / 255)
     images = pipeline(
         prompt=PROMPTS[:2],
         num_inference_steps=3,
@@ -128,7 +145,7 @@ def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, neg
         height=HEIGHT,
         width=WIDTH,
         **family.guidance(guidance, NEGATIVE if negative else ""),
-        **length,
+        **given,
     ).images
     assert images.shape == (2, 3, HEIGHT, WIDTH)
     torch.testing.assert_close(policy.decode(latents), images, **SAME)
@@ -143,7 +160,7 @@ def prompts_show_in_the_pictures(family: Family) -> None:
         policies, prompts = [*policies, family.shared_with_negative], [*prompts, PROMPTS[:2]]
     for policy, words in zip(policies, prompts, strict=True):
         spec = RolloutSpec(policy.solvers[0], 3, 3.0)
-        latents, _ = sample(policy, policy.encode(words), torch.arange(2), spec, noise)
+        latents, _ = sample(policy, encoded(policy, words, PROMPTS[:2]), torch.arange(2), spec, noise)
         pictures.append(policy.decode(latents))
     for other in pictures[1:]:
         assert (other - pictures[0]).abs().amax(dim=(1, 2, 3)).min() > 10 * (SAME["rtol"] + SAME["atol"])
@@ -215,7 +232,7 @@ def a_row_does_not_depend_on_its_batch(family: Family) -> None:
         for guidance in guidances:
             four = policy(noise, t, cond, guidance)
             for i, prompt in enumerate(PROMPTS):
-                one = policy(noise[i : i + 1], t[i : i + 1], policy.encode([prompt]), guidance)
+                one = policy(noise[i : i + 1], t[i : i + 1], encoded(policy, [prompt]), guidance)
                 torch.testing.assert_close(one, four[i : i + 1], rtol=1e-4, atol=1e-5)
     assert (four[0] - four[1]).abs().max() > 1e-3
 
@@ -230,7 +247,7 @@ def an_image_has_the_same_bits_anywhere(family: Family) -> None:
     sde = RolloutSpec(policy.sde_solvers[0], 2)
 
     def found(ids: list[int]) -> list[Tensor]:
-        cond = policy.encode([prompts[i] for i in ids])
+        cond = encoded(policy, [prompts[i] for i in ids])
         rows, start = torch.arange(len(ids)), noise[ids]
         latents, _ = sample(policy, cond, rows, ode, start, BATCH_SIZE)
         draws = image_generators(2, 0, 0, ids)
@@ -256,10 +273,17 @@ def padding_changes_no_prediction(family: Family) -> None:
     tokens, mask = (cond.tensors[name] for name in ("tokens", "mask"))
     lengths = mask.sum(dim=1).int().tolist()
     assert len(set(lengths)) > 1
-    rows = [Conditioning({"tokens": tokens[i, None, :n], "mask": mask[i, None, :n]}) for i, n in enumerate(lengths)]
+    others = {name: value for name, value in cond.tensors.items() if name not in ("tokens", "mask")}
+    rows = [
+        Conditioning(
+            {"tokens": tokens[i, None, :n], "mask": mask[i, None, :n]}
+            | {name: value[i, None] for name, value in others.items()}
+        )
+        for i, n in enumerate(lengths)
+    ]
     joined = reduce(Conditioning.joined_with, rows)
     assert torch.equal(joined.tensors["tokens"], tokens[:, : max(lengths)])
-    noisy = Conditioning({"tokens": tokens + 9 * (mask == 0).unsqueeze(2), "mask": mask})
+    noisy = Conditioning({"tokens": tokens + 9 * (mask == 0).unsqueeze(2), "mask": mask, **others})
     with torch.no_grad():
         padded = policy(noise, t, cond)
         for other in (joined, noisy):
@@ -278,12 +302,15 @@ def prompts_and_guidance_count(family: Family) -> None:
     passes = _count_passes(policy)
     with torch.no_grad(), passes as rows:
         plain = policy(noise, t, cond)
-        other_prompt = policy(noise, t, policy.encode(PROMPTS[2:4]))
+        other_prompt = policy(noise, t, encoded(policy, PROMPTS[2:4], PROMPTS[:2]))
         other_time = policy(noise, t / 2, cond)
         assert rows == [2, 2, 2]
         guided = policy(noise, t, cond, 3.0)
         assert sum(rows[3:]) == 2 * policy.guidance_factor(3.0)
-    for other in (other_prompt, other_time, guided):
+        others = [other_prompt, other_time, guided]
+        if policy.edits:
+            others.append(policy(noise, t, encoded(policy, PROMPTS[:2], PROMPTS[2:4])))
+    for other in others:
         assert (other - plain).abs().amax(dim=(1, 2, 3)).min() > 1e-4
 
 
@@ -318,10 +345,10 @@ def long_prompts_are_cut_with_one_warning(family: Family) -> None:
     long = "a red circle on the left " * 12
     said = rf"1 of 2 prompts are longer than the {limit} tokens of {family.limited_by}\w*, which sees only their start"
     with pytest.warns(UserWarning, match=said) as caught:
-        policy.encode([PROMPTS[0], long])
-        cut = policy.encode([long])
+        encoded(policy, [PROMPTS[0], long])
+        cut = encoded(policy, [long])
     assert len([w for w in caught if "longer than" in str(w.message)]) == 1
-    for name, value in policy.encode([long + "with a blue square below it"]).tensors.items():
+    for name, value in encoded(policy, [long + "with a blue square below it"]).tensors.items():
         assert torch.equal(value, cut.tensors[name]), name
 
 

@@ -7,6 +7,7 @@ from policies.contract import Family
 from lit_vgrpo.policies import (
     Flux2Policy,
     FluxPolicy,
+    KontextPolicy,
     QwenImagePolicy,
     SD3Policy,
     SDXLPolicy,
@@ -15,7 +16,7 @@ from lit_vgrpo.policies import (
 )
 
 LARGE = ("qwen_image", "flux2", "z_image")
-FAMILIES = ("sd3", "sd3_t5", "unet_eps", "unet_v", "sdxl", "flux", "flux_cfg", *LARGE)
+FAMILIES = ("sd3", "sd3_t5", "unet_eps", "unet_v", "sdxl", "flux", "flux_cfg", "kontext", *LARGE)
 
 CLIP = {"prompt_limit": 12, "limited_by": "CLIPText"}
 T5 = {"prompt_limit": 16, "limited_by": "T5"}
@@ -39,13 +40,15 @@ def make_family(name, sd3_folder, unet_folder, sdxl_folder, flux_folder, large_f
         return Family(UNetPolicy, unet_folder(prediction), **CLIP)
     if name.startswith("sdxl"):
         return Family(SDXLPolicy, sdxl_folder(prediction), **CLIP)
+    kontext = {"edit": unresized} if name == "kontext" else {}
     return Family(
-        FluxPolicy,
-        flux_folder(name == "flux"),
+        KontextPolicy if kontext else FluxPolicy,
+        flux_folder(name == "flux", bool(kontext)),
         {"max_sequence_length": 16},
         guidance=embedded if name == "flux" else true_cfg,
         pack=pack,
         **T5,
+        **kontext,
     )
 
 
@@ -70,6 +73,11 @@ def make_large_family(name, folder):
         )
     limits = {"prompt_limit": 40, "limited_by": "Qwen3"}
     return Family(ZImagePolicy, folder, options, guidance=from_zero, **limits, train_only="*attention.to_q*")
+
+
+def unresized(given):
+    """Kontext's pipeline resizes pictures and images unless it is told otherwise."""
+    return {"image": given, "max_area": given.shape[2] * given.shape[3], "_auto_resize": False}
 
 
 def pack(z):

@@ -21,7 +21,12 @@ from lit_vgrpo.config.recipe import find_recipe
 from lit_vgrpo.rewards.geneval_rules import CLASSES
 
 BUILDERS = {"SD3Policy": build_sd3, "UNetPolicy": build_unet, "SDXLPolicy": build_sdxl, "FluxPolicy": build_flux}
-LARGE = {"QwenImagePolicy": build_qwen_image, "Flux2Policy": build_flux2, "ZImagePolicy": build_z_image}
+LARGE = {
+    "QwenImagePolicy": build_qwen_image,
+    "Flux2Policy": build_flux2,
+    "ZImagePolicy": build_z_image,
+    "KontextPolicy": partial(build_flux, small=True, edits=True),
+}
 """Builders of families whose VAEs are small already."""
 STARTS = {
     "tiny_sd3_start": build_sd3,
@@ -71,7 +76,7 @@ class StandIns:
 
     def reward(self, class_name):
         """The arguments that name a reward's checkpoints, and no others."""
-        if class_name in ("PickScore", "CLIPScore"):
+        if class_name in ("PickScore", "CLIPScore", "CLIPImageSimilarity"):
             return {"checkpoint": str(self._clip())}
         if class_name == "AestheticScore":
             head = self._once("head", lambda folder: scorer_files.write_aesthetic(folder, width=32))
@@ -88,8 +93,11 @@ class StandIns:
 
     def words(self, recipe):
         """Overrides that put stand-ins in the place of a recipe's checkpoints and addresses; all else stays."""
-        model = yaml.safe_load(find_recipe(str(recipe)).read_text())["model"]
-        policy, words = model["policy"], []
+        tree = yaml.safe_load(find_recipe(str(recipe)).read_text())
+        model, policy, words = tree["model"], tree["model"]["policy"], []
+        for key in ("train", "heldout"):
+            if tree["data"][key].startswith("edits/"):  # the user's own
+                words.append(f"data.{key}=shipped:prompts/edit_{key}.jsonl")
         checkpoint = policy["init_args"]["checkpoint"]
         if checkpoint in STARTS:
             start = self._once(checkpoint, lambda folder: STARTS[checkpoint](folder, small=True))

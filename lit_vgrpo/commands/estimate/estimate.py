@@ -106,7 +106,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         "stored latents": kept,
     }
     rollout = at_most(plan.images_per_iteration, module.rollout_batch_size) or plan.images_per_rank
-    cond = policy.encode(["a"])
+    cond = policy.encode(["a"], policy.blank_references(1))
     peak_of = cache(lambda asked: peak_of_pass(policy, asked, cond))  # phases may ask for the same
     phases = {
         ENCODING: _encoding(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0),
@@ -145,7 +145,7 @@ def _evaluation(cli: RecipeCLI, policy: Policy, peak_of: Callable[[Pass], int], 
 
 def _encoding(policy: Policy, prompts: int) -> int:
     with torch.no_grad(), AutocastOnMeta(), LiveMemory() as live:
-        policy.encode(["a"] * prompts)
+        policy.encode(["a"] * prompts, policy.blank_references(prompts))
     return live.peak
 
 
@@ -155,7 +155,7 @@ def peak_of_pass(policy: Policy, asked: Pass, cond: Conditioning | None = None) 
     Args:
         cond: Conditioning of one prompt; ``None`` encodes one.
     """
-    cond = cond or policy.encode(["a"])
+    cond = cond or policy.encode(["a"], policy.blank_references(1))
     policy.negative()
     weights = [p for p in policy.parameters() if p.requires_grad]
     before = [torch.empty_like(p) for p in weights]

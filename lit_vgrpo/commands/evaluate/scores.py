@@ -149,7 +149,7 @@ class HeldOutEvaluation(VGRPOModule):
         yield from tqdm((dataset[i] for i in range(len(dataset))), variant, len(dataset), leave=False, disable=quiet)
 
     def _scored(self, batch: PromptBatch) -> ImageScores:
-        images = self.generate(*batch.padded(), batch.images)[: len(batch.slots)]
+        images = self.generate_batch(batch)
         for fid in self.fids:
             fid.update(images, batch)
         scores = RewardBatch.joined([self.observed.score(images, batch.prompts, batch.rows)])

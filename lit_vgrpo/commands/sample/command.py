@@ -14,15 +14,18 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from lit_vgrpo.commands.prompt_checks import picture_errors
 from lit_vgrpo.commands.run import run_subcommand
 from lit_vgrpo.commands.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
-from lit_vgrpo.config.arguments import SEVERAL, flag, option, whole
+from lit_vgrpo.config.arguments import SEVERAL, flag, option, read_path, whole
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.core.nonfinite import all_finite
+from lit_vgrpo.core.pictures import PICTURE, picture_size, references_of
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.data import read_prompts
+from lit_vgrpo.data.rows import Row, Rows
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
@@ -57,8 +60,9 @@ class SampleOptions(RunOptions):
         reference: Sample from the reference.
         typed_prompts: Prompt to draw; may be given more than once.
         prompt_file: File of prompts to draw.
+        image: Picture that every prompt edits, for a policy that edits.
         seed: Seed of the first image of each prompt.
-        prompts: Prompts to draw.
+        rows: Prompts to draw, with the pictures that they edit.
         count: Images per prompt, each with the next seed.
         steps: Sampling steps; ``None`` takes the recipe's.
         guidance: Guidance scale; ``None`` takes the recipe's.
@@ -70,12 +74,13 @@ class SampleOptions(RunOptions):
     reference: bool = flag()
     typed_prompts: list[str] = option(SEVERAL, name="prompt")
     prompt_file: str | None = option(name="prompts")
+    image: Path | None = option(read=read_path)
     seed: int = whole(0, least=0)
     count: int = whole(1)
     steps: int | None = whole()
     guidance: float | None = option(read=read_guidance)
     out: Path = option(read=vacant_folder)
-    prompts: list[str] = field(init=False)
+    rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,21 +88,28 @@ class SampleOptions(RunOptions):
             raise UserError("--ema and --reference are both given. Sample once with each, with the same --seed.")
         if self.seed + self.count - 1 > LARGEST_SEED:
             raise UserError(f"--seed {self.seed} is too large. Use {LARGEST_SEED - self.count + 1} or less.")
-        self.prompts = self._read_prompts()
+        self.rows = self._read_rows()
         if self.out is None:
             self.out = next(folder for folder in candidates(self.run / "sample") if not folder.exists())
 
-    def _read_prompts(self) -> list[str]:
+    def _read_rows(self) -> Rows:
+        if self.image is not None:
+            try:
+                picture_size(self.image)
+            except ValueError as error:
+                raise UserError(f"--image {error}") from error
         if self.typed_prompts and self.prompt_file is not None:
             raise UserError("--prompt and --prompts are both given. Use one of them.")
         if self.prompt_file is None:
             if not self.typed_prompts:
                 raise UserError('No prompt given. Add --prompt "a red circle", or --prompts FILE.')
-            return self.typed_prompts
-        try:
-            return [row["prompt"] for row in read_prompts(self.prompt_file)]
-        except (ValueError, ModuleNotFoundError) as error:
-            raise UserError(str(error)) from error
+            rows: Rows = [{"prompt": prompt} for prompt in self.typed_prompts]
+        else:
+            try:
+                rows = read_prompts(self.prompt_file)
+            except (ValueError, ModuleNotFoundError) as error:
+                raise UserError(str(error)) from error
+        return rows if self.image is None else [{**row, PICTURE: str(self.image)} for row in rows]
 
     @property
     def variant(self) -> str:
@@ -128,6 +140,8 @@ def _sample(options: SampleOptions) -> int:
         )
     if spec.guidance != 1.0 and (error := policy.guidance_error()) is not None:
         raise UserError(f"guidance={spec.guidance:g}: {error}")
+    if errors := picture_errors(policy, options.rows, fix="Add --image FILE"):
+        raise UserError(*errors)
     saved = None
     if options.variant != REFERENCE:
         saved = saved_weights(options.run, options.checkpoint, options.variant)
@@ -160,12 +174,12 @@ def draw(policy: Policy, spec: RolloutSpec, options: SampleOptions) -> None:
         UserError: It cannot be written.
     """
     hidden = not sys.stderr.isatty()
-    bar = tqdm(total=len(options.prompts) * len(options.seeds), leave=False, disable=hidden)
-    for number, prompt in enumerate(options.prompts, start=1):
+    bar = tqdm(total=len(options.rows) * len(options.seeds), leave=False, disable=hidden)
+    for number, row in enumerate(options.rows, start=1):
         for seed in options.seeds:
             path = options.out / f"{number:03d}_seed{seed}.png"
             try:
-                write_png(image_of(policy, spec, prompt, seed), path)
+                write_png(image_of(policy, spec, row, seed), path)
             except OSError as error:
                 reason = error.strerror or error
                 raise UserError(f"Cannot write {path}: {reason}. Set --out to another folder.") from error
@@ -174,17 +188,22 @@ def draw(policy: Policy, spec: RolloutSpec, options: SampleOptions) -> None:
     bar.close()
 
 
-def image_of(policy: Policy, spec: RolloutSpec, prompt: str, seed: int) -> Tensor:
-    """Sample an image ``(3, H, W)`` in [0, 1] that depends on its prompt, its seed and the weights alone.
+def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
+    """Sample an image ``(3, H, W)`` in [0, 1] that depends on its row, its seed and the weights alone.
 
     The noise is what the family's pipeline draws with a CPU generator of the seed. Each image is sampled on its own,
     since a batch rounds differently.
 
     Raises:
-        UserError: It holds NaN or infinite values, which a file would show as black.
+        UserError: It holds NaN or infinite values, which a file would show as black, or its picture does not fit.
     """
+    prompt = row["prompt"]
+    try:
+        cond = policy.encode([prompt], references_of([row]))
+    except ValueError as error:
+        raise UserError(str(error)) from error
     noise = policy.prior([torch.Generator().manual_seed(seed)])
-    latents, _ = sample(policy, policy.encode([prompt]), torch.zeros(1, dtype=torch.long), spec, noise)
+    latents, _ = sample(policy, cond, torch.zeros(1, dtype=torch.long), spec, noise)
     image = policy.decode(latents)[0]
     if not all_finite([latents, image]):
         raise UserError(

@@ -16,6 +16,7 @@ from lit_vgrpo.commands.score.command import loaded
 from lit_vgrpo.commands.score.images import device, find_images, image_errors, read_image
 from lit_vgrpo.commands.score.trial import PartTrial, findings, trial_table, trials
 from lit_vgrpo.config.arguments import Options, option, whole
+from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.data.rows import Rows
 from lit_vgrpo.errors import UserError, report, say
 from lit_vgrpo.runs.start import load_policy
@@ -103,10 +104,11 @@ def made_images(cli: RecipeCLI, rows: Rows) -> list[Tensor]:
     except LoadError as error:
         raise UserError(str(error)) from error
     module.to(device())
-    prompts, images = [row["prompt"] for row in rows], []
-    for start in range(0, len(prompts), size):
-        own = prompts[start : start + size]
-        images += module.generate(own, list(range(start, start + len(own)))).cpu().split(1)
+    images: list[Tensor] = []
+    for start in range(0, len(rows), size):
+        own = rows[start : start + size]
+        numbers, prompts = list(range(start, start + len(own))), [row["prompt"] for row in own]
+        images += module.generate(prompts, numbers, references=references_of(own)).cpu().split(1)
     return images
 
 

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
+from lit_vgrpo.core.pictures import read_picture
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.metrics.reference import IMAGE_SUFFIXES, PROGRAM_FORMAT
+from lit_vgrpo.metrics.reference import IMAGE_SUFFIXES
 
 
 def find_images(words: Sequence[str]) -> list[Path]:
@@ -55,18 +54,7 @@ def read_image(file: Path) -> Tensor:
     Raises:
         ValueError: The file is not an image, or is truncated.
     """
-    try:
-        with Image.open(file) as opened:
-            if opened.format == PROGRAM_FORMAT:
-                raise ValueError(PROGRAM_FORMAT)
-            image = ImageOps.exif_transpose(opened)
-            if "A" in image.getbands() or "transparency" in image.info:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            pixels = np.array(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{file} is not a readable image. Leave it out, or save it again.") from error
-    return torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255
+    return read_picture(file)[None].float() / 255
 
 
 class Batch(NamedTuple):

@@ -1,0 +1,105 @@
+"""Pictures in files: those that prompts edit, and images to be scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+PICTURE = "image"
+"""The field of a row with the file of the picture that its prompt edits."""
+PROGRAM_FORMAT = "EPS"
+"""A format for which Pillow runs Ghostscript, regardless of the file's suffix."""
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF
+
+
+def read_picture(path: str | Path) -> Tensor:
+    """Return a picture ``(3, H, W)``, uint8, upright, on white where it is transparent.
+
+    Raises:
+        ValueError: the file is missing, is not an image, or is truncated.
+    """
+    try:
+        with Image.open(path) as opened:
+            if opened.format == PROGRAM_FORMAT:
+                raise ValueError(PROGRAM_FORMAT)
+            image = ImageOps.exif_transpose(opened)
+            if "A" in image.getbands() or "transparency" in image.info:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            pixels = np.array(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(_unreadable(path)) from error
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def picture_size(path: str | Path) -> tuple[int, int]:
+    """Return the height and width of an upright picture, from its file's header.
+
+    Raises:
+        ValueError: the file is missing or is not an image.
+    """
+    try:
+        with Image.open(path) as opened:
+            if opened.format == PROGRAM_FORMAT:
+                raise ValueError(PROGRAM_FORMAT)
+            width, height = opened.size
+            return (width, height) if opened.getexif().get(_ORIENTATION) in _TURNED else (height, width)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(_unreadable(path)) from error
+
+
+def _unreadable(path: str | Path) -> str:
+    return (
+        f"{path} is not a readable image. Leave it out, or save it again."
+        if Path(path).is_file()
+        else (f"{path} does not exist. Give an image file.")
+    )
+
+
+def references_of(rows: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
+    """Return the pictures that the rows' prompts edit, ``(3, H, W)``, uint8; ``None`` if the rows have none.
+
+    Raises:
+        ValueError: some rows have a picture and some have none, or one cannot be read.
+    """
+    files = [row.get(PICTURE) for row in rows]
+    if not any(files):
+        return None
+    for row, file in zip(rows, files, strict=True):
+        if not file:
+            raise ValueError(f'Prompt "{row.get("prompt")}" has no {PICTURE}, but others have. Give all of them one.')
+    return [_read_once(str(file), Path(str(file)).stat().st_mtime_ns) for file in files]
+
+
+@lru_cache(maxsize=128)
+def _read_once(path: str, changed_ns: int) -> Tensor:
+    return read_picture(path)
+
+
+def stacked_references(rows: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """Return the rows' pictures as one tensor ``(B, 3, H, W)``, float32 in [0, 1]; ``None`` if they have none.
+
+    Raises:
+        ValueError: as in :func:`references_of`, or the pictures have different sizes.
+    """
+    pictures = references_of(rows)
+    if pictures is None:
+        return None
+    sizes = {tuple(picture.shape[1:]) for picture in pictures}
+    if len(sizes) > 1:
+        listed = " and ".join(f"{height} x {width}" for height, width in sorted(sizes))
+        raise ValueError(f"The rows' pictures have different sizes, {listed} pixels. Resize them to one.")
+    return torch.stack(pictures).float() / 255
+
+
+def picture_digest(picture: Tensor) -> str:
+    """Return a hash of a picture ``(3, H, W)``, uint8, and its size."""
+    return sha256(repr(tuple(picture.shape)).encode() + picture.contiguous().cpu().numpy().tobytes()).hexdigest()

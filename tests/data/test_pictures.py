@@ -1,0 +1,90 @@
+"""Prompts with a picture to edit: found beside their file, checked before a run, and part of what a prompt is."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from lit_vgrpo.core.pictures import references_of
+from lit_vgrpo.data import PromptDataModule, read_prompts
+from lit_vgrpo.data.prompts import PromptError
+from lit_vgrpo.data.source import PromptSource
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    for name, colour in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
+        Image.new("RGB", (6, 4), colour).save(tmp_path / "pictures" / f"{name}.png")
+    return tmp_path
+
+
+def write(folder, *rows):
+    file = folder / "edits.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    return file
+
+
+EDITS = tuple({"prompt": "make it green", "image": f"pictures/{name}.png"} for name in ("red", "blue"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
+def test_a_picture_is_found_beside_the_prompt_file(folder, kind):
+    if kind in ("jsonl", "folder"):
+        file = write(folder, *EDITS)
+    else:
+        table = pytest.importorskip("pandas").DataFrame(EDITS)
+        file = folder / f"edits.{kind}"
+        table.to_csv(file, index=False) if kind == "csv" else table.to_parquet(file)
+    if kind == "folder":
+        (folder / "edits.csv").unlink(missing_ok=True)
+    rows = read_prompts(file)
+    red, blue = references_of(rows)
+    assert (red.dtype, red.shape) == (torch.uint8, (3, 4, 6))
+    assert red[:, 0, 0].tolist() == [255, 0, 0]
+    assert blue[:, 0, 0].tolist() == [0, 0, 255]
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        ("pictures/gone.png", "gone.png does not exist. Give an image file."),
+        ("edits.jsonl", "is not a readable image"),
+        (7, '"image" is a number. Write the path of a picture'),
+        (" ", '"image" is empty'),
+    ],
+)
+def test_a_wrong_picture_is_one_line_with_its_row(folder, image, said):
+    file = write(folder, EDITS[0], {"prompt": "make it green", "image": image})
+    with pytest.raises(PromptError) as error:
+        read_prompts(file)
+    assert str(error.value).startswith(f"{file} line 2: ")
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_picture_is_part_of_what_a_prompt_is(folder):
+    """Two pictures under one prompt are no duplicates; the fingerprint follows a picture's content, not its path."""
+
+    file = str(write(folder, *EDITS, EDITS[0]))
+    held = ready(PromptDataModule(file, 2, 2, heldout=file))
+    assert [row["image"][-8:] for row in held.heldout_samples(5)] == ["/red.png", "blue.png"]
+    alone = ready(PromptDataModule(file, 2, 2, deduplicate=True))
+    assert len(list(alone.training_rows())) == 2
+    before = alone.fingerprint()
+    Image.new("RGB", (6, 4), (1, 2, 3)).save(folder / "pictures" / "red.png")
+    assert ready(PromptDataModule(file, 2, 2, deduplicate=True)).fingerprint() != before
+
+
+def ready(data):
+    data.setup()
+    return data
+
+
+def test_pictures_are_absent_or_everywhere(folder):
+    rows = read_prompts(PromptSource(str(write(folder, EDITS[0], {"prompt": "a cat", "image": None}))))
+    assert "image" not in rows[1]
+    assert references_of(rows[1:]) is None
+    with pytest.raises(ValueError, match='Prompt "a cat" has no image, but others have'):
+        references_of(rows)

@@ -1,0 +1,83 @@
+"""Policies that edit pictures, beyond the contract: what they refuse, and what the embedding cache tells apart."""
+
+import pytest
+import torch
+from PIL import Image
+from policies.contract import HEIGHT, PROMPTS, WIDTH, pictures
+
+from lit_vgrpo.commands.estimate.estimate import Pass, peak_of_pass
+from lit_vgrpo.commands.prompt_checks import picture_errors
+from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
+from lit_vgrpo.core.sampling import roll_out
+from lit_vgrpo.memory.meta import policy_on_meta
+from lit_vgrpo.policies import KontextPolicy, SD3Policy
+
+EDITORS = ("kontext",)
+
+
+@pytest.fixture(params=EDITORS)
+def editor(request, families):
+    return families(request.param)
+
+
+def test_the_cache_tells_pictures_apart(editor, tmp_path):
+    policy = editor.load(embedding_cache=str(tmp_path))
+    first, other = pictures(policy, PROMPTS[:2])
+    changed = first.clone()
+    changed[0, 0, 0] ^= 1
+    policy.encode([PROMPTS[0]] * 3, [first, other, first])
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    policy.encode([PROMPTS[0]], [changed])
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    again = editor.load(embedding_cache=str(tmp_path)).encode([PROMPTS[0]], [first])
+    fresh = editor.shared.encode([PROMPTS[0]], [first])
+    for name, value in fresh.tensors.items():
+        assert torch.equal(again.tensors[name], value), name
+
+
+def test_a_policy_says_what_is_wrong_with_its_pictures(editor, families):
+    policy = editor.shared
+    with pytest.raises(ValueError, match="edits pictures, and the prompts have none. Give each row an image"):
+        policy.encode(PROMPTS[:1])
+    small = torch.zeros(3, 8, 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=rf"has 8 x 8 pixels .* the images have {HEIGHT} x {WIDTH}. Resize it"):
+        policy.encode(PROMPTS[:1], [small])
+    with pytest.raises(ValueError, match="FluxPolicy cannot edit pictures"):
+        families("flux").shared.encode(PROMPTS[:1], [small])
+
+
+def test_rows_are_checked_before_weights_are_read(tmp_path):
+    Image.new("RGB", (WIDTH, 8)).save(tmp_path / "flat.png")
+    edit, plain = {"prompt": "red", "image": str(tmp_path / "flat.png")}, {"prompt": "a cat"}
+    kontext, sd3 = KontextPolicy("nowhere", height=HEIGHT, width=WIDTH), SD3Policy("nowhere")
+    (missing,) = picture_errors(kontext, [plain])
+    assert missing.startswith('KontextPolicy edits pictures, but row 1 of the prompts, "a cat", has none.')
+    (unused,) = picture_errors(sd3, [plain, edit])
+    assert unused.startswith('SD3Policy cannot edit pictures, but row 2 of the prompts, "red", has the field image.')
+    (size,) = picture_errors(kontext, [edit])
+    assert f'flat.png, of row 1 of the prompts, "red", has 8 x {WIDTH} pixels' in size
+    assert picture_errors(sd3, [plain]) == []
+
+
+def test_a_group_edits_its_own_picture(editor, tmp_path):
+    """A rollout's images depend on their group's picture, in any micro-batch."""
+    policy, rows = editor.shared, []
+    for number, picture in enumerate(pictures(policy, PROMPTS[:2])):
+        file = tmp_path / f"{number}.png"
+        Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file)
+        rows.append({"prompt": "a red circle", "image": str(file)})
+
+    def drawn(own, slots, batch_size):
+        request = RolloutRequest(["a red circle"] * len(own), own, slots, group_size=2, batch_size=batch_size)
+        return roll_out(policy, request, RolloutSpec(steps=2))
+
+    both, swapped = drawn(rows, [0, 1], 1), drawn(rows[::-1], [0, 1], 1)
+    assert torch.equal(drawn(rows[1:], [1], 1).latents, both.latents[2:])
+    assert (swapped.latents - both.latents).abs().amax(dim=(1, 2, 3)).min() > 1e-5
+    assert (both.conditioning.tensors["reference_latents"][0] - both.conditioning.tensors["reference_latents"][1]).any()
+
+
+def test_the_memory_estimate_follows_an_editor(editor):
+    policy = policy_on_meta(editor.policy_class(str(editor.folder), height=64, width=64, lora_rank=2))
+    plain, trained = (peak_of_pass(policy, Pass(2, 1.0, with_grad)) for with_grad in (False, True))
+    assert 0 < plain < trained
