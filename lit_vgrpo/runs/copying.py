@@ -13,8 +13,10 @@ from lit_vgrpo.core.pictures import stacked_references
 
 SIDE = 64
 """Longer side, in pixels, of the reduced images that are compared; what an autoencoder loses hardly shows in them."""
-COPY = 0.99
-"""Similarity from which an image counts as a copy of the picture. A choice, not a measurement."""
+BLOCK = 8
+"""Side of the blocks, in reduced pixels, in which a change is looked for: an edit may be small, but is local."""
+COPY = 0.05
+"""An image counts as a copy if no block differs by this mean absolute difference. A choice, not a measurement."""
 
 
 class CopyGuard:
@@ -26,6 +28,7 @@ class CopyGuard:
     def __init__(self) -> None:
         self._images: list[Tensor] = []
         self._to_reference: list[Tensor] = []
+        self._copies: list[Tensor] = []
 
     def add(self, images: Tensor, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add a batch of images ``(B, 3, H, W)`` in [0, 1] with their rows; nothing if those have no pictures."""
@@ -34,11 +37,13 @@ class CopyGuard:
             small, references = reduced(images.cpu()), reduced(given)
             self._images.append(small)
             self._to_reference.append(similarity(small, references))
+            self._copies.append(largest_change(small, references) < COPY)
 
     def scores(self, group_size: int) -> dict[str, Tensor]:
-        """Return each image's similarities, ``(B,)``: ``similarity_to_reference`` and ``similarity_in_group``.
+        """Return values of each image, ``(B,)``; {} without pictures.
 
-        The latter is the mean over the other images of the group on this rank, NaN without any; {} without pictures.
+        ``similarity_to_reference``; ``similarity_in_group``, the mean over the other images of the group on this rank,
+        NaN without any; ``copies``, 1 for a copy of the picture and 0 for others.
 
         Args:
             group_size: consecutive images that belong to one group.
@@ -51,6 +56,7 @@ class CopyGuard:
         return {
             "similarity_to_reference": torch.cat(self._to_reference),
             "similarity_in_group": others.flatten(),
+            "copies": torch.cat(self._copies).float(),
         }
 
 
@@ -70,12 +76,18 @@ def similarity(images: Tensor, others: Tensor) -> Tensor:
     return 1 - (images - others).abs().mean((-3, -2, -1))
 
 
-def copying_warning(to_reference: Tensor, iteration: int) -> str | None:
+def largest_change(images: Tensor, others: Tensor) -> Tensor:
+    """Return the largest mean absolute difference of a block of :data:`BLOCK` pixels' side, ``(B,)``."""
+    blocks = F.avg_pool2d((images - others).abs().mean(1, keepdim=True), BLOCK, ceil_mode=True)
+    return blocks.flatten(1).amax(1)
+
+
+def copying_warning(copies: Tensor, iteration: int) -> str | None:
     """Return a warning if more than half of an iteration's images are copies, in one line, or ``None``."""
-    share = float((to_reference >= COPY).float().mean())
+    share = float(copies.mean())
     if share <= 0.5:
         return None
     return (
-        f"{share:.0%} of the images of iteration {iteration} equal the picture to edit (similarity {COPY} or more): "
-        "the policy copies. Give the reward for the edit more weight than that for similarity, or raise guidance."
+        f"{share:.0%} of the images of iteration {iteration} equal the picture to edit: the policy copies. "
+        "Give the reward for the edit more weight than that for similarity, or raise guidance."
     )

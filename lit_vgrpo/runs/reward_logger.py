@@ -88,7 +88,7 @@ class RewardLogger(L.Callback):
         metrics |= {f"scouts/{name}": value for name, value in record.scouts.items()}
         metrics |= {f"edit/{name}": float(values.nanmean()) for name, values in record.edits.items()}
         if record.edits and not self._warned_of_copies:
-            warning = copying_warning(record.edits["similarity_to_reference"], record.iteration)
+            warning = copying_warning(record.edits["copies"], record.iteration)
             self._warned_of_copies = warning is not None
             if warning is not None:
                 rank_zero_warn(warning)

@@ -348,7 +348,7 @@ def long_prompts_are_cut_with_one_warning(family: Family) -> None:
         encoded(policy, [PROMPTS[0], long])
         cut = encoded(policy, [long])
     assert len([w for w in caught if "longer than" in str(w.message)]) == 1
-    for name, value in encoded(policy, [long + "with a blue square below it"]).tensors.items():
+    for name, value in encoded(policy, [long + "with a blue square below it"], [long]).tensors.items():
         assert torch.equal(value, cut.tensors[name]), name
 
 

@@ -45,7 +45,7 @@ def test_a_reward_gets_the_pictures_only_if_it_asks_for_them(edits):
     found = Weighted([Difference(), Plain()]).score(before, prompts, rows)
     assert found.parts["difference"].abs().max() < 1e-6
     torch.testing.assert_close(found.parts["plain"], (to_uint8(before) / 255).mean((1, 2, 3)))
-    assert Weighted([Difference()]).score(after, prompts, rows).total.min() > 0.01
+    assert Weighted([Difference()]).score(after, prompts, rows).total.min() > 0.005
 
 
 def test_an_own_function_gets_the_pictures_in_its_format(edits, tmp_path, monkeypatch):
@@ -91,5 +91,5 @@ def test_clip_similarity_of_a_copy_is_1(edits, tmp_path):
     assert reward.check() == []
     copies, changed = (Weighted([reward]).score(images, prompts, rows).total for images in (before, after))
     torch.testing.assert_close(copies, torch.ones(6))
-    assert changed.max() < 1 - 1e-4
+    assert changed.max() < 1 - 1e-5
     assert "has no picture to edit" in reward.prompt_error("red", {"prompt": "red"})

@@ -3,7 +3,8 @@
 import torch
 from PIL import Image
 
-from lit_vgrpo.runs.copying import CopyGuard, copying_warning
+from lit_vgrpo.runs.copying import COPY, CopyGuard, copying_warning, largest_change, similarity
+from lit_vgrpo.tiny.edits import random_edits
 
 
 def test_similarities_to_the_picture_and_within_the_group(tmp_path):
@@ -17,10 +18,18 @@ def test_similarities_to_the_picture_and_within_the_group(tmp_path):
     found = guard.scores(2)
     torch.testing.assert_close(found["similarity_to_reference"], levels)
     torch.testing.assert_close(found["similarity_in_group"], torch.tensor([1.0, 1.0, 0.75, 0.75]))
+    assert found["copies"].tolist() == [1, 1, 0, 0]
     assert guard.scores(1)["similarity_in_group"].isnan().all()
     assert CopyGuard().scores(2) == {}
 
 
+def test_a_small_edit_is_no_copy():
+    before, after, _ = random_edits(8, torch.Generator().manual_seed(0))
+    assert similarity(before, after).max() > 0.98
+    assert largest_change(before, after).min() > COPY
+    assert largest_change(before, (before + 0.02).clamp(max=1)).max() < COPY
+
+
 def test_a_warning_if_most_images_are_copies():
-    assert copying_warning(torch.tensor([1.0, 0.5]), 3) is None
-    assert copying_warning(torch.tensor([1.0, 0.995, 0.5]), 3).startswith("67% of the images of iteration 3 equal")
+    assert copying_warning(torch.tensor([1.0, 0.0]), 3) is None
+    assert copying_warning(torch.tensor([1.0, 1.0, 0.0]), 3).startswith("67% of the images of iteration 3 equal")
