@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--vae", required=True, help="pipeline folder whose autoencoder to reuse")
     parser.add_argument("--out", type=Path, default=RECIPES, help="folder with assets/ and prompts/ to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
-    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps of the pre-training")
+    parser.add_argument("--steps", type=int, default=800, help="optimizer steps of the pre-training")
     parser.add_argument("--batch-size", type=int, default=64, help="pairs of pictures per step")
     parser.add_argument("--prompt-noise", type=float, default=0.6, help="probability that a prompt's colour is wrong")
     args = parser.parse_args(arguments)

@@ -39,6 +39,7 @@ PASSES = {
     "sd3_pickscore_flowgrpo": {"rollout": (0, 20), "reference": (0, 18), "update": (18, 0)},
     "sd3_pickscore_nft": {"rollout": (0, 10), "old": (0, 9), "reference": (0, 9), "update": (9, 0)},
     "sdxl_preference": {"rollout": (0, 8), "update": (4, 0)},
+    "tiny_edit": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
     "tiny_ocr": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
     "tiny_ocr_pretrain": {"update": (2, 0)},
     "tiny_shapes": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
@@ -87,7 +88,7 @@ CHECKED = ("sd3_pickscore", "tiny_ocr_pretrain")
 """A large recipe and one without a reward; the others run, and memory/test_estimate.py knows every family."""
 SHOWN = ("evaluation", "samples")
 """Phases that nothing is trained on."""
-BLIND = ("sd35m_stage2", "sd35m_stage4", "sd35m_stage5", "tiny_ocr")
+BLIND = ("sd35m_stage2", "sd35m_stage4", "sd35m_stage5", "tiny_ocr", "tiny_edit")
 """Random pictures seldom hold the objects or the text asked for, so that all of so few groups may lack spread."""
 
 
@@ -243,7 +244,7 @@ def test_the_curriculum_has_the_published_steps():
     assert steps == [150, 200, 150, 50, 30]
 
 
-@pytest.mark.parametrize("kind", ["tiny_sd3", "tiny_unet", "tiny_ocr"])
+@pytest.mark.parametrize("kind", ["tiny_sd3", "tiny_unet", "tiny_ocr", "tiny_edit"])
 def test_shipped_pipelines_are_small(kind):
     folder = ROOT / "assets" / kind
     assert 1e6 < sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 8e6
