@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 6
 """Evaluations in the table; earlier ones are in ``metrics.csv``."""
+NOTEBOOK_COLUMNS = 72
 REFRESHES_PER_S = 2
 ECHO = 3
 """Columns left free: the ``^C`` that a terminal shows must not wrap, or the table would be drawn a line too low."""
@@ -129,7 +130,7 @@ class ProgressBar(LightningProgressBar):
         if console.is_jupyter:
             from IPython.display import display
 
-            self._notebook = display(self._table(trainer, module), display_id=True)
+            self._notebook = display(self._table(trainer, module, NOTEBOOK_COLUMNS), display_id=True)
         elif _columns() and not console.is_dumb_terminal:
             self._live = Live(
                 console=console,
@@ -145,7 +146,7 @@ class ProgressBar(LightningProgressBar):
         now = time.monotonic()
         if self._notebook is not None and (at_once or now > self._shown_at + 1 / REFRESHES_PER_S):
             self._shown_at = now
-            self._notebook.update(self._table(trainer, module))
+            self._notebook.update(self._table(trainer, module, NOTEBOOK_COLUMNS))
 
     def _close(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, VGRPOModule)
@@ -158,7 +159,7 @@ class ProgressBar(LightningProgressBar):
         console.width = max(1, (_columns() or console.width) - ECHO)
         return self._table(trainer, module)
 
-    def _table(self, trainer: L.Trainer, module: VGRPOModule) -> Table:
+    def _table(self, trainer: L.Trainer, module: VGRPOModule, columns: int | None = None) -> Table:
         from rich import box
         from rich.progress_bar import ProgressBar as Bar
         from rich.table import Table
@@ -187,6 +188,7 @@ class ProgressBar(LightningProgressBar):
         clock = f"{_clock(now - self._pace.started)} < {'?' if left is None else _clock(left)}"
         line.add_row(f"{min(done + 1, total or done + 1)}{of}", Bar(1.0, share), clock, module.ledger.current_phase)
         whole = Table.grid()
+        whole.width = columns
         whole.add_row(rows)
         whole.add_row(line)
         return whole

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from lit_vgrpo.runs.heldout import HeldOutModule
 from lit_vgrpo.runs.watchdog import Watch
 from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
 from lit_vgrpo.system.signals import StopRequests
+from lit_vgrpo.system.streams import say_from_handler
 
 LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
 FIRST_CTRL_C = "\nFinishing this {}, then saving. Ctrl-C again stops at once.\n"
@@ -300,9 +301,7 @@ class _Requests(StopRequests):
     @override
     def answer(self, signum: int) -> None:
         if signum == signal.SIGINT:
-            with suppress(OSError):
-                what = FIRST_CTRL_C.format("micro-batch" if self._has_30_s else "iteration")
-                os.write(2, what.encode())  # print() is not safe here: the bar may be in the middle of a write
+            say_from_handler(FIRST_CTRL_C.format("micro-batch" if self._has_30_s else "iteration"))
 
     @override
     def obey(self, signum: int) -> None:

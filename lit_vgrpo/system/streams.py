@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 from lit_vgrpo.errors import say
@@ -50,3 +51,15 @@ def outlast_readers() -> list[Output]:
             setattr(sys, name, text)
             outputs.append(output)
     return outputs
+
+
+def say_from_handler(text: str) -> None:
+    """Write to stderr from a signal's handler, which may interrupt another write; a line end stands before the text.
+
+    A live table would draw over what is written past it; its own stream locks, and takes the text above the table.
+    """
+    if hasattr(sys.stderr, "rich_proxied_file"):
+        say(text.strip(), error=True)
+    else:
+        with suppress(OSError):
+            os.write(2, text.encode())  # print() is not safe here: a stream cannot be re-entered

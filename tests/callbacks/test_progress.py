@@ -13,6 +13,7 @@ import pytest
 from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import ProgressBar
+from lit_vgrpo.system.streams import say_from_handler
 
 fcntl = pytest.importorskip("fcntl", reason="needs a Unix terminal")
 pty, termios = pytest.importorskip("pty"), pytest.importorskip("termios")
@@ -27,6 +28,7 @@ class Stop(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.current_epoch == 1:
             print("a line on stderr", file=sys.stderr)
+            say_from_handler("\na line of a handler\n")
             raise KeyboardInterrupt
 
 
@@ -93,7 +95,7 @@ def test_after_ctrl_c_the_last_table_and_every_line_stay(tiny_sd3, tmp_path, mon
         train(tiny_sd3, tmp_path, Stop())
     screen, lines = screen_of(sent, 80)
     table = next(n for n, line in enumerate(lines) if line.split() == TITLES)
-    assert any("a line on stderr" in line for line in lines[:table])
+    assert lines[:table] == ["a line on stderr", "a line of a handler"]
     assert re.match(r"2/3 +━+", lines[-1])
     assert not screen.cursor.hidden
 
