@@ -1,5 +1,6 @@
 """The checks of ``make docs`` that the hook adds to MkDocs's own."""
 
+import json
 from pathlib import Path
 
 import docs_site
@@ -50,3 +51,10 @@ def test_links_that_leave_the_folder_are_found(page, link, outside):
 )
 def test_what_another_host_would_be_asked_for_is_found(html, loads):
     assert bool(docs_site.LOADS_ELSEWHERE.findall(html)) is loads
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_are_kept_without_outputs(path):
+    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert cells
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
