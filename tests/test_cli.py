@@ -8,7 +8,8 @@ import pytest
 from processes import BARE
 
 from lit_vgrpo import __version__
-from lit_vgrpo.cli import SUBCOMMANDS, main
+from lit_vgrpo.cli import main
+from lit_vgrpo.commands.subcommands import SUBCOMMANDS
 
 
 def test_help_and_version(capsys):

@@ -10,8 +10,9 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lit_vgrpo import objectives, policies, rewards
-from lit_vgrpo.cli import SUBCOMMANDS, main
+from lit_vgrpo.cli import main
 from lit_vgrpo.commands.recipe_cli import LINKED, TOP_LEVEL, TRAINER_DEFAULTS
+from lit_vgrpo.commands.subcommands import SUBCOMMANDS
 from lit_vgrpo.config.help import CLASSES, PARTS, TOP, TRAINER, class_options, command_options, in_yaml, recipe_keys
 from lit_vgrpo.config.recipe import find_recipe
 
@@ -88,7 +89,8 @@ def test_help_shows_keys_and_an_example(capsys):
 def test_help_imports_nothing_heavy():
     code = """
 import sys
-from lit_vgrpo.cli import SUBCOMMANDS, main
+from lit_vgrpo.cli import main
+from lit_vgrpo.commands.subcommands import SUBCOMMANDS
 for name in SUBCOMMANDS:
     main([name, "--help"])
 print({"torch", "lightning", "diffusers", "yaml", "numpy"} & set(sys.modules))

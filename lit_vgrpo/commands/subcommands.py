@@ -1,0 +1,119 @@
+"""The subcommands of ``lightning``: where each is, its usage and its help. Imports the standard library only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Subcommand(NamedTuple):
+    """Subcommand: ``module:function``, ``module:Class`` of its options, and its help."""
+
+    target: str
+    options: str
+    usage: str
+    summary: str
+    example: str
+    takes_recipe: bool = False
+    ends_quickly: bool = False
+    needs_arguments: bool = True
+
+
+SUBCOMMANDS: dict[str, Subcommand] = {
+    "run": Subcommand(
+        "lit_vgrpo.commands.run:run",
+        "lit_vgrpo.config.recipe:Command",
+        "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--resume]",
+        "train a recipe or a curriculum; shipped recipes go by name",
+        "run tiny_shapes model.objective=DiffusionNFT trainer.max_epochs=20",
+        takes_recipe=True,
+    ),
+    "check": Subcommand(
+        "lit_vgrpo.commands.check:check",
+        "lit_vgrpo.commands.check:CheckOptions",
+        "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--memory 80GiB] [--untrusted]",
+        "find all errors in a recipe without training; --untrusted lists the code, variables and hosts it names",
+        "check sd3_pickscore model.policy.checkpoint=/a/local/sd35m --memory 48GiB",
+        takes_recipe=True,
+        ends_quickly=True,
+    ),
+    "recipes": Subcommand(
+        "lit_vgrpo.commands.recipes:recipes",
+        "lit_vgrpo.commands.recipes:RecipesOptions",
+        "[RECIPE ...]",
+        "list the shipped recipes: what each needs, and whether it was measured",
+        "recipes tiny_shapes sd3_pickscore",
+        needs_arguments=False,
+    ),
+    "init": Subcommand(
+        "lit_vgrpo.commands.init:init",
+        "lit_vgrpo.commands.init:InitOptions",
+        "FOLDER",
+        "write a recipe, prompts and a reward to start from, which run as they are on a tiny pipeline",
+        "init my_run",
+    ),
+    "eval": Subcommand(
+        "lit_vgrpo.commands.evaluate.command:evaluate",
+        "lit_vgrpo.commands.evaluate.options:EvaluateOptions",
+        "RUN [--ema] [--reference] [--checkpoint FILE] [--fid-reference FOLDER] [--features NETWORK] [--out FILE.json] "
+        "[key=value ...]",
+        "score the held-out prompts with a run's weights, with confidence intervals",
+        "eval runs/tiny_shapes --ema --reference",
+    ),
+    "export": Subcommand(
+        "lit_vgrpo.commands.export.command:export",
+        "lit_vgrpo.commands.export.command:ExportOptions",
+        "RUN --to DIR|hub:OWNER/NAME [--format kohya] [--ema] [--merge] [--dtype bfloat16] [--checkpoint FILE] "
+        "[--public] [--yes] [key=value ...]",
+        "write a run's LoRA, or its weights as a pipeline folder, for diffusers to load; to a hub after you confirm",
+        "export runs/tiny_shapes --to exports/tiny_shapes --ema",
+    ),
+    "sample": Subcommand(
+        "lit_vgrpo.commands.sample.command:sample_images",
+        "lit_vgrpo.commands.sample.command:SampleOptions",
+        "RUN --prompt TEXT [--prompt TEXT ... | --prompts FILE] [--image FILE] [--seed 0] [--count 1] [--reference] "
+        "[--ema] [--checkpoint FILE] [--steps N] [--guidance G] [--out DIR] [key=value ...]",
+        "generate images with a run's weights and save them as PNGs",
+        'sample runs/tiny_shapes --prompt "a red circle on the left" --count 4',
+    ),
+    "report": Subcommand(
+        "lit_vgrpo.commands.report.command:report",
+        "lit_vgrpo.commands.report.command:ReportOptions",
+        "RUN [RUN ...] [--out FILE.html] [--serve] [--port 8008]",
+        "write a run, or several side by side, as one HTML page; --serve shows it while they train",
+        "report runs/tiny_shapes runs/tiny_shapes_DiffusionNFT --out both.html",
+    ),
+    "compare": Subcommand(
+        "lit_vgrpo.commands.compare.command:compare",
+        "lit_vgrpo.commands.compare.options:CompareOptions",
+        "RECIPE.yaml [key=value ...] [--methods vgrpo,mixgrpo,...] [--seeds 3] [--target 0.6,0.7] "
+        "[--base vgrpo] [--settings published,tuned] [--iterations N] [--evaluate-every 5] [--jobs 2] [--first-seed 0] "
+        "[--out FOLDER] [--sweep]",
+        "race training methods on one task; run it again to continue after an interruption",
+        "compare tiny_shapes --methods vgrpo,mixgrpo,nft --seeds 3 --target 0.7",
+        takes_recipe=True,
+    ),
+    "score": Subcommand(
+        "lit_vgrpo.commands.score.command:score",
+        "lit_vgrpo.commands.score.command:ScoreOptions",
+        "REWARD_OR_RECIPE IMAGE_OR_FOLDER ... [--prompt TEXT | --prompts FILE] [--out FILE.json|.csv] [--batch-size 1] "
+        "[key=value ...]",
+        "score image files with a reward: each part and the total",
+        'score PickScore photo.png --prompt "two cats"',
+    ),
+    "check-reward": Subcommand(
+        "lit_vgrpo.commands.score.check_reward:check_reward",
+        "lit_vgrpo.commands.score.check_reward:CheckRewardOptions",
+        "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--images FOLDER] [--num-prompts 4] [--images-per-prompt 2]",
+        "try a recipe's rewards on a few images: scores, failures, time, memory",
+        "check-reward tiny_shapes --num-prompts 8",
+        takes_recipe=True,
+    ),
+    "serve-reward": Subcommand(
+        "lit_vgrpo.commands.serve.command:serve",
+        "lit_vgrpo.commands.serve.options:ServeOptions",
+        "REWARD_OR_RECIPE [key=value ...] [--host 127.0.0.1] [--port 8000] [--token-env NAME] [--device cpu|cuda:0] "
+        "[--batch-size 32] [--max-wait-ms 5] [--max-request-mb 64] [--max-images 256] [--max-megapixels 4]",
+        "score images over HTTP for runs on other machines",
+        "serve-reward HPSv2 --port 8000",
+    ),
+}
