@@ -80,7 +80,7 @@ def run_curriculum(command: Command) -> int:
     """
     if command.resume:
         run = resumed_run(command)
-        command.recipe, command.overrides = run / CONFIG_NAME, [*command.overrides, ("run_dir", str(run))]
+        command = command.in_folder(run)
     curriculum, child, lock = Curriculum.of(command), Child(), FolderLock()
     with child.listening():
         if curriculum.typed or not command.resume:  # else it was checked when it was started

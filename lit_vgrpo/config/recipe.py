@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from typing_extensions import Self
 
 from lit_vgrpo.config.arguments import Options, flag, is_override
 from lit_vgrpo.config.environment import Place, environment_texts
@@ -66,6 +67,11 @@ class Command(Options):
             raise UserError("No recipe given. Try: lightning run tiny_shapes")
         self.recipe = find_recipe(files[0])
         self.overlays = [find_overlay(name) for name in files[1:]]
+
+    def in_folder(self, run: Path) -> Self:
+        """Return the command that resumes a run folder from its own recipe."""
+        settings = [*map(str, self.overlays), *(f"{key}={text}" for key, text in self.overrides)]
+        return self.parse([str(run / CONFIG_NAME), *settings, f"run_dir={run}", RESUME])
 
     def parser_args(self, config: Path) -> list[str]:
         return [f"--config={config}", *(f"--{key}={text}" for key, text in self.plain_overrides)]
