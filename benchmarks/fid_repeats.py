@@ -35,7 +35,7 @@ TOLERANCE = 1e-6
 
 
 class Seconds(L.Callback):
-    """What each evaluation found, and when."""
+    """Results of each evaluation, and its time."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""What this project does on your GPU: does it run, is it right, how fast, how large. Send us the file it writes.
+"""Check this project on your GPU: that it runs, correctness, speed, memory. Send us the file it writes.
 
     python benchmarks/gpu.py                          # everything, some 25 minutes on one H200
     python benchmarks/gpu.py --parts runs,answers     # some parts
@@ -387,7 +387,7 @@ def measured(part: str, device: str) -> list[Row]:
 
 
 def about(device: str) -> dict[str, Any]:
-    """What it ran on, and on which versions."""
+    """Return the device and the versions of a run."""
     from lit_vgrpo.callbacks.summary import versions
     from lit_vgrpo.system.memory import device_name
 

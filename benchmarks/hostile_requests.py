@@ -1,4 +1,4 @@
-"""What requests made to exhaust ``lightning serve-reward`` cost it: seconds until the answer, and memory.
+"""Measure what requests made to exhaust ``lightning serve-reward`` cost it: seconds until the answer, and memory.
 
     python benchmarks/hostile_requests.py
 

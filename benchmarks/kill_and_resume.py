@@ -91,7 +91,7 @@ class Command:
         self.started.set()
 
     def kill(self) -> bool:
-        """Whether it was still running."""
+        """Kill the run; return True if it was still running."""
         running = self.process.poll() is None
         if running:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -164,7 +164,7 @@ def kill_again_and_again(args: argparse.Namespace, folder: Path, iterations: int
 
 
 def differences(whole: Path, killed: Path) -> list[str]:
-    """What differs between the ends of two runs; empty when nothing does."""
+    """Return the differences between the ends of two runs."""
     ends = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (whole, killed)]
     found = []
     for key in ("global_step", "state_dict", "optimizer_states", "lr_schedulers"):

@@ -1,4 +1,4 @@
-"""How far `lightning check`'s estimate of a training step is from a real one on this machine's CPU.
+"""Compare `lightning check`'s memory estimate of a training step with a real one on this machine's CPU.
 
     python benchmarks/memory_estimate.py
 

@@ -1,4 +1,4 @@
-"""What it saves to score images while the next ones are made: the same run with and without overlap.
+"""Measure the time saved by scoring images while the next ones are made: the same run with and without overlap.
 
     python benchmarks/overlap.py                              # 5 pairs of runs, about 4 minutes on 2 cores
     python benchmarks/overlap.py --pairs 2 --ms 5 --out overlap.json

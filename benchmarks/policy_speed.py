@@ -198,7 +198,7 @@ class Bench:
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
-    """What the device's own matrix multiplication reaches, in TFLOP/s: the best of several."""
+    """Return the device's matrix multiplication speed in TFLOP/s, the best of several."""
     side = 8192 if device.startswith("cuda") else 512
     one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")

@@ -1,4 +1,4 @@
-"""How well the rewards of cheap scouts foretell those of full images, by solver and steps, before any training.
+"""Correlate the rewards of cheap scouts with those of full images, by solver and steps, before any training.
 
     python benchmarks/scouts.py
 

@@ -86,7 +86,7 @@ def own_signals():
 
 @pytest.fixture
 def forked_python(monkeypatch):
-    """What the product starts by ``sys.executable`` is forked, so that its imports cost nothing."""
+    """Fork what the package starts by ``sys.executable``, so that its imports cost nothing."""
     monkeypatch.setattr(sys, "executable", PYTHON)
 
 

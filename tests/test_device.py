@@ -1,4 +1,4 @@
-"""What is said and asked of the device, where torch's answers stand in for a GPU's."""
+"""Messages about the device, with torch's answers in place of a GPU's."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What an installed package must have."""
+"""Contents of an installed package."""
 
 import sys
 from importlib import import_module, metadata

@@ -1,4 +1,4 @@
-"""What would go wrong on CUDA, found on a CPU: every family trains, stops within an iteration and goes on.
+"""Errors that CUDA would raise, found on a CPU: every family trains, stops within an iteration and goes on.
 
 PRETEND_GPU=1 python -m pytest tests/test_methods.py    # other tests on the same pretended GPU
 """

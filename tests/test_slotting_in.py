@@ -75,7 +75,7 @@ trainer: {{max_epochs: 1, accelerator: cpu, logger: false, enable_checkpointing:
 
 
 def test_fit_test_the_best_and_go_on(tiny_sd3, tmp_path):
-    """What a training script of lightning-hydra-template does, in its order."""
+    """Do what a training script of lightning-hydra-template does, in its order."""
 
     documented = re.search(r"^ModelCheckpoint\(.*?^\)", (ROOT / "docs" / "extending.md").read_text(), re.M | re.S)
 

@@ -16,7 +16,7 @@ MARK, COMMAND = "#", "#   "
 
 @dataclass(frozen=True)
 class Header:
-    """What a recipe's header says; a part it lacks is empty.
+    """Header of a recipe; a part it lacks is empty.
 
     Attributes:
         title: Its first line.

@@ -1,1 +1,1 @@
-"""How much memory a step takes, and the micro-batch size that fits."""
+"""Memory that a step takes, and the micro-batch size that fits."""

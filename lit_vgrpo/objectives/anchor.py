@@ -46,7 +46,7 @@ class AnchoredObjective(Objective):
 
     @property
     def keeps_anchor(self) -> bool:
-        """Whether there is an anchor."""
+        """True if there is an anchor."""
         return self.anchor_weight > 0 and self.anchor_decay is not None
 
     @property

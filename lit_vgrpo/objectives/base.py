@@ -1,4 +1,4 @@
-"""What a training method must say: how it rolls out, what it keeps, and its loss.
+"""Contract of a training method: its rollout, what it keeps, and its loss.
 
 Files with methods have no ``from __future__ import annotations``: a recipe's parser reads the type hints of dataclasses
 from the module of the last class, where a string from a base class would mean nothing.
@@ -120,7 +120,7 @@ class Objective(ABC):
 
     @property
     def spec(self) -> RolloutSpec:
-        """How images are sampled, where the method has one way for all iterations."""
+        """Sampling of the images, where it is the same in all iterations."""
         assert self.rollout is not None, f"{type(self).__name__} has no rollout"
         return self.rollout
 
@@ -228,7 +228,7 @@ class Objective(ABC):
 
     @property
     def records_means(self) -> bool:
-        """Whether the loss needs the mean of every SDE step as it was rolled out."""
+        """True if the loss needs the mean of every SDE step as it was rolled out."""
         return False
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What the methods share that train on the sampling chain: a clipped ratio for every step that took noise."""
+"""Base of the methods that train on the sampling chain: a clipped ratio for every step that took noise."""
 
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, ClassVar
@@ -143,7 +143,7 @@ class ChainObjective(AnchoredObjective):
 
     @property
     def _recomputes_old(self) -> bool:
-        """Whether the rollout's own log-probabilities are not used, such as those of another guidance."""
+        """True if the rollout's own log-probabilities are not used, such as those of another guidance."""
         return self.recompute_old or self.guidance_in("training", None) != self.spec.guidance
 
     # --- one iteration ---------------------------------------------------------------------------------------------

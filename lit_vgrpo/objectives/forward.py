@@ -1,4 +1,4 @@
-"""What the methods share that train on the forward process: on noisy copies of the final latents."""
+"""Base of the methods that train on the forward process: on noisy copies of the final latents."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, ClassVar, Literal
@@ -36,7 +36,7 @@ class ForwardObjective(AnchoredObjective):
     """
 
     needs_ode: ClassVar[bool] = True
-    """Whether an SDE is refused, since the method is defined on samples of the ODE."""
+    """True if an SDE is refused, since the method is defined on samples of the ODE."""
 
     rollout: RolloutSpec | None = None
     _: KW_ONLY
@@ -56,7 +56,7 @@ class ForwardObjective(AnchoredObjective):
 
     @property
     def fewest_times(self) -> int:
-        """How many times the method must have to draw from."""
+        """Least number of times to draw from."""
         return 1
 
     def check(self, sizes: Sizes) -> list[str]:
@@ -98,7 +98,7 @@ class ForwardObjective(AnchoredObjective):
         return pool.noisiest(self.noisiest / len(rollout.schedule), self._progress(rollout))
 
     def _progress(self, rollout: Rollout) -> float:
-        """How far the times have widened, from 0 to 1: a pure function of the iteration, so that resume is exact."""
+        """Share of the widening done, from 0 to 1: a pure function of the iteration, so that resume is exact."""
         return 0.0 if self.widen_over is None else min(rollout.iteration, self.widen_over) / self.widen_over
 
     def predict(

@@ -1,4 +1,4 @@
-"""What DiffusionNFT and EPG share: a slowly moving copy rolls out, and most of the sampler's times are trained at."""
+"""Base of DiffusionNFT and EPG: a slowly moving copy rolls out, and most of the sampler's times are trained at."""
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager

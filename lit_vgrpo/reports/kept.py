@@ -1,4 +1,4 @@
-"""What a run keeps for its report, in ``RUN/report/``."""
+"""Files that a run keeps for its report, in ``RUN/report/``."""
 
 from __future__ import annotations
 

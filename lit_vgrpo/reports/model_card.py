@@ -27,7 +27,7 @@ OF_THIS_MACHINE = ("name:", "run_dir:", "ckpt_path:", "allow_changes:", "#")
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported.
+    """An export.
 
     Attributes:
         base: hub name or folder of the model that training started from.

@@ -136,7 +136,7 @@ class RunPage:
 
     @property
     def commands(self) -> list[tuple[str, str]]:
-        """What to do with the run, and the command for it."""
+        """Next steps with the run, and their commands."""
         folder = self.run.folder
         config, run = quote(str(folder / CONFIG_NAME)), quote(str(folder))
         return [
@@ -153,7 +153,7 @@ class RunPage:
 
 
 class Page:
-    """What the templates need.
+    """Input of the templates.
 
     Args:
         runs: the runs, one or several.

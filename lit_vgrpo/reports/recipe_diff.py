@@ -50,7 +50,7 @@ Row = tuple[str, list[str]]
 
 @dataclass(frozen=True)
 class RecipeDifference:
-    """What differs from a shipped recipe.
+    """Difference from a shipped recipe.
 
     Attributes:
         shipped: name of the recipe.

@@ -72,7 +72,7 @@ class RunData:
 
     @property
     def outcome(self) -> str:
-        """How the run ended, in a word or two."""
+        """State in which the run ended, in a word or two."""
         return RUNNING if self.is_running else str(self.summary.get("outcome", UNFINISHED))
 
     @property

@@ -1,4 +1,4 @@
-"""What a report says first: the held-out reward before and after, what it cost, and what to worry about."""
+"""Opening of a report: the held-out reward before and after, what it cost, and what to worry about."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Verdict:
 
     @cached_property
     def alarms(self) -> list[str]:
-        """What to worry about, a sentence each."""
+        """Alarms, a sentence each."""
         return list(self._alarms())
 
     def _alarms(self) -> Iterator[str]:

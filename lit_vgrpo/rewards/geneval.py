@@ -25,7 +25,7 @@ Score = Literal["partial", "strict"]
 
 @checked
 class GenEval(Reward):
-    """How well an image meets the requirements of its row, in [0, 1]: rules applied to a detector's objects.
+    """Score of an image against the requirements of its row, in [0, 1]: rules applied to a detector's objects.
 
     A row has the official metadata: ``tag``, ``include`` and optionally ``exclude``. Rules, thresholds, prompts and
     grey background are those of the official evaluation, as are the two default models (in mmdet and open_clip there).

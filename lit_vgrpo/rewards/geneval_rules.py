@@ -65,7 +65,7 @@ class Detection:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How well a prompt's requirements are met.
+    """Result of checking a prompt's requirements.
 
     Args:
         correct: all are met, GenEval's own result.

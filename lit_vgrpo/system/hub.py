@@ -15,7 +15,7 @@ from lit_vgrpo.system.paths import SHIPPED_PREFIX, resolve_path
 
 HUB_TIMEOUT_S = 4.0
 SILENCE_S = 60.0
-"""How long to wait before contacting an unresponsive hub again."""
+"""Time to wait before contacting an unresponsive hub again."""
 _silent_since = -SILENCE_S
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 

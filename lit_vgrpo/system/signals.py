@@ -19,7 +19,7 @@ REPEAT_S = 1.0
 """Signals this close together are one request: a closing shell sends SIGHUP more than once."""
 POLL_S = 0.2
 GRACE_S = 30.0
-"""How long the main thread may take to end after an urgent request."""
+"""Time the main thread may take to end after an urgent request."""
 LEAVING_S = 1.0
 """The same if it is known to wait for an unresponsive rank."""
 

@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("guard_worker.py")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, tiny_sd3):
-    """What each of two ranks found, and their folder."""
+    """Results of two ranks, and their folder."""
     out = tmp_path_factory.mktemp("ranks")
     spec = out / "spec.json"
     spec.write_text(json.dumps({"sd3": str(tiny_sd3), "out": str(out), "devices": 2, "strategy": "ddp"}))

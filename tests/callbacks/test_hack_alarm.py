@@ -76,7 +76,7 @@ def test_other_prompts_start_over():
 
 
 def observed(observer, images, images_per_prompt):
-    """What an observer finds of images that come in batches of three."""
+    """Return an observer's findings on images that come in batches of three."""
     rows = [{"prompt": str(index)} for index in range(len(images) // images_per_prompt)]
     batches = HeldOutDataset(rows, images_per_prompt, 3)
     for index in range(len(batches)):

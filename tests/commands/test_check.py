@@ -156,7 +156,7 @@ def trap(tmp_path, monkeypatch):
 
 
 def named(out):
-    """What was listed, by the first word of the paragraph."""
+    """Return the listed names by the first word of their paragraph."""
     found, part = {}, None
     for line in out.splitlines():
         if line.startswith("  "):

@@ -56,7 +56,7 @@ CASES = {  # name of the folder -> family, kind of the run, options of the verb
     "sdxl_kohya": ("sdxl", "lora", ["--format=kohya"]),
 }
 REPEATS = ("sd3_full", "unet_lora", "sdxl_full", "sdxl_kohya", "flux_lora", "flux_full")
-"""What another family shows too; make test-all draws them all."""
+"""Cases that another family covers too; make test-all runs them all."""
 AVERAGED = ("sd3_lora", "sd3_ema", "sd3_merged")
 
 
@@ -150,7 +150,7 @@ def drawn(place, tmp_path_factory, request):
 
 
 def printed(*words):
-    """What the verb prints after saying what was written: lines of Python."""
+    """Return the lines of Python that the command prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert export(list(words)) == 0
     return out.getvalue().splitlines()[1:]

@@ -1,4 +1,4 @@
-"""What a user's own code and files do wrong ends in a line that says where, before or after training."""
+"""Errors in a user's own code and files end in a line that says where, before or after training."""
 
 import json
 from pathlib import Path

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from lit_vgrpo.cli import SUBCOMMANDS, main
+from lit_vgrpo.cli import main
+from lit_vgrpo.commands.subcommands import SUBCOMMANDS
 
 
 def completed(line, folder):

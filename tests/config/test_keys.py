@@ -42,7 +42,7 @@ BROKEN = {
 
 
 def errors(words):
-    """What is wrong with a recipe and its overrides, as the command says it."""
+    """Return the errors of a recipe and its overrides, as the command reports them."""
     try:
         return build(words, make_folder=False).errors()
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What was typed, and the recipe file it names."""
+"""The command line of a recipe, and the file it names."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How often the host waits for a GPU, counted on the pretended one."""
+"""Number of times the host waits for a GPU, counted on the pretended one."""
 
 import pytest
 import torch

@@ -58,7 +58,7 @@ UNDER_ANOTHER_NAME = ("lora_dropout", "min_change", "min_diversity_drop")
 """Options whose value the built object holds otherwise; lora_dropout takes 0 alone, which is nothing."""
 NOT_IN_RECIPES = (policies.Policy,)
 COMPANIONS = {"lora_alpha": {"lora_rank": 4}, "heldout_fraction": {}, "window": {"solver": "flow_sde"}}
-"""What an option needs beside it to have an effect."""
+"""Other settings that an option needs to have an effect."""
 
 
 def shipped_classes():

@@ -36,7 +36,7 @@ def test_train_and_heldout_are_disjoint_and_without_duplicates(name):
 
 
 def fact(row):
-    """What a row asks for, however it is worded."""
+    """Return what a row asks for, however it is worded."""
     things = [(thing["class"], thing["count"], thing.get("color")) for thing in row["include"]]
     place = row["include"][-1].get("position", [None])[0]
     if place in RELATIONS[1::2]:  # the opposite, seen from the other object

@@ -1,4 +1,4 @@
-"""What a rank really holds under each strategy, against the estimate's shares."""
+"""Memory of a rank under each strategy, compared with the estimate's shares."""
 
 import json
 from pathlib import Path

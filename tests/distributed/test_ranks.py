@@ -34,7 +34,7 @@ def slow(*values, name):
 
 
 def train(checkpoint, out, ranks, jobs, strategy="ddp"):
-    """What each rank ended with, by job; where weights are sharded, rank 0 has them whole."""
+    """Results of each rank, by job; where weights are sharded, rank 0 has them whole."""
     out.mkdir(exist_ok=True)
     words = (f"{name}|{options}" for name, options in jobs.items())
     run_ranks(SCRIPT, checkpoint, out, *words, world=ranks, logs=out, env={"STRATEGY": strategy})

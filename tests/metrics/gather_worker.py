@@ -1,4 +1,4 @@
-"""What two ranks give together: ``ranks_worker.py SPEC.json``; each rank writes what it got."""
+"""Gather over two ranks: ``ranks_worker.py SPEC.json``; each rank writes its result."""
 
 import json
 import os

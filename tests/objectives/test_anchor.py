@@ -53,7 +53,7 @@ def make(name, **options):
 
 
 def assert_the_pull_is(policy, name, objective, experience, expected, direction):
-    """What the anchor adds to the loss and its gradient, and that without one nothing is added."""
+    """Check what the anchor adds to the loss and its gradient, and that without one nothing is added."""
     objective.before_update(policy, [experience])
     stored = {key for key in experience.extras if key.startswith("anchor")}
     assert len(stored) == 1

@@ -212,7 +212,7 @@ def test_ratio_is_one_before_any_update_and_not_after(tiny_sd3, name, lora):
 
 @pytest.mark.parametrize("objective", [FlowGRPO(CHAIN, kl_weight=0.0, guard=True), MixGRPO(CHAIN, window_size=2)])
 def test_old_likelihoods_may_be_computed_anew(policy, objective):
-    """What batches of another size have rounded otherwise, here by far more than that, is gone."""
+    """Rounding that differs with the batch size, here made much larger, has no effect."""
     rollout = roll(policy, objective)
     rollout.trajectory.log_probs += 0.1
     ratios = {}

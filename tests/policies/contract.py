@@ -1,4 +1,4 @@
-"""What every model family must do, as functions that a test of any family calls."""
+"""Contract of every model family, as functions that the tests of a family call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAME = {"rtol": 1e-3, "atol": 1e-4}  # what a few passes may round differently, 
 
 
 def classifier_free(guidance: float, negative: str) -> dict[str, Any]:
-    """How most pipelines are told of guidance, for the first two prompts."""
+    """Return the guidance arguments of most pipelines, for the first two prompts."""
     return {"guidance_scale": guidance, "negative_prompt": [negative] * 2 if negative else None}
 
 

@@ -141,7 +141,7 @@ def test_an_outer_autocast_does_not_round_the_update(sd3):
 
 
 def folds_while(call, policy):
-    """Whether any network pass of ``call()`` found the adapter folded, and whether all did."""
+    """Return whether any network pass of ``call()`` found the adapter folded, and whether all did."""
     found = []
     hook = policy.network.register_forward_pre_hook(
         lambda network, args: found.append(all(layer.merged for layer in lora_layers(network)))

@@ -137,7 +137,7 @@ def test_a_folder_whose_prompts_hardly_show_is_refused(code, tmp_path, right, wr
 
 
 def test_a_path_the_other_way_is_found(code, folder):
-    """What the pipeline's pictures cannot show: rollouts would be right and the loss wrong."""
+    """The pipeline's pictures cannot show it: rollouts would be right and the loss wrong."""
     turned = code.replace("return -prediction", "return prediction").replace(
         "return flow_scheduler(", "return turned(flow_scheduler("
     )

@@ -124,7 +124,7 @@ def cached(tmp_path, monkeypatch):
 
 
 def test_a_cached_pipeline_without_t5_loads_silently(families, cached, capfd):
-    """What is null in its index must be said to diffusers, as for a folder."""
+    """Components that are null in its index must be named to diffusers, as for a folder."""
     plain = families("sd3")
     policy = SD3Policy(cached(plain.folder, "some/sd3"), **plain.options)
     assert policy.check() == []

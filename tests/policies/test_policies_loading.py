@@ -1,4 +1,4 @@
-"""What a policy says of a checkpoint or an option that does not fit, and what it loads."""
+"""Loading of policies, and errors for a checkpoint or an option that does not fit."""
 
 import json
 import shutil

@@ -25,7 +25,7 @@ def equal(one, other):
 
 @contextmanager
 def prompts_encoded(policy):
-    """How many rows each pass of the first text encoder had."""
+    """Number of rows in each pass of the first text encoder."""
     sizes = []
     hook = policy.pipeline.text_encoder.register_forward_pre_hook(
         lambda module, args, kwargs: sizes.append(len(args[0] if args else kwargs["input_ids"])), with_kwargs=True
@@ -189,7 +189,7 @@ def addresses(modules):
 
 
 class Unmovable(torch.Tensor):
-    """What a device without room left does."""
+    """Tensor that no device has room for."""
 
     def to(self, *args, **kwargs):
         raise RuntimeError("out of memory")

@@ -1,4 +1,4 @@
-"""What of a network is trained: an adapter, all of it, or the parameters of some names."""
+"""Trained part of a network: an adapter, all of it, or the parameters of some names."""
 
 import diffusers
 import pytest

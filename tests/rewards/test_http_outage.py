@@ -1,4 +1,4 @@
-"""What happens when the server is not there, or not there any more."""
+"""Rewards whose server cannot be reached, or goes away."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""What holds for every reward that runs a checkpoint."""
+"""Behaviour of every reward that runs a checkpoint."""
 
 import pickle
 import shutil

@@ -57,7 +57,7 @@ def put_nan_into(path, name):
 
 
 def every_reader(path, capfd):
-    """What each command and each call says that is given the checkpoint, and its status."""
+    """Message and status of each command and call that is given the checkpoint."""
     asked = f"--checkpoint={path}"
     commands = {
         "export": lambda: export(["run", "--to=exported", asked]),

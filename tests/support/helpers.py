@@ -42,7 +42,7 @@ def repeating(values, slow):
 
 
 def grey_level(side=32):
-    """What one grey level of one channel of one pixel moves a picture's mean by: the least that pictures differ by.
+    """Return the least difference of two pictures' means: one grey level of one channel of one pixel.
 
     Float error below what the eye or a file shows can flip it, so no bound on what is made of eight bits lies below.
     """

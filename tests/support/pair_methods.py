@@ -1,4 +1,4 @@
-"""What the tests of the methods on (image, time, noise) pairs share: rollouts, and float64 arithmetic."""
+"""Shared code of the tests of methods on (image, time, noise) pairs: rollouts, and float64 arithmetic."""
 
 import torch
 
@@ -114,7 +114,7 @@ class Pairs64:
 
 
 def loss_and_gradient(policy, objective, micros):
-    """What one update sees: the mean loss of its micro-batches, and the accumulated gradient."""
+    """Return the mean loss of an update's micro-batches, and the accumulated gradient."""
     policy.zero_grad()
     total = 0.0
     for micro in micros:

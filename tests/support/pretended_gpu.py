@@ -63,7 +63,7 @@ class Generator(torch.Generator):
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor pretends to be on the GPU."""
+    """Return True if a tensor pretends to be on the GPU."""
     with torch._C.DisableTorchFunction():
         return _is_marked(tensor)
 

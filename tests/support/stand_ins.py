@@ -33,7 +33,7 @@ STARTS = {
     "tiny_unet_start": build_unet,
     "tiny_ocr_start": partial(build_sd3, task="words"),
 }
-"""What the pre-training recipes say how to make, without training its VAE."""
+"""Models that the pre-training recipes make, without a trained VAE."""
 SHIFTED = ("SD3Policy", "FluxPolicy")
 
 

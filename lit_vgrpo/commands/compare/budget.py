@@ -11,7 +11,7 @@ from lit_vgrpo.errors import unknown_option
 
 @dataclass(frozen=True)
 class Budget:
-    """What a sweep gave one method: an overlay's ``found:`` block.
+    """Budget that a sweep gave one method: an overlay's ``found:`` block.
 
     Attributes:
         points: Number of settings tried.

@@ -58,7 +58,7 @@ class Trial:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """What points are ranked by, higher is better: the cost of each target from the highest down, then reward."""
+        """Sort key of a point, higher is better: the cost of each target from the highest down, then reward."""
         final = -math.inf if self.final is None else self.final
         return (*(-self.cost(target) for target in sorted(self.targets, reverse=True)), final)
 

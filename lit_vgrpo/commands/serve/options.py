@@ -69,7 +69,7 @@ class ServeOptions(Options):
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """True if only this machine can reach the server."""
         return is_loopback(self.host)
 
     @property

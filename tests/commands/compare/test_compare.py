@@ -41,7 +41,7 @@ def planned(recipe, *words):
 
 
 def make_finished(run, **changes):
-    """What a finished run leaves behind."""
+    """Write the files of a finished run."""
     run.folder.mkdir(parents=True)
     evaluations = [an_evaluation(0, 0.5)]
     summary = {"outcome": "finished", "iterations": run.iterations, "evaluations": evaluations, **changes}

@@ -1,4 +1,4 @@
-"""What a method changes in a recipe, and what it may not change."""
+"""Overlays: what a method changes in a recipe, and what it may not change."""
 
 from pathlib import Path
 
