@@ -10,6 +10,8 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 COVERAGE := --cov --cov-report=term --cov-fail-under=85
 export OMP_NUM_THREADS ?= 1
+# Without bytecode every worker compiles, and rewrites the asserts of, every test file again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all lint docs clean
 .DEFAULT_GOAL := demo

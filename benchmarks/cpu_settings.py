@@ -23,10 +23,12 @@ SETTINGS: list[dict[str, str]] = [
     {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     {"MKL_CBWR": "COMPATIBLE"},
-    {"OMP_NUM_THREADS": "2"},
+    {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},  # threads that wait would spin on the cores of the others
     {"PROMPT_ORDER": "reversed"},
 ]
-PYTEST = ["-m", "pytest", "-q", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow"]
+PYTEST = ["-m", "pytest", "-q", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow"]
+THREADS = 4
+"""Of all workers together; what tests start comes on top."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -42,7 +44,8 @@ def run(setting: dict[str, str], words: list[str]) -> list[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **setting}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, *PYTEST, f"--junitxml={report}", *words]
+        workers = str(THREADS // int(environment["OMP_NUM_THREADS"]))
+        command = [sys.executable, *PYTEST, "-n", workers, f"--junitxml={report}", *words]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     found = {kind: [case for case in cases if case.find(kind) is not None] for kind in ("failure", "error", "skipped")}

@@ -20,10 +20,10 @@ def gpu():
             sys.modules.pop(name, None)
 
 
-SLOW = [pytest.param(part, marks=pytest.mark.slow) for part in ("memory", "answers", "race")]
+SLOW = [pytest.param(part, marks=pytest.mark.slow) for part in ("runs", "memory", "answers", "race")]
 
 
-@pytest.mark.parametrize("part", ["runs", "speed", "iteration", *SLOW])
+@pytest.mark.parametrize("part", ["speed", "iteration", *SLOW])
 def test_every_step_has_figures(gpu, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = gpu.measured(part, "cpu")

@@ -26,6 +26,8 @@ def with_cpu_default(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.get_default_device().type == "cpu":
+            return function(*args, **kwargs)  # a context would intercept every torch function, which is slow
         with torch.device("cpu"):
             return function(*args, **kwargs)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from conftest import tiny_recipe_of
 from fastapi.testclient import TestClient
 from processes import PYTHON
-from saved_runs import assert_one_line
+from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.callbacks import Report
 from lit_vgrpo.commands.report.command import read_runs, report
@@ -22,9 +23,20 @@ from lit_vgrpo.reports.selection import choose
 RUN = Path("runs/tiny")
 
 
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory, tiny_sd3):
+    """A folder with a finished run."""
+    place = tmp_path_factory.mktemp("live")
+    with folder_with(place, tiny_recipe_of(tiny_sd3), tiny_sd3, []):
+        train("trainer.max_epochs=3")
+    return place
+
+
 @pytest.fixture
-def finished(tiny_recipe):
-    assert run(["tiny.yaml", "trainer.max_epochs=3"]) == 0
+def finished(ran, tmp_path, monkeypatch):
+    """A copy of it as the working directory, and its run in there."""
+    shutil.copytree(ran, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     return RUN
 
 

@@ -12,7 +12,7 @@ from processes import run_ranks
 WORKER = Path(__file__).with_name("family_worker.py")
 FAMILIES = {"sd3": "SD3Policy", "unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
 RUNS = [("lora", "zero2"), ("lora", "fsdp2"), ("full", "fsdp2")]
-SLOW = ("sdxl", "flux")
+SLOW = ("unet", "sdxl", "flux")
 every_family = pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[pytest.mark.slow] * (family in SLOW)) for family in FAMILIES]
 )

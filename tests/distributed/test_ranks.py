@@ -23,8 +23,8 @@ WHOLE_TOO = {"DiffusionNFT": TWO, "DGPO, no guidance": TWO_UPDATES, "AWM": TWO, 
 SMALL = f"{TWO},prompts_per_iteration=2,micro_batch_size=2"
 CUT = dict.fromkeys(["DGPO, no guidance", "V-GRPO, scouts"], SMALL)
 CUT_TOO = dict.fromkeys(["DiffusionNFT", "V-GRPO, three steps", "DGPO, moving", "AWM"], SMALL)
-SHARDED = {"DGPO, moving": TWO_UPDATES, "idle": TWO_UPDATES}
-SHARDED_TOO = {"AWM": TWO_UPDATES, "MixGRPO, window 4": SPLIT}
+SHARDED = {"DGPO, moving": TWO_UPDATES}
+SHARDED_TOO = {"idle": TWO_UPDATES, "AWM": TWO_UPDATES, "MixGRPO, window 4": SPLIT}
 CONTINUED = {"DGPO, moving": TWO_UPDATES}
 CONTINUED_TOO = {"V-GRPO, three steps": TWO_UPDATES, "V-GRPO, scouts": TWO_UPDATES, "MixGRPO, window 4": SPLIT}
 

@@ -1,5 +1,7 @@
 """Every model family, small."""
 
+from functools import cache
+
 import torch.nn.functional as F
 from diffusers import Flux2KleinPipeline
 from policies.contract import Family
@@ -101,9 +103,12 @@ def from_zero(guidance, negative):
 def negative_embedded(folder):
     """FLUX.2's pipeline takes no negative prompt but its embedding."""
 
-    def guided(guidance, negative):
+    @cache
+    def embedding(negative):
         pipeline = Flux2KleinPipeline.from_pretrained(folder)
-        embedded, _ = pipeline.encode_prompt([negative] * 2, max_sequence_length=48)
-        return {"guidance_scale": guidance, "negative_prompt_embeds": embedded}
+        return pipeline.encode_prompt([negative] * 2, max_sequence_length=48)[0]
+
+    def guided(guidance, negative):
+        return {"guidance_scale": guidance, "negative_prompt_embeds": embedding(negative)}
 
     return guided

@@ -86,6 +86,7 @@ def test_bfloat16_keeps_trained_weights_in_float32(family):
     contract.bfloat16_keeps_trained_weights_in_float32(family)
 
 
+@of_each_network
 def test_helpers_follow_the_network_to_its_device(family):
     contract.helpers_follow_the_network_to_its_device(family)
 
@@ -94,6 +95,7 @@ def test_decode_and_encode_are_inverse_up_to_the_vae(family):
     contract.decode_and_encode_are_inverse_up_to_the_vae(family)
 
 
+@of_each_network
 @pytest.mark.parametrize("trained", repeating(["full", "partial"], slow=["partial"]))  # see test_trained.py
 def test_trained_weights_are_saved_as_a_pipeline(family, tmp_path, trained):
     options = {} if trained == "full" else {"train_only": [family.train_only]}

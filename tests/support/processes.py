@@ -20,6 +20,7 @@ PRELOADED = [
     "deepspeed",
     "hypothesis",
     "lit_vgrpo.callbacks",
+    "torch.utils.tensorboard",
 ]
 SHARED = "LIT_VGRPO_TESTS_PYTHON"
 if SHARED not in os.environ:

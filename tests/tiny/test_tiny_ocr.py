@@ -179,6 +179,7 @@ def test_the_shipped_pipeline_is_small_and_names_no_folder_of_a_machine() -> Non
             assert not str(json.loads(path.read_text(encoding="utf-8")).get("_name_or_path", "")).startswith("/")
 
 
+@pytest.mark.slow  # commands/test_recipes.py runs both recipes too
 def test_two_iterations_of_the_recipe_run(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     less = ["trainer.max_epochs=2", "data.prompts_per_iteration=4", "data.micro_batch_size=8", "data.heldout_limit=2"]
@@ -188,6 +189,7 @@ def test_two_iterations_of_the_recipe_run(tmp_path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "runs" / "tiny_ocr" / "export" / "model_index.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_pretraining_recipe_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     start = build_sd3(tmp_path / "start", small=True, task="words")
