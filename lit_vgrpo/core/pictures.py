@@ -76,7 +76,11 @@ def references_of(rows: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
     for row, file in zip(rows, files, strict=True):
         if not file:
             raise ValueError(f'Prompt "{row.get("prompt")}" has no {PICTURE}, but others have. Give all of them one.')
-    return [_read_once(str(file), Path(str(file)).stat().st_mtime_ns) for file in files]
+    return [_read_once(str(file), _changed_ns(Path(str(file)))) for file in files]
+
+
+def _changed_ns(file: Path) -> int:
+    return file.stat().st_mtime_ns if file.is_file() else 0  # for a missing one, read_picture says so
 
 
 @lru_cache(maxsize=128)
