@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -109,7 +110,7 @@ class VGRPOModule(HeldOutModule):
         """Return one line for each error that can be found without loading weights."""
         return [
             *policy_errors(self.policy),
-            *self.observed.check(),
+            *dict.fromkeys((*self.reward.check(), *self.observed.check())),
             *self.optimization.check(),
             *self.objective.policy_errors(type(self.policy)),
             *self.objective.check(sizes),
@@ -118,6 +119,27 @@ class VGRPOModule(HeldOutModule):
             *self.quantisation_errors(),
         ]
 
+    def people_errors(self, sizes: Sizes, ranks: int, has_heldout: bool) -> list[str]:
+        """Return one line for each setting that a reward from people cannot be used with."""
+        if not self.reward.asks_people:
+            return []
+        errors = []
+        if has_heldout and self.observed.asks_people:
+            errors.append(
+                "model.reward asks people, who do not score held-out images. Set model.heldout_reward to a reward that "
+                "does, such as PickScore, or data.heldout=null to train without evaluations."
+            )
+        if not sizes.errors(ranks) and sizes.plan(ranks).ranks_per_group > 1:
+            errors.append(
+                f"model.reward asks people, who compare whole groups, but {ranks} ranks split each group. "
+                f"Use at most {sizes.prompts_per_iteration} ranks."
+            )
+        if self.objective.rollout_spec(0).scouts is not None:
+            errors.append(
+                "model.objective.rollout.scouts would ask people about images that are drawn again. Leave it out."
+            )
+        return errors
+
     def setup(self, stage: str) -> None:
         if stage != "fit":
             return
@@ -125,8 +147,10 @@ class VGRPOModule(HeldOutModule):
         of_strategy = strategy_errors(
             self.trainer.strategy, self.policy, self.optimization.optimizer, sizes, self.objective.rollout_spec(0)
         )
-        for error in (*of_strategy, *self.check(sizes)):
+        of_people = self.people_errors(sizes, self.trainer.world_size, self.trainer.datamodule.has_heldout)  # type: ignore[attr-defined]
+        for error in (*of_strategy, *self.check(sizes), *of_people):
             raise ValueError(error)
+        self.reward.enter_run(Path(self.trainer.default_root_dir))
         keep_iterations_whole(self.trainer, sizes)
         accumulate(self.trainer, sizes)
 

@@ -254,7 +254,9 @@ class RecipeCLI(LightningCLI):
         of_prompts = [error for found in self.unscorable for error in found.refused(strict)]
         if not self.datamodule.sizes.errors(ranks):
             of_strategy += [error for error in [limit_error(self.trainer, self.datamodule.sizes)] if error]
-        return [*of_strategy, *self.model.check(self.datamodule.sizes), *of_data, *of_prompts, *of_callbacks]
+        sizes = self.datamodule.sizes
+        of_people = self.model.people_errors(sizes, ranks, self.datamodule.has_heldout)
+        return [*of_strategy, *self.model.check(sizes), *of_people, *of_data, *of_prompts, *of_callbacks]
 
     def find_unscorable(self) -> list[UnscorablePrompts]:
         """Return the training and held-out prompts that the rewards cannot score; the prompt files must be readable."""

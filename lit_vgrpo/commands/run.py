@@ -7,6 +7,7 @@ import logging
 import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -115,19 +116,34 @@ def run(args: Sequence[str]) -> int:
 
 
 def _run(command: Command) -> int:
-    if is_curriculum(command.recipe):
-        return run_curriculum(command)
+    return run_curriculum(command) if is_curriculum(command.recipe) else train_recipe(command)
+
+
+def train_recipe(command: Command, beside: Callable[[RecipeCLI], AbstractContextManager[object]] = nullcontext) -> int:
+    """Build and train a recipe.
+
+    Args:
+        beside: Returns, for the built recipe, a context that lasts as long as the training.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        UserError: With every error of the recipe.
+    """
     cli = build_recipe(command)
     try:
         errors = cli.errors()
         if errors:
             raise UserError(*errors)
+        company = beside(cli)
         if cli.resumption is not None and cli.resumption.is_over(cli.trainer):
             say_on_first(f"{cli.folder} is finished: {cli.resumption.done}. To continue, add trainer.max_epochs=N.")
             return 0
         cli.save_recipe()
         if is_first_process():
             say("\n".join(cli.opening()))
-        return train(cli)
+        with company:
+            return train(cli)
     finally:
         cli.give_back()

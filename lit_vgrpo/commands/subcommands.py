@@ -82,6 +82,14 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "write a run, or several side by side, as one HTML page; --serve shows it while they train",
         "report runs/tiny_shapes runs/tiny_shapes_DiffusionNFT --out both.html",
     ),
+    "vote": Subcommand(
+        "lit_vgrpo.commands.vote.command:vote",
+        "lit_vgrpo.commands.vote.command:VoteOptions",
+        "RUN | RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--resume] [--port 8009] [--host 127.0.0.1] "
+        "[--token-env NAME] [--seed 0]",
+        "show the page on which people choose the best images, beside a run or while training a recipe",
+        "vote tiny_shapes model.reward=VoteReward model.heldout_reward=ShapesReward",
+    ),
     "compare": Subcommand(
         "lit_vgrpo.commands.compare.command:compare",
         "lit_vgrpo.commands.compare.options:CompareOptions",

@@ -46,7 +46,7 @@ CLASSES = {
     "policy": "Flux2Policy FluxPolicy QwenImagePolicy SD3Policy SDXLPolicy UNetPolicy ZImagePolicy",
     "objective": "AWM DDPO DGPO DanceGRPO Denoising DiffusionNFT EPG FlowGRPO MixGRPO VGRPO",
     "reward": "AestheticScore CLIPScore GenEval HPSv2 HTTPReward ImageReward JPEGCompressibility "
-    "JPEGIncompressibility OCRReward PickScore PythonReward ShapesReward VLMJudge Weighted",
+    "JPEGIncompressibility OCRReward PickScore PythonReward ShapesReward VLMJudge VoteReward Weighted",
 }
 """Classes that a recipe may name, by the key under ``model``."""
 UNSHOWN = ("None", "SEVERAL")

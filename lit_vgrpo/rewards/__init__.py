@@ -19,6 +19,7 @@ from lit_vgrpo.rewards.queue import ScoreQueue
 from lit_vgrpo.rewards.recolour import RecolourReward
 from lit_vgrpo.rewards.shapes import ShapesReward
 from lit_vgrpo.rewards.vlm_judge import VLMJudge
+from lit_vgrpo.rewards.vote import VoteReward
 
 __all__ = [
     "AestheticScore",
@@ -42,6 +43,7 @@ __all__ = [
     "ScoreQueue",
     "ShapesReward",
     "VLMJudge",
+    "VoteReward",
     "Weighted",
     "as_weighted",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from inspect import signature
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -31,6 +32,8 @@ class Reward(ABC):
         name: the key of its score in the logs.
         concurrent: it may run in a thread while the next images are sampled, because it waits for a server or computes
             on the CPU; it is then only called from that thread, batch after batch.
+        asks_people: it compares images of a group, and a call may take hours; it is called once per rollout, with all
+            of a rank's images, and never for held-out images.
         failure: why images of the last call got NaN, in one line, if the reward knows.
         key: the reward's key in a recipe, such as ``model.reward``; empty if options are typed without a prefix.
     """
@@ -39,6 +42,7 @@ class Reward(ABC):
     weight_files: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Arguments that name weights, each with a file found there: the weights, or one file of the folder."""
     concurrent: bool = False
+    asks_people: bool = False
     failure: str | None = None
     key: str | None = None
 
@@ -83,6 +87,9 @@ class Reward(ABC):
     def load(self) -> None:
         """Load the weights, if there are any; a second call does nothing."""
         return None
+
+    def enter_run(self, folder: Path) -> None:  # noqa: B027
+        """Open what is kept in a run folder; called on every rank before training."""
 
     def take_counts(self) -> dict[str, int]:
         """Return counts of events since the last call, such as retries by cause."""

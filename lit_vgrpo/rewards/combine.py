@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pictures import stacked_references
-from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import Finite, PositiveFloat, checked
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
 from lit_vgrpo.rewards.batch import RewardBatch
+from lit_vgrpo.rewards.image_batch import ImageBatch, image_batch
 
 # would collide with another metric's key, such as reward/mean or heldout/reward
 RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward", "untrained_reward", "diversity"})
@@ -60,22 +61,10 @@ class PartScores:
     seconds: float
     counts: dict[str, int]
 
-
-@dataclass
-class ImageBatch:
-    """Images ready to be scored: rounded to what a file can store, without non-finite ones.
-
-    Attributes:
-        images: the finite images, ``(K, 3, H, W)``, float32 in [0, 1].
-        sound: their indices among the B images.
-        size: B.
-    """
-
-    images: Tensor
-    sound: list[int]
-    prompts: list[str]
-    rows: list[dict[str, Any]]
-    size: int
+    def split(self, sizes: Sequence[int]) -> list[PartScores]:
+        """Return the scores of consecutive batches; error, time and counts go with the first."""
+        first, *others = self.scores.split(list(sizes))
+        return [replace(self, scores=first), *(PartScores(scores, None, 0.0, {}) for scores in others)]
 
 
 @checked
@@ -158,22 +147,34 @@ class Weighted(Reward):
         return self
 
     def observing(self, other: Weighted | None) -> Weighted:
-        """Return this sum extended by another's rewards with weight 0.
+        """Return the sum for held-out images: this one, extended by another's rewards with weight 0.
+
+        Without the rewards that ask people. If no weighted one is left, the other sum's weights count.
 
         Raises:
             ValueError: both have a reward of the same name.
         """
-        if other is None:
-            return self
-        for name in other.part_names:
+        for name in [] if other is None else other.part_names:
             if name in self.part_names:
                 raise ValueError(
                     f'heldout_reward has a "{name}", as model.reward does. Choose another reward, or set its name.'
                 )
+        own = [part for part in self.parts if not part.reward.asks_people]
+        added = [] if other is None else other.parts
+        if any(part.weight for part in own):
+            added = [Part(part.name, part.reward, 0.0) for part in added]
+        parts = [*own, *added]
+        if parts == self.parts or not any(part.weight for part in parts):
+            return self
         both = Weighted.__new__(Weighted)
         both.overlap = self.overlap
-        both.parts = [*self.parts, *(Part(part.name, part.reward, 0.0) for part in other.parts)]
+        both.parts = parts
         return both
+
+    @property
+    def asks_people(self) -> bool:  # type: ignore[override]
+        """Whether any of the rewards does."""
+        return any(part.reward.asks_people for part in self.parts)
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         return self.score(images, prompts, rows).total
@@ -196,6 +197,10 @@ class Weighted(Reward):
     def load(self) -> None:
         for part in self.parts:
             part.reward.load()
+
+    def enter_run(self, folder: Path) -> None:
+        for part in self.parts:
+            part.reward.enter_run(folder)
 
     def take_counts(self) -> dict[str, int]:
         counts = ((part.name, part.reward.take_counts()) for part in self.parts)
@@ -286,24 +291,6 @@ def as_weighted(reward: Reward) -> Weighted:
     return reward if isinstance(reward, Weighted) else Weighted([reward])
 
 
-def image_batch(images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> ImageBatch:
-    """Check a batch and round its images.
-
-    Raises:
-        ValueError: images, prompts and rows differ in number, or images have the wrong shape.
-    """
-    if images.ndim != 4 or images.shape[1] != 3:
-        raise ValueError(f"images have the shape {tuple(images.shape)}. Rewards take (B, 3, H, W).")
-    if not len(images) == len(prompts) == len(rows):
-        raise ValueError(
-            f"{len(images)} images, {len(prompts)} prompts and {len(rows)} rows. Give one prompt and row per image."
-        )
-    images = images.detach()
-    is_sound = images.isfinite().flatten(1).all(1).cpu()
-    sound = [place for place, fit in enumerate(is_sound.tolist()) if fit]
-    return ImageBatch(to_uint8(images[sound]).float() / 255, sound, prompts, rows, len(images))
-
-
 def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> tuple[Tensor, str | None]:
     reward.failure = None
     try:
@@ -314,8 +301,8 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
     except SystemExit as error:  # would end the run silently
         raise RewardOutage(f'Reward "{reward.name}" called sys.exit({error.code!r}). Let it return scores.') from error
     except Exception as error:
-        if len(images) == 1:
-            return torch.full((1,), math.nan), _message(error)
+        if len(images) == 1 or reward.asks_people:
+            return torch.full((len(images),), math.nan), _message(error)
         singles = [_score(reward, images[i : i + 1], prompts[i : i + 1], rows[i : i + 1]) for i in range(len(images))]
         messages = [message for _, message in singles if message is not None]
         return torch.cat([scores for scores, _ in singles]), messages[-1] if messages else None

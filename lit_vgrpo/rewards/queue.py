@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.rewards.batch import RewardBatch
-from lit_vgrpo.rewards.combine import ImageBatch, Part, PartScores, Weighted, image_batch
+from lit_vgrpo.rewards.combine import Part, PartScores, Weighted
+from lit_vgrpo.rewards.image_batch import ImageBatch, image_batch
 
 MOST_WAITING = 4
 """Maximum number of batches waiting per thread; more would only use memory."""
@@ -21,15 +22,18 @@ MOST_WAITING = 4
 
 @dataclass
 class _Pending:
-    rows: list[dict[str, Any]]
-    scores: Mapping[str, PartScores | Future[PartScores]]
+    """A batch, and its scores so far; the images are kept for rewards that ask people."""
+
+    batch: ImageBatch
+    scores: dict[str, PartScores | Future[PartScores]]
 
 
 class ScoreQueue:
     """A queue that scores batches of images in order.
 
     Each ``concurrent`` reward scores in its own thread while the caller continues; the others score immediately. Each
-    reward sees the same batches in the same order as without threads.
+    reward sees the same batches in the same order as without threads. A reward that asks people gets all images at
+    once, when the scores are taken.
 
     Args:
         reward: the rewards; with ``overlap=False`` all of them score immediately.
@@ -52,17 +56,18 @@ class ScoreQueue:
             self.reward.load()
             self._is_loaded = True
         batch = image_batch(images, prompts, rows)
+        asking = [part for part in self.reward.parts if part.reward.asks_people]
         threaded = [part for part in self.reward.parts if self.reward.overlap and part.reward.concurrent]
-        on_cpu = _on_cpu(batch) if threaded else batch
+        on_cpu = _on_cpu(batch) if threaded or asking else batch
         scores: dict[str, PartScores | Future[PartScores]] = {}
         for part in threaded:
             self._wait_for_room(part)
             scores[part.name] = self._thread(part).submit(self.reward.score_part, part, on_cpu)
         for part in self.reward.parts:
-            if part not in threaded:
+            if part not in threaded and part not in asking:
                 scores[part.name] = self.reward.score_part(part, batch)
-        # in the order of the parts, not of completion
-        self._pending.append(_Pending(rows, {name: scores[name] for name in self.reward.part_names}))
+        kept = on_cpu if asking else replace(on_cpu, images=on_cpu.images[:0])
+        self._pending.append(_Pending(kept, scores))
 
     def take(self) -> RewardBatch:
         """Wait for the threads and return the scores of everything put in, in order, as one batch.
@@ -73,9 +78,18 @@ class ScoreQueue:
         pending, self._pending = self._pending, []
         if not pending:
             raise RewardError("No images were put into the queue.")
+        for part in self.reward.parts:
+            if part.reward.asks_people:
+                whole = self.reward.score_part(part, ImageBatch.joined([entry.batch for entry in pending]))
+                own = whole.split([entry.batch.size for entry in pending])
+                for entry, scores in zip(pending, own, strict=True):
+                    entry.scores[part.name] = scores
+        # in the order of the parts, not of completion
         return RewardBatch.joined(
             [
-                self.reward.summed({name: _done(score) for name, score in entry.scores.items()}, entry.rows)
+                self.reward.summed(
+                    {name: _done(entry.scores[name]) for name in self.reward.part_names}, entry.batch.rows
+                )
                 for entry in pending
             ]
         )

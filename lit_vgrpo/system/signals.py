@@ -190,6 +190,11 @@ class StopRequests(ABC):
 _listening: StopRequests | None = None
 
 
+def is_stop_requested() -> bool:
+    """Return True if the running command was asked to stop and has not ended yet."""
+    return _listening is not None and bool(_listening.signals)
+
+
 def _stop_listening_in_a_fork() -> None:
     """Restore signals in a process forked by a reward, which would otherwise count its parent's and never end."""
     if _listening is not None:

@@ -142,7 +142,7 @@ TAKEN = {
         ),
         (
             [],
-            "AWM.num_times power batch_size connect_timeout_s max_connections timeout_s DGPO.clip "
+            "images_per_vote AWM.num_times power batch_size connect_timeout_s max_connections timeout_s DGPO.clip "
             "DGPO.num_times train_fraction images_per_prompt fast_window decode_batch_size max_sequence_length "
             "quality flash_share window_size min_height threads betas lr eval_batch_size group_size "
             "heldout_images_per_prompt micro_batch_size prompts_per_iteration updates_per_iteration guidance "
@@ -150,16 +150,16 @@ TAKEN = {
         ),
         (
             ["1e12", "null", "a million million"],
-            "drop DDPO.advantage_clip DanceGRPO.advantage_clip scale_cap FlowGRPO.advantage_clip "
+            "VoteReward.timeout_s drop DDPO.advantage_clip DanceGRPO.advantage_clip scale_cap FlowGRPO.advantage_clip "
             "AWM.advantage_clip DGPO.advantage_clip MixGRPO.advantage_clip soft_clip",
         ),
         (
             ["null", "a million million"],
-            "CollapseStop.patience heldout_limit limit",
+            "CollapseStop.patience heldout_limit limit votes_per_group",
         ),
         (
             ["a million million"],
-            "patience_evaluations give_up_after max_response_bytes every_n_evaluations window_interval "
+            "voters patience_evaluations give_up_after max_response_bytes every_n_evaluations window_interval "
             "window_stride lines RewardHackAlarm.patience SampleGrid.every_n_iterations "
             "SurrogateDiagnostics.every_n_iterations max_tokens bucket_size",
         ),

@@ -100,7 +100,7 @@ def _serve(options: ReportOptions) -> int:
         raise UserError(f'{missing[0]} is not installed. Run: pip install "lit-vgrpo[serve]"')
     read_runs(options.runs)
     with listening_socket(LOOPBACK, options.port) as listener:
-        from lit_vgrpo.commands.report.live import serve_page
+        from lit_vgrpo.commands.report.live import serve_report
 
-        serve_page(listener, lambda: read_runs(options.runs), options.runs)
+        serve_report(listener, lambda: read_runs(options.runs), options.runs)
     return 0

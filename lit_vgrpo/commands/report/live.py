@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from lit_vgrpo.commands.serve.connections import BoundedProtocol
+from lit_vgrpo.commands.serve.page import BACKLOG, LOCAL_NAMES, serve_page
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.reports.kept import FOLDER_NAME, IMAGES_NAME, SCORES_NAME
 from lit_vgrpo.reports.page import render
 from lit_vgrpo.reports.run_data import RunData
 
 WATCHED = ("metrics.csv", "summary.json", "samples", f"{FOLDER_NAME}/{SCORES_NAME}", f"{FOLDER_NAME}/{IMAGES_NAME}")
-HOSTS = ["127.0.0.1", "localhost"]
-"""A page of another name that resolves to this machine may not read the report."""
-SHUTDOWN_S = 2
-BACKLOG = 16
 
 Read = Callable[[], list[RunData]]
 
@@ -71,7 +65,7 @@ class LivePage:
 def make_app(page: LivePage) -> FastAPI:
     """Return the server of a page, at ``/``, and of its version, at ``/version``."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
 
     @app.get("/")
     def whole() -> Response:
@@ -84,25 +78,9 @@ def make_app(page: LivePage) -> FastAPI:
     return app
 
 
-def serve_page(listener: socket.socket, read: Read, folders: Sequence[Path]) -> None:
+def serve_report(listener: socket.socket, read: Read, folders: Sequence[Path]) -> None:
     """Serve the report on a bound socket until Ctrl-C or SIGTERM."""
-    app = make_app(LivePage(read, folders))
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        http=BoundedProtocol,
-        ws="none",
-        timeout_graceful_shutdown=SHUTDOWN_S,
-    )
     listener.listen(BACKLOG)
-    say(f"Report at http://{HOSTS[0]}:{listener.getsockname()[1]}/ on this machine only. Ctrl-C stops it.")
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        uvicorn.Server(config).run(sockets=[listener])
-    except KeyboardInterrupt:  # uvicorn hands the signal on when it is done
-        pass
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    say(f"Report at http://{LOCAL_NAMES[0]}:{listener.getsockname()[1]}/ on this machine only. Ctrl-C stops it.")
+    serve_page(make_app(LivePage(read, folders)), listener)
     say("Stopped.")

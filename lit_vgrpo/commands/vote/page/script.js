@@ -1,0 +1,126 @@
+"use strict";
+
+const RETRY_MS = 1000;
+const element = (id) => document.getElementById(id);
+const storage = { get: () => { try { return localStorage.getItem("voter"); } catch { return null; } },
+  set: (name) => { try { localStorage.setItem("voter", name); } catch { /* asked again next time */ } } };
+const pause = (ms) => new Promise((done) => setTimeout(done, ms));
+
+let voter = storage.get();
+let comparison = null;
+let isBusy = false;
+
+function say(text, isError = false) {
+  element("said").textContent = text;
+  element("said").classList.toggle("error", isError);
+}
+
+// Asks until the server answers. The same vote again is stored once, so that none is lost or doubled.
+async function ask(address, sent) {
+  const options = sent === undefined ? {} : {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(sent) };
+  for (;;) {
+    let answer = null;
+    try { answer = await fetch(address, options); } catch { /* not reached */ }
+    if (answer !== null && answer.ok) return answer.json();
+    if (answer !== null && answer.status < 500) throw new Error((await answer.json().catch(() => ({}))).detail || "Reload the page.");
+    const why = answer === null ? "The server does not answer." : (await answer.json().catch(() => ({}))).detail || "The server failed.";
+    say(`${why} ${sent === undefined ? "" : "The vote is not stored yet. "}Trying again.`, true);
+    await pause(RETRY_MS);
+  }
+}
+
+async function move(address, sent, said) {
+  if (isBusy || !voter) return;
+  isBusy = true;
+  document.body.setAttribute("aria-busy", "true");
+  try {
+    await show(await ask(address, sent), said);
+  } catch (error) {
+    say(error.message, true);
+    if (address !== "undo") await ask(next()).then((found) => show(found, error.message, true), () => {});
+  }
+  document.body.removeAttribute("aria-busy");
+  isBusy = false;
+}
+
+const next = () => `next?voter=${encodeURIComponent(voter)}`;
+
+async function show(found, said = "", isError = false) {
+  const before = comparison;
+  comparison = found.comparison;
+  const { given, needed, same, compared } = found.progress;
+  element("left").textContent = needed ? `${given} of ${needed} votes` : "No votes needed now";
+  element("given").max = needed || 1;
+  element("given").value = needed ? given : 0;
+  element("agreement").textContent = compared ? `Voters agreed in ${same} of ${compared} comparisons.` : "";
+  element("ballot").hidden = comparison === null;
+  element("waiting").hidden = comparison !== null;
+  if (comparison === null) {
+    if (before !== null || said) say(`${said} No images to compare now.`.trim(), isError);
+    setTimeout(() => move(next()), RETRY_MS);
+    return;
+  }
+  element("prompt").textContent = comparison.prompt;
+  element("images").classList.toggle("one-row", comparison.images.length < 3);
+  await Promise.all([...element("images").children].map((button, place) => fill(button, comparison.images[place], place)));
+  const number = comparison.images.length;
+  if (before?.id !== comparison.id || said) say(`${said} ${comparison.prompt}: ${number} images, keys 1 to ${number}. ${needed - given} votes left.`.trim(), isError);
+}
+
+async function fill(button, image, place) {
+  button.hidden = image === undefined;
+  if (button.hidden) return;
+  const picture = button.querySelector("img");
+  picture.alt = `Image ${place + 1} of ${comparison.images.length} for: ${comparison.prompt}`;
+  picture.src = `image/${image}`;
+  await picture.decode().catch(() => {});
+  picture.classList.toggle("pixels", picture.naturalWidth < 200);
+}
+
+function vote(place) {
+  const image = comparison?.images[place];
+  if (image !== undefined) move("vote", { voter, comparison: comparison.id, image }, `Image ${place + 1} is stored.`);
+}
+const skip = () => { if (comparison) move("vote", { voter, comparison: comparison.id, image: null }, "Skipped."); };
+const undo = () => move("undo", { voter }, "The last vote is taken back.");
+
+function start() {
+  element("who").hidden = Boolean(voter);
+  element("self").hidden = !voter;
+  element("own").textContent = voter;
+  if (voter) move(next());
+  else {
+    comparison = null;
+    element("ballot").hidden = element("waiting").hidden = true;
+    element("voter").focus();
+  }
+}
+
+for (let place = 0; place < 4; place += 1) {
+  const button = document.createElement("button");
+  const key = document.createElement("kbd");
+  key.textContent = String(place + 1);
+  key.setAttribute("aria-hidden", "true");
+  button.append(document.createElement("img"), key);
+  button.addEventListener("click", () => vote(place));
+  element("images").append(button);
+}
+element("skip").addEventListener("click", skip);
+element("undo").addEventListener("click", undo);
+element("undo-last").addEventListener("click", undo);
+element("rename").addEventListener("click", () => { element("voter").value = voter; voter = null; start(); });
+element("who").addEventListener("submit", (event) => {
+  event.preventDefault();
+  voter = element("voter").value.trim() || null;
+  if (voter) storage.set(voter);
+  start();
+});
+addEventListener("keydown", (event) => {
+  if (event.repeat || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input")) return;
+  const key = event.key.toLowerCase();
+  if (/^[1-4]$/.test(key)) vote(Number(key) - 1);
+  else if (key === "s") skip();
+  else if (key === "u" || key === "z") undo();
+});
+start();
