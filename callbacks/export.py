@@ -40,10 +40,11 @@ class Export(L.Callback):
         assert isinstance(pl_module, VGRPOModule)
         policy = pl_module.policy
         with averaged_weights(trainer, pl_module):
-            trained = trainable_parameters(policy.network)
-            # All ranks gather sharded weights, rank 0 writes them.
-            sharded = any(is_sharded(p) for p in trained.values())
-            weights = {name: full(p, local(p)) for name, p in trained.items()} if sharded else None
+            # All ranks gather sharded weights, rank 0 writes them: an adapter, or a pipeline with its frozen weights.
+            adapter = policy.lora_rank is not None
+            written = trainable_parameters(policy.network) if adapter else dict(policy.network.named_parameters())
+            sharded = any(is_sharded(p) for p in written.values())
+            weights = {name: full(p, local(p)) for name, p in written.items()} if sharded else None
             if trainer.is_global_zero:
                 self._write(policy, Path(trainer.default_root_dir), weights)
         trainer.strategy.barrier("export")
