@@ -1,5 +1,6 @@
 """The voting page in headless Chromium."""
 
+import csv
 import json
 import subprocess
 import time
@@ -23,6 +24,16 @@ def wait_for(address, job):
             time.sleep(0.2)
 
 
+def is_over(job):
+    """True once nothing more is asked: a prompt may occur twice in an iteration, whose number of votes then differs."""
+    return job.poll() is not None or ((RUN / "report.html").exists() and rows() >= 60)
+
+
+def rows():
+    table = RUN / "metrics.csv"
+    return sum(bool(row.get("reward/votes")) for row in csv.DictReader(table.open())) if table.exists() else 0
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(NO_BROWSER is not None, reason=f"the voting page {NO_BROWSER}")
 def test_a_voter_who_is_right_in_four_of_five_trains_tiny_shapes_through_the_page(tmp_path, monkeypatch):
@@ -33,13 +44,11 @@ def test_a_voter_who_is_right_in_four_of_five_trains_tiny_shapes_through_the_pag
         wait_for(address, job)
         with browser(viewport={"width": 1280, "height": 800}) as (page, complaints):
             enter(page, address, "simulated")
-            voter, votes = NoisyVoter(0), 0
-            while votes < 60 * 32:
-                if voter.vote(page):
-                    votes += 1
-                else:
+            voter = NoisyVoter(0)
+            while not is_over(job):
+                if not voter.vote(page):
                     page.wait_for_timeout(100)
-            assert complaints == []
+            assert [line for line in complaints if "ERR_CONNECTION" not in line] == []  # the page ends with the run
         _, err = job.communicate(timeout=600)
     assert job.returncode == 0, err
     summary = json.loads((RUN / "summary.json").read_text())
