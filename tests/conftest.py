@@ -59,6 +59,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """Let the last collection look again: nanobind lists as leaked what is still there."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
     """Fork the workers, each of which would take 10 s to import what is tested; coverage has to see the imports."""

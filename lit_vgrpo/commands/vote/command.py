@@ -53,7 +53,7 @@ class VoteOptions(Options):
 
     host: str = option(LOOPBACK)
     port: int = whole(PORT, least=0, most=MOST_PORT)
-    token: str | None = option(None, read_token, "token_env")
+    token: str | None = option(None, read_token, name="token_env")
     seed: int = whole(0, least=0)
     resume: bool = flag()
     run: Path | None = field(init=False, default=None)
