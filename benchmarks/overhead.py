@@ -45,7 +45,7 @@ class Stopwatch(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         network = pl_module.policy.network
         network.register_forward_pre_hook(lambda *_: self._start("network"))
-        network.register_forward_hook(lambda *_: self._stop("network", f"forward, {pl_module.ledger._phase}"))
+        network.register_forward_hook(lambda *_: self._stop("network", f"forward, {pl_module.ledger.current_phase}"))
         self._time_calls(pl_module.policy, "decode", "decode")
         self._time_calls(pl_module._scores, "put", "reward")
         self._time_calls(pl_module._scores, "take", "reward")

@@ -81,7 +81,7 @@ class Report(L.Callback):
             write_report([folder], folder / REPORT_NAME, is_running)
         except Exception as error:  # whatever it is, a page is no reason to end a training run
             rank_zero_warn(
-                f"No report: {type(error).__name__}: {one_line(error)}. Training is not affected. "
+                f"No report: {type(error).__name__}: {one_line(error).rstrip('.')}. Training is not affected. "
                 f"Try: lightning report {folder}"
             )
         self._written_at = time.monotonic()

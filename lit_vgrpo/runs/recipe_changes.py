@@ -47,7 +47,7 @@ BOUND_KEYS = (
 ABSENT = "not set"
 UNUSED = (None, False)
 """Values that an option missing in an older checkpoint may have."""
-UNUSED_WORDS = {"start_weights": "trained", "kind": "adamw"}
+UNUSED_WORDS = {"start_weights": "trained", "kind": "adamw", "decode_dtype": "float32"}
 """The same, for options that name the earlier behaviour."""
 
 

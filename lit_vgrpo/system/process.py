@@ -37,6 +37,12 @@ def quiet_imports() -> None:
     )
     # imported by peft where it is installed, and warns of kernels that only quantized networks need
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # where torchao is installed, which peft and diffusers import: of its own enums, and of classes that it has moved;
+    # filters, since torch and diffusers set the levels when they are imported
+    logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())
+    logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").addFilter(
+        lambda record: "Unable to import `torchao`" not in record.getMessage()
+    )
 
 
 class QuickEnd:

@@ -120,7 +120,7 @@ def loaded(run_folder, variant):
 
 
 def own_image(policy, family):
-    return image_of(policy, RolloutSpec(solver_of(family), STEPS, GUIDANCE), PROMPT, SEED)
+    return image_of(policy, RolloutSpec(solver_of(family), STEPS, GUIDANCE), {"prompt": PROMPT}, SEED)
 
 
 def solver_of(family):

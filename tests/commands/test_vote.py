@@ -135,6 +135,12 @@ def test_the_page_names_no_other_host_and_a_damaged_file_is_said(store):
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+def accepts(port):
+    """The process that is killed is forked by another, and may end a moment later."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_a_recipe_is_trained_on_votes_and_a_killed_one_asks_only_for_the_rest(tiny_recipe, capsys):
     port = free_port()
     words = ["vote", "tiny.yaml", *SETTINGS, f"--port={port}", "data.group_size=4"]
@@ -149,6 +155,8 @@ def test_a_recipe_is_trained_on_votes_and_a_killed_one_asks_only_for_the_rest(ti
             time.sleep(0.05)
         page.post("/vote", json={"voter": "ann", "comparison": seen["id"], "image": seen["images"][2]})
         first.kill()
+    while accepts(port):
+        time.sleep(0.05)
     done = threading.Event()
     thread, voted = vote_over_http(port, done)
     try:

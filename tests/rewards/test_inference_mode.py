@@ -4,16 +4,20 @@ import pytest
 import torch
 from fault_server import FaultServer
 from stand_ins import StandIns, judge
+from torchvision.transforms.functional import to_pil_image
 
 from lit_vgrpo import rewards
 from lit_vgrpo.rewards import Reward, Weighted, as_weighted
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
+EDITS = ["make it red", "make it blue"]
 ROW = {"text": "so", "tag": "single_object", "include": [{"class": "cup", "count": 1}]}
 ALL = sorted(
     name
     for name in rewards.__all__
-    if isinstance(getattr(rewards, name), type) and issubclass(getattr(rewards, name), Reward) and name != "Reward"
+    if isinstance(getattr(rewards, name), type)
+    and issubclass(getattr(rewards, name), Reward)
+    and name not in ("Reward", "VoteReward")  # people score outside of any mode
 )
 
 
@@ -36,11 +40,14 @@ def build(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_reward_scores_the_same_in_inference_mode(build, name):
+def test_every_reward_scores_the_same_in_inference_mode(build, name, tmp_path):
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    to_pil_image(images[0]).save(tmp_path / "picture.png")
+    row = ROW | {"image": str(tmp_path / "picture.png")}
+    prompts = EDITS if name == "RecolourReward" else PROMPTS
 
     def score(reward):
-        scores = as_weighted(reward).score(images.clone(), PROMPTS, [ROW, ROW])
+        scores = as_weighted(reward).score(images.clone(), prompts, [row, row])
         assert scores.errors == {}
         return scores.total
 
