@@ -37,7 +37,9 @@ LONGEST_FIRST = (
         "test_check",
     ),
     *("test_pretended_gpu", "test_keys", "test_own_code", "test_estimate_room", "test_callbacks", "test_families"),
-    *("test_curriculum", "test_watchdog", "test_multi_node"),  # these wait
+    *("test_quantised", "test_quantised_base", "test_lora_start", "test_custom_optimizer", "test_sample", "test_cli"),
+    *("test_best_evaluation", "test_anchor", "test_limits", "test_policies_loading", "test_export_hub"),
+    *("test_curriculum", "test_watchdog", "test_multi_node", "test_vote"),  # these wait
 )
 """Files that take long: started last, one of them would keep a worker busy while the others have nothing to do."""
 

@@ -52,7 +52,8 @@ ALIKE = (
 """Methods that remember what another does too: an anchor, old weights, moving copies, a chain's noise."""
 
 
-@pytest.mark.parametrize("name", repeating(METHODS, slow=(*VARIANTS, *ALIKE)))
+# Flow-GRPO has DanceGRPO's chain too, and test_after_any_step stops between three steps.
+@pytest.mark.parametrize("name", repeating(METHODS, slow=(*VARIANTS, *ALIKE, "DanceGRPO", "V-GRPO, three steps")))
 def test_in_the_middle_of_an_iteration(tiny_sd3, tmp_path, name):
     make, _, _ = METHODS[name]
     split = "V-GRPO" not in name

@@ -14,7 +14,7 @@ from helpers import Brightness, make_data, make_module, make_trainer, weights
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
-from processes import BARE
+from processes import PLAIN
 
 from lit_vgrpo import VGRPO, OptimizerConfig, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
 from lit_vgrpo.callbacks import EMA, Export, ProgressBar, RewardLogger, RunSummary, SampleGrid, SurrogateDiagnostics
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_python(code, *args):
-    return subprocess.run([BARE, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
+    return subprocess.run([PLAIN, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
 
 
 def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):

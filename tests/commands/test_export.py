@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from diffusers import DiffusionPipeline
-from processes import BARE
+from processes import PLAIN
 from safetensors import safe_open
 from safetensors.torch import load_file
 from saved_runs import assert_one_line
@@ -55,7 +55,7 @@ CASES = {  # name of the folder -> family, kind of the run, options of the verb
     "unet_kohya": ("unet", "lora", ["--format", "kohya"]),
     "sdxl_kohya": ("sdxl", "lora", ["--format=kohya"]),
 }
-REPEATS = ("sd3_full", "unet_lora", "sdxl_full", "sdxl_kohya", "flux_lora", "flux_full")
+REPEATS = ("sd3_full", "unet_lora", "sdxl_lora", "sdxl_full", "sdxl_kohya", "flux_lora", "flux_full")
 """Cases that another family covers too; make test-all runs them all."""
 AVERAGED = ("sd3_lora", "sd3_ema", "sd3_merged")
 
@@ -144,7 +144,7 @@ def drawn(place, tmp_path_factory, request):
             jobs.append(job_of(name, family, policy, folder, printed(source, "--to", str(to), *options)))
         (folder / "jobs.json").write_text(json.dumps(jobs))
         script = str(Path(__file__).parents[1] / "support" / "plain_diffusers.py")
-        done = subprocess.run([BARE, script, folder / "jobs.json"], capture_output=True, text=True, timeout=240)
+        done = subprocess.run([PLAIN, script, folder / "jobs.json"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: (torch.load(folder / f"{name}.image"), *images[name]) for name in images}
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import make_data, make_module, make_trainer
+from helpers import make_data, make_module, make_trainer, repeating
 
 from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.rollout import RolloutSpec
@@ -21,7 +21,10 @@ def torchao():
     return pytest.importorskip("torchao", reason="needs the extra quantise")
 
 
-@pytest.fixture(params=[{}, {"lora_rank": 2}, {"lora_rank": 2, "dtype": "bfloat16"}, {"dtype": "bfloat16"}], ids=str)
+EACH = [{}, {"lora_rank": 2, "dtype": "bfloat16"}, {"lora_rank": 2}, {"dtype": "bfloat16"}]
+
+
+@pytest.fixture(params=repeating(EACH, slow=EACH[2:]), ids=str)
 def policy(request, torchao):
     return changed(SD3Policy("shipped:assets/tiny_sd3", max_sequence_length=1, **request.param).load())
 

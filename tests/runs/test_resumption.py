@@ -100,8 +100,7 @@ def test_without_a_checkpoint_it_starts_from_the_beginning(tiny_recipe, capsys):
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, cut_short, Path.unlink])
-def test_damage_is_noticed(tiny_recipe, damage):
-    assert start(tiny_recipe, "run", 2, "data.heldout=null") == 0
+def test_damage_is_noticed(ran_twice, damage):
     said = []
     assert last_good_checkpoint(Path("run"), said.append).checkpoint == Path("run/checkpoints/last.ckpt")
     assert not said
@@ -112,8 +111,7 @@ def test_damage_is_noticed(tiny_recipe, damage):
     assert len(said) == (0 if damage is Path.unlink else 1)
 
 
-def test_the_checkpoint_that_is_furthest_wins_whatever_its_age(tiny_recipe):
-    assert start(tiny_recipe, "run", 2, "data.heldout=null") == 0
+def test_the_checkpoint_that_is_furthest_wins_whatever_its_age(ran_twice):
     shutil.copy("run/checkpoints/previous.ckpt", "run/checkpoints/epoch=0.ckpt")
     assert last_good_checkpoint(Path("run"), print).checkpoint == Path("run/checkpoints/last.ckpt")
 
@@ -180,14 +178,26 @@ def test_what_no_weight_depends_on_may_differ(tiny_recipe, ran_once, free):
 
 
 @pytest.fixture(scope="module")
-def ran_once(tmp_path_factory, tiny_sd3):
+def two_iterations(tmp_path_factory, tiny_sd3):
     from conftest import tiny_recipe_of
 
-    folder = tmp_path_factory.mktemp("once")
+    folder = tmp_path_factory.mktemp("two")
     recipe = folder / "tiny.yaml"
     recipe.write_text(tiny_recipe_of(tiny_sd3))
-    assert start(recipe, folder / "run", 1, "data.heldout=null") == 0
-    return folder / "run/checkpoints/last.ckpt"
+    assert start(recipe, folder / "run", 2, "data.heldout=null") == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def ran_twice(two_iterations, tmp_path, monkeypatch):
+    """The folder ``run`` in an empty working directory: two iterations."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(two_iterations, "run")
+
+
+@pytest.fixture(scope="module")
+def ran_once(two_iterations):
+    return two_iterations / "checkpoints/previous.ckpt"
 
 
 SECRETS = {"LR": "0.0004", "WHO": "hunter2", "PROMPTS": "hunter2.txt"}

@@ -28,12 +28,15 @@ if SHARED not in os.environ:
     os.environ |= {SHARED: _FOLDER.name, f"{SHARED}_FROM": sys.executable}
     write_python(Path(_FOLDER.name, "full"), PRELOADED)
     write_python(Path(_FOLDER.name, "bare"), ["torch"])
+    write_python(Path(_FOLDER.name, "plain"), [PRELOADED[2]])
 PYTHON = os.path.join(os.environ[SHARED], "full", "python")
 """In place of ``sys.executable``, with ``-m lit_vgrpo ...`` or a script: see forks.py. All workers share it."""
 REAL_PYTHON = os.environ[f"{SHARED}_FROM"]
 """The interpreter itself, which a fork does not name."""
 BARE = os.path.join(os.environ[SHARED], "bare", "python")
 """The same with torch alone imported: for what is not imported."""
+PLAIN = os.path.join(os.environ[SHARED], "plain", "python")
+"""The same with diffusers imported, whose import takes 6 s: for what needs neither Lightning nor this package."""
 
 
 def small_strategy(name):

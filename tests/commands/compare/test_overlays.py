@@ -162,7 +162,7 @@ def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
         points = swept(options, overlay)
         assert len(points) == len({fingerprint(point.recipe, 0) for point in points}) == 8
         tuned = for_race(with_overlay(options.base, overlay.part("tuned")), 1, 1)
-        for other in (tuned, points[0].recipe, points[-1].recipe):  # the rest have other numbers for the same keys
+        for other in (tuned, points[-1].recipe):  # the rest have other numbers for the same keys
             assert recipe_errors(other, TOP_LEVEL, LINKED) == [], method
 
 
