@@ -25,6 +25,8 @@ _HOMES = {
     "Denoising": "lit_vgrpo.objectives",
     "Flux2Policy": "lit_vgrpo.policies",
     "FluxPolicy": "lit_vgrpo.policies",
+    "KontextPolicy": "lit_vgrpo.policies",
+    "QwenImageEditPolicy": "lit_vgrpo.policies",
     "QwenImagePolicy": "lit_vgrpo.policies",
     "SD3Policy": "lit_vgrpo.policies",
     "SDXLPolicy": "lit_vgrpo.policies",

@@ -12,6 +12,9 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
@@ -28,19 +31,32 @@ QWEN_IMAGE = (
     "the objects and background: user assistant"
 )
 """The words of Qwen-Image's system prompt, each a token, so that its pipeline drops whole words."""
+QWEN_IMAGE_EDIT = (
+    "system Describe the key features of the input image (color, shape, size, texture, objects, background), then "
+    "explain how the user's text instruction should alter or modify the image. Generate a new image that meets the "
+    "user's requirements while maintaining consistency with the original input where appropriate. user assistant "
+    "Picture"
+)
+WORD = r"\w+|'s|\(|\),"
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def chat_tokenizer(max_length: int = 4096) -> Qwen2Tokenizer:
-    """Return a byte-level tokenizer with a chat template, in which each word of the tasks is one token."""
-    words = [*task_words(), *re.findall(r"\w+", QWEN_IMAGE)]
+def chat_tokenizer(max_length: int = 4096, *, edits: bool = False) -> Qwen2Tokenizer:
+    """Return a byte-level tokenizer with a chat template, in which each word of the tasks is one token.
+
+    Args:
+        edits: know the words of Qwen-Image-Edit's system prompt instead of Qwen-Image's, and the tokens of a picture.
+    """
+    words = [*task_words(), *re.findall(WORD, QWEN_IMAGE_EDIT if edits else QWEN_IMAGE)]
+    special = [START, END, *(VISION if edits else ())]
     merges = learn_merges([form for word in words for form in (word, "Ġ" + word)], end="")
     tokens = list(dict.fromkeys([*byte_symbols(), *map("".join, merges)]))
     tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate([*tokens, PAD, START, END])},
+        vocab={token: i for i, token in enumerate([*tokens, PAD, *special])},
         merges=merges,  # type: ignore[arg-type]  # pairs, whatever the annotation says
         eos_token=END,
         pad_token=PAD,
-        additional_special_tokens=[START, END],
+        additional_special_tokens=special,
         model_max_length=max_length,
     )
     tokenizer.chat_template = TEMPLATE
@@ -91,7 +107,15 @@ def qwen25_vl(tokenizer: Any, width: int, seed: int = 0) -> nn.Module:
         "fullatt_block_indexes": [0],
     }
     text = {**_options(tokenizer, width, 2), "rope_parameters": rope}
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    special: dict[str, Any] = dict.fromkeys(names, 0)
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    known = tokenizer.get_vocab()
+    special: dict[str, Any] = {name: known.get(token, 0) for name, token in zip(names, VISION, strict=True)}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special)
     return _frozen(Qwen2_5_VLForConditionalGeneration, config, seed)
+
+
+def picture_processor(tokenizer: Any) -> Qwen2VLProcessor:
+    """Return the processor of Qwen2.5-VL, which keeps pictures of 28 x 28 pixels, one token each."""
+    sizes = {"shortest_edge": 28 * 28, "longest_edge": 512 * 512}
+    pictures = Qwen2VLImageProcessor(size=sizes)
+    return Qwen2VLProcessor(pictures, tokenizer, Qwen2VLVideoProcessor(size=sizes), chat_template=TEMPLATE)

@@ -12,19 +12,25 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from tiny_chat import chat_tokenizer, deep_qwen3, qwen3, qwen25_vl
+from tiny_chat import chat_tokenizer, deep_qwen3, picture_processor, qwen3, qwen25_vl
 from tiny_pipelines import build_pipeline
 
 _WIDTH = 16  # of the text encoders
 _CHANNELS = 4  # of the latents
 
 
-def build_qwen_image(folder: str | Path, seed: int = 0, layers: int = 2) -> Path:
+def build_qwen_image_edit(folder: str | Path) -> Path:
+    """Write a `QwenImageEditPlusPipeline` folder, which has the parts of `build_qwen_image` and reads pictures."""
+    return build_qwen_image(folder, edits=True)
+
+
+def build_qwen_image(folder: str | Path, seed: int = 0, layers: int = 2, *, edits: bool = False) -> Path:
     """Write a `QwenImagePipeline` folder: 4 x 8 x 8 latents and 16 image tokens for 32 x 32 images."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -55,9 +61,12 @@ def build_qwen_image(folder: str | Path, seed: int = 0, layers: int = 2) -> Path
         shift_terminal=0.02,
     )
     denoiser = QwenImageTransformer2DModel, transformer
-    texts: list[Any] = [(chat_tokenizer(), qwen25_vl, _WIDTH)]
+    tokenizer = chat_tokenizer(edits=edits)
+    texts: list[Any] = [(tokenizer, qwen25_vl, _WIDTH)]
+    parts = {"processor": picture_processor(tokenizer)} if edits else {}
+    kind = QwenImageEditPlusPipeline if edits else QwenImagePipeline
     louder = {"*.add_v_proj.weight": 4.0, "*.img_mod.1.weight": 4.0, "*.attn.to_out.0.weight": 2.0}
-    return build_pipeline(QwenImagePipeline, folder, seed, vae, denoiser, scheduler, texts, louder)
+    return build_pipeline(kind, folder, seed, vae, denoiser, scheduler, texts, louder, **parts)
 
 
 def build_flux2(folder: str | Path, seed: int = 0, *, is_distilled: bool = False) -> Path:

@@ -43,7 +43,8 @@ TRAINER = {
 }
 """Options of Lightning's Trainer that many runs set."""
 CLASSES = {
-    "policy": "Flux2Policy FluxPolicy KontextPolicy QwenImagePolicy SD3Policy SDXLPolicy UNetPolicy ZImagePolicy",
+    "policy": "Flux2Policy FluxPolicy KontextPolicy QwenImageEditPolicy QwenImagePolicy SD3Policy SDXLPolicy "
+    "UNetPolicy ZImagePolicy",
     "objective": "AWM DDPO DGPO DanceGRPO Denoising DiffusionNFT EPG FlowGRPO MixGRPO VGRPO",
     "reward": "AestheticScore CLIPImageSimilarity CLIPScore GenEval HPSv2 HTTPReward ImageReward JPEGCompressibility "
     "JPEGIncompressibility OCRReward PickScore PythonReward RecolourReward ShapesReward VLMJudge VoteReward Weighted",

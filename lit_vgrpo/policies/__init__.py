@@ -7,6 +7,7 @@ from lit_vgrpo.policies.flux import FluxPolicy
 from lit_vgrpo.policies.flux2 import Flux2Policy
 from lit_vgrpo.policies.kontext import KontextPolicy
 from lit_vgrpo.policies.qwen_image import QwenImagePolicy
+from lit_vgrpo.policies.qwen_image_edit import QwenImageEditPolicy
 from lit_vgrpo.policies.sd3 import SD3Policy
 from lit_vgrpo.policies.sdxl import SDXLPolicy
 from lit_vgrpo.policies.unet import UNetPolicy
@@ -18,6 +19,7 @@ __all__ = [
     "FluxPolicy",
     "KontextPolicy",
     "Policy",
+    "QwenImageEditPolicy",
     "QwenImagePolicy",
     "RectifiedFlow",
     "SD3Policy",

@@ -218,9 +218,12 @@ def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> 
     """Check that policy and pipeline sample the same image from the same noise."""
     noise, _, _ = inputs(policy)
     drawn = policy.decode(_sampled(policy, PROMPTS[:2], noise, solver, guidance))
-    with quiet_libraries(), pipeline_with(policy, scheduler_of_the_pipeline(policy, solver, STEPS)) as pipeline:
-        call = call_of(policy, PROMPTS[:2], noise, STEPS, guidance, _given_pictures(policy))
-        pictures = pipeline(**call).images
+    given, parts = _given_pictures(policy), []
+    for rows in (slice(0, 1), slice(1, 2)) if policy.pipeline_takes_one else (slice(0, 2),):
+        own = None if given is None else given[rows]
+        with quiet_libraries(), pipeline_with(policy, scheduler_of_the_pipeline(policy, solver, STEPS)) as pipeline:
+            parts.append(pipeline(**call_of(policy, PROMPTS[rows], noise[rows], STEPS, guidance, own)).images)
+    pictures = torch.cat(parts)
     plain = "The shift, or the units of times, latents or the prediction, differ."
     guided = "See encode_negative and pipeline_options."
     return _require_same(drawn, pictures.to(drawn), plain if guidance == 1.0 else guided)

@@ -79,6 +79,8 @@ class PolicyContract(nn.Module):
     """The first version of diffusers with this family."""
     edits: ClassVar[bool] = False
     """True if every prompt comes with a picture, of the size of the images."""
+    pipeline_takes_one: ClassVar[bool] = False
+    """True if the pipeline's call takes one prompt alone."""
     network: Any  # a diffusers model, the only submodule
     path: ProbabilityPath
     latent_shape: tuple[int, int, int]

@@ -50,7 +50,7 @@ def encoder_fingerprint(policy: PolicyContract) -> str:
     """Return a fingerprint of the encoders, independent of their files' location: 64 hex digits.
 
     Covers the text encoders (class, config, type, weights, large ones sampled), the VAE too in a family that edits, the
-    tokenizers, the pipeline's settings, and the family's own options.
+    tokenizers and processors of pictures, the pipeline's settings, and the family's own options.
     """
     digest = hashlib.sha256()
 
@@ -70,6 +70,8 @@ def encoder_fingerprint(policy: PolicyContract) -> str:
             digest.update(sampled(component.parameters()))
         elif hasattr(component, "model_max_length"):
             add(name, type(component).__name__, _vocabulary(component))
+        elif hasattr(component, "image_processor"):
+            add(name, type(component).__name__, component.image_processor.to_dict())
     return digest.hexdigest()
 
 

@@ -113,7 +113,8 @@ class PromptEncoder:
                 texts.append(f"prompt\n{prompt}")
                 work[texts[-1]] = partial(policy.encode_prompts, [prompt])
             else:
-                texts.append(f"edit\n{prompt}\n{picture_digest(picture)}")
+                # the negative prompt too, since an encoder may read it with the picture
+                texts.append(f"edit\n{[prompt, policy.negative_prompt]}\n{picture_digest(picture)}")
                 work[texts[-1]] = partial(self._encode_edit, prompt, picture)
         embeddings = Conditioning(self._looked_up(work))
         if len(work) == len(texts):

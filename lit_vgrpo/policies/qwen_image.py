@@ -11,12 +11,14 @@ from torch import Tensor
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.rollout import MASK, Conditioning
 from lit_vgrpo.policies.flow import FlowPolicy
+from lit_vgrpo.policies.flux import packed
 from lit_vgrpo.policies.pipeline_folder import Parts
 from lit_vgrpo.policies.prompt_encoder import masked_rows
 from lit_vgrpo.policies.vae import latent_sides
 
 LONGEST_PROMPT = 1024  # tokens
 PATCH = 2  # latents per side packed into one token
+Shape = tuple[int, int, int]
 
 
 @checked
@@ -116,20 +118,31 @@ class QwenImagePolicy(FlowPolicy):
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         rows, columns = (side // PATCH for side in z.shape[-2:])
+        sequence, shapes = self.sequence(z, cond)
         prediction = self.network(
-            hidden_states=F.pixel_unshuffle(z, PATCH).flatten(2).transpose(1, 2),
+            hidden_states=sequence,
             timestep=t,  # the network multiplies it by 1000 itself
             encoder_hidden_states=cond.tensors["tokens"],
             encoder_hidden_states_mask=cond.tensors[MASK].bool(),
-            img_shapes=[[(1, rows, columns)]] * len(z),
+            img_shapes=[shapes] * len(z),
             return_dict=False,
-        )[0]
+        )[0][:, : rows * columns]
         return F.pixel_shuffle(prediction.transpose(1, 2).unflatten(2, (rows, columns)), PATCH)
+
+    def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, list[Shape]]:
+        """Return the network's image tokens ``(B, N, C)``, those of ``z`` first, and the shape of each image."""
+        return packed(z), [token_shape(z)]
 
     def guided(self, with_prompt: Tensor, without: Tensor, guidance: float) -> Tensor:
         combined = super().guided(with_prompt, without, guidance)
         ratio = _token_norms(with_prompt) / _token_norms(combined)
         return combined * F.interpolate(ratio, scale_factor=PATCH, mode="nearest")
+
+
+def token_shape(latents: Tensor) -> Shape:
+    """Return the shape in tokens of latents ``(B, C, h, w)``: 1 frame, rows, columns."""
+    rows, columns = (side // PATCH for side in latents.shape[-2:])
+    return 1, rows, columns
 
 
 def _token_norms(latents: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Model families as fixtures: what the contract's functions take."""
 
 import pytest
-from policies.families import FAMILIES, make_family
+from helpers import repeating
+from policies.families import FAMILIES, SLOW, make_family
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,6 @@ def families(sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder):
     return make
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=repeating(FAMILIES, slow=SLOW))
 def family(request, families):
     return families(request.param)

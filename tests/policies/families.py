@@ -4,12 +4,15 @@ from functools import cache
 
 import torch.nn.functional as F
 from diffusers import Flux2KleinPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from policies.contract import Family
 
+from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.policies import (
     Flux2Policy,
     FluxPolicy,
     KontextPolicy,
+    QwenImageEditPolicy,
     QwenImagePolicy,
     SD3Policy,
     SDXLPolicy,
@@ -18,7 +21,9 @@ from lit_vgrpo.policies import (
 )
 
 LARGE = ("qwen_image", "flux2", "z_image")
-FAMILIES = ("sd3", "sd3_t5", "unet_eps", "unet_v", "sdxl", "flux", "flux_cfg", "kontext", *LARGE)
+FAMILIES = ("sd3", "sd3_t5", "unet_eps", "unet_v", "sdxl", "flux", "flux_cfg", "kontext", *LARGE, "qwen_image_edit")
+SLOW = ("qwen_image_edit",)
+"""The network is Qwen-Image's; every run compares it with the pipeline alone."""
 
 CLIP = {"prompt_limit": 12, "limited_by": "CLIPText"}
 T5 = {"prompt_limit": 16, "limited_by": "T5"}
@@ -32,7 +37,7 @@ QWEN_IDLE = ("transformer_blocks.1.attn.add_q_proj.*", "transformer_blocks.1.att
 
 def make_family(name, sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder):
     """One of :data:`FAMILIES` or ``sdxl_v``, on folders that the fixtures of these names make."""
-    if name in LARGE:
+    if name in (*LARGE, *SLOW):
         return make_large_family(name, large_folder(name))
     if name.startswith("sd3"):
         t5 = name == "sd3_t5"
@@ -55,16 +60,19 @@ def make_family(name, sd3_folder, unet_folder, sdxl_folder, flux_folder, large_f
 
 
 def make_large_family(name, folder):
-    """One of :data:`LARGE`; their limits are less by the tokens of the chat template."""
+    """One of :data:`LARGE` or :data:`SLOW`; their limits are less by the tokens of the chat template."""
     options = {"max_sequence_length": 48}
-    if name == "qwen_image":
+    if name.startswith("qwen_image"):
+        # what encoder and VAE see of a picture, in pixels: 64 x 32
+        pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE = pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = 2048
+        edits = {"edit": as_files, "guidance": true_cfg_of_one} if name == "qwen_image_edit" else {}
         return Family(
-            QwenImagePolicy,
+            QwenImageEditPolicy if edits else QwenImagePolicy,
             folder,
             options,
-            guidance=true_cfg,
             pack=pack,
-            prompt_limit=43,
+            **{"guidance": true_cfg, **edits},
+            prompt_limit=34 if edits else 43,
             limited_by="Qwen2_5_VL",
             idle=QWEN_IDLE,
             unused=("transformer_blocks.1.attn.to_add_out.*", "transformer_blocks.1.txt_mlp.*"),
@@ -89,6 +97,14 @@ def pack(z):
 
 def embedded(guidance, negative):
     return {"guidance_scale": guidance}
+
+
+def as_files(given):
+    return {"image": to_pil(given)}
+
+
+def true_cfg_of_one(guidance, negative):
+    return {"true_cfg_scale": guidance, "negative_prompt": negative}
 
 
 def true_cfg(guidance, negative):

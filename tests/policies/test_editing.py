@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from helpers import repeating
 from PIL import Image
-from policies.contract import HEIGHT, PROMPTS, WIDTH, pictures
+from policies.contract import HEIGHT, NEGATIVE, PROMPTS, WIDTH, pictures
+from policies.families import SLOW
 
 from lit_vgrpo.commands.estimate.estimate import Pass, peak_of_pass
 from lit_vgrpo.commands.prompt_checks import picture_errors
@@ -11,11 +13,13 @@ from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sampling import roll_out
 from lit_vgrpo.memory.meta import policy_on_meta
 from lit_vgrpo.policies import KontextPolicy, SD3Policy
+from lit_vgrpo.policies.fingerprint import encoder_fingerprint
+from lit_vgrpo.system.hub import LoadError
 
-EDITORS = ("kontext",)
+EDITORS = ("kontext", *SLOW)
 
 
-@pytest.fixture(params=EDITORS)
+@pytest.fixture(params=repeating(EDITORS, slow=SLOW))
 def editor(request, families):
     return families(request.param)
 
@@ -81,3 +85,24 @@ def test_the_memory_estimate_follows_an_editor(editor):
     policy = policy_on_meta(editor.policy_class(str(editor.folder), height=64, width=64, lora_rank=2))
     plain, trained = (peak_of_pass(policy, Pass(2, 1.0, with_grad)) for with_grad in (False, True))
     assert 0 < plain < trained
+
+
+def test_a_negative_prompt_is_read_with_its_picture(families, tmp_path):
+    """Beside a cache that holds the rows of another negative prompt."""
+    family = families("qwen_image_edit")
+    policies = [family.load(embedding_cache=str(tmp_path), negative_prompt=text) for text in ("", NEGATIVE)]
+    given = [PROMPTS[0]] * 2, pictures(policies[0], PROMPTS[:2])
+    empty, negative = (policy.encode(*given) for policy in policies)
+    embedded, other = (cond.tensors["reference_negative"] for cond in (empty, negative))
+    assert (embedded[0] - embedded[1]).abs().max() > 1e-2
+    assert (embedded[0] - other[0]).abs().max() > 1e-2
+    assert torch.equal(empty.tensors["tokens"], negative.tensors["tokens"])
+
+    before = encoder_fingerprint(policies[0])
+    policies[0].pipeline.processor.image_processor.image_mean = [0.0, 0.0, 0.0]
+    assert encoder_fingerprint(policies[0]) != before
+
+
+def test_a_picture_leaves_room_for_its_prompt(families):
+    with pytest.raises(LoadError, match="=14 leaves no room for a prompt: .* take 14 tokens. Set model.policy.max_seq"):
+        families("qwen_image_edit").load(max_sequence_length=14)

@@ -5,12 +5,12 @@ import itertools
 import pytest
 from helpers import repeating
 from policies import contract
-from policies.families import FAMILIES
+from policies.families import FAMILIES, SLOW
 
 SOLVERS = [*itertools.product([*FAMILIES, "sdxl_v"], [0, 1, 2])]
 OF_EVERY_KIND = ("sd3", "unet_eps", "flux")
 # The others have the network of one of these, with another text encoder, prediction or guidance.
-SAME_NETWORK = ("sd3_t5", "unet_v", "flux_cfg")
+SAME_NETWORK = ("sd3_t5", "unet_v", "flux_cfg", *SLOW)
 of_each_network = pytest.mark.parametrize("family", repeating(FAMILIES, slow=SAME_NETWORK), indirect=True)
 
 
