@@ -160,11 +160,11 @@ def job_of(name, family, policy, folder, lines):
     noise = policy.prior([torch.Generator().manual_seed(SEED)])
     if family == "flux":  # its pipeline takes noise as the network sees it
         noise = policy.pipeline._pack_latents(noise, *noise.shape)
-    torch.save(noise, folder / f"{name}.noise")
+    torch.save({"latents": noise}, folder / f"{name}.noise")
     call = {"prompt": PROMPT, "num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "height": 32, "width": 32}
     if family in ("sd3", "flux"):
         call["max_sequence_length"] = policy.max_sequence_length
-    files = {"latents": str(folder / f"{name}.noise"), "image": str(folder / f"{name}.image")}
+    files = {"tensors": str(folder / f"{name}.noise"), "image": str(folder / f"{name}.image")}
     return {"lines": lines, "call": call, "scheduler": dict(FAMILIES[family][2]), **files}
 
 

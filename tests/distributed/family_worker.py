@@ -1,6 +1,7 @@
 """One iteration of each model family under one strategy after the other: ``family_worker.py SPEC.json``.
 
-A run is ``{name, policy, options, lora, strategy}``; it leaves ``NAME.ckpt`` and what was trained in ``NAME-export``.
+``data`` are options of the prompts. A run is ``{name, policy, options, lora, strategy}``; it leaves ``NAME.ckpt`` and
+what was trained in ``NAME-export``.
 """
 
 import json
@@ -40,7 +41,7 @@ def stirred(family):
     return Stirred
 
 
-def train(run, folder):
+def train(run, folder, data):
     policy = stirred(getattr(policies, run["policy"]))(**run["options"], lora_rank=8 if run["lora"] else None)
     module = VGRPOModule(
         policy,
@@ -54,7 +55,7 @@ def train(run, folder):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = {"strategy": run["strategy"]} if run["strategy"] else {}
     trainer = make_trainer(folder, 1, callbacks, devices=world, gradient_clip_val=0.05, **chosen)
-    trainer.fit(module, datamodule=make_data(micro_batch_size=2, updates_per_iteration=2))
+    trainer.fit(module, datamodule=make_data(micro_batch_size=2, updates_per_iteration=2, **data))
     trainer.save_checkpoint(folder / f"{run['name']}.ckpt")
 
 
@@ -62,4 +63,4 @@ if __name__ == "__main__":
     spec = json.loads(Path(sys.argv[1]).read_text())
     for each in spec["runs"]:
         print(each, flush=True)
-        train(each, Path(spec["folder"]))
+        train(each, Path(spec["folder"]), spec["data"])

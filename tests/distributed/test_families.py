@@ -7,15 +7,17 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from helpers import picture_prompts
 from processes import run_ranks
 
 WORKER = Path(__file__).with_name("family_worker.py")
 LARGE = {"qwen_image": "QwenImagePolicy", "flux2": "Flux2Policy", "z_image": "ZImagePolicy"}
-FAMILIES = {"sd3": "SD3Policy", "unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy", **LARGE}
+FAMILIES = {"sd3": "SD3Policy", "unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
+FAMILIES |= {"kontext": "KontextPolicy", **LARGE}
 UNUSED = {"qwen_image": ("transformer_blocks.1.attn.to_add_out.", "transformer_blocks.1.txt_mlp.")}
 """Starts of the names of weights that no output depends on, which are not trained."""
 RUNS = [("lora", "zero2"), ("lora", "fsdp2"), ("full", "fsdp2")]
-SLOW = ("unet", "sdxl", "flux", *LARGE)
+SLOW = ("unet", "sdxl", "flux", "kontext", *LARGE)
 every_family = pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[pytest.mark.slow] * (family in SLOW)) for family in FAMILIES]
 )
@@ -31,6 +33,7 @@ def options(sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder):
         "flux": lambda: {"checkpoint": str(flux_folder()), "max_sequence_length": 8, "height": 32, "width": 32},
     }
     sizes = {"max_sequence_length": 48, "height": 32, "width": 32}
+    made["kontext"] = lambda: {**made["flux"](), "checkpoint": str(flux_folder(True, True))}
     for name in LARGE:
         made[name] = lambda name=name: {"checkpoint": str(large_folder(name)), **sizes}
     return lambda family: made[family]()
@@ -48,7 +51,8 @@ def folder(tmp_path_factory, options):
             for kind, strategy in runs
         ]
         runs = [dict(zip(keys, row, strict=True)) for row in rows]
-        spec.write_text(json.dumps({"folder": str(folder), "runs": runs}))
+        data = {"train": picture_prompts(folder, 32), "heldout": None} if family == "kontext" else {}
+        spec.write_text(json.dumps({"folder": str(folder), "runs": runs, "data": data}))
         run_ranks(WORKER, spec, world=world, logs=folder)
 
     @cache

@@ -1,5 +1,6 @@
 """Small real runs, without the command."""
 
+import json
 import os
 import socket
 import tempfile
@@ -7,8 +8,11 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import torch
+from PIL import Image
 
 from lit_vgrpo import VGRPO, OptimizerConfig, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
+from lit_vgrpo.data import read_prompts
 from lit_vgrpo.rewards import Reward, ShapesReward
 from lit_vgrpo.system.paths import resolve_path
 
@@ -65,6 +69,19 @@ def prompt_file(name):
     draft.write_text("\n".join(in_order(lines)) + "\n")
     draft.replace(copy)  # at once, since other processes read it
     return str(copy)
+
+
+def picture_prompts(folder, side):
+    """Write a file of six prompts, each with a picture of noise to edit, ``side`` pixels wide and high."""
+    rows = [{"prompt": row["prompt"]} for row in read_prompts(prompt_file("shapes_train.jsonl"))[:6]]
+    for number, row in enumerate(rows):
+        draw = torch.Generator().manual_seed(number)
+        pixels = torch.randint(256, (side, side, 3), generator=draw, dtype=torch.uint8)
+        row["image"] = f"{number}.png"
+        Image.fromarray(pixels.numpy()).save(folder / row["image"])
+    file = folder / "pictures.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(file)
 
 
 def make_module(folder, objective=None, reward=None, policy_options=None, **options):

@@ -16,8 +16,8 @@ def main(path):
         if job["scheduler"]:
             scheduler = getattr(scope["diffusers"], job["scheduler"].pop("class"))
             pipe.scheduler = scheduler.from_config(pipe.scheduler.config, **job["scheduler"])
-        noise = torch.load(job["latents"])
-        torch.save(pipe(latents=noise, output_type="pt", **job["call"]).images[0], job["image"])
+        call = {**job["call"], **torch.load(job["tensors"]), "output_type": "pt"}
+        torch.save(pipe(**call).images[0], job["image"])
     # What was exported needs nothing of ours.
     assert not [name for name in sys.modules if name.startswith("lit_vgrpo")]
 
