@@ -36,7 +36,15 @@ LONGEST_FIRST = (
         "test_kill_and_resume",
         "test_check",
     ),
-    *("test_pretended_gpu", "test_keys", "test_own_code", "test_estimate_room", "test_callbacks", "test_families"),
+    *(
+        "test_pretended_gpu",
+        "test_keys",
+        "test_own_code",
+        "test_estimate_room",
+        "test_callbacks",
+        "test_families",
+        "test_family_runs",
+    ),
     *("test_quantised", "test_quantised_base", "test_lora_start", "test_custom_optimizer", "test_sample", "test_cli"),
     *("test_best_evaluation", "test_anchor", "test_limits", "test_policies_loading", "test_export_hub"),
     *("test_curriculum", "test_watchdog", "test_multi_node", "test_vote"),  # these wait

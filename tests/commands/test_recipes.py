@@ -81,11 +81,11 @@ REPEATS = (
     *("sd35m_stage3", "sd35m_stage4", "tiny_shapes_pretrain", "tiny_unet_pretrain"),
     *("sd35m_stage1", "sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
     *("qwen_image_pickscore", "flux2_klein_pickscore", "sd15_aesthetic"),
-    *("sd3_pickscore_nft", "kontext_edit", "tiny_ocr"),
+    *("sd3_pickscore_nft", "kontext_edit"),
 )
 """Stages 1 to 4 are sd3_pickscore and 5 with other rewards; pre-trainings differ in their pictures, pair methods in
-their loss, and recipes of the large families in their network; sd15_aesthetic is tiny_unet with another reward,
-kontext_edit is tiny_edit with another network, and tiny/test_tiny_ocr.py runs tiny_ocr."""
+their loss, and recipes of the large families in their network; sd15_aesthetic is tiny_unet with another reward, and
+kontext_edit is tiny_edit with another network."""
 CHECKED = ("sd3_pickscore", "tiny_ocr_pretrain")
 """A large recipe and one without a reward; the others run, and memory/test_estimate.py knows every family."""
 SHOWN = ("evaluation", "samples")
