@@ -46,11 +46,10 @@ def _serve(args: Sequence[str]) -> int:
 
 def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     import torch
-    import uvicorn
 
     from lit_vgrpo.commands.reward_spec import build_reward
     from lit_vgrpo.commands.serve.app import make_app
-    from lit_vgrpo.commands.serve.connections import BoundedProtocol
+    from lit_vgrpo.commands.serve.page import bounded_server
     from lit_vgrpo.commands.serve.worker import Worker
     from lit_vgrpo.rewards import RewardError
     from lit_vgrpo.system.hub import LoadError
@@ -72,21 +71,11 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     name = "+".join(reward.part_names)
     worker = Worker(reward, options.batch_size, options.max_wait_ms, device)
     app = make_app(worker, name, options.token, options.max_request_bytes, options.limits)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        http=BoundedProtocol,
-        ws="none",
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=SHUTDOWN_S,
-    )
     listener.listen(BACKLOG)
     for line in opening(name, listener, options, str(device)):
         say(line)
     try:
-        uvicorn.Server(config).run(sockets=[listener])
+        bounded_server(app, SHUTDOWN_S, KEEP_ALIVE_S).run(sockets=[listener])
     except KeyboardInterrupt:  # uvicorn hands the signal on when it is done
         pass
     finally:

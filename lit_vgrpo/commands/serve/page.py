@@ -23,7 +23,7 @@ def serve_page(app: Any, listener: socket.socket) -> None:
     """Serve an ASGI application on a listening socket until Ctrl-C or SIGTERM."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _server(app).run(sockets=[listener])
+        bounded_server(app, SHUTDOWN_S).run(sockets=[listener])
     except KeyboardInterrupt:  # uvicorn hands the signal on when it is done
         pass
     finally:
@@ -33,7 +33,7 @@ def serve_page(app: Any, listener: socket.socket) -> None:
 @contextmanager
 def served_beside(app: Any, listener: socket.socket) -> Iterator[None]:
     """Serve an ASGI application on a listening socket in a thread, to the end of the block."""
-    server = _server(app)
+    server = bounded_server(app, SHUTDOWN_S)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="page", daemon=True)
     thread.start()
     try:
@@ -43,7 +43,13 @@ def served_beside(app: Any, listener: socket.socket) -> Iterator[None]:
         thread.join(2 * SHUTDOWN_S)
 
 
-def _server(app: Any) -> uvicorn.Server:
+def bounded_server(app: Any, shutdown_s: int, keep_alive_s: int = 5) -> uvicorn.Server:
+    """Return a server of an ASGI application whose connections are bounded in number and time.
+
+    Args:
+        shutdown_s: seconds that requests under way get when it ends.
+        keep_alive_s: seconds that a connection may be idle.
+    """
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -51,6 +57,7 @@ def _server(app: Any) -> uvicorn.Server:
         lifespan="off",
         http=BoundedProtocol,
         ws="none",
-        timeout_graceful_shutdown=SHUTDOWN_S,
+        timeout_keep_alive=keep_alive_s,
+        timeout_graceful_shutdown=shutdown_s,
     )
     return uvicorn.Server(config)
