@@ -56,6 +56,11 @@ def picture_size(path: str | Path) -> tuple[int, int]:
         raise ValueError(_unreadable(path)) from error
 
 
+def picture_error(prompt: str, row: Mapping[str, Any]) -> str | None:
+    """Return that a prompt has no picture, in one line, or ``None``."""
+    return None if PICTURE in row else f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
+
+
 def _unreadable(path: str | Path) -> str:
     return (
         f"{path} is not a readable image. Leave it out, or save it again."

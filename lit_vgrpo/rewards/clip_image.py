@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
-from lit_vgrpo.core.pictures import PICTURE
+from lit_vgrpo.core.pictures import picture_error
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.rewards.clip import clip_error, clip_model, embedding
@@ -46,7 +46,7 @@ class CLIPImageSimilarity(ModelReward):
         self._processor: Any = None
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
-        return None if PICTURE in row else f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
+        return picture_error(prompt, row)
 
     @torch.no_grad()
     def __call__(

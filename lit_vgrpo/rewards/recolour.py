@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.pictures import PICTURE
+from lit_vgrpo.core.pictures import picture_error
 from lit_vgrpo.rewards.base import Reward
 from lit_vgrpo.rewards.shapes import recognise
 from lit_vgrpo.tiny.edits import asked_colour, edit_of
@@ -26,9 +26,7 @@ class RecolourReward(Reward):
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         if asked_colour(prompt) is None:
             return f'Prompt "{prompt}" asks for no colour. Write prompts such as {edit_of(COLOURS[0])!r}.'
-        if PICTURE not in row:
-            return f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
-        return None
+        return picture_error(prompt, row)
 
     def __call__(
         self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
