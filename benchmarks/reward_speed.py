@@ -26,7 +26,7 @@ import torch
 
 from lit_vgrpo.rewards.aesthetic import AestheticScore
 from lit_vgrpo.rewards.blip import blip_modules
-from lit_vgrpo.rewards.clipscore import CLIPScore
+from lit_vgrpo.rewards.clip import CLIPScore
 from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.image_reward import ImageReward
 from lit_vgrpo.rewards.model import ModelReward, ScoreHead

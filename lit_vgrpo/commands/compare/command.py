@@ -12,20 +12,17 @@ from lit_vgrpo.commands.compare.report import write_report
 from lit_vgrpo.commands.compare.results import curves_of, rows_of
 from lit_vgrpo.commands.compare.runner import Stopped, locked, run_all
 from lit_vgrpo.commands.compare.sweep import trials_of, write_sweep
-from lit_vgrpo.commands.run import run_subcommand
+from lit_vgrpo.config.arguments import subcommand
 from lit_vgrpo.errors import say
 
 
-def compare(args: Sequence[str]) -> int:
+@subcommand(CompareOptions)
+def compare(options: CompareOptions) -> int:
     """Train methods from the same start; with ``--sweep``, search each method's best settings.
 
     Returns:
         Exit status: 0, 1 when a run failed, 2 for a mistake in what was typed or in a recipe, 130 after Ctrl-C.
     """
-    return run_subcommand(_compare, CompareOptions, args)
-
-
-def _compare(options: CompareOptions) -> int:
     found = entrants(options)
     with locked(options.out):
         runs = runs_of(options, found)
@@ -39,7 +36,11 @@ def _compare(options: CompareOptions) -> int:
         except Stopped as stopped:
             say(f"Stopped. What is finished is kept; continue: {options.line}", error=True)
             return 128 + stopped.signum
-        (_write_sweep if options.sweep else _write_race)(options, found, statuses)
+        if options.sweep:
+            text = write_sweep(options, trials_of(found, curves_of(statuses), options.targets))
+            say(f"{text}\n\nEverything is in {options.out}: sweep.md, .json, .csv, recipes, runs, logs.")
+        else:
+            _write_race(options, found, statuses)
     failed = sum(status.state == "failed" for status in statuses)
     if failed:
         say(f"{failed} of {len(runs)} runs failed. The same command runs them again.", error=True)
@@ -54,8 +55,3 @@ def _write_race(options: CompareOptions, found: Sequence[Entrant], statuses: Seq
     title = f"{options.command.recipe.stem}: " + ("one seed" if count == 1 else f"mean and range of {count} seeds")
     draw(options.out / "compare.png", rows, options.targets, title)
     say(f"{text}\n\nEverything is in {options.out}: compare.md, .json, .csv, .png, targets.csv, recipes, runs, logs.")
-
-
-def _write_sweep(options: CompareOptions, found: Sequence[Entrant], statuses: Sequence[Status]) -> None:
-    text = write_sweep(options, trials_of(found, curves_of(statuses), options.targets))
-    say(f"{text}\n\nEverything is in {options.out}: sweep.md, .json, .csv, recipes, runs, logs.")

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lit_vgrpo.commands.compare.overlays import put
 from lit_vgrpo.config.arguments import Options, flag, option, read_path, whole
-from lit_vgrpo.config.recipe import Command, read_recipe
+from lit_vgrpo.config.recipe import Command, read_recipe, set_value
 from lit_vgrpo.errors import UserError, suggestion
 
 SETTINGS = ("published", "tuned")
@@ -35,11 +34,7 @@ INSTEAD = {
 
 
 def read_names(text: str) -> list[str]:
-    """Return the names, which commas separate.
-
-    Raises:
-        UserError: There is none, or one is there twice.
-    """
+    """Return the names, which commas separate; raise UserError if there is none, or one is there twice."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise UserError(f"{text!r} names nothing. Separate names with commas: a,b.")
@@ -57,11 +52,7 @@ def read_settings(text: str) -> list[str]:
 
 
 def read_rewards(text: str) -> list[float]:
-    """Return the numbers in ascending order, which commas separate.
-
-    Raises:
-        UserError: One is not a finite number.
-    """
+    """Return the numbers in ascending order, which commas separate; raise UserError if one is not a finite number."""
     numbers, errors = set(), []
     for word in filter(None, map(str.strip, text.split(","))):
         try:
@@ -97,8 +88,8 @@ def sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> tuple[str, str]
     if data.get("heldout_fraction") is not None:
         text = "the recipe's own held-out prompts, which a comparison uses too: it holds them out of its training file"
         return "held-out prompts", text
-    put(base, "data.heldout", None)
-    put(base, "data.heldout_fraction", SWEEP_HELDOUT_FRACTION)
+    set_value(base, "data.heldout", None)
+    set_value(base, "data.heldout_fraction", SWEEP_HELDOUT_FRACTION)
     return "training prompts", (
         f"training prompts held out by hash (data.heldout=null, data.heldout_fraction={SWEEP_HELDOUT_FRACTION}), "
         "none of the recipe's held-out prompts"

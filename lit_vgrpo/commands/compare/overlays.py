@@ -5,20 +5,16 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from lit_vgrpo import objectives
-from lit_vgrpo.commands.compare.budget import Budget, budget_errors
 from lit_vgrpo.config.parts import merged
-from lit_vgrpo.config.recipe import loaded
+from lit_vgrpo.config.recipe import loaded, resolved
 from lit_vgrpo.config.schema import options_of_class
 from lit_vgrpo.core.rollout import RolloutSpec
-from lit_vgrpo.errors import UserError, nearest, suggestion, unknown_option
+from lit_vgrpo.errors import UserError, counted, nearest, suggestion, unknown_option
 from lit_vgrpo.system.paths import shipped_root
 
 PARTS = ("published", "tuned", "found", "sweep")
@@ -38,6 +34,30 @@ LEFT_OUT_CALLBACKS = ("SampleGrid", "Export", "SurrogateDiagnostics")
 
 OF_POLICY = ("scale_cap",)
 """Options of an objective that depend on the network, and so belong to the recipe for every method that has them."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Budget that a sweep gave one method: an overlay's ``found:`` block.
+
+    Attributes:
+        points: Number of settings tried.
+        seeds: Runs of each.
+        iterations: Iterations of each run.
+        prompts: Which prompts they were chosen on, and on which task.
+    """
+
+    points: int
+    seeds: int
+    iterations: int
+    prompts: str = ""
+
+    def __str__(self) -> str:
+        points, seeds = counted(self.points, "point"), counted(self.seeds, "seed")
+        return f"{points} x {seeds} x {self.iterations} iterations" + (f", {self.prompts}" if self.prompts else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value != ""}
 
 
 @dataclass
@@ -100,13 +120,9 @@ def read_overlay(path: Path) -> Overlay:
     Raises:
         UserError: it is not YAML, has keys that no overlay has, or sets what must be the same for every method.
     """
-    try:
-        found = OmegaConf.to_container(OmegaConf.create(loaded(path)), resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"Cannot read the overlay {path}: {str(error).splitlines()[0]}.") from error
-    if not isinstance(found, dict) or not isinstance(found.get("published"), dict):
+    content = {key: value or {} for key, value in resolved(loaded(path), path).items()}
+    if not isinstance(content.get("published"), dict):
         raise UserError(f"{path} is not an overlay: it needs published: with model.objective.")
-    content = {str(key): value or {} for key, value in found.items()}
     errors = [unknown_option(key, f"the overlay {path}", PARTS) for key in content if key not in PARTS]
     errors += [
         f"{path}: {part} must be a mapping{', or a list of points' if part == 'sweep' else ''}."
@@ -132,6 +148,21 @@ def read_overlay(path: Path) -> Overlay:
     return overlay
 
 
+def budget_errors(found: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yield what is wrong with an overlay's ``found:`` block, a line each."""
+    names = [one.name for one in fields(Budget)]
+    numbers = names[:-1]
+    yield from (
+        unknown_option(f"found.{key}", where, [f"found.{n}" for n in names]) for key in found if key not in names
+    )
+    for name in numbers:
+        value = found.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield f"{where}: found.{name}={value} must be a whole number such as 8: paste found: from sweep.md."
+    if not isinstance(found.get("prompts", ""), str):
+        yield f"{where}: found.prompts={found['prompts']} must be words that say what the settings were chosen on."
+
+
 def _overlay_errors(path: Path, overlay: Overlay) -> Iterator[str]:
     model = overlay.published.get("model")
     objective = model.get("objective") if _is_map(model) else None
@@ -149,26 +180,6 @@ def _overlay_errors(path: Path, overlay: Overlay) -> Iterator[str]:
     for key, values in overlay.sweep.items() if isinstance(overlay.sweep, dict) else ():
         if not isinstance(values, list) or not values:
             yield f"{path}: sweep.{key}={values!r} must be a list of the values to try."
-
-
-def put(recipe: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in place; ``init_args`` may be left out.
-
-    >>> recipe = {"objective": {"class_path": "VGRPO"}}
-    >>> put(recipe, "objective.clip", 0.01)
-    >>> recipe
-    {'objective': {'class_path': 'VGRPO', 'init_args': {'clip': 0.01}}}
-    """
-    node = recipe
-    parts = key.split(".")
-    for position, part in enumerate(parts):
-        if "class_path" in node and part not in ("class_path", "init_args"):
-            node = node.setdefault("init_args", {})
-        if position == len(parts) - 1:
-            node[part] = value
-        elif not isinstance(node.get(part), dict):
-            node[part] = {"class_path": node[part]} if isinstance(node.get(part), str) else {}
-        node = node[part]
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,13 +12,20 @@ from typing import Any
 
 import yaml
 
-from lit_vgrpo.commands.compare.budget import Budget
 from lit_vgrpo.commands.compare.options import SETTINGS, CompareOptions
-from lit_vgrpo.commands.compare.overlays import Overlay, find_overlay, for_race, leaves, put, read_overlay, with_overlay
+from lit_vgrpo.commands.compare.overlays import (
+    Budget,
+    Overlay,
+    find_overlay,
+    for_race,
+    leaves,
+    read_overlay,
+    with_overlay,
+)
 from lit_vgrpo.commands.run import build
 from lit_vgrpo.config.environment import Place, unchanged_texts, with_texts
 from lit_vgrpo.config.parts import merged
-from lit_vgrpo.config.recipe import texts_from_environment
+from lit_vgrpo.config.recipe import set_value, texts_from_environment
 from lit_vgrpo.errors import UserError
 
 
@@ -142,7 +149,7 @@ def swept(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
     for number, changed in enumerate(overlay.points):
         part = overlay.part("published")
         for key, value in changed.items():
-            put(part, key, value)
+            set_value(part, key, value)
         found.append(Entrant(overlay.name, f"sweep{number}", _recipe(options, part), changed))
     return found
 
@@ -155,7 +162,7 @@ def tuned_part(changed: Mapping[str, Any], objective: Mapping[str, Any]) -> dict
     """Return the ``tuned:`` block of an overlay that takes over the swept values."""
     part: dict[str, Any] = {"model": {"objective": {"class_path": objective["class_path"]}}}
     for key, value in changed.items():
-        put(part, key, value)
+        set_value(part, key, value)
     del part["model"]["objective"]["class_path"]  # stays that of published
     if not part["model"]["objective"]:
         del part["model"]["objective"]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from lit_vgrpo.callbacks.progress import clock
 from lit_vgrpo.commands.compare.plan import Run
 from lit_vgrpo.errors import without_controls
 
@@ -38,6 +39,24 @@ class Status:
     error: str = ""
     started: float = 0.0
     seconds: float = 0.0
+
+    def keep(self) -> None:
+        """Count the run as finished before."""
+        self.state, self.iteration = "kept", self.run.iterations
+
+    def start(self) -> None:
+        """Count the seconds from now on."""
+        self.state, self.started = "running", time.monotonic()
+
+    def end(self, error: str) -> None:
+        """Stop counting.
+
+        Args:
+            error: why the run failed; empty if it finished.
+        """
+        self.seconds, self.error = time.monotonic() - self.started, error
+        self.state = "failed" if error else "finished"
+        self.iteration = self.iteration if error else self.run.iterations
 
     def read(self) -> None:
         """Read the latest values from the run's ``metrics.csv``, ignoring a partially written line."""
@@ -77,17 +96,6 @@ def number(text: str | None) -> float | None:
         return None
 
 
-def duration(seconds: float) -> str:
-    """Format hours, minutes and seconds.
-
-    >>> duration(75), duration(3661)
-    ('1:15', '1:01:01')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def totals(statuses: Sequence[Status], elapsed: float) -> str:
     """Return a line on all runs, with the remaining time at the current pace."""
     states = [status.state for status in statuses]
@@ -98,12 +106,12 @@ def totals(statuses: Sequence[Status], elapsed: float) -> str:
     words += [f"{states.count('running')} running"]
     if failed := states.count("failed"):
         words.append(f"{failed} failed")
-    words.append(duration(elapsed))
+    words.append(clock(elapsed))
     here = [status for status in statuses if status.state in ("waiting", "running", "finished")]
     work = sum(status.run.iterations for status in here)
     behind = sum(status.run.iterations if status.state == "finished" else status.iteration for status in here)
     if 0 < behind < work:
-        words.append(f"about {duration(elapsed * (work - behind) / behind)} left")
+        words.append(f"about {clock(elapsed * (work - behind) / behind)} left")
     return ", ".join(words)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from lit_vgrpo.commands.compare.budget import Budget
+from lit_vgrpo.commands.compare.overlays import Budget
 from lit_vgrpo.commands.compare.progress import Status
 from lit_vgrpo.runs.resume import read_summary
 
@@ -134,10 +134,10 @@ def rows_of(
     groups: dict[tuple[str, str], list[Curve]] = {}
     for curve in curves:
         groups.setdefault((curve.method, curve.settings), []).append(curve)
-    rows = [_row(method, settings, group, targets) for (method, settings), group in groups.items()]
+    searches = found or {}
+    rows = [_row(*key, group, targets, searches.get(key)) for key, group in groups.items()]
     base = base or (rows[0].method if rows else None)
     for row in rows:
-        row.found = (found or {}).get((row.method, row.settings))
         yardstick = next((r for r in rows if r.method == base and r.settings == row.settings), None)
         for target, cost in row.targets.items():
             theirs = yardstick.targets[target]["mean"] if yardstick is not None else None
@@ -147,7 +147,7 @@ def rows_of(
     return rows
 
 
-def _row(method: str, settings: str, curves: list[Curve], targets: Sequence[float]) -> Row:
+def _row(method: str, settings: str, curves: list[Curve], targets: Sequence[float], found: Budget | None) -> Row:
     rewards = [curve.rewards for curve in curves if curve.evaluations]
     last = [values[-1] for values in rewards]
     return Row(
@@ -159,6 +159,7 @@ def _row(method: str, settings: str, curves: list[Curve], targets: Sequence[floa
         best=fmean(max(values) for values in rewards) if rewards else None,
         final_range=(min(last), max(last)) if last else None,
         targets={target: reached(curves, target) for target in targets},
+        found=found,
     )
 
 

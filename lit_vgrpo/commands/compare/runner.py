@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lit_vgrpo.callbacks.progress import clock
 from lit_vgrpo.commands.compare.plan import Run
-from lit_vgrpo.commands.compare.progress import Display, Status, duration
+from lit_vgrpo.commands.compare.progress import Display, Status
 from lit_vgrpo.commands.compare.results import COSTS
 from lit_vgrpo.errors import UserError, one_line
 from lit_vgrpo.runs.folder import FolderLock
@@ -76,7 +77,7 @@ def run_all(runs: Sequence[Run], jobs: int) -> list[Status]:
     statuses = [Status(run) for run in runs]
     for status in statuses:
         if is_finished(status.run):
-            status.state, status.iteration = "kept", status.run.iterations
+            status.keep()
     display = Display(statuses)
     waiting = [status for status in statuses if status.state == "waiting"]
     active: dict[int, tuple[Status, subprocess.Popen[bytes]]] = {}
@@ -126,7 +127,7 @@ def _start(status: Status, display: Display) -> subprocess.Popen[bytes]:
             # A group of its own: Ctrl-C in the terminal reaches us alone, and we stop it with its own children.
             start_new_session=True,
         )
-    status.state, status.started = "running", time.monotonic()
+    status.start()
     if not display.live:
         display.say(f"{run.name}: started")
     return process
@@ -153,18 +154,16 @@ def clear_the_way(run: Run) -> Path | None:
 def _finish(status: Status, returncode: int, display: Display) -> None:
     run = status.run
     status.read()
-    status.seconds = time.monotonic() - status.started
     error = "" if returncode == 0 else last_error(run.log, returncode)
     if not error and (lack := _shortcoming(run)):
         error = f"{lack[0].upper()}{lack[1:]}."
+    status.end(error)
     if error:
-        status.state, status.error = "failed", error
         display.say(f"{run.name} failed: {error} (see {run.log})")
         return
-    status.state, status.iteration = "finished", run.iterations
     summary = read_summary(run.folder) or {}
     start, end = (_shown(summary.get(f"heldout_reward_{when}")) for when in ("start", "end"))
-    display.say(f"{run.name}: held-out {start} -> {end} in {duration(status.seconds)}")
+    display.say(f"{run.name}: held-out {start} -> {end} in {clock(status.seconds)}")
 
 
 def _shown(value: Any) -> str:
@@ -203,10 +202,8 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _signal_group(process: subprocess.Popen[bytes], signum: int) -> None:
     if process.poll() is None:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signum)
-        except ProcessLookupError:
-            return
 
 
 @contextmanager

@@ -6,17 +6,17 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import yaml
 
-from lit_vgrpo.commands.compare.budget import Budget
 from lit_vgrpo.commands.compare.options import CompareOptions
+from lit_vgrpo.commands.compare.overlays import Budget
 from lit_vgrpo.commands.compare.plan import Entrant, tuned_part
 from lit_vgrpo.commands.compare.report import amount, errors_text, markdown_table, reward_cell, setting, write_csv
-from lit_vgrpo.commands.compare.results import Curve, reached
+from lit_vgrpo.commands.compare.results import Curve, Row, rows_of
 from lit_vgrpo.system.paths import write_atomically
 
 LAST = 2
@@ -39,28 +39,27 @@ RANKING_COST = "forward_equivalents"
 
 @dataclass
 class Trial:
-    """One point of a method's grid.
-
-    Attributes:
-        final: mean over the seeds of the mean of a run's last two evaluations; ``None`` where a seed failed.
-        targets: target -> how many seeds reached it and at what cost, see :class:`Row`.
-    """
+    """One point of a method's grid, with the results of its seeds."""
 
     entrant: Entrant
-    curves: list[Curve]
-    final: float | None
-    targets: dict[float, dict[str, Any]] = field(default_factory=dict)
+    row: Row
+
+    @property
+    def final(self) -> float | None:
+        """Mean over the seeds of the mean of a run's last two evaluations; ``None`` where a seed failed."""
+        curves = self.row.finished
+        return fmean(map(final_reward, curves)) if len(curves) == len(self.row.curves) else None
 
     def cost(self, target: float) -> float:
         """Return the mean cost of a target over the seeds, in forward passes; infinite unless all reached it."""
-        mean = self.targets[target]["mean"]
+        mean = self.row.targets[target]["mean"]
         return math.inf if mean is None else float(mean[RANKING_COST])
 
     @property
     def rank(self) -> tuple[float, ...]:
         """Sort key of a point, higher is better: the cost of each target from the highest down, then reward."""
         final = -math.inf if self.final is None else self.final
-        return (*(-self.cost(target) for target in sorted(self.targets, reverse=True)), final)
+        return (*(-self.cost(target) for target in sorted(self.row.targets, reverse=True)), final)
 
     @property
     def values(self) -> str:
@@ -75,13 +74,8 @@ def final_reward(curve: Curve) -> float:
 
 def trials_of(entrants: Sequence[Entrant], curves: Sequence[Curve], targets: Sequence[float] = ()) -> list[Trial]:
     """Return each point with the runs of its seeds, and its cost to reach each target."""
-    trials = []
-    for entrant in entrants:
-        own = [c for c in curves if (c.method, c.settings) == (entrant.method, entrant.settings)]
-        done = bool(own) and all(curve.evaluations for curve in own)
-        final = fmean(final_reward(curve) for curve in own) if done else None
-        trials.append(Trial(entrant, own, final, {target: reached(own, target) for target in targets}))
-    return trials
+    rows = {(row.method, row.settings): row for row in rows_of(curves, targets)}
+    return [Trial(entrant, rows[entrant.method, entrant.settings]) for entrant in entrants]
 
 
 def best_of(trials: Sequence[Trial]) -> dict[str, Trial | None]:
@@ -122,22 +116,17 @@ def write_sweep(options: CompareOptions, trials: Sequence[Trial]) -> str:
     best, budgets = best_of(trials), budgets_of(options, trials)
     lines = []
     for trial in trials:
-        done = [curve.rewards for curve in trial.curves if curve.evaluations]
-        start = fmean(values[0] for values in done) if done else None
-        top = fmean(max(values) for values in done) if done else None
-        spent = (
-            amount(fmean(c.evaluations[-1][name] for c in trial.curves if c.evaluations) if done else None)
-            for name in ("cpu_seconds", RANKING_COST)
-        )
+        row, ends = trial.row, [curve.evaluations[-1] for curve in trial.row.finished]
+        spent = (amount(fmean(end[name] for end in ends) if ends else None) for name in ("cpu_seconds", RANKING_COST))
         mark = "best" if best[trial.entrant.method] is trial else ""
-        cells = [reward_cell(value) for value in (start, trial.final, top)]
-        costs = [_target_cell(cost) for cost in trial.targets.values()]
+        cells = [reward_cell(value) for value in (row.start, trial.final, row.best)]
+        costs = [_target_cell(cost) for cost in row.targets.values()]
         lines.append([trial.entrant.method, trial.values, *cells, *spent, *costs, mark])
     header = ["method", "values", "start", "final", "best", "CPU s", "equivalents"]
     parts = [markdown_table([*header, *(f"to {target:g}" for target in options.targets), ""], lines)]
     parts.append("\n".join(f"{method} was given {budget}." for method, budget in budgets.items()))
     parts.append(_note(options))
-    failed = errors_text([curve for trial in trials for curve in trial.curves])
+    failed = errors_text([curve for trial in trials for curve in trial.row.curves])
     parts += [failed] if failed else []
     for method, winner in best.items():
         if winner is None:
@@ -202,10 +191,9 @@ def _csv_rows(trial: Trial) -> list[dict[str, Any]]:
             "cpu_seconds": curve.evaluations[-1]["cpu_seconds"],
             "passes": curve.evaluations[-1]["passes"],
             RANKING_COST: curve.evaluations[-1][RANKING_COST],
-            **{_column(target): _seed_cost(cost, curve.seed) for target, cost in trial.targets.items()},
+            **{_column(target): _seed_cost(cost, curve.seed) for target, cost in trial.row.targets.items()},
         }
-        for curve in trial.curves
-        if curve.evaluations
+        for curve in trial.row.finished
     ]
 
 
@@ -220,9 +208,9 @@ def _as_plain(trial: Trial, best: dict[str, Trial | None]) -> dict[str, Any]:
         "settings": trial.entrant.settings,
         "values": trial.entrant.changed,
         "final": trial.final,
-        "targets": {f"{target:g}": cost for target, cost in trial.targets.items()},
+        "targets": {f"{target:g}": cost for target, cost in trial.row.targets.items()},
         "is_best": best[trial.entrant.method] is trial,
-        "runs": [{"seed": c.seed, "error": c.error or None, "evaluations": c.evaluations} for c in trial.curves],
+        "runs": [{"seed": c.seed, "error": c.error or None, "evaluations": c.evaluations} for c in trial.row.curves],
     }
 
 

@@ -6,8 +6,8 @@ import json
 import pytest
 from PIL import Image
 
-from lit_vgrpo.commands.compare.budget import Budget
 from lit_vgrpo.commands.compare.options import CompareOptions
+from lit_vgrpo.commands.compare.overlays import Budget
 from lit_vgrpo.commands.compare.picture import averaged, draw, styles_of
 from lit_vgrpo.commands.compare.plan import Entrant
 from lit_vgrpo.commands.compare.report import reward_table, tables, target_table, verdict, write_report
