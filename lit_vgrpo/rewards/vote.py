@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import PositiveFloat, PositiveInt, Range, checked
+from lit_vgrpo.distributed.gather import rank_and_world_size
 from lit_vgrpo.errors import say
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
 from lit_vgrpo.rewards.png import encode_png
@@ -99,10 +99,11 @@ class VoteReward(Reward):
         """
         store = self._open()
         ids, groups = _groups(to_uint8(images), prompts)
-        owner = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        rank, num_ranks = rank_and_world_size()
         try:
-            numbers = store.publish(list(groups.values()), self.demand, owner)
-            self._count(self._wait(store, numbers))
+            numbers = store.publish(list(groups.values()), self.demand, rank, num_ranks)
+            self._wait(store, speaks=rank == 0)
+            self._count(store.progress(numbers), rank)
             scores = dict(zip(groups, store.scores(numbers), strict=True))
             store.close(numbers, self.keep_images)
         except VoteStoreError as error:
@@ -128,32 +129,37 @@ class VoteReward(Reward):
                 raise RewardOutage(str(error)) from error
         return self._store
 
-    def _wait(self, store: VoteStore, numbers: list[int]) -> Progress:
-        """Return the progress once there are enough votes, or the time limit says so."""
+    def _wait(self, store: VoteStore, speaks: bool) -> None:
+        """Wait until there are enough votes on the images of all ranks, or the time limit says so.
+
+        A rank that went on alone would time out in the next collective while people vote on the others' images.
+        """
         self._is_closed.clear()
         asked = time.monotonic()
-        while (progress := store.progress(numbers)).given < progress.needed:
+        while (progress := store.progress()).given < progress.needed:
             left = progress.needed - progress.given
-            if not self._was_announced:
-                say(f"Waiting for {left} votes on {store.path}. The page to vote: lightning vote {store.path.parent}")
+            page = f"The page to vote: lightning vote {store.path.parent}"
+            if speaks and not self._was_announced:
+                say(f"Waiting for {left} votes on {store.path}. {page}")
                 self._was_announced = True
             if self.timeout_s is not None and time.monotonic() - asked > self.timeout_s:
                 missing = f"{left} of {progress.needed} votes are missing after {self.timeout_s:g} s"
                 if self.when_late == "stop":
                     raise RewardOutage(f"{missing}. Vote, then resume the run: the votes given so far are kept.")
                 if self.when_late == "continue":
-                    self._counts["late"] += left
-                    return progress
-                say(f"{missing}. The page to vote: lightning vote {store.path.parent}", error=True)
+                    return
+                if speaks:
+                    say(f"{missing}. {page}", error=True)
                 asked = time.monotonic()
             if self._is_closed.wait(POLL_S) or is_stop_requested():
                 raise KeyboardInterrupt  # people may take hours: the run is saved as it is, and asks again
-        return progress
 
-    def _count(self, progress: Progress) -> None:
+    def _count(self, progress: Progress, rank: int) -> None:
+        if progress.given < progress.needed:
+            self._counts["late"] += progress.needed - progress.given
         self._counts["given"] += progress.given
         self._counts["skipped"] += progress.skipped
-        self._counts["voters"] += progress.voters
+        self._counts["voters"] += progress.voters if rank == 0 else 0  # the same people on every rank
         if progress.compared:
             self._counts["agreements"] += progress.same
             self._counts["disagreements"] += progress.compared - progress.same

@@ -74,21 +74,26 @@ class VoteStore:
     # --- the run ---------------------------------------------------------------------------------------------------
 
     def publish(
-        self, groups: Sequence[tuple[str, str, Mapping[str, bytes]]], demand: Demand, owner: int = 0
+        self,
+        groups: Sequence[tuple[str, str, Mapping[str, bytes]]],
+        demand: Demand,
+        owner: int = 0,
+        num_owners: int = 1,
     ) -> list[int]:
-        """Open groups for voting, and close all others of this owner; votes on the same images are kept.
+        """Open groups for voting, and close the others of this owner; votes on the same images are kept.
 
         Args:
             groups: of each group a key, the prompt, and its images as PNG files by their ids.
             demand: the votes that each needs.
             owner: the rank that asks.
+            num_owners: number of ranks; groups of further ones, from an earlier part of the run, are closed.
 
         Returns:
             The groups' numbers.
         """
         numbers = []
         with self._transaction() as db:
-            db.execute("UPDATE groups SET is_open = 0 WHERE owner = ?", (owner,))
+            db.execute("UPDATE groups SET is_open = 0 WHERE owner = ? OR owner >= ?", (owner, num_owners))
             for key, prompt, images in groups:
                 settings = (
                     owner,

@@ -13,7 +13,6 @@ import threading
 import httpx
 import pytest
 import torch
-import uvicorn
 from helpers import Brightness, free_port
 from processes import PYTHON
 from starlette.requests import Request
@@ -26,6 +25,7 @@ from lit_vgrpo.commands.serve import worker as worker_module
 from lit_vgrpo.commands.serve.app import make_app
 from lit_vgrpo.commands.serve.command import listening_socket, opening
 from lit_vgrpo.commands.serve.options import ServeOptions
+from lit_vgrpo.commands.serve.page import bounded_server
 from lit_vgrpo.commands.serve.worker import Worker
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Weighted, protocol
 from lit_vgrpo.rewards.connection import Connection
@@ -190,16 +190,7 @@ class Serving:
     def __init__(self, reward, batch_size=8, max_wait_ms=0):
         self.worker = Worker(Weighted([reward]), batch_size, max_wait_ms, torch.device("cpu"))
         app = make_app(self.worker, "test", None, 10_000_000, Limits())
-        self.server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level="error",
-                lifespan="off",
-                http=connections.BoundedProtocol,
-                ws="none",
-                timeout_graceful_shutdown=1,
-            )
-        )
+        self.server = bounded_server(app, shutdown_s=1)
         self.listener = listening_socket("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/score"
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]}, daemon=True)
@@ -475,7 +466,7 @@ def test_what_waits_when_the_server_goes_down_is_refused():
     ("words", "said"),
     [
         ("JPEGCompressibility --port abc", "--port abc is not a whole number"),
-        ("JPEGCompressibility --port 70000", "--port 70000 is not a port"),
+        ("JPEGCompressibility --port 70000", "--port 70000 is too large. Use 65535 or less."),
         ("JPEGCompressibility --max-megapixels 100", "--max-megapixels 100 is too large. Use 85 or less."),
         ("JPEGCompressibility --batch-size 0", "--batch-size 0 is too small"),
         ("JPEGCompressibility --prt 1", "Did you mean port?"),

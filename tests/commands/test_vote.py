@@ -22,6 +22,7 @@ from lit_vgrpo.rewards.vote_groups import Demand
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
 
 RUN = Path("runs/tiny")
+PAUSE_S = 25
 SETTINGS = ["model.reward=VoteReward", "model.heldout_reward=JPEGCompressibility"]
 
 
@@ -42,8 +43,12 @@ def free_port():
         return one.getsockname()[1]
 
 
-def vote_over_http(port, done, name="ann"):
-    """Vote for the first image that is shown, until ``done`` is set; returns the thread and the comparisons."""
+def vote_over_http(port, done, name="ann", pause_s=0):
+    """Vote for the first image that is shown, until ``done`` is set; returns the thread and the comparisons.
+
+    Args:
+        pause_s: after the first vote.
+    """
     voted = []
 
     def work():
@@ -58,6 +63,7 @@ def vote_over_http(port, done, name="ann"):
                     sent = {"voter": name, "comparison": seen["id"], "image": seen["images"][0]}
                     assert page.post("/vote", json=sent).status_code == 200
                     voted.append(seen["prompt"])
+                    done.wait(pause_s if len(voted) == 1 else 0)
                 except httpx.TransportError:
                     time.sleep(0.05)
 
@@ -179,6 +185,29 @@ def test_a_recipe_is_trained_on_votes_and_a_killed_one_asks_only_for_the_rest(ti
     assert f"Vote at http://127.0.0.1:{port}/ on this machine only. Ctrl-C stops it." in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
+    port, done = free_port(), threading.Event()
+    thread, voted = vote_over_http(port, done, pause_s=PAUSE_S)
+    strategy = "{class_path: lightning.pytorch.strategies.DDPStrategy, init_args: {timeout: '0:00:%d'}}"
+    ranks = ["trainer.devices=2", f"trainer.strategy={strategy % (PAUSE_S - 5)}"]
+    words = ["vote", "tiny.yaml", *SETTINGS, f"--port={port}", *ranks]
+    job = subprocess.run([PYTHON, "-m", "lit_vgrpo", *words], capture_output=True, text=True, timeout=300)
+    done.set()
+    thread.join()
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("Vote at http") == job.stdout.count("Waiting for ") == 1
+    assert len(voted) == 4
+    with sqlite3.connect(RUN / FILE_NAME) as db:
+        assert db.execute("SELECT owner, is_open, count(*) FROM groups GROUP BY 1, 2 ORDER BY 1").fetchall() == [
+            (0, 0, 2),
+            (1, 0, 2),
+        ]
+    with (RUN / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("reward/votes/given")]
+    assert [(float(row["reward/votes/given"]), float(row["reward/votes/voters"])) for row in rows] == [(2, 1), (2, 1)]
+
+
 def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
     own = [PYTHON, "-m", "lit_vgrpo"]
     with subprocess.Popen([*own, "run", "tiny.yaml", *SETTINGS], stdout=subprocess.PIPE, stderr=-1, text=True) as job:
@@ -196,7 +225,7 @@ def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
             page.send_signal(signal.SIGINT)
             out, err = page.communicate(timeout=60)
         assert (page.returncode, err) == (0, "")
-        assert out == f"Stopped. Every vote is in {RUN / FILE_NAME}; 1 are still asked for.\n"
+        assert out == f"Stopped. Every vote is in {RUN / FILE_NAME}; still needed: 1.\n"
         job.send_signal(signal.SIGINT)
         out, err = job.communicate(timeout=60)
     assert job.returncode == 130

@@ -131,6 +131,17 @@ def test_a_vote_can_be_undone_until_it_is_used_and_a_skip_counts(store):
     assert store.scores(numbers)[0]["a0"] == pytest.approx(-store.scores(numbers)[0]["a1"])
 
 
+def test_a_rank_closes_its_own_groups_and_those_of_ranks_that_are_gone(store):
+    for rank in (0, 1, 2):
+        store.publish([group(f"old {rank}", 2)], Demand(2), rank, num_owners=3)
+    store.publish([group("new", 2)], Demand(2), owner=0, num_owners=2)
+    asked = []
+    while (comparison := store.next_comparison("ann")) is not None:
+        asked.append(comparison.prompt)
+        store.vote(comparison.id, "ann", None)
+    assert sorted(asked) == ["prompt of new", "prompt of old 1"]
+
+
 # --- the file --------------------------------------------------------------------------------------------------------
 
 

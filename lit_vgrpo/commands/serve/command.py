@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Sequence
 from importlib.util import find_spec
 
 from lit_vgrpo.commands.serve.options import ServeOptions
+from lit_vgrpo.config.arguments import subcommand
 from lit_vgrpo.errors import UserError, one_line, report, say
 
 PACKAGES = ("fastapi", "uvicorn", "python_multipart")
@@ -16,7 +16,8 @@ SHUTDOWN_S = 5
 BACKLOG = 256
 
 
-def serve(args: Sequence[str]) -> int:
+@subcommand(ServeOptions)
+def serve(options: ServeOptions) -> int:
     """Serve a reward: ``RECIPE_OR_CLASS [key=value ...] [--host 127.0.0.1] [--port 8000] ...``.
 
     Returns:
@@ -25,18 +26,14 @@ def serve(args: Sequence[str]) -> int:
     # SIGTERM ends like Ctrl-C; uvicorn takes both over while it serves
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _serve(args)
-    except UserError as error:
-        report(error.errors)
-        return 2
+        return _serve(options)
     except KeyboardInterrupt:
         return 0
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _serve(args: Sequence[str]) -> int:
-    options = ServeOptions.parse(args)
+def _serve(options: ServeOptions) -> int:
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise UserError(f'{missing[0]} is not installed. Run: pip install "lit-vgrpo[serve]"')
@@ -51,7 +48,6 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     from lit_vgrpo.commands.serve.app import make_app
     from lit_vgrpo.commands.serve.page import bounded_server
     from lit_vgrpo.commands.serve.worker import Worker
-    from lit_vgrpo.rewards import RewardError
     from lit_vgrpo.system.hub import LoadError
 
     reward = build_reward(options.words)
@@ -65,7 +61,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
         raise UserError(f"--device {options.device} cannot be used: {one_line(error)}. Use cpu or cuda:0.") from error
     try:
         reward.load()
-    except (LoadError, RewardError, ModuleNotFoundError) as error:
+    except (LoadError, ModuleNotFoundError) as error:
         report([str(error)])
         return 1
     name = "+".join(reward.part_names)

@@ -19,11 +19,7 @@ MOST_PORT = 65535
 
 
 def read_token(variable: str) -> str:
-    """Return the text of an environment variable.
-
-    Raises:
-        UserError: It is not set.
-    """
+    """Return the text of an environment variable; raise UserError if it is not set."""
     token = os.environ.get(variable, "").strip()
     if not token:
         raise UserError(f"{variable} is not set in the environment. Run: export {variable}=...")
@@ -49,7 +45,7 @@ class ServeOptions(Options):
     subcommand: ClassVar[str] = "serve-reward"
 
     host: str = option(LOOPBACK)
-    port: int = whole(8000, least=0)
+    port: int = whole(8000, least=0, most=MOST_PORT)
     token: str | None = option(read=read_token, name="token-env")
     device: str | None = option()
     batch_size: int = whole(32)
@@ -59,13 +55,8 @@ class ServeOptions(Options):
     max_megapixels: int = whole(4, most=MOST_MEGAPIXELS)
 
     def __post_init__(self) -> None:
-        errors = []
-        if self.port > MOST_PORT:
-            errors.append(f"--port {self.port} is not a port. Use 1 to {MOST_PORT}, or 0 for a free one.")
         if not self.words:
-            errors.append("No reward given. Try: lightning serve-reward PickScore")
-        if errors:
-            raise UserError(*errors)
+            raise UserError("No reward given. Try: lightning serve-reward PickScore")
 
     @property
     def is_local(self) -> bool:

@@ -113,11 +113,7 @@ class Worker:
                 self._pixels -= pixels
 
     def submit(self, request: ScoreRequest) -> Future[Scores]:
-        """Queue a request and return the future of its scores.
-
-        Raises:
-            Stopping: the worker was closed.
-        """
+        """Queue a request and return the future of its scores; raise Stopping if the worker was closed."""
         job = _Job(request)
         with self._lock:
             if self._is_closed:

@@ -58,16 +58,18 @@ class Ballots:
     Args:
         store: the votes.
         seed: of the order in which a voter sees the images of a comparison.
+        is_over: returns True once training has ended.
     """
 
-    def __init__(self, store: VoteStore, seed: int) -> None:
+    def __init__(self, store: VoteStore, seed: int, is_over: Callable[[], bool]) -> None:
         self.store = store
         self.seed = seed
+        self.is_over = is_over
         self._leases: dict[str, tuple[int, float]] = {}
         self._leasing = threading.Lock()
 
     def next(self, voter: str, again: Comparison | None = None) -> dict[str, Any]:
-        """Return what a voter sees next: a comparison, if there is one, and the progress.
+        """Return what a voter sees next: a comparison, if there is one, the progress, and whether training is over.
 
         Args:
             again: a comparison to show once more.
@@ -82,7 +84,7 @@ class Ballots:
         seen = None
         if comparison is not None:
             seen = {"id": comparison.id, "prompt": comparison.prompt, "images": self.order(voter, comparison)}
-        return {"comparison": seen, "progress": asdict(self.store.progress())}
+        return {"comparison": seen, "progress": asdict(self.store.progress()), "is_over": self.is_over()}
 
     def order(self, voter: str, comparison: Comparison) -> list[str]:
         """Return the images in the random order in which a voter sees them, always the same."""
@@ -91,16 +93,19 @@ class Ballots:
         return images
 
 
-def make_app(store: VoteStore, seed: int = 0, token: str | None = None) -> FastAPI:
+def make_app(
+    store: VoteStore, seed: int = 0, token: str | None = None, is_over: Callable[[], bool] = lambda: False
+) -> FastAPI:
     """Return the page and its server.
 
     Args:
         store: the votes.
         seed: of the order of the images.
         token: secret in the address that opens the page; ``None`` serves this machine only.
+        is_over: returns True once training has ended.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    ballots = Ballots(store, seed)
+    ballots = Ballots(store, seed, is_over)
     if token is None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
 

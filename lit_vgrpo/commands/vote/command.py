@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -16,20 +18,23 @@ import yaml
 
 from lit_vgrpo.commands.curriculum import is_curriculum
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
-from lit_vgrpo.commands.run import run_subcommand, train_recipe
+from lit_vgrpo.commands.run import train_recipe
 from lit_vgrpo.commands.serve.command import listening_socket
 from lit_vgrpo.commands.serve.options import LOOPBACK, MOST_PORT, read_token
-from lit_vgrpo.config.arguments import Options, flag, is_override, option, whole
+from lit_vgrpo.config.arguments import Options, flag, is_override, option, subcommand, whole
 from lit_vgrpo.config.recipe import Command
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.rewards.connection import is_loopback
 from lit_vgrpo.rewards.vote import VoteReward
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
-from lit_vgrpo.runs.folder import CONFIG_NAME, is_first_process
+from lit_vgrpo.runs.folder import CONFIG_NAME
 from lit_vgrpo.runs.saved_run import find_run
+from lit_vgrpo.system.process import is_first_process
 
 PORT = 8009
 PACKAGES = ("fastapi", "uvicorn")
+LAST_LOOK_S = 1.5
+"""Time for pages, which ask once a second, to learn that training has ended."""
 NOT_ASKED = "does not ask people. Set model.reward=VoteReward, and model.heldout_reward for the held-out images"
 
 
@@ -89,16 +94,15 @@ class VoteOptions(Options):
         return f"http://{host}:{listener.getsockname()[1]}/{secret}"
 
 
-def vote(args: Sequence[str]) -> int:
+@subcommand(VoteOptions)
+def vote(options: VoteOptions) -> int:
     """Serve the voting page of a run, or train a recipe with it: ``RUN|RECIPE [key=value ...] [--port 8009] ...``.
 
     Returns:
         Exit status: 0, or that of the training; 2 for a mistake in what was typed.
     """
-    return run_subcommand(_vote, VoteOptions, args)
-
-
-def _vote(options: VoteOptions) -> int:
+    if options.command is not None and not is_first_process():  # the page is served by the first rank alone
+        return train_recipe(options.command)
     with listening_socket(options.host, options.port) as listener:  # before the weights: a taken port is known at once
         if options.run is not None:
             return _serve(options, listener, _folder_of_votes(options.run))
@@ -113,13 +117,14 @@ def _serve(options: VoteOptions, listener: socket.socket, folder: Path) -> int:
     app = _listen(options, listener, store)
     serve_page(app, listener)
     found = store.progress()
-    left = f"; {found.needed - found.given} are still asked for" if found.needed > found.given else ""
-    say(f"Stopped. Every vote is in {store.path}{left}.")
+    left = found.needed - found.given
+    missing = f"; still needed: {left}" if left else ""
+    say(f"Stopped. Every vote is in {store.path}{missing}.")
     return 0
 
 
 def _page_beside(options: VoteOptions, listener: socket.socket, cli: RecipeCLI) -> AbstractContextManager[object]:
-    """Return a context that serves the page while a recipe trains, on the first rank.
+    """Return a context that serves the page while a recipe trains.
 
     Raises:
         UserError: the recipe does not ask people.
@@ -128,22 +133,27 @@ def _page_beside(options: VoteOptions, listener: socket.socket, cli: RecipeCLI) 
     if not asking:
         raise UserError(f"The reward of {options.words[0]} {NOT_ASKED}.")
     folder = asking[0].folder or cli.folder
-    return _page(options, listener, folder) if is_first_process() else nullcontext()
+    return _page(options, listener, folder)
 
 
 @contextmanager
 def _page(options: VoteOptions, listener: socket.socket, folder: Path) -> Iterator[None]:
     from lit_vgrpo.commands.serve.page import served_beside
 
-    with served_beside(_listen(options, listener, _open(folder)), listener):
+    is_over = threading.Event()
+    with served_beside(_listen(options, listener, _open(folder), is_over.is_set), listener):
         yield
+        is_over.set()
+        time.sleep(LAST_LOOK_S)
 
 
-def _listen(options: VoteOptions, listener: socket.socket, store: VoteStore) -> Any:
+def _listen(
+    options: VoteOptions, listener: socket.socket, store: VoteStore, is_over: Callable[[], bool] = lambda: False
+) -> Any:
     from lit_vgrpo.commands.serve.page import BACKLOG
     from lit_vgrpo.commands.vote.app import make_app
 
-    app = make_app(store, options.seed, options.token)
+    app = make_app(store, options.seed, options.token, is_over)
     listener.listen(BACKLOG)
     whom = "on this machine only" if options.token is None else "for everyone who has this address"
     say(f"Vote at {options.address(listener)} {whom}. Ctrl-C stops it.")

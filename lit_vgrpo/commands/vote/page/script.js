@@ -1,18 +1,24 @@
 "use strict";
 
 const RETRY_MS = 1000;
+const LONG_PROMPT = 60;
 const element = (id) => document.getElementById(id);
 const storage = { get: () => { try { return localStorage.getItem("voter"); } catch { return null; } },
   set: (name) => { try { localStorage.setItem("voter", name); } catch { /* asked again next time */ } } };
+const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 
 let voter = storage.get();
 let comparison = null;
 let isBusy = false;
+let isOver = false;
+let timer = null;
 
-function say(text, isError = false) {
+// What the page shows anyway is only read out.
+function say(text, isError = false, readOut = "") {
   element("said").textContent = text;
-  element("said").classList.toggle("error", isError);
+  element("read-out").textContent = readOut;
+  element("status").classList.toggle("error", isError);
 }
 
 // Asks until the server answers. The same vote again is stored once, so that none is lost or doubled.
@@ -32,6 +38,7 @@ async function ask(address, sent) {
 
 async function move(address, sent, said) {
   if (isBusy || !voter) return;
+  clearTimeout(timer);
   isBusy = true;
   document.body.setAttribute("aria-busy", "true");
   try {
@@ -42,6 +49,7 @@ async function move(address, sent, said) {
   }
   document.body.removeAttribute("aria-busy");
   isBusy = false;
+  if (comparison === null && !isOver) timer = setTimeout(() => move(next()), RETRY_MS);
 }
 
 const next = () => `next?voter=${encodeURIComponent(voter)}`;
@@ -53,19 +61,24 @@ async function show(found, said = "", isError = false) {
   element("left").textContent = needed ? `${given} of ${needed} votes` : "No votes needed now";
   element("given").max = needed || 1;
   element("given").value = needed ? given : 0;
-  element("agreement").textContent = compared ? `Voters agreed in ${same} of ${compared} comparisons.` : "";
+  element("agreement").textContent = compared ? `Voters agreed in ${same} of ${count(compared, "comparison")}.` : "";
   element("ballot").hidden = comparison === null;
-  element("waiting").hidden = comparison !== null;
+  isOver = comparison === null && found.is_over;
+  element("over").hidden = !isOver;
+  element("waiting").hidden = comparison !== null || isOver;
   if (comparison === null) {
-    if (before !== null || said) say(`${said} No images to compare now.`.trim(), isError);
-    setTimeout(() => move(next()), RETRY_MS);
+    if (isOver) say("Training has ended.");
+    else if (before !== null || said) say(`${said} No images to compare now.`.trim(), isError);
     return;
   }
   element("prompt").textContent = comparison.prompt;
+  element("ballot").classList.toggle("long", comparison.prompt.length > LONG_PROMPT);
   element("images").classList.toggle("one-row", comparison.images.length < 3);
   await Promise.all([...element("images").children].map((button, place) => fill(button, comparison.images[place], place)));
   const number = comparison.images.length;
-  if (before?.id !== comparison.id || said) say(`${said} ${comparison.prompt}: ${number} images, keys 1 to ${number}. ${needed - given} votes left.`.trim(), isError);
+  if (before?.id !== comparison.id || said) {
+    say(`${said} ${count(needed - given, "vote")} left.`.trim(), isError, `${comparison.prompt}: ${number} images, keys 1 to ${number}.`);
+  }
 }
 
 async function fill(button, image, place) {
@@ -92,7 +105,7 @@ function start() {
   if (voter) move(next());
   else {
     comparison = null;
-    element("ballot").hidden = element("waiting").hidden = true;
+    element("ballot").hidden = element("waiting").hidden = element("over").hidden = true;
     element("voter").focus();
   }
 }
