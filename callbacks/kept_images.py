@@ -11,8 +11,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_vgrpo.core.pictures import PICTURE, read_picture
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.data.rows import PROMPT
 from lit_vgrpo.distributed.gather import objects_of_all_ranks
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.reports.kept import IMAGES_NAME, SCORES_NAME, folder_of
@@ -24,6 +26,8 @@ SIDE = 256
 """Longer side of a kept image, at most, in pixels."""
 MOST_BYTES = 64 * 2**20
 """Pixels held during an evaluation, at most, per rank; of a larger held-out set the first images are considered."""
+Asked = tuple[str, str | None]
+"""A prompt, and the file of the picture that it edits."""
 
 
 class KeptImages:
@@ -36,18 +40,18 @@ class KeptImages:
     def __init__(self, number: int) -> None:
         self.number = number
         self._slots: list[int] = []
-        self._prompts: list[str] = []
+        self._asked: list[Asked] = []
         self._pixels: list[Tensor] = []
         self._bytes = 0
 
     def start_over(self) -> None:
         """Discard the images of an interrupted evaluation."""
-        self._slots, self._prompts, self._pixels, self._bytes = [], [], [], 0
+        self._slots, self._asked, self._pixels, self._bytes = [], [], [], 0
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
         self._slots += batch.slots
-        self._prompts += batch.prompts
+        self._asked += [(row[PROMPT], row.get(PICTURE)) for row in batch.rows]
         if self._bytes < MOST_BYTES and self.number:
             small = _small(images)
             self._pixels.append(small)
@@ -56,13 +60,13 @@ class KeptImages:
     def compute(self, module: HeldOutModule) -> dict[str, float]:
         """Write what is kept, on rank 0, and discard the rest; it measures nothing."""
         held = sum(len(pixels) for pixels in self._pixels)
-        of_ranks = objects_of_all_ranks((self._slots, self._prompts, held))
+        of_ranks = objects_of_all_ranks((self._slots, self._asked, held))
         slots = [slot for own, _, _ in of_ranks for slot in own]
-        prompts = [prompt for _, own, _ in of_ranks for prompt in own]
+        asked = [one for _, own, _ in of_ranks for one in own]
         available = {slot for own, _, first in of_ranks for slot in own[:first]}
         scores = _scores(module, len(slots))
         places = [place for place, slot in enumerate(slots) if slot in available]
-        chosen = choose(scores, prompts, places, self.number)
+        chosen = choose(scores, asked, places, self.number)
         wanted = {slots[choice.image] for choice in chosen}
         pixels = torch.cat(self._pixels) if self._pixels else torch.empty(0)
         own = {slot: pixels[place] for place, slot in enumerate(self._slots[:held]) if slot in wanted}
@@ -74,10 +78,10 @@ class KeptImages:
             folder = folder_of(Path(trainer.default_root_dir))
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                _add_scores(folder, iteration, prompts, scores)
+                _add_scores(folder, iteration, asked, scores)
                 if self.number:
-                    _write_images(folder, iteration, chosen, slots, prompts, scores, images)
-            except (OSError, UserError) as error:
+                    _write_images(folder, iteration, chosen, slots, asked, scores, images)
+            except (OSError, ValueError, UserError) as error:
                 rank_zero_warn(f"Cannot write {folder}: {error}. Training continues; the report will lack its images.")
         return {}
 
@@ -103,16 +107,16 @@ def _scores(module: HeldOutModule, images: int) -> dict[str, list[float]]:
     return {name: own.tolist() for name, own in found.items() if own is not None and len(own) == images}
 
 
-def _add_scores(folder: Path, iteration: int, prompts: list[str], scores: dict[str, list[float]]) -> None:
+def _add_scores(folder: Path, iteration: int, asked: list[Asked], scores: dict[str, list[float]]) -> None:
     """Append the sum and the count of every prompt's scores, by reward."""
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    numbers = {one: number for number, one in enumerate(dict.fromkeys(asked))}
     line: dict[str, Any] = {"iteration": iteration, "scores": {}}
     for name, own in scores.items():
         sums = [[0.0, 0] for _ in numbers]
-        for prompt, score in zip(prompts, own, strict=True):
+        for one, score in zip(asked, own, strict=True):
             if math.isfinite(score):
-                sums[numbers[prompt]][0] += score
-                sums[numbers[prompt]][1] += 1
+                sums[numbers[one]][0] += score
+                sums[numbers[one]][1] += 1
         line["scores"][name] = [[float(f"{total:.7g}"), count] for total, count in sums]
     with (folder / SCORES_NAME).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -123,7 +127,7 @@ def _write_images(
     iteration: int,
     chosen: list[Choice],
     slots: list[int],
-    prompts: list[str],
+    asked: list[Asked],
     scores: dict[str, list[float]],
     images: dict[int, Tensor],
 ) -> None:
@@ -133,12 +137,18 @@ def _write_images(
         slot = slots[choice.image]
         file = f"{iteration:05d}_{slot:06d}.png"
         to_pil(images[slot][None].float() / 255)[0].save(folder / file)
+        prompt, picture = asked[choice.image]
+        edited = None
+        if picture is not None:
+            edited = file.replace(".png", "_edited.png")
+            to_pil(_small(read_picture(picture)[None] / 255).float() / 255)[0].save(folder / edited)
         own = {name: values[choice.image] for name, values in scores.items()}
         entries.append(
             {
                 "file": file,
                 "image": slot,
-                "prompt": prompts[choice.image],
+                "prompt": prompt,
+                "edited": edited,
                 "reason": choice.reason,
                 "pair": choice.pair,
                 "scores": {name: score if math.isfinite(score) else None for name, score in own.items()},
@@ -146,7 +156,7 @@ def _write_images(
         )
     table = {"iteration": iteration, "of": len(slots), "images": entries}
     write_atomically(folder / IMAGES_NAME, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
-    kept = {entry["file"] for entry in entries}
+    kept = {entry[name] for entry in entries for name in ("file", "edited")}
     for path in folder.glob("[0-9]*_[0-9]*.png"):
         if path.name not in kept:
             path.unlink(missing_ok=True)

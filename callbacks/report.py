@@ -63,10 +63,12 @@ class Report(L.Callback):
         is_due = time.monotonic() - self._written_at > self._took_s / MOST_SHARE
         if self.when == "evaluations" and is_new and is_due and trainer.is_global_zero:
             self._evaluations_shown = len(pl_module.evaluations)
+            _save_tables(trainer)
             self._write(Path(trainer.default_root_dir), is_running=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
+            _save_tables(trainer)
             self.finish(Path(trainer.default_root_dir))
 
     def finish(self, folder: Path) -> None:
@@ -86,3 +88,9 @@ class Report(L.Callback):
             )
         self._written_at = time.monotonic()
         self._took_s = self._written_at - started
+
+
+def _save_tables(trainer: L.Trainer) -> None:
+    """Write what loggers hold back; Lightning's own CSVLogger writes every hundredth row only."""
+    for logger in trainer.loggers:
+        logger.save()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -19,16 +20,16 @@ from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.rows import Rows
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.reports.samples import LAYOUT, TO_EDIT
 
 LABEL_HEIGHT = 18
 GAP = 4
-LAYOUT = "layout"
-"""Name of the text in a PNG that says where its images are, for the run's report."""
 MAGENTA = torch.tensor([1.0, 0.0, 1.0]).view(3, 1, 1)
 """Colour of images with NaN or infinite values, which would otherwise be black."""
 
 
 @checked
+@dataclass(eq=False)
 class SampleGrid(L.Callback):
     """Samples held-out prompts with fixed noise and saves them as ``RUN/samples/*.png``.
 
@@ -43,24 +44,17 @@ class SampleGrid(L.Callback):
         min_pixels: smaller images are enlarged to this width.
     """
 
-    def __init__(
-        self,
-        num_prompts: Annotated[int, Range(1, 10_000, example=6)] = 6,
-        images_per_prompt: Annotated[int, Range(1, 10_000, example=4)] = 4,
-        every_n_iterations: PositiveInt = 20,
-        min_pixels: Annotated[int, Range(1, 16_384)] = 96,
-    ) -> None:
-        self.num_prompts = num_prompts
-        self.images_per_prompt = images_per_prompt
-        self.every_n_iterations = every_n_iterations
-        self.min_pixels = min_pixels
-        self._rows: Rows = []
-        self._reference: Tensor | None = None
+    num_prompts: Annotated[int, Range(1, 10_000, example=6)] = 6
+    images_per_prompt: Annotated[int, Range(1, 10_000, example=4)] = 4
+    every_n_iterations: PositiveInt = 20
+    min_pixels: Annotated[int, Range(1, 16_384)] = 96
+    _rows: Rows = field(default_factory=list, init=False)
+    _reference: Tensor | None = field(default=None, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, VGRPOModule)
         assert pl_module.reference is not None
-        self._rows = held_out_samples(trainer, self.num_prompts)
+        self._rows = trainer.datamodule.heldout_samples(self.num_prompts)  # type: ignore[attr-defined]
         if not self._rows:
             return
         with pl_module.ledger.phase("samples"), pl_module.reference.swapped_into(pl_module.policy):
@@ -94,7 +88,7 @@ class SampleGrid(L.Callback):
             if unfit:
                 rank_zero_warn(f"{unfit} images of samples/{name}.png are not finite and shown in magenta.")
             labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
-            labels += [] if given is None else [""] * (columns - 1) + ["to edit"]
+            labels += [] if given is None else [""] * (columns - 1) + [TO_EDIT]
             picture = draw_grid(rows, [row["prompt"] for row in self._rows], labels, self.min_pixels)
             path = Path(trainer.default_root_dir) / "samples" / f"{name}.png"
             try:
@@ -107,11 +101,6 @@ class SampleGrid(L.Callback):
                 rank_zero_warn(f"Cannot write {path}: {error.strerror}. Training continues without it.")
 
 
-def held_out_samples(trainer: L.Trainer, number: int) -> Rows:
-    """Return the first distinct held-out rows of the trainer's data module, the same on every rank."""
-    return trainer.datamodule.heldout_samples(number)  # type: ignore[attr-defined]
-
-
 def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
     """Return held-out images ``(B, 3, H, W)`` of rows, on the CPU."""
     return module.generate([row["prompt"] for row in rows], ids, len(ids), references_of(rows)).cpu()
@@ -120,8 +109,8 @@ def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
 def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels: int) -> Image.Image:
     """Return a labelled image of ``images (rows, columns, 3, H, W)`` in [0, 1], a prompt above each row.
 
-    Its ``info["layout"]`` says as JSON where the images are: ``prompts``, ``zoom``, ``size``, and the cells' ``left``
-    and ``top`` edges in pixels.
+    Its ``info["layout"]`` says as JSON where the images are: ``prompts``, ``labels``, ``zoom``, ``size``, and the
+    cells' ``left`` and ``top`` edges in pixels.
 
     Args:
         labels: labels above the first columns.
@@ -145,5 +134,5 @@ def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels:
             sheet.paste(picture, (x, top + LABEL_HEIGHT))
     tops = [2 * LABEL_HEIGHT + row * cell_h for row in range(rows)]
     place = {"zoom": zoom, "size": [width * zoom, height * zoom], "left": left, "top": tops}
-    sheet.info[LAYOUT] = json.dumps({"prompts": prompts, **place})
+    sheet.info[LAYOUT] = json.dumps({"prompts": prompts, "labels": labels, **place})
     return sheet

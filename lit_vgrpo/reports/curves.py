@@ -29,7 +29,11 @@ PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
         {"policy/ratio_deviation": "all updates", "policy/ratio_deviation_before_update": "before the first"},
     ),
     ("Clipped", "Share of the surrogate's terms that the clip cuts off.", {"policy/clip_fraction": "share"}),
-    ("KL", "Distance from the copy that the method regularises to.", {"policy/kl": "KL"}),
+    (
+        "KL",
+        "Distance from the weights that the method regularises to.",
+        {"policy/kl": "KL", "policy/anchor_distance": "to the anchor"},
+    ),
     ("Gradient norm", "Before clipping.", {"policy/grad_norm": "norm"}),
     (
         "Variance of the surrogate",

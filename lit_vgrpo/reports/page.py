@@ -18,7 +18,7 @@ from lit_vgrpo.reports.kept import folder_of, read_images
 from lit_vgrpo.reports.plots import Plot, draw
 from lit_vgrpo.reports.recipe_diff import RecipeDifference, Row, config_text, difference_to_shipped, differences
 from lit_vgrpo.reports.run_data import AXES, RunData, read_run
-from lit_vgrpo.reports.samples import UNREADABLE, Picture, Samples, picture, read_samples
+from lit_vgrpo.reports.samples import EDITED_SIDE, SIDE, UNREADABLE, Picture, Samples, picture, read_samples
 from lit_vgrpo.reports.verdict import Verdict
 from lit_vgrpo.system.paths import CONFIG_NAME, write_atomically
 
@@ -45,6 +45,7 @@ class Scored:
     number: int
     scores: list[tuple[str, str]]
     pair: tuple[str, str] | None
+    edited: Picture | None
 
 
 class RunPage:
@@ -72,17 +73,21 @@ class RunPage:
         found: dict[str, list[Scored]] = {title: [] for title in REASONS.values()}
         for entry in self.kept["images"]:
             try:
-                with Image.open(folder_of(self.run.folder) / Path(entry["file"]).name) as image:
-                    shown = picture(image)
+                shown = self._kept_picture(entry["file"])
+                edited = self._kept_picture(entry["edited"], EDITED_SIDE) if entry.get("edited") else None
                 pair = tuple(map(str, entry["pair"])) if entry.get("pair") else None
                 scores = {str(name): wording.reward(score) for name, score in entry["scores"].items()}
                 known = list(scores.items()) if len(scores) > 2 else list(scores.items())[:1]
                 found[REASONS[entry["reason"]]].append(
-                    Scored(shown, str(entry["prompt"]), int(entry["image"]), known, pair)  # type: ignore[arg-type]
+                    Scored(shown, str(entry["prompt"]), int(entry["image"]), known, pair, edited)  # type: ignore[arg-type]
                 )
             except UNREADABLE:  # replaced by those of the next evaluation just now, or damaged
                 continue
         return [(title, images) for title, images in found.items() if images]
+
+    def _kept_picture(self, file: str, side: int = SIDE) -> Picture:
+        with Image.open(folder_of(self.run.folder) / Path(file).name) as image:
+            return picture(image, side)
 
     @cached_property
     def seconds(self) -> list[tuple[str, float, float]]:
@@ -136,8 +141,10 @@ class RunPage:
 
     @property
     def commands(self) -> list[tuple[str, str]]:
-        """Next steps with the run, and their commands."""
+        """Next steps with the run, and their commands; none without a recipe."""
         folder = self.run.folder
+        if not self.run.recipe:
+            return []
         config, run = quote(str(folder / CONFIG_NAME)), quote(str(folder))
         return [
             ("Reproduce, in a new folder", f"lightning run {config} run_dir={quote(f'{folder}-again')}"),

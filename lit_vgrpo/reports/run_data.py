@@ -50,7 +50,7 @@ class RunData:
 
     Attributes:
         folder: the run folder.
-        recipe: its ``config.yaml`` as plain values.
+        recipe: its ``config.yaml`` as plain values; empty for a run of a Trainer of one's own, which has none.
         summary: ``summary.json``; empty if the run has not ended, or has gone on since it was written.
         iterations: one point per iteration of training.
         evaluations: one point per held-out evaluation, metrics without the prefix ``heldout/``.
@@ -112,6 +112,7 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
     Raises:
         UserError: a file of the folder cannot be read.
     """
+    config = folder / CONFIG_NAME
     summary = ({} if is_running else read_summary(folder)) or {}
     iterations, evaluations = _points(_rows(folder / "metrics.csv"))
     last = max(iterations, default=0)
@@ -125,7 +126,7 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
         newest |= _numbers(summary.get("heldout_metrics_end", {}))
     return RunData(
         folder=folder,
-        recipe=loaded(folder / CONFIG_NAME),
+        recipe=loaded(config) if config.exists() else {},
         summary=summary,
         iterations=[iterations[number] for number in sorted(iterations)],
         evaluations=[evaluations[number] for number in sorted(evaluations)],

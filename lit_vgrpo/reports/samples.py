@@ -12,10 +12,15 @@ from typing import Any
 from PIL import Image
 
 LAYOUT = "layout"
+"""Name of the text in a grid's PNG that says where its images are."""
+TO_EDIT = "to edit"
+"""Label of the grid's column with the pictures that the prompts edit."""
 MOST_STAGES = 5
 MOST_PROMPTS = 12
 SIDE = 384
 """Longer side of an image in the report, at most, in pixels."""
+EDITED_SIDE = 128
+"""The same of a picture that a prompt edits."""
 PIXEL_ART = 128
 """Images up to this size are stored without loss."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, SyntaxError, Image.DecompressionBombError)
@@ -49,11 +54,13 @@ class Samples:
 
     Attributes:
         grids: whole sample grids, where they do not say where their images are.
+        edited: the pictures that the prompts edit; empty if they edit none.
     """
 
     prompts: list[str]
     stages: list[Stage]
     grids: list[Stage]
+    edited: list[Picture]
 
 
 def read_samples(run: Path) -> Samples:
@@ -65,6 +72,7 @@ def read_samples(run: Path) -> Samples:
     stages: list[Stage] = []
     grids: list[Stage] = []
     prompts: list[str] = []
+    edited: list[Picture] = []
     for file in files:
         try:
             with Image.open(file) as image:
@@ -76,13 +84,15 @@ def read_samples(run: Path) -> Samples:
             if not stages:
                 prompts = [str(prompt) for prompt in layout["prompts"]][:MOST_PROMPTS]
                 stages.append(Stage("reference", _column(sheet, layout, 0, len(prompts))))
+                if TO_EDIT in (labels := layout.get("labels", [])):
+                    edited = _column(sheet, layout, labels.index(TO_EDIT), len(prompts), EDITED_SIDE)
             stages.append(Stage(_name(file), _column(sheet, layout, 1, len(prompts))))
         except UNREADABLE:  # still being written, or damaged
             continue
-    return Samples(prompts, stages, [] if stages else grids[-1:])
+    return Samples(prompts, stages, [] if stages else grids[-1:], edited)
 
 
-def _column(sheet: Image.Image, layout: dict[str, Any], column: int, rows: int) -> list[Picture]:
+def _column(sheet: Image.Image, layout: dict[str, Any], column: int, rows: int, side: int = SIDE) -> list[Picture]:
     """Return a grid's images in a column: 0 is the reference, 1 the policy on the same noise."""
     width, height = (int(side) for side in layout["size"])
     left, zoom = int(layout["left"][column]), int(layout["zoom"])
@@ -90,7 +100,7 @@ def _column(sheet: Image.Image, layout: dict[str, Any], column: int, rows: int) 
     for top in layout["top"][:rows]:
         cell = sheet.crop((left, top, left + width, top + height))
         small = (width // zoom, height // zoom)
-        found.append(picture(cell if zoom == 1 else cell.resize(small, Image.Resampling.NEAREST)))
+        found.append(picture(cell if zoom == 1 else cell.resize(small, Image.Resampling.NEAREST), side))
     return found
 
 

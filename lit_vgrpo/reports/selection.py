@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,13 +33,13 @@ class Choice:
 
 
 def choose(
-    scores: Mapping[str, Sequence[float]], prompts: Sequence[str], available: Collection[int], number: int
+    scores: Mapping[str, Sequence[float]], prompts: Sequence[Hashable], available: Collection[int], number: int
 ) -> list[Choice]:
     """Choose images by their scores, of different prompts where there are enough.
 
     Args:
         scores: by reward, one score per image, NaN where there is none; ``reward`` is the weighted sum.
-        prompts: one per image.
+        prompts: one per image, in any form that tells them apart.
         available: places of the images whose pixels are there.
         number: images per reason, at most.
 
@@ -57,9 +57,9 @@ def choose(
     return [*chosen, *(disagreements[place] for place in _of_many_prompts(list(disagreements), prompts)[:number])]
 
 
-def _of_many_prompts(places: Sequence[int], prompts: Sequence[str]) -> list[int]:
+def _of_many_prompts(places: Sequence[int], prompts: Sequence[Hashable]) -> list[int]:
     """Return the first image of every prompt, then the second ones, and so on, each in the order given."""
-    turn: Counter[str] = Counter()
+    turn: Counter[Hashable] = Counter()
     turns = []
     for place in places:
         turns.append(turn[prompts[place]])

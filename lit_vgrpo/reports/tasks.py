@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.reports.kept import REPORT_NAME
 from lit_vgrpo.reports.run_data import RunData
 from lit_vgrpo.reports.wording import reward
@@ -62,7 +62,8 @@ def summary_line(run: RunData) -> str:
     """Return a run's held-out reward at its first and its newest evaluation, for the terminal."""
     scored = [point for point in run.evaluations if "reward" in point.metrics]
     start, end = (reward(point.metrics["reward"]) for point in (scored[0], scored[-1]))
-    return f"{run.folder}: held-out reward {start} before, {end} after {run.num_iterations} iterations."
+    number = counted(run.num_iterations, "iteration")
+    return f"{run.folder}: held-out reward {start} before, {end} after {number}."
 
 
 def _data(run: RunData) -> Mapping[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf, isclose
 
 from lit_vgrpo.reports import wording
 from lit_vgrpo.reports.kept import Interval, difference, interval
-from lit_vgrpo.reports.run_data import RUNNING, UNFINISHED, RunData
+from lit_vgrpo.reports.run_data import RUNNING, UNFINISHED, Point, RunData
 
 UNTRAINED = "untrained_reward"
 FLAT = 0.9
@@ -51,12 +52,15 @@ class Verdict:
 
     @cached_property
     def changes(self) -> list[Change]:
-        """The weighted sum, the untrained sum where there is one, then every reward and other metric."""
+        """The weighted sum, the untrained sum where there is one, then every reward that is not it and other metric."""
         if not self.run.evaluations:
             return []
         start, end = self.run.evaluations[0], self.run.evaluations[-1]
-        first = [name for name in ("reward", UNTRAINED, *self.run.reward_names) if name in end.metrics]
-        names = [*first, *sorted(name for name in end.metrics if name not in first and name != "failed")]
+        rewards = self.run.reward_names
+        is_sum = len(rewards) == 1 and all(_is_sum(rewards[0], point) for point in (start, end))
+        hidden = ["failed", *(rewards if is_sum else [])]
+        first = [name for name in ("reward", UNTRAINED, *rewards) if name in end.metrics and name not in hidden]
+        names = [*first, *sorted(name for name in end.metrics if name not in (*first, *hidden))]
         before, after = (self.run.scores.get(point.iteration, {}) for point in (start, end))
         found = []
         for name in names:
@@ -153,3 +157,8 @@ class Verdict:
         if newest.get("policy/skipped_updates", 0):
             skipped = wording.amount(newest["policy/skipped_updates"])
             yield f"{skipped} updates were left out: their loss or gradient was not finite."
+
+
+def _is_sum(reward: str, point: Point) -> bool:
+    """Return True if a reward's mean is the weighted sum's, as far as the table's digits tell."""
+    return isclose(point.metrics.get(reward, inf), point.metrics.get("reward", -inf), rel_tol=1e-5, abs_tol=1e-6)

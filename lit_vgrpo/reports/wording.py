@@ -65,12 +65,15 @@ def size(count: float | None) -> str:
 def short(value: float) -> str:
     """Return a number at most six letters long, for the ticks of a plot.
 
-    >>> short(0.25), short(120000), short(2.5e6), short(0)
-    ('0.25', '120k', '2.5M', '0')
+    >>> short(0.25), short(120000), short(2.5e6), short(0), short(0.00012).replace(MINUS, "-")
+    ('0.25', '120k', '2.5M', '0', '1.2e-4')
     """
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if letter == 'k' else limit):.4g}{letter}".replace("-", MINUS)
+    if 0 < abs(value) < 1e-3:
+        digits, _, exponent = f"{value:.1e}".partition("e")
+        return f"{float(digits):g}e{int(exponent)}".replace("-", MINUS)
     return f"{value:.4g}".replace("-", MINUS)
 
 

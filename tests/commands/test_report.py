@@ -161,6 +161,29 @@ def test_pictures_are_the_cells_of_the_sample_grids(inside):
         assert cell.convert("RGB").getpixel((0, 0)) == expected
 
 
+def test_pictures_to_edit_are_shown_beside_their_prompt(trained, monkeypatch, flux_folder):
+    monkeypatch.chdir(trained)
+    rows = [{"prompt": "make it green", "image": f"{colour}.png"} for colour in ("red", "blue")]
+    for row in rows:
+        Image.new("RGB", (32, 32), row["image"][:-4]).save(row["image"])
+    Path("edits.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = f"{{checkpoint: {flux_folder(False, True)}, max_sequence_length: 8, height: 32, width: 32}}"
+    data = ["data.train=edits.jsonl", "data.heldout=edits.jsonl", "data.heldout_images_per_prompt=2"]
+    policy = f"model.policy={{class_path: KontextPolicy, init_args: {options}}}"
+    train("name=edits", policy, *data, "trainer.max_epochs=2", "trainer.callbacks+=Report")
+    page, shown = Parsed("runs/edits/report.html"), {}
+    for image in page.all("img"):
+        if image["alt"] == "Picture to edit: make it green":
+            with Image.open(io.BytesIO(base64.b64decode(image["src"].partition(",")[2]))) as picture:
+                assert picture.size == (32, 32)
+                shown.setdefault(picture.convert("RGB").getpixel((5, 5)), []).append(image)
+    cards = len(rows) + len(json.loads(Path("runs/edits/report/images.json").read_text())["images"])
+    assert sum(map(len, shown.values())) == cards
+    assert shown.keys() == {(255, 0, 0), (0, 0, 255)}
+    # one prompt with two pictures is two prompts for the intervals too
+    assert [count for _, count in read_scores(Path("runs/edits"))[2]["reward"]] == [2, 2]
+
+
 def test_what_prompts_say_is_text(inside):
     assert report(["runs/tiny"]) == 0
     raw, page = Path("runs/tiny/report.html").read_text(), Parsed("runs/tiny/report.html")

@@ -8,10 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-from lit_vgrpo.commands.run import run_subcommand
 from lit_vgrpo.commands.serve.command import listening_socket
 from lit_vgrpo.commands.serve.options import LOOPBACK, MOST_PORT
-from lit_vgrpo.config.arguments import Options, flag, is_override, option, read_path, whole
+from lit_vgrpo.config.arguments import Options, flag, is_override, option, read_path, subcommand, whole
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.reports.kept import REPORT_NAME
 from lit_vgrpo.reports.page import MARK, render
@@ -55,16 +54,9 @@ class ReportOptions(Options):
         self.runs = [find_run(word)[0] for word in self.words]
 
 
-def report(args: Sequence[str]) -> int:
-    """Write or serve the report of runs: ``RUN [RUN ...] [--out FILE.html] [--serve] [--port 8008]``.
-
-    Returns:
-        0; 2 for a mistake in what was typed; 1 if the disk is full.
-    """
-    return run_subcommand(_report, ReportOptions, args)
-
-
-def _report(options: ReportOptions) -> int:
+@subcommand(ReportOptions)
+def report(options: ReportOptions) -> int:
+    """Write or serve the report of runs: ``RUN [RUN ...] [--out FILE.html] [--serve] [--port 8008]``."""
     if options.serve:
         return _serve(options)
     runs = read_runs(options.runs)
