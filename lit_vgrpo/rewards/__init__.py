@@ -3,8 +3,7 @@
 from lit_vgrpo.rewards.aesthetic import AestheticScore
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
 from lit_vgrpo.rewards.batch import RewardBatch
-from lit_vgrpo.rewards.clip_image import CLIPImageSimilarity
-from lit_vgrpo.rewards.clipscore import CLIPScore
+from lit_vgrpo.rewards.clip import CLIPImageSimilarity, CLIPScore
 from lit_vgrpo.rewards.combine import Weighted, as_weighted
 from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.function import PythonReward

@@ -1,20 +1,14 @@
 """The LAION aesthetic score: how much people would like an image, regardless of its prompt."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from lit_vgrpo.core.batches import BATCH_SIZE
-from lit_vgrpo.core.ranges import BatchSize, checked
-from lit_vgrpo.rewards.clip import clip_error, clip_model
-from lit_vgrpo.rewards.model import Dtype, ModelReward, ScoreHead, unit
-from lit_vgrpo.rewards.weights import file_error, fill, read_weights, unloadable, weights_path
-from lit_vgrpo.system.hub import explain_unloadable, source_of
-
-if TYPE_CHECKING:
-    from transformers import CLIPImageProcessor
+from lit_vgrpo.core.ranges import checked
+from lit_vgrpo.rewards.clip import clip_error, clip_model, clip_processor
+from lit_vgrpo.rewards.model import ModelReward, ScoreHead, unit
+from lit_vgrpo.rewards.weights import file_error, fill, read_weights, weights_path
 
 HUB_CHECKPOINT = "camenduru/improved-aesthetic-predictor"  # a copy of the original's GitHub repository
 FILENAME = "sac+logos+ava1-l14-linearMSE.pth"
@@ -22,6 +16,7 @@ HUB_CLIP = "openai/clip-vit-large-patch14"
 
 
 @checked
+@dataclass(eq=False)
 class AestheticScore(ModelReward):
     """A predicted rating of the image alone, about 1 to 10; most images of diffusion models get 5 to 7.
 
@@ -42,33 +37,20 @@ class AestheticScore(ModelReward):
     name = "aesthetic"
     weight_files = (("checkpoint", FILENAME), ("clip", "config.json"))
 
-    def __init__(
-        self,
-        checkpoint: str = HUB_CHECKPOINT,
-        clip: str = HUB_CLIP,
-        batch_size: BatchSize = BATCH_SIZE,
-        dtype: Dtype = "float32",
-        device: str = "auto",
-    ) -> None:
-        super().__init__(checkpoint, batch_size, dtype, device)
-        if not clip:
+    checkpoint: str = HUB_CHECKPOINT
+    clip: str = HUB_CLIP
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.clip:
             raise ValueError("clip='' is empty. Use a hub name or a local folder.")
-        self.clip = clip
-        self._processor: CLIPImageProcessor | None = None
 
     def _file_errors(self) -> list[str | None]:
-        key = self.option("clip")
-        clip = explain_unloadable(self.clip, "config.json", key) or clip_error(self.clip, key)
+        clip = clip_error(self.clip, self.option("clip"))
         return [file_error(self.checkpoint, FILENAME, self.option("checkpoint")), clip]
 
     def _build(self) -> nn.Module:
-        from transformers import CLIPImageProcessor
-
-        try:
-            self._processor = CLIPImageProcessor.from_pretrained(source_of(self.clip))
-        except Exception as error:  # the library may raise anything on other files
-            remedy = f"Set {self.option('clip')} to a folder that also has a CLIP image processor."
-            raise unloadable(self.clip, error, remedy) from error
+        self._processor = clip_processor(self.clip, self.option("clip"), for_images=True)
         clip = clip_model(self.clip, self.dtype, self.option("clip"))
         head = ScoreHead(clip.visual_projection.out_features)
         key = self.option("checkpoint")
@@ -77,7 +59,6 @@ class AestheticScore(ModelReward):
         return nn.ModuleDict({"vision": clip.vision_model, "projection": clip.visual_projection, "head": head})
 
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        assert self._processor is not None
         model = cast(Any, self._model)
         weight = model["projection"].weight
         # uint8, because the processor would divide a float tensor by 255

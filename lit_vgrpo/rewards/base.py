@@ -9,14 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lit_vgrpo.errors import one_line
-
-
-class RewardError(RuntimeError):
-    """A reward broke its contract, or explains in one line why it cannot score; may quote a server."""
-
-    def __init__(self, *words: object) -> None:
-        super().__init__(*map(one_line, words))
+from lit_vgrpo.errors import RewardError
 
 
 class RewardOutage(RewardError):
@@ -54,6 +47,10 @@ class Reward(ABC):
         """Set the reward's key in the recipe, for its messages."""
         self.key = key
         return self
+
+    def forget_failure(self) -> None:
+        """Drop the last call's reason before the next call."""
+        self.failure = None
 
     @abstractmethod
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:

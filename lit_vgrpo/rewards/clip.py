@@ -1,127 +1,217 @@
-"""Shared code of the rewards that compare image and prompt with a transformers CLIP model."""
-
-from __future__ import annotations
+"""CLIP models of transformers, and the rewards that compare an image with its prompt or with the picture it edits."""
 
 import json
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.core.ranges import BatchSize, checked
-from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
-from lit_vgrpo.rewards.weights import unloadable
-from lit_vgrpo.system.hub import LoadError, explain_unloadable, local_folder, source_of
+from lit_vgrpo.core.batches import in_batches
+from lit_vgrpo.core.pictures import picture_error
+from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.ranges import checked
+from lit_vgrpo.rewards.model import Dtype, ModelReward, device_for, unit
+from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, local_folder, source_of
 
 if TYPE_CHECKING:
-    from transformers import CLIPModel, CLIPProcessor
+    from transformers import CLIPModel
+
+HUB_CHECKPOINT = "openai/clip-vit-large-patch14"
+
+
+@dataclass
+class CLIPEncoder:
+    """A ``CLIPModel`` that returns embeddings of length 1, float32.
+
+    Args:
+        model: the model.
+        processor: its ``CLIPProcessor``, or for images alone its ``CLIPImageProcessor``.
+    """
+
+    model: Any
+    processor: Any
+
+    def of_images(self, images: Any) -> Tensor:
+        """Return the embeddings of PIL images, or of a tensor ``(b, 3, H, W)`` in uint8: ``(b, D)``."""
+        process = getattr(self.processor, "image_processor", self.processor)
+        # uint8, because the processor would divide a float tensor by 255
+        pixels = process(list(images), return_tensors="pt")["pixel_values"].to(self.model.device, self.model.dtype)
+        return unit(_embedding(self.model.get_image_features(pixels)))
+
+    def of_texts(self, texts: list[str]) -> Tensor:
+        """Return the embeddings of texts, truncated to the context: ``(b, D)``."""
+        config, tokenizer = self.model.config.text_config, self.processor.tokenizer
+        length = min(tokenizer.model_max_length, config.max_position_embeddings)
+        tokens = self.processor(
+            text=texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+        ).to(self.model.device)
+        features = self.model.get_text_features(tokens["input_ids"], attention_mask=tokens["attention_mask"])
+        return unit(_embedding(features))
+
+
+def _embedding(features: Any) -> Tensor:
+    """Return the tensor of ``get_image_features``, which transformers 5 wraps in an output object."""
+    return features if isinstance(features, Tensor) else cast(Tensor, features.pooler_output)
+
+
+def clip_model(checkpoint: str, dtype: Dtype, what_to_set: str) -> "CLIPModel":
+    """Load a ``CLIPModel``; raise LoadError if the checkpoint is incomplete."""
+    from transformers import CLIPModel
+
+    remedy = f"Set {what_to_set} to a folder with a complete CLIP checkpoint."
+    library = cast(Any, CLIPModel)  # its annotation omits the second value
+    with loading(checkpoint, remedy):
+        model, found = library.from_pretrained(
+            source_of(checkpoint), dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    if missing := sorted(found["missing_keys"]):  # the library would continue with random ones
+        raise LoadError(f"Cannot load {checkpoint}: {len(missing)} weights missing, such as {missing[0]}. {remedy}")
+    return cast("CLIPModel", model)
+
+
+def clip_processor(checkpoint: str, what_to_set: str, for_images: bool = False) -> Any:
+    """Load a ``CLIPProcessor``, or for images alone a ``CLIPImageProcessor``.
+
+    Raises:
+        LoadError: the checkpoint has none.
+    """
+    from transformers import CLIPImageProcessor, CLIPProcessor
+
+    kind = "image processor" if for_images else "processor"
+    with loading(checkpoint, f"Set {what_to_set} to a folder with a complete CLIP {kind}."):
+        return (CLIPImageProcessor if for_images else CLIPProcessor).from_pretrained(source_of(checkpoint))
+
+
+def clip_error(checkpoint: str, what_to_set: str) -> str | None:
+    """Return why a checkpoint is not a CLIP model, judged by its ``config.json``, in one line, or None."""
+    error, folder = explain_unloadable(checkpoint, "config.json", what_to_set), None
+    if error is not None or (folder := local_folder(checkpoint)) is None:
+        return error
+    remedy = f"Set {what_to_set} to a folder of a CLIP model."
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as problem:
+        return f"{folder / 'config.json'} is not JSON ({problem}). {remedy}"
+    family = config.get("model_type") if isinstance(config, dict) else None
+    return None if family == "clip" else f"{folder} holds a model of type {family!r}, not 'clip'. {remedy}"
+
+
+def processor_error(checkpoint: str, what_to_set: str) -> str | None:
+    """Return why a checkpoint has no ``CLIPProcessor``, in one line, or None."""
+    # the only file of a saved processor that both transformers 4 and 5 write
+    return explain_unloadable(checkpoint, "tokenizer_config.json", what_to_set)
 
 
 @checked
+@dataclass(eq=False)
 class CLIPReward(ModelReward):
     """The cosine similarity of image and prompt embeddings, scaled by a subclass.
 
     Resizing, cropping and normalisation follow the checkpoint's processor; long prompts are truncated to the context.
-
-    Args:
-        checkpoint: hub name or local folder of a ``CLIPModel``.
-        processor: hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
-        batch_size: images per forward pass; smaller batches are padded.
-        dtype: of the weights; scores are float32.
-        device: where the model runs; ``"auto"`` follows the images.
+    Arguments as in :class:`CLIPScore`.
     """
 
     weight_files = (("checkpoint", "config.json"), ("processor", "tokenizer_config.json"))
 
-    def __init__(
-        self, checkpoint: str, processor: str | None, batch_size: BatchSize, dtype: Dtype, device: str
-    ) -> None:
-        super().__init__(checkpoint, batch_size, dtype, device)
-        self.processor = processor or checkpoint
-        self._processor: CLIPProcessor | None = None
+    processor: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.processor = self.processor or self.checkpoint
 
     @abstractmethod
     def _scaled(self, cosines: Tensor) -> Tensor:
         """Return the scores of cosines, shape ``(b,)``, float32."""
 
     def _file_errors(self) -> list[str | None]:
-        model_error = explain_unloadable(self.checkpoint, "config.json", self.option("checkpoint"))
-        errors = [model_error or clip_error(self.checkpoint, self.option("checkpoint"))]
-        if not (model_error and self.processor == self.checkpoint):
-            # the only file of a saved processor that both transformers 4 and 5 write
-            errors.append(explain_unloadable(self.processor, "tokenizer_config.json", self.option("processor")))
-        return errors
+        error = clip_error(self.checkpoint, self.option("checkpoint"))
+        if error is not None and self.processor == self.checkpoint:
+            return [error]
+        return [error, processor_error(str(self.processor), self.option("processor"))]
 
     def _build(self) -> nn.Module:
-        from transformers import CLIPProcessor
-
-        try:
-            self._processor = CLIPProcessor.from_pretrained(source_of(self.processor))
-        except Exception as error:  # the library may raise anything on other files
-            remedy = f"Set {self.option('processor')} to a folder with a complete CLIP processor."
-            raise unloadable(self.processor, error, remedy) from error
-        return clip_model(self.checkpoint, self.dtype, self.option("checkpoint"))
+        processor = clip_processor(str(self.processor), self.option("processor"))
+        self._encoder = CLIPEncoder(clip_model(self.checkpoint, self.dtype, self.option("checkpoint")), processor)
+        return cast(nn.Module, self._encoder.model)
 
     def _read(self, prompts: list[str]) -> Tensor:
-        assert self._processor is not None
-        model = self._clip
-        length = min(self._processor.tokenizer.model_max_length, model.config.text_config.max_position_embeddings)
-        text = self._processor(
-            text=prompts, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
-        ).to(model.device)
-        return unit(embedding(model.get_text_features(text["input_ids"], attention_mask=text["attention_mask"])))
+        return self._encoder.of_texts(prompts)
 
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        assert self._processor is not None
-        model = self._clip
-        # uint8, because the processor would divide a float tensor by 255
-        pixels = self._processor.image_processor(list(images), return_tensors="pt")["pixel_values"]
-        features = embedding(model.get_image_features(pixels.to(model.device, model.dtype)))
-        return self._scaled((unit(features) * texts).sum(-1))
-
-    @property
-    def _clip(self) -> Any:
-        return cast(Any, self._model)
+        return self._scaled((self._encoder.of_images(images) * texts).sum(-1))
 
 
-def clip_model(checkpoint: str, dtype: Dtype, what_to_set: str) -> CLIPModel:
-    """Load a ``CLIPModel``.
+@checked
+@dataclass(eq=False)
+class CLIPScore(CLIPReward):
+    """``100 * max(cos, 0)`` of image and prompt, 0 to 100; about 20 to 35 for matching images.
 
-    Raises:
-        LoadError: the checkpoint is incomplete.
+    Per-image scores of ``torchmetrics.functional.multimodal.clip_score``, which returns only their mean. A truncated
+    prompt keeps its end token here; without it CLIP would embed only the start token.
+
+    Args:
+        checkpoint: hub name or local folder of a ``CLIPModel``; torchmetrics' default.
+        processor: hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
+        batch_size: images per forward pass; smaller batches are padded.
+        dtype: of the weights; scores are float32.
+        device: where the model runs; ``"auto"`` follows the images.
+
+    Source:
+        arXiv 2104.08718, which uses a factor of 2.5; torchmetrics and most tables use 100.
     """
-    from transformers import CLIPModel
 
-    remedy = f"Set {what_to_set} to a folder with a complete CLIP checkpoint."
-    library = cast(Any, CLIPModel)  # its annotation omits the second value
-    try:
-        model, found = library.from_pretrained(
-            source_of(checkpoint), dtype=getattr(torch, dtype), output_loading_info=True
-        )
-    except Exception as error:  # the library may raise anything on other files
-        raise unloadable(checkpoint, error, remedy) from error
-    if missing := sorted(found["missing_keys"]):  # the library would continue with random ones
-        raise LoadError(f"Cannot load {checkpoint}: {len(missing)} weights missing, such as {missing[0]}. {remedy}")
-    return cast("CLIPModel", model)
+    name = "clipscore"
+
+    checkpoint: str = HUB_CHECKPOINT
+
+    def _scaled(self, cosines: Tensor) -> Tensor:
+        return 100 * cosines.clamp(min=0)
 
 
-def clip_error(checkpoint: str, what_to_set: str) -> str | None:
-    """Return why a local folder's ``config.json`` is not a CLIP model's, in one line, or None."""
-    folder = local_folder(checkpoint)
-    if folder is None:
-        return None
-    remedy = f"Set {what_to_set} to a folder of a CLIP model."
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        return f"{folder / 'config.json'} is not JSON ({error}). {remedy}"
-    family = config.get("model_type") if isinstance(config, dict) else None
-    if family != "clip":
-        return f"{folder} holds a model of type {family!r}, not 'clip'. {remedy}"
-    return None
+@checked
+@dataclass(eq=False)
+class CLIPImageSimilarity(ModelReward):
+    """The cosine similarity of the CLIP embeddings of an image and of the picture that its prompt edits, -1 to 1.
 
+    An unchanged copy scores 1: use it beside a reward for the edit, such as CLIPScore, to keep what the prompt does not
+    name.
 
-def embedding(features: Any) -> Tensor:
-    """Return the tensor of ``get_image_features``, which transformers 5 wraps in an output object."""
-    return features if isinstance(features, Tensor) else cast(Tensor, features.pooler_output)
+    Args:
+        checkpoint: hub name or local folder of a ``CLIPModel`` with its image processor.
+        batch_size: images per forward pass; smaller batches are padded.
+        dtype: of the weights; scores are float32.
+        device: where the model runs; ``"auto"`` follows the images.
+    """
+
+    name = "clip_image"
+    weight_files = (("checkpoint", "config.json"),)
+
+    checkpoint: str = HUB_CHECKPOINT
+
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
+        return picture_error(prompt, row)
+
+    @torch.no_grad()
+    def __call__(
+        self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
+    ) -> Tensor:
+        self.load()
+        self._encoder.model.to(device_for(images, self.device))
+        if references is None:
+            return torch.full((len(images),), torch.nan, device=images.device)
+        given = in_batches(self._encoder.of_images, self.batch_size, to_uint8(references).cpu())
+        return in_batches(self._score, self.batch_size, to_uint8(images).cpu(), given).to(images.device)
+
+    def _score(self, images: Tensor, texts: Tensor) -> Tensor:
+        return (self._encoder.of_images(images) * texts).sum(-1)  # of embeddings of pictures instead of texts
+
+    def _file_errors(self) -> list[str | None]:
+        return [clip_error(self.checkpoint, self.option("checkpoint"))]
+
+    def _build(self) -> nn.Module:
+        key = self.option("checkpoint")
+        processor = clip_processor(self.checkpoint, key, for_images=True)
+        self._encoder = CLIPEncoder(clip_model(self.checkpoint, self.dtype, key), processor)
+        return cast(nn.Module, self._encoder.model)

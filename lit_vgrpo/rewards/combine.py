@@ -16,8 +16,7 @@ from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.ranges import Finite, PositiveFloat, checked
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
-from lit_vgrpo.rewards.batch import RewardBatch
-from lit_vgrpo.rewards.image_batch import ImageBatch, image_batch
+from lit_vgrpo.rewards.batch import ImageBatch, RewardBatch, image_batch
 
 # would collide with another metric's key, such as reward/mean or heldout/reward
 RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward", "untrained_reward", "diversity"})
@@ -116,7 +115,7 @@ class Weighted(Reward):
         self.overlap = overlap
         clips, normalise = clips or [None] * len(rewards), normalise or [None] * len(rewards)
         self.parts = [
-            Part(name, reward, float(weight), _range(clip), _moments(moments))
+            Part(name, reward, float(weight), _range(clip), None if moments is None else (moments[0], moments[1]))
             for name, reward, weight, clip, moments in zip(
                 _unique_names(rewards), rewards, weights, clips, normalise, strict=True
             )
@@ -292,7 +291,7 @@ def as_weighted(reward: Reward) -> Weighted:
 
 
 def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> tuple[Tensor, str | None]:
-    reward.failure = None
+    reward.forget_failure()
     try:
         given = {"references": stacked_references(rows)} if reward.takes_references else {}
         returned = reward(images, prompts, rows, **given)
@@ -349,13 +348,6 @@ def _range(clip: Sequence[float | None] | None) -> tuple[float | None, float | N
     if low is not None and high is not None and not low < high:
         raise ValueError(f"clips={list(clip)} is an empty range. Write [low, high] with low < high.")
     return low, high
-
-
-def _moments(moments: Sequence[float] | None) -> tuple[float, float] | None:
-    if moments is None:
-        return None
-    mean, std = moments
-    return float(mean), float(std)
 
 
 def _unique_names(rewards: list[Reward]) -> list[str]:

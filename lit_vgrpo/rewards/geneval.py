@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_vgrpo.core.batches import BATCH_SIZE, filled
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, checked
-from lit_vgrpo.rewards.base import Reward
-from lit_vgrpo.rewards.geneval_colors import ColorClassifier, color_model_error, object_crop
+from lit_vgrpo.rewards.clip import HUB_CHECKPOINT as HUB_CLIP
+from lit_vgrpo.rewards.clip import clip_error, processor_error
+from lit_vgrpo.rewards.geneval_colors import ColorClassifier, object_crop
 from lit_vgrpo.rewards.geneval_detector import ObjectDetector, class_names, detector_config, detector_error
 from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, Verdict, row_error
-from lit_vgrpo.rewards.model import Dtype, check_arguments, device_for
-from lit_vgrpo.system.hub import LoadError, quiet_libraries
+from lit_vgrpo.rewards.model import Dtype, ModelReward, device_for
 
 HUB_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
-HUB_CLIP = "openai/clip-vit-large-patch14"
 Score = Literal["partial", "strict"]
 
 
 @checked
-class GenEval(Reward):
+class GenEval(ModelReward):
     """Score of an image against the requirements of its row, in [0, 1]: rules applied to a detector's objects.
 
     A row has the official metadata: ``tag``, ``include`` and optionally ``exclude``. Rules, thresholds, prompts and
@@ -57,6 +57,8 @@ class GenEval(Reward):
 
     name = "geneval"
     weight_files = (("detector", "config.json"), ("clip", "config.json"))
+    _detector: ObjectDetector
+    _colors: ColorClassifier
 
     def __init__(
         self,
@@ -72,24 +74,22 @@ class GenEval(Reward):
     ) -> None:
         if score not in get_args(Score):
             raise ValueError(f"score={score!r} is unknown. Use one of: {', '.join(get_args(Score))}.")
-        check_arguments(batch_size, dtype, device)
+        super().__init__(detector, batch_size=batch_size, dtype=dtype, device=device)
         self.rules = GenEvalRules(threshold, counting_threshold, max_overlap=max_overlap)
         self.detector = detector
         self.clip = clip
         self.score = score
-        self.batch_size = batch_size
-        self.dtype = dtype
-        self.device = device
-        self.concurrent = device == "cpu"
         self._known: frozenset[str] | None = None
-        self._detector: ObjectDetector | None = None
-        self._colors: ColorClassifier | None = None
 
-    def check(self) -> list[str]:
-        """Report a missing folder or file, a model of another family, or weights neither cached nor reachable."""
-        of_detector = detector_error(self.detector, self.option("detector"))
-        of_clip = color_model_error(self.clip, self.option("clip"))
-        return [error for error in (of_detector, of_clip) if error]
+    def _file_errors(self) -> list[str | None]:
+        clip, key = self.clip, self.option("clip")
+        of_clip = clip_error(clip, key) or processor_error(clip, key)
+        return [detector_error(self.detector, self.option("detector")), of_clip]
+
+    def _build(self) -> nn.Module:
+        self._detector = ObjectDetector(self.detector, self.dtype, self.option("detector"))
+        self._colors = ColorClassifier(self.clip, self.dtype, self.option("clip"))
+        return nn.ModuleList([self._detector.model, self._colors.model])
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         """Refuse a row without ``include``, or with classes or relations unknown to the detector or the rules."""
@@ -98,22 +98,6 @@ class GenEval(Reward):
             self._known = frozenset(class_names(config) if config else CLASSES)
         error = row_error(row, self._known)
         return None if error is None else f'Prompt "{prompt}": {error}'
-
-    def load(self) -> None:
-        """Load detector and CLIP; a second call does nothing.
-
-        Raises:
-            LoadError: an error of :meth:`check`, or files with the wrong content.
-        """
-        if self._colors is not None:
-            return
-        for error in self.check():
-            raise LoadError(error)
-        with quiet_libraries():
-            self._detector = ObjectDetector(self.detector, self.dtype, self.option("detector"))
-            self._colors = ColorClassifier(self.clip, self.dtype, self.option("clip"))
-        for model in (self._detector.model, self._colors.model):
-            model.eval().requires_grad_(False)
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         errors = [self.prompt_error(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
@@ -135,11 +119,8 @@ class GenEval(Reward):
         if not rows:
             return []
         self.load()
-        assert self._detector is not None
-        assert self._colors is not None
-        device = device_for(images, self.device)
-        for model in (self._detector.model, self._colors.model):
-            model.to(device)
+        assert self._model is not None
+        self._model.to(device_for(images, self.device))
         pixels = to_uint8(images).cpu()
         objects: list[dict[str, list[Detection]]] = []
         for start in range(0, len(rows), self.batch_size):
@@ -147,18 +128,21 @@ class GenEval(Reward):
                 filled(pixels[start : start + self.batch_size], self.batch_size), self.rules.least_threshold
             )
             objects += [self.rules.keep(one, row) for one, row in zip(found, rows[start:], strict=False)]
-        self._color(images, objects, rows)
-        return [self.rules.judge(one, row) for one, row in zip(objects, rows, strict=True)]
+        colored = self._colored(images, objects, rows)
+        return [self.rules.judge(one, row) for one, row in zip(colored, rows, strict=True)]
 
-    def _color(self, images: Tensor, objects: list[dict[str, list[Detection]]], rows: list[dict[str, Any]]) -> None:
-        assert self._colors is not None
+    def _colored(
+        self, images: Tensor, objects: list[dict[str, list[Detection]]], rows: list[dict[str, Any]]
+    ) -> list[dict[str, list[Detection]]]:
+        """Return the objects, those whose color is asked for with their color."""
         asked = [self.rules.to_color(one, row) for one, row in zip(objects, rows, strict=True)]
         pictures = {i: to_pil(images[i : i + 1])[0] for i, detections in enumerate(asked) if detections}
         todo = [(pictures[i], detection) for i, detections in enumerate(asked) for detection in detections]
+        seen: dict[int, Detection] = {}
         for start in range(0, len(todo), self.batch_size):
             batch = todo[start : start + self.batch_size]
             full = batch + batch[-1:] * (self.batch_size - len(batch))
             crops = [object_crop(picture, detection) for picture, detection in full]
             names = self._colors.name(crops, [detection.label for _, detection in full])
-            for (_, detection), name in zip(batch, names, strict=False):
-                detection.color = name
+            seen |= {id(one): replace(one, color=name) for (_, one), name in zip(batch, names, strict=False)}
+        return [{label: [seen.get(id(one), one) for one in found] for label, found in o.items()} for o in objects]

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.rewards.geneval_rules import Detection, official_name
 from lit_vgrpo.rewards.model import Dtype
-from lit_vgrpo.rewards.weights import unloadable
-from lit_vgrpo.system.hub import explain_unloadable, file_at_hand, local_folder, source_of
+from lit_vgrpo.system.hub import explain_unloadable, file_at_hand, loading, local_folder, source_of
 
 SEGMENTERS = frozenset({"mask2former"})
 
@@ -37,12 +36,9 @@ class ObjectDetector:
 
         self.segments = (detector_config(checkpoint) or {}).get("model_type") in SEGMENTERS
         family = AutoModelForUniversalSegmentation if self.segments else AutoModelForObjectDetection
-        try:
+        with loading(checkpoint, f"Set {what_to_set} to a folder with a complete detector and its image processor."):
             self._processor: Any = AutoImageProcessor.from_pretrained(source_of(checkpoint))
             self.model: nn.Module = family.from_pretrained(source_of(checkpoint), dtype=getattr(torch, dtype))
-        except Exception as error:  # the library may raise anything on other files
-            remedy = f"Set {what_to_set} to a folder with a complete detector and its image processor."
-            raise unloadable(checkpoint, error, remedy) from error
         labels = cast(Any, self.model).config.id2label
         self._names = {int(number): official_name(label) for number, label in labels.items()}
 

@@ -1,8 +1,7 @@
 """HPS v2: a CLIP model fine-tuned on human preferences between generated images."""
 
-from __future__ import annotations
-
 import logging
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -10,11 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.pixels import letterboxed
-from lit_vgrpo.core.ranges import BatchSize, checked
+from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.errors import suggestion
-from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
+from lit_vgrpo.rewards.model import ModelReward, unit
 from lit_vgrpo.rewards.weights import file_error, fill, read_weights, weights_path
 
 HUB_CHECKPOINT = "xswu/HPSv2"
@@ -22,6 +20,7 @@ FILENAME = "HPS_v2.1_compressed.pt"
 
 
 @checked
+@dataclass(eq=False)
 class HPSv2(ModelReward):
     """The cosine similarity of image and prompt in HPS v2.1; about 0.2 to 0.35, reported as 20 to 35 in papers.
 
@@ -45,17 +44,8 @@ class HPSv2(ModelReward):
     package = "open_clip"
     extra = "hps"
 
-    def __init__(
-        self,
-        checkpoint: str = HUB_CHECKPOINT,
-        model: str = "ViT-H-14",
-        batch_size: BatchSize = BATCH_SIZE,
-        dtype: Dtype = "float32",
-        device: str = "auto",
-    ) -> None:
-        super().__init__(checkpoint, batch_size, dtype, device)
-        self.model = model
-        self._tokenizer: Any = None
+    checkpoint: str = HUB_CHECKPOINT
+    model: str = "ViT-H-14"
 
     def _file_errors(self) -> list[str | None]:
         return [file_error(self.checkpoint, FILENAME, self.option("checkpoint")), self._model_error()]

@@ -1,23 +1,18 @@
 """ImageReward: BLIP on image and prompt, trained on human rankings."""
 
-from __future__ import annotations
-
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.pixels import centre_cropped
-from lit_vgrpo.core.ranges import BatchSize, checked
+from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.blip import blip_modules, renamed
-from lit_vgrpo.rewards.model import Dtype, ModelReward
-from lit_vgrpo.rewards.weights import file_error, fill, read_weights, unloadable, weights_path
-from lit_vgrpo.system.hub import LoadError, explain_unloadable, local_folder, source_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from lit_vgrpo.rewards.model import ModelReward
+from lit_vgrpo.rewards.weights import file_error, fill, read_weights, weights_path
+from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, local_folder, source_of
 
 HUB_CHECKPOINT = "THUDM/ImageReward"
 FILENAME = "ImageReward.pt"
@@ -28,6 +23,7 @@ MEAN, STD = 0.16717362830052426, 1.0333394966054072  # published with the model,
 
 
 @checked
+@dataclass(eq=False)
 class ImageReward(ModelReward):
     """Standardised human preference, including prompt alignment; most scores are between -2.3 and 2.
 
@@ -47,30 +43,23 @@ class ImageReward(ModelReward):
     name = "image_reward"
     weight_files = (("checkpoint", FILENAME), ("tokenizer", "tokenizer_config.json"))
 
-    def __init__(
-        self,
-        checkpoint: str = HUB_CHECKPOINT,
-        tokenizer: str | None = None,
-        batch_size: BatchSize = BATCH_SIZE,
-        dtype: Dtype = "float32",
-        device: str = "auto",
-    ) -> None:
-        super().__init__(checkpoint, batch_size, dtype, device)
-        self.tokenizer = tokenizer or _tokenizer_beside(checkpoint)
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+    checkpoint: str = HUB_CHECKPOINT
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tokenizer = self.tokenizer or _tokenizer_beside(self.checkpoint)
 
     def _file_errors(self) -> list[str | None]:
-        tokenizer = explain_unloadable(self.tokenizer, "tokenizer_config.json", self.option("tokenizer"))
+        tokenizer = explain_unloadable(str(self.tokenizer), "tokenizer_config.json", self.option("tokenizer"))
         return [file_error(self.checkpoint, FILENAME, self.option("checkpoint")), tokenizer]
 
     def _build(self) -> nn.Module:
         from transformers import BertTokenizer
 
-        try:
-            self._tokenizer = BertTokenizer.from_pretrained(source_of(self.tokenizer))
-        except Exception as error:  # the library may raise anything on other files
-            remedy = f"Set {self.option('tokenizer')} to a folder with BERT's tokenizer."
-            raise unloadable(self.tokenizer, error, remedy) from error
+        tokenizer = str(self.tokenizer)
+        with loading(tokenizer, f"Set {self.option('tokenizer')} to a folder with BERT's tokenizer."):
+            self._tokenizer: Any = BertTokenizer.from_pretrained(source_of(tokenizer))
         self._tokenizer.add_tokens(BLIP_TOKENS, special_tokens=True)
         key = self.option("checkpoint")
         path = weights_path(self.checkpoint, FILENAME, key)
@@ -86,7 +75,6 @@ class ImageReward(ModelReward):
 
     def _read(self, prompts: list[str]) -> Tensor:
         """Return tokens and attention mask, ``(N, 2, 35)``."""
-        assert self._tokenizer is not None
         text = self._tokenizer(
             prompts, padding="max_length", truncation=True, max_length=MAX_LENGTH, return_tensors="pt"
         )

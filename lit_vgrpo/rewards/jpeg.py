@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil
@@ -17,6 +17,7 @@ BYTES_PER_KILOBYTE = 1000
 
 
 @checked
+@dataclass(eq=False)
 class JPEGCompressibility(Reward):
     """Minus the size in kilobytes (1000 bytes) of the image as a JPEG, in (-inf, 0).
 
@@ -32,8 +33,7 @@ class JPEGCompressibility(Reward):
     name = "jpeg"
     concurrent = True
 
-    def __init__(self, quality: Annotated[int, Range(1, 95)] = 95) -> None:
-        self.quality = quality
+    quality: Annotated[int, Range(1, 95)] = 95
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         return -self.kilobytes(images)
@@ -47,13 +47,12 @@ class JPEGCompressibility(Reward):
         Returns:
             Shape ``(B,)``, float32, in 1000 bytes.
         """
-        sizes = [self._bytes(picture) for picture in to_pil(images)]
+        sizes = []
+        for picture in to_pil(images):
+            buffer = io.BytesIO()
+            picture.save(buffer, format="JPEG", quality=self.quality)
+            sizes.append(buffer.tell())
         return torch.tensor(sizes, dtype=torch.float32) / BYTES_PER_KILOBYTE
-
-    def _bytes(self, picture: Image.Image) -> int:
-        buffer = io.BytesIO()
-        picture.save(buffer, format="JPEG", quality=self.quality)
-        return buffer.tell()
 
 
 class JPEGIncompressibility(JPEGCompressibility):

@@ -1,15 +1,18 @@
-"""Shared code of the rewards that run a model."""
+"""Shared code of the rewards that run a model.
 
-from __future__ import annotations
+Their files have no ``from __future__ import annotations``: the type hints of inherited fields are read in the files of
+the subclasses, where a name in text may not exist.
+"""
 
 from abc import abstractmethod
+from dataclasses import KW_ONLY, dataclass
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.core.batches import in_batches
+from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.rewards.base import Reward
@@ -19,6 +22,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @checked
+@dataclass(eq=False)
 class ModelReward(Reward):
     """A reward from a frozen model, loaded once; each distinct prompt of a call is encoded once, by itself.
 
@@ -35,19 +39,26 @@ class ModelReward(Reward):
         ValueError: an argument out of range.
     """
 
-    package: str | None = None
+    package: ClassVar[str | None] = None
     """An additional package that the model needs; ``extra`` installs it."""
-    extra: str = ""
+    extra: ClassVar[str] = ""
 
-    def __init__(self, checkpoint: str, batch_size: BatchSize, dtype: Dtype, device: str) -> None:
-        if not checkpoint:
+    checkpoint: str
+    _: KW_ONLY
+    batch_size: BatchSize = BATCH_SIZE
+    dtype: Dtype = "float32"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.checkpoint:
             raise ValueError("checkpoint='' is empty. Use a hub name or a local path.")
-        check_arguments(batch_size, dtype, device)
-        self.checkpoint = checkpoint
-        self.batch_size = batch_size
-        self.dtype = dtype
-        self.device = device
-        self.concurrent = device == "cpu"
+        if self.dtype not in get_args(Dtype):
+            raise ValueError(f"dtype={self.dtype!r} is unknown. Use one of: {', '.join(get_args(Dtype))}.")
+        try:
+            torch.device("cpu" if self.device == "auto" else self.device)
+        except RuntimeError as error:
+            raise ValueError(f"device={self.device!r} is unknown. Use auto, cpu, cuda or cuda:1.") from error
+        self.concurrent = self.device == "cpu"
         self._model: nn.Module | None = None
 
     def check(self) -> list[str]:
@@ -87,9 +98,8 @@ class ModelReward(Reward):
     def _build(self) -> nn.Module:
         """Return the model with its weights, on the CPU; may store tokenizers and the like on the reward."""
 
-    @abstractmethod
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Run one forward pass.
+        """Run one forward pass; unused by a subclass with its own ``__call__``.
 
         Args:
             images: shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as in PIL.
@@ -98,6 +108,7 @@ class ModelReward(Reward):
         Returns:
             Shape ``(b,)``.
         """
+        raise NotImplementedError
 
     def _read(self, prompts: list[str]) -> Tensor:
         """Return the encoded prompts for a forward pass, on the model's device; empty by default."""
@@ -122,23 +133,6 @@ class ModelReward(Reward):
 def unit(features: Tensor) -> Tensor:
     """Normalise embeddings to length 1, in float32."""
     return nn.functional.normalize(features.float(), dim=-1)
-
-
-def check_arguments(batch_size: int, dtype: str, device: str) -> None:
-    """Check the arguments that all models share.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} is too small. Use 1 or more.")
-    if dtype not in get_args(Dtype):
-        raise ValueError(f"dtype={dtype!r} is unknown. Use one of: {', '.join(get_args(Dtype))}.")
-    if device != "auto":
-        try:
-            torch.device(device)
-        except RuntimeError as error:
-            raise ValueError(f"device={device!r} is unknown. Use auto, cpu, cuda or cuda:1.") from error
 
 
 def device_for(images: Tensor, device: str) -> torch.device:

@@ -6,9 +6,10 @@ import math
 import os
 import re
 import unicodedata
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -20,9 +21,6 @@ from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.rewards.base import Reward
 from lit_vgrpo.system.hub import LoadError
 
-if TYPE_CHECKING:
-    from rapidocr import RapidOCR
-
 QUOTED = re.compile(r'"([^"]*)"|[\u201c\u201e]([^\u201c\u201d\u201e]*)[\u201d\u201c]')
 PLAIN_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u201e", '\'\'"""')  # a recogniser does not distinguish them
 RECOGNISER_HEIGHT = 48  # pixels, the line height that PP-OCR was trained on
@@ -32,6 +30,7 @@ LINES_PER_PASS = 8  # more are slower on a CPU
 
 
 @checked
+@dataclass(eq=False)
 class OCRReward(Reward):
     """Legibility of the text quoted in the prompt: ``1 - edit distance / length of the text``, in [0, 1].
 
@@ -59,20 +58,12 @@ class OCRReward(Reward):
     name = "ocr"
     concurrent = True
 
-    def __init__(
-        self,
-        detect: bool = True,
-        min_height: Annotated[int, Range(1, 16_384, example=64)] = 64,
-        case_sensitive: bool = False,
-        allow_extra: bool = False,
-        threads: Annotated[int, Range(1, 1024)] = 1,
-    ) -> None:
-        self.detect = detect
-        self.min_height = min_height
-        self.case_sensitive = case_sensitive
-        self.allow_extra = allow_extra
-        self.threads = threads
-        self._engine: RapidOCR | None = None
+    detect: bool = True
+    min_height: Annotated[int, Range(1, 16_384, example=64)] = 64
+    case_sensitive: bool = False
+    allow_extra: bool = False
+    threads: Annotated[int, Range(1, 1024)] = 1
+    _engine: Any = field(default=None, init=False)
 
     def check(self) -> list[str]:
         """Report a missing package, or one without the models."""
@@ -145,14 +136,14 @@ class OCRReward(Reward):
         if not len(images):
             return []
         self.load()
-        assert self._engine is not None
-        pictures = [_bgr(_enlarged(picture, self.min_height)) for picture in to_pil(images)]
+        enlarged = [np.asarray(_enlarged(picture, self.min_height)) for picture in to_pil(images)]
+        pictures = [np.ascontiguousarray(rgb[..., ::-1]) for rgb in enlarged]  # BGR
         if not self.detect:
             return list(self._engine.recognize_txt(pictures).txts or ())
         texts = []
         for picture in pictures:
             # one image at a time, because the padded line width would depend on the batch
-            result: Any = self._engine(picture)
+            result = self._engine(picture)
             texts.append(" ".join(in_reading_order(result.boxes, result.txts)) if result.txts else "")
         return texts
 
@@ -231,10 +222,6 @@ def _enlarged(picture: Image.Image, min_height: int) -> Image.Image:
         return picture
     width = max(1, round(picture.width * min_height / picture.height))
     return picture.resize((width, min_height), Image.Resampling.BICUBIC)
-
-
-def _bgr(picture: Image.Image) -> np.ndarray:
-    return np.ascontiguousarray(np.asarray(picture)[..., ::-1])
 
 
 def _short(prompt: str, length: int = 60) -> str:

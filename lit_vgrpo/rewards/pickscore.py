@@ -1,13 +1,11 @@
 """PickScore: a CLIP model trained on human preferences between two images."""
 
-from __future__ import annotations
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from lit_vgrpo.core.batches import BATCH_SIZE
-from lit_vgrpo.core.ranges import BatchSize, checked
+from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.clip import CLIPReward
-from lit_vgrpo.rewards.model import Dtype
 
 HUB_CHECKPOINT = "yuvalkirstain/PickScore_v1"
 HUB_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # the PickScore repository has no processor
@@ -15,6 +13,7 @@ SCALE = 26.0
 
 
 @checked
+@dataclass(eq=False)
 class PickScore(CLIPReward):
     """CLIP similarity of image and prompt: ``exp(logit_scale) * cos / 26``, near 1 for a preferred image.
 
@@ -34,18 +33,13 @@ class PickScore(CLIPReward):
 
     name = "pickscore"
 
-    def __init__(
-        self,
-        checkpoint: str = HUB_CHECKPOINT,
-        processor: str | None = None,
-        batch_size: BatchSize = BATCH_SIZE,
-        dtype: Dtype = "float32",
-        device: str = "auto",
-    ) -> None:
-        if processor is None and checkpoint == HUB_CHECKPOINT:
-            processor = HUB_PROCESSOR
-        super().__init__(checkpoint, processor, batch_size, dtype, device)
+    checkpoint: str = HUB_CHECKPOINT
+
+    def __post_init__(self) -> None:
+        if self.processor is None and self.checkpoint == HUB_CHECKPOINT:
+            self.processor = HUB_PROCESSOR
+        super().__post_init__()
 
     def _scaled(self, cosines: Tensor) -> Tensor:
-        scale: Tensor = self._clip.logit_scale
+        scale: Tensor = self._encoder.model.logit_scale
         return scale.float().exp() * cosines / SCALE

@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lit_vgrpo.rewards.base import RewardError
-from lit_vgrpo.rewards.batch import RewardBatch
+from lit_vgrpo.rewards.batch import ImageBatch, RewardBatch, image_batch
 from lit_vgrpo.rewards.combine import Part, PartScores, Weighted
-from lit_vgrpo.rewards.image_batch import ImageBatch, image_batch
 
 MOST_WAITING = 4
 """Maximum number of batches waiting per thread; more would only use memory."""
@@ -58,7 +56,7 @@ class ScoreQueue:
         batch = image_batch(images, prompts, rows)
         asking = [part for part in self.reward.parts if part.reward.asks_people]
         threaded = [part for part in self.reward.parts if self.reward.overlap and part.reward.concurrent]
-        on_cpu = _on_cpu(batch) if threaded or asking else batch
+        on_cpu = replace(batch, images=batch.images.cpu()) if threaded or asking else batch
         scores: dict[str, PartScores | Future[PartScores]] = {}
         for part in threaded:
             self._wait_for_room(part)
@@ -128,9 +126,3 @@ class ScoreQueue:
 
 def _done(score: PartScores | Future[PartScores]) -> PartScores:
     return score.result() if isinstance(score, Future) else score
-
-
-def _on_cpu(batch: ImageBatch) -> ImageBatch:
-    if batch.images.device == torch.device("cpu"):
-        return batch
-    return ImageBatch(batch.images.cpu(), batch.sound, batch.prompts, batch.rows, batch.size)

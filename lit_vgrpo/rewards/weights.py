@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.errors import one_line
-from lit_vgrpo.system.hub import LoadError, explain_unloadable, local_folder
+from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, local_folder
 from lit_vgrpo.system.paths import resolve_path
 
 SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".safetensors"})
@@ -47,10 +46,8 @@ def weights_path(checkpoint: str, filename: str, what_to_set: str) -> Path:
         return folder / filename
     from huggingface_hub import hf_hub_download
 
-    try:
+    with loading(f"{filename} of {checkpoint}", f"Set {what_to_set} to the file."):
         return Path(hf_hub_download(checkpoint, filename))
-    except (OSError, ValueError) as error:
-        raise unloadable(f"{filename} of {checkpoint}", error, f"Set {what_to_set} to the file.") from error
 
 
 def read_weights(path: Path, what_to_set: str) -> dict[str, Tensor]:
@@ -94,12 +91,6 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], path: Path, what_to_se
             f"Cannot load {path}: it holds a different model ({'; '.join(found)}). Set {what_to_set} to the right file."
         )
     model.load_state_dict(weights)
-
-
-def unloadable(checkpoint: str, error: Exception, remedy: str) -> LoadError:
-    """Return an error with the library's message about a checkpoint, shortened to one line."""
-    reason = one_line(str(error).strip().split("\n")[0]).rstrip(".") or type(error).__name__
-    return LoadError(f"Cannot load {checkpoint}: {reason}. {remedy}")
 
 
 def _as_file(checkpoint: str) -> Path | None:

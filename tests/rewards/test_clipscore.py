@@ -2,7 +2,7 @@ import clip_pixels
 import pytest
 import torch
 
-from lit_vgrpo.rewards.clipscore import CLIPScore
+from lit_vgrpo.rewards.clip import CLIPScore
 
 PROMPTS = ["a red cat", "ein blauer Bär, 猫", "two dogs", "x " * 200]
 SIZES = [(48, 40), (32, 32), (20, 60), (200, 300)]
