@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import lightning as L
@@ -20,6 +21,7 @@ COLLAPSED = "collapsed"
 
 
 @checked
+@dataclass(eq=False)
 class CollapseStop(StopsRun):
     """Stops a run with non-finite weights, constant rewards within groups, or a collapsed held-out reward.
 
@@ -36,15 +38,11 @@ class CollapseStop(StopsRun):
         ValueError: a number is too small.
     """
 
-    def __init__(
-        self,
-        patience: PositiveInt | None = 10,
-        drop: Annotated[float, Range(above=0, example=1)] | None = 1.0,
-        patience_evaluations: PositiveInt = 2,
-    ) -> None:
-        self.patience = patience
-        self.drop = drop
-        self.patience_evaluations = patience_evaluations
+    patience: PositiveInt | None = 10
+    drop: Annotated[float, Range(above=0, example=1)] | None = 1.0
+    patience_evaluations: PositiveInt = 2
+
+    def __post_init__(self) -> None:
         self.flat_iterations = 0
         self.low_evaluations = 0
         self.best = -math.inf

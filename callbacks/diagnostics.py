@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import lightning as L
@@ -20,6 +21,7 @@ MOST_TIMES = 10
 
 
 @checked
+@dataclass(eq=False)
 class SurrogateDiagnostics(L.Callback):
     """Logs the surrogate's coefficient of variation, and where asked the signal-to-noise ratio of its gradient by time.
 
@@ -34,16 +36,10 @@ class SurrogateDiagnostics(L.Callback):
         snr_draws: groups per rank that the gradient is measured on; more give a more precise ratio.
     """
 
-    def __init__(
-        self,
-        every_n_iterations: PositiveInt = 1,
-        snr_every_n_iterations: Count | None = None,
-        snr_draws: Annotated[int, Range(2, 1000, example=16)] = 16,
-    ) -> None:
-        self.every_n_iterations = every_n_iterations
-        self.snr_every_n_iterations = snr_every_n_iterations
-        self.snr_draws = snr_draws
-        self._snr: dict[str, float] = {}
+    every_n_iterations: PositiveInt = 1
+    snr_every_n_iterations: Count | None = None
+    snr_draws: Annotated[int, Range(2, 1000, example=16)] = 16
+    _snr: dict[str, float] = field(default_factory=dict, init=False)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.snr_every_n_iterations is None:

@@ -53,7 +53,8 @@ class HeldOutDiversity:
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
-        self._features.append(self._features_of(images).cpu())  # non-finite for a non-finite image
+        found = small_pixels(images) if self.network is None else self.network.to(images.device)(images)
+        self._features.append(found.cpu())  # non-finite for a non-finite image
         self._numbers += batch.slots
 
     def compute(self, module: HeldOutModule) -> dict[str, float]:
@@ -67,9 +68,6 @@ class HeldOutDiversity:
         found = diversity(features[sound], kept, "euclidean" if self.network is None else "cosine")
         self.of_prompts = [found.get(prompt, math.nan) for prompt in sorted(set(prompts))]
         return {"heldout/diversity": finite_mean(self.of_prompts)}
-
-    def _features_of(self, images: Tensor) -> Tensor:
-        return small_pixels(images) if self.network is None else self.network.to(images.device)(images)
 
 
 def small_pixels(images: Tensor) -> Tensor:

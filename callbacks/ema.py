@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.snapshots import Snapshot
+from lit_vgrpo.distributed.trainer_internals import callbacks_of
 from lit_vgrpo.module import VGRPOModule
 
 
@@ -118,7 +119,6 @@ def _steps_done(pl_module: L.LightningModule) -> int:
 def averaged_weights(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[None]:
     """Use the weights of the trainer's EMA callback, if it has one, within the context."""
     with ExitStack() as stack:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EMA):
-                stack.enter_context(callback.applied(pl_module))
+        for average in callbacks_of(trainer, EMA):
+            stack.enter_context(average.applied(pl_module))
         yield

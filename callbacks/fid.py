@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import lightning as L
@@ -23,6 +24,7 @@ FIRST_OWN_IMAGE = 1 << 30
 
 
 @checked
+@dataclass(eq=False)
 class FID(L.Callback):
     """Logs ``heldout/fid@N`` and ``heldout/kid@N`` of N held-out images, generated with EMA weights if there are any.
 
@@ -46,31 +48,23 @@ class FID(L.Callback):
         ValueError: a number is too small, or the network does not support the size.
     """
 
-    def __init__(
-        self,
-        reference: str,
-        features: str = "inception",
-        size: Annotated[int, Range(1, 16_384)] | None = None,
-        kid: bool = False,
-        every_n_evaluations: PositiveInt = 1,
-        prompts: str | None = None,
-        images_per_prompt: BatchSize = 1,
-        batch_size: BatchSize = 32,
-    ) -> None:
-        self.reference = reference
-        self.network = feature_network(features, size)
-        self.kid = kid
-        self.every_n_evaluations = every_n_evaluations
-        self.prompts = prompts
-        self.images_per_prompt = images_per_prompt
-        self.batch_size = batch_size
+    reference: str
+    features: str = "inception"
+    size: Annotated[int, Range(1, 16_384)] | None = None
+    kid: bool = False
+    every_n_evaluations: PositiveInt = 1
+    prompts: str | None = None
+    images_per_prompt: BatchSize = 1
+    batch_size: BatchSize = 32
+
+    def __post_init__(self) -> None:
+        self.network = feature_network(self.features, self.size)
         self.evaluations = 0
         self._trainer: L.Trainer | None = None
         self._statistics: Reference | None = None
         self._fid: FrechetDistance | None = None
         self._kept: KeptFeatures | None = None
-        self._has_warned = False
-        self._has_ended = False
+        self._has_warned = self._has_ended = False
 
     @property
     def state_key(self) -> str:

@@ -130,7 +130,8 @@ class RewardHackAlarm(StopsRun):
         # Rank 0 decides for all, so that none continues alone.
         rang = trainer.strategy.broadcast(rang)
         for line in rang if self.action == "warn" else []:
-            rank_zero_warn(f"{line} Look at the samples, or raise model.objective.kl_weight.")
+            advice = "raise model.objective.kl_weight (V-GRPO: with kl_to=reference)"
+            rank_zero_warn(f"{line} Look at the samples, or {advice}.")
         if rang and self.action == "stop":
             self.end_run(trainer, "reward hacking", " ".join(rang))
 

@@ -185,8 +185,8 @@ class ProgressBar(LightningProgressBar):
         for ratio in (None, 1, None, None):
             line.add_column(ratio=ratio, no_wrap=True)
         of = f"/{total}" if total > 0 else ""
-        clock = f"{_clock(now - self._pace.started)} < {'?' if left is None else _clock(left)}"
-        line.add_row(f"{min(done + 1, total or done + 1)}{of}", Bar(1.0, share), clock, module.ledger.current_phase)
+        times = f"{clock(now - self._pace.started)} < {'?' if left is None else clock(left)}"
+        line.add_row(f"{min(done + 1, total or done + 1)}{of}", Bar(1.0, share), times, module.ledger.current_phase)
         whole = Table.grid()
         whole.width = columns
         whole.add_row(rows)
@@ -204,7 +204,7 @@ class ProgressBar(LightningProgressBar):
             parts.append(f"held-out {module.heldout['heldout/reward']:.3f}")
         parts += [f"{cells[name]} {name}" for name in CELLS[1:] if name in cells]
         left = self._pace.left_s(total - done, time.monotonic())
-        return ", ".join([*parts, *([f"{_clock(left)} left"] if left is not None and done < total else [])])
+        return ", ".join([*parts, *([f"{clock(left)} left"] if left is not None and done < total else [])])
 
 
 def _digits(value: float) -> str:
@@ -212,10 +212,10 @@ def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """Return a time as hours, minutes and seconds.
 
-    >>> _clock(65), _clock(3700.4)
+    >>> clock(65), clock(3700.4)
     ('1:05', '1:01:40')
     """
     hours, rest = divmod(round(seconds), 3600)

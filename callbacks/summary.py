@@ -14,9 +14,10 @@ import torch
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.callbacks.stop import StopsRun
-from lit_vgrpo.core.records import Evaluation
+from lit_vgrpo.distributed.trainer_internals import callbacks_of
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.runs.resume import SUMMARY_NAME
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
 
@@ -26,15 +27,11 @@ PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "pef
 class RunSummary(L.Callback):
     """Writes ``RUN/summary.json`` at the end of training, even if it was interrupted or failed.
 
-    Args:
-        filename: name of the file in the run folder.
-
     Attributes:
         unwritten: why it could not be written; ``None`` if it was.
     """
 
-    def __init__(self, filename: str = "summary.json") -> None:
-        self.filename = filename
+    def __init__(self) -> None:
         self.unwritten: str | None = None
         self.heldout_start: dict[str, float] = {}
         self._outcome = "finished"
@@ -71,7 +68,7 @@ class RunSummary(L.Callback):
         assert isinstance(pl_module, VGRPOModule)
         end = {name.removeprefix("heldout/"): value for name, value in pl_module.heldout.items()}
         folder = Path(trainer.default_root_dir)
-        stopped = [c for c in trainer.callbacks if isinstance(c, StopsRun) and c.outcome]  # type: ignore[attr-defined]
+        stopped = [callback for callback in callbacks_of(trainer, StopsRun) if callback.outcome]
         summary = {
             "outcome": stopped[0].outcome if stopped else self._outcome,
             **({"reason": stopped[0].reason} if stopped else {}),
@@ -87,14 +84,14 @@ class RunSummary(L.Callback):
             "network_passes": pl_module.ledger.state_dict(),
             "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),
             "device": device_name(trainer.strategy.root_device),
-            "evaluations": [_evaluation(evaluation) for evaluation in pl_module.evaluations],
+            "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in pl_module.evaluations],
             "seed": pl_module.seed,
             "world_size": trainer.world_size,
             "versions": {"python": platform.python_version(), **versions()},
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / self.filename, json.dumps(summary, indent=2) + "\n")
+            write_atomically(folder / SUMMARY_NAME, json.dumps(summary, indent=2) + "\n")
         except (OSError, UserError) as error:
             self.unwritten = str(error)
         else:
@@ -117,10 +114,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def _evaluation(evaluation: Evaluation) -> dict[str, Any]:
-    return {**evaluation.as_dict(), "reward": _plain(evaluation.reward)}
 
 
 def _plain(value: float | None) -> float | None:

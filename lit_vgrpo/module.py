@@ -20,7 +20,7 @@ from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.distributed.registry import keeps_plain_weights, strategy_errors
+from lit_vgrpo.distributed.registry import keeps_plain_weights
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.optimizers.optimization import Optimization
 from lit_vgrpo.optimizers.optimizer import OptimizerCallable, OptimizerConfig
@@ -28,7 +28,7 @@ from lit_vgrpo.optimizers.schedule import LRSchedulerCallable
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.pipeline_folder import distillation_warning
 from lit_vgrpo.policies.placement import in_own_precision
-from lit_vgrpo.rewards import Reward, RewardBatch
+from lit_vgrpo.rewards import Reward
 from lit_vgrpo.runs.heldout import HeldOutModule
 from lit_vgrpo.runs.iteration import Continuation, Iteration
 from lit_vgrpo.runs.limits import keep_iterations_whole, settings_without_effect, sizes_of
@@ -38,7 +38,8 @@ from lit_vgrpo.runs.reward_logger import RewardLogger
 from lit_vgrpo.runs.saved_weights import refuse_other_weights, trained_only
 from lit_vgrpo.runs.scoring import IterationScores, RolloutScoring
 from lit_vgrpo.runs.scouting import Choice, Scouting
-from lit_vgrpo.runs.start import load_policy, policy_errors
+from lit_vgrpo.runs.settings import ModuleSettings
+from lit_vgrpo.runs.start import load_policy
 from lit_vgrpo.runs.update_guard import UpdateGuard
 
 
@@ -108,47 +109,21 @@ class VGRPOModule(HeldOutModule):
 
     def check(self, sizes: Sizes) -> list[str]:
         """Return one line for each error that can be found without loading weights."""
-        return [
-            *policy_errors(self.policy),
-            *dict.fromkeys((*self.reward.check(), *self.observed.check())),
-            *self.optimization.check(),
-            *self.objective.policy_errors(type(self.policy)),
-            *self.objective.check(sizes),
-            *self.evaluation_errors(),
-            *self.guidance_errors(),
-            *self.quantisation_errors(),
-        ]
+        return self.settings.errors(sizes)
 
-    def people_errors(self, sizes: Sizes, ranks: int, has_heldout: bool) -> list[str]:
-        """Return one line for each setting that a reward from people cannot be used with."""
-        if not self.reward.asks_people:
-            return []
-        errors = []
-        if has_heldout and self.observed.asks_people:
-            errors.append(
-                "model.reward asks people, who do not score held-out images. Set model.heldout_reward to a reward that "
-                "does, such as PickScore, or data.heldout=null to train without evaluations."
-            )
-        if not sizes.errors(ranks) and sizes.plan(ranks).ranks_per_group > 1:
-            errors.append(
-                f"model.reward asks people, who compare whole groups, but {ranks} ranks split each group. "
-                f"Use at most {sizes.prompts_per_iteration} ranks."
-            )
-        if self.objective.rollout_spec(0).scouts is not None:
-            errors.append(
-                "model.objective.rollout.scouts would ask people about images that are drawn again. Leave it out."
-            )
-        return errors
+    @property
+    def settings(self) -> ModuleSettings:
+        """The settings, to be checked."""
+        return ModuleSettings(
+            self.policy, self.objective, self.reward, self.observed, self.optimization, self.evaluation
+        )
 
     def setup(self, stage: str) -> None:
         if stage != "fit":
             return
-        sizes = sizes_of(self.trainer)
-        of_strategy = strategy_errors(
-            self.trainer.strategy, self.policy, self.optimization.optimizer, sizes, self.objective.rollout_spec(0)
-        )
-        of_people = self.people_errors(sizes, self.trainer.world_size, self.trainer.datamodule.has_heldout)  # type: ignore[attr-defined]
-        for error in (*of_strategy, *self.check(sizes), *of_people):
+        trainer, sizes = self.trainer, sizes_of(self.trainer)
+        has_heldout = trainer.datamodule.has_heldout  # type: ignore[attr-defined]
+        for error in self.settings.errors_under(trainer.strategy, sizes, trainer.world_size, has_heldout):
             raise ValueError(error)
         self.reward.enter_run(Path(self.trainer.default_root_dir))
         keep_iterations_whole(self.trainer, sizes)
@@ -240,44 +215,42 @@ class VGRPOModule(HeldOutModule):
         """
         seconds: dict[str, float] = {}
         choice = self._scouting.send(batch, seconds)
-        rollout, own_scores, similarities = self._roll_out_and_score(batch, choice, seconds)
-        scores = IterationScores.gathered(own_scores, self.all_ranks(rollout.group_ids), self.all_ranks)
-        self.images_seen += len(scores.total)
-        scores.refuse_failures(batch.iteration, any_failure=self.failed_images == "stop")
+        rollout, scoring = self._roll_out(batch, choice, seconds)
+        scores = self._score(rollout, scoring)
         advantages = scores.advantages(self.reward, self.advantage_std, self.advantage_aggregate)
         has_advantage = bool(advantages.any()) or not self.objective.needs_reward
-        record = scores.record(rollout, seconds, has_advantage)
-        record.edits = {name: self.all_ranks(values) for name, values in similarities.items()}
+        record = scores.record(rollout, seconds, has_advantage, scoring.similarities(self.all_ranks))
         if choice is not None:
-            self._scouting.compare(choice, record, self.all_ranks(rollout.image_ids))
+            record = self._scouting.compare(choice, record, rollout.image_ids)
         experience = self._prepare(batch, rollout, advantages.split(len(rollout))[self.global_rank], record)
         return Iteration.of(experience, rollout.image_ids, record, batch)
 
-    def _roll_out_and_score(
+    def _roll_out(
         self, batch: PromptBatch, choice: Choice | None, seconds: dict[str, float]
-    ) -> tuple[Rollout, RewardBatch, dict[str, Tensor]]:
-        """Return this rank's images, scores and similarities; each batch is scored while the next is sampled."""
+    ) -> tuple[Rollout, RolloutScoring]:
+        """Return this rank's images and what scores them, each batch while the next is sampled."""
         request = batch.request(self.seed, at_most(batch.images, self.rollout_batch_size))
         if choice is not None:
             request = choice.redrawn(request)
-        scoring = RolloutScoring(self.policy, self._scores, request, seconds) if self.objective.needs_reward else None
-        with self._scores.closed_on_error():
-            with self.ledger.phase("rollout"), timed(seconds, "rollout"):
-                rollout = self.objective.roll_out(self.policy, request, on_batch=scoring)
-            if scoring is None:
-                return rollout, RewardBatch.empty(len(rollout)), {}
-            with self.ledger.phase("reward"):
-                return rollout, scoring.result(), scoring.copies.scores(scoring.images_per_group)
+        scoring = RolloutScoring(self.policy, self._scores if self.objective.needs_reward else None, request, seconds)
+        with self.ledger.phase("rollout"):
+            return scoring.sample(self.objective.roll_out), scoring
+
+    def _score(self, rollout: Rollout, scoring: RolloutScoring) -> IterationScores:
+        """Return the scores of all ranks' images, once they are all there."""
+        with self.ledger.phase("reward"):
+            scores = scoring.scores(rollout, self.all_ranks)
+        self.images_seen += len(scores.total)
+        scores.refuse_failures(rollout.iteration, any_failure=self.failed_images == "stop")
+        return scores
 
     def _prepare(self, batch: PromptBatch, rollout: Rollout, advantages: Tensor, record: IterationRecord) -> Experience:
         with timed(record.seconds, "prepare"):
-            if not record.has_advantage:
-                return Experience.of(rollout, advantages)
             later = None if batch.order is None else torch.tensor(batch.order[len(batch.order) // batch.updates :])
             context = PrepareContext(
                 self.policy, rollout, advantages, batch.micro_batch_size, batch.updates, self.ledger, later
             )
-            return self.objective.prepare(context)
+            return self.objective.prepare(context) if record.has_advantage else context.experience()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if not self.is_idle:

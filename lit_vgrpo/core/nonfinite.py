@@ -40,7 +40,6 @@ class NonFiniteGuard:
         gradients: Iterable[Tensor],
         all_ranks: Callable[[Tensor], Tensor],
         when: str,
-        overflow: bool = False,
         norm: Tensor | None = None,
     ) -> bool:
         """Return whether to skip this update; called once per update, on every rank.
@@ -49,7 +48,6 @@ class NonFiniteGuard:
             gradients: this rank's gradients, or its shards of them.
             all_ranks: concatenates every rank's ``(B, ...)`` in rank order.
             when: the position in the run, for the message.
-            overflow: the strategy has already found a non-finite gradient.
             norm: a norm of theirs; they are looked at only where it is not finite, since squares may overflow.
 
         Raises:
@@ -57,7 +55,7 @@ class NonFiniteGuard:
         """
         losses, self._losses = self._losses, []
         loss_is_bad, norm_is_bad = _are_bad(losses, norm)
-        gradient_is_bad = overflow or (norm_is_bad and not all_finite(gradients))
+        gradient_is_bad = norm_is_bad and not all_finite(gradients)
         found = all_ranks(torch.tensor([[int(loss_is_bad), int(gradient_is_bad)]])).bool()
         if not found.any():
             self._in_a_row = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -26,18 +27,12 @@ def read_picture(path: str | Path) -> Tensor:
     Raises:
         ValueError: the file is missing, is not an image, or is truncated.
     """
-    try:
-        with Image.open(path) as opened:
-            if opened.format == PROGRAM_FORMAT:
-                raise ValueError(PROGRAM_FORMAT)
-            image = ImageOps.exif_transpose(opened)
-            if "A" in image.getbands() or "transparency" in image.info:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            pixels = np.array(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(_unreadable(path)) from error
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+    with _opened(path) as opened:
+        image = ImageOps.exif_transpose(opened)
+        if "A" in image.getbands() or "transparency" in image.info:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
 def picture_size(path: str | Path) -> tuple[int, int]:
@@ -46,27 +41,27 @@ def picture_size(path: str | Path) -> tuple[int, int]:
     Raises:
         ValueError: the file is missing or is not an image.
     """
+    with _opened(path) as opened:
+        width, height = opened.size
+        return (width, height) if opened.getexif().get(_ORIENTATION) in _TURNED else (height, width)
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[Image.Image]:
+    """Open an image file; what fails in it or in the block is a ValueError with a line for the user."""
     try:
         with Image.open(path) as opened:
             if opened.format == PROGRAM_FORMAT:
                 raise ValueError(PROGRAM_FORMAT)
-            width, height = opened.size
-            return (width, height) if opened.getexif().get(_ORIENTATION) in _TURNED else (height, width)
+            yield opened
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(_unreadable(path)) from error
+        what = "is not a readable image. Leave it out, or save it again"
+        raise ValueError(f"{path} {what if Path(path).is_file() else 'does not exist. Give an image file'}.") from error
 
 
 def picture_error(prompt: str, row: Mapping[str, Any]) -> str | None:
     """Return that a prompt has no picture, in one line, or ``None``."""
     return None if PICTURE in row else f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
-
-
-def _unreadable(path: str | Path) -> str:
-    return (
-        f"{path} is not a readable image. Leave it out, or save it again."
-        if Path(path).is_file()
-        else (f"{path} does not exist. Give an image file.")
-    )
 
 
 def references_of(rows: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:

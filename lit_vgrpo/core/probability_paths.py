@@ -49,13 +49,18 @@ class ProbabilityPath(ABC):
     def to_v(self, prediction: Tensor, z: Tensor, t: Tensor) -> Tensor:
         """Return the velocity estimate from the network's prediction at ``z``."""
 
-    @abstractmethod
     def error_scale(self, space: Space, t: Tensor, cap: float | None = None) -> Tensor:
         """Return the positive factor ``(B,)`` that converts an error of the prediction to one in ``space``.
 
         Every conversion is linear in the prediction at a fixed ``z_t``, so the error in another space is the
         prediction's error times this factor (up to its sign). ``cap`` bounds factors that diverge.
         """
+        a, b = self.coefficients(t)
+        if self.prediction == "eps":
+            scale = {"x": b / a, "eps": torch.ones_like(b), "v": 1 / a}[space]
+        else:
+            scale = {"x": b, "eps": a, "v": torch.ones_like(b)}[space]
+        return scale if cap is None else scale.clamp(max=cap)
 
     def interpolate(self, x: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Return ``z_t = a_t x + b_t eps`` in float32; shapes ``(B, ...)``."""
@@ -86,11 +91,6 @@ class RectifiedFlow(ProbabilityPath):
 
     def to_v(self, prediction: Tensor, z: Tensor, t: Tensor) -> Tensor:
         return prediction
-
-    def error_scale(self, space: Space, t: Tensor, cap: float | None = None) -> Tensor:
-        a, b = self.coefficients(t)
-        scale = {"x": b, "eps": a, "v": torch.ones_like(b)}[space]
-        return scale if cap is None else scale.clamp(max=cap)
 
 
 class VariancePreserving(ProbabilityPath):
@@ -149,11 +149,3 @@ class VariancePreserving(ProbabilityPath):
             return prediction
         a, b = (expand(c, z) for c in self.coefficients(t))
         return (prediction - b * z) / a
-
-    def error_scale(self, space: Space, t: Tensor, cap: float | None = None) -> Tensor:
-        a, b = self.coefficients(t)
-        if self.prediction == "eps":
-            scale = {"x": b / a, "eps": torch.ones_like(b), "v": 1 / a}[space]
-        else:
-            scale = {"x": b, "eps": a, "v": torch.ones_like(b)}[space]
-        return scale if cap is None else scale.clamp(max=cap)

@@ -322,20 +322,6 @@ class Experience:
     def __len__(self) -> int:
         return len(self.latents)
 
-    @classmethod
-    def of(
-        cls, rollout: Rollout, advantages: Tensor, pairs: Pairs | None = None, extras: dict[str, Tensor] | None = None
-    ) -> Experience:
-        """Build an experience from a rollout's images, their advantages and the method's own tensors."""
-        return cls(
-            latents=rollout.latents,
-            advantages=advantages.to(rollout.latents.device),
-            conditioning=rollout.conditioning,
-            rows=rollout.rows,
-            pairs=pairs,
-            extras=extras or {},
-        )
-
     def to(self, device: torch.device) -> Experience:
         """Return the experience on another device with only the rows it uses; itself if it is there already."""
         if self.latents.device == device:

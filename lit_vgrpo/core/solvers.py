@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lit_vgrpo.core.probability_paths import ProbabilityPath
+from lit_vgrpo.core.probability_paths import ProbabilityPath, expand
 
 FLOW_SDES = ("flow_sde", "cps", "dance_sde")
 VP_SDES = ("ddim_sde",)
@@ -55,7 +53,7 @@ def flow_sde_step(
         arXiv 2505.05470.
     """
     bounded = torch.where(t >= 1, second_time, t)
-    t, h, bounded = (_like(value, z) for value in (t, t - t_next, bounded))
+    t, h, bounded = (expand(value, z) for value in (t, t - t_next, bounded))
     sigma = noise_level * (t / (1 - bounded)).sqrt()
     drift = sigma.square() * h / (2 * t)
     mean = z * (1 - drift) - velocity * (h + drift * (1 - t))
@@ -68,7 +66,7 @@ def cps_step(velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_level
     Source:
         arXiv 2509.05952, as used with arXiv 2505.05470.
     """
-    t, t_next = _like(t, z), _like(t_next, z)
+    t, t_next = expand(t, z), expand(t_next, z)
     x, eps = z - t * velocity, z + (1 - t) * velocity
     std = t_next * math.sin(noise_level * math.pi / 2)
     kept = t_next * abs(math.cos(noise_level * math.pi / 2))  # sqrt(t'^2 - s^2)
@@ -81,7 +79,7 @@ def dance_step(velocity: Tensor, z: Tensor, t: Tensor, t_next: Tensor, noise_lev
     Source:
         arXiv 2505.07818.
     """
-    t, h = _like(t, z), _like(t - t_next, z)
+    t, h = expand(t, z), expand(t - t_next, z)
     x = z - t * velocity
     score = -(z - (1 - t) * x) / t.square()
     mean = z - h * velocity + noise_level**2 * h * score / 2
@@ -98,8 +96,8 @@ def ddim_step(
         arXiv 2010.02502; as a policy's chain arXiv 2305.13301.
     """
     x, eps = path.to_x(prediction, z, t), path.to_eps(prediction, z, t)
-    a, b = (_like(value, z) for value in path.coefficients(t))
-    a_next, b_next = (_like(value, z) for value in path.coefficients(t_next))
+    a, b = (expand(value, z) for value in path.coefficients(t))
+    a_next, b_next = (expand(value, z) for value in path.coefficients(t_next))
     variance = eta**2 * (b_next / b).square() * (1 - (a / a_next).square()).clamp(min=0)
     kept = (b_next.square() - variance).clamp(min=0).sqrt()
     std = variance.sqrt()
@@ -175,8 +173,3 @@ def regrid(times: Tensor, steps: int) -> Tensor:
     grid = values[below] + (at - below) * (values[below + 1] - values[below])
     grid[0], grid[-1] = values[0], 0.0
     return grid.float().to(times.device)
-
-
-def _like(values: Tensor, z: Tensor) -> Tensor:
-    """Add trailing dimensions of 1 to ``(B,)``, to broadcast against ``z``."""
-    return values.reshape(-1, *([1] * (z.ndim - 1)))

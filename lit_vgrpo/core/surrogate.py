@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.times import ContinuousTimes, TimePool
+from lit_vgrpo.core.times import TimePool
 
 ERROR_FLOOR = 1e-6
 
@@ -61,7 +61,7 @@ def draw_pairs(
     num_pairs: int,
     latent_shape: Sequence[int],
     *,
-    times: TimePool | None = None,
+    times: TimePool,
     stratified: bool = True,
 ) -> tuple[Pairs, Tensor]:
     """Draw one row of pairs for each generator.
@@ -71,16 +71,15 @@ def draw_pairs(
         rows: shape ``(B,)``: the row of each image, e.g. its group's position.
         num_pairs: N_MC.
         latent_shape: ``(C, h, w)``.
-        times: where times are drawn from; ``None`` is the whole continuous schedule.
+        times: where times are drawn from.
         stratified: draw one time from each of N_MC parts of it.
 
     Returns:
         The pairs, and the importance weights of their times ``(K, N)``.
     """
-    pool = ContinuousTimes() if times is None else times
     drawn, weights, noise = [], [], []
     for generator in generators:
-        t, weight = pool.draw(num_pairs, stratified, generator)
+        t, weight = times.draw(num_pairs, stratified, generator)
         drawn.append(t)
         weights.append(weight)
         noise.append(torch.randn(num_pairs, *latent_shape, generator=generator))

@@ -70,8 +70,8 @@ def _one_split(found: Any, source: PromptSource) -> Any:
 
 def _hub_place(source: PromptSource) -> str:
     """Return the hub name if the hub can be reached, else the folder of an earlier ``hf download``."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     name = source.path
     download = f"hf download {name} --repo-type dataset"
@@ -86,23 +86,14 @@ def _hub_place(source: PromptSource) -> str:
         if isinstance(error, RepositoryNotFoundError):
             raise PromptError(f"Cannot load {name}: no such file or folder here, and no such dataset on the hub.")
         why = "the hub cannot be reached"
-    folder = _downloaded(name)
-    if folder is None:
-        raise PromptError(f"Cannot load {name}: not in the local cache and {why}. {remedy}")
+    try:
+        folder = Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise PromptError(f"Cannot load {name}: not in the local cache and {why}. {remedy}") from error
     missing = _missing_shard(folder)
     if missing is not None:
         raise PromptError(f"Cannot load {name}: its copy in the local cache lacks {missing}, and {why}. {remedy}")
     return str(folder)
-
-
-def _downloaded(name: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
 
 
 def _missing_shard(folder: Path) -> str | None:

@@ -34,11 +34,7 @@ def read_prompts(source: str | Path | PromptSource) -> list[dict[str, Any]]:
             names the file and the line or row.
         ModuleNotFoundError: it needs the extra ``data``.
     """
-    source = as_source(source)
-    kind = kind_of(source)
-    if kind in ("folder", "hub"):
-        return list(TableRows(source, kind))
-    return read_parquet(source) if kind == "parquet" else read_text(source, kind)
+    return list(open_prompts(as_source(source), streaming=False))
 
 
 def open_prompts(source: PromptSource, streaming: bool | None = None, seed: int = 0) -> Sequence[Row] | StreamedRows:
@@ -55,10 +51,9 @@ def open_prompts(source: PromptSource, streaming: bool | None = None, seed: int 
         ModuleNotFoundError: it needs the extra ``data``.
     """
     kind = kind_of(source)
-    if kind == "hub" or (kind == "folder" and not is_saved(resolve_path(source.path))):
-        return StreamedRows(source, kind, seed) if streaming else TableRows(source, kind)
-    if kind == "folder":
-        return TableRows(source, kind)
+    if kind in ("hub", "folder"):
+        is_stream = streaming and not (kind == "folder" and is_saved(resolve_path(source.path)))
+        return StreamedRows(source, kind, seed) if is_stream else TableRows(source, kind)
     if streaming is None:
         streaming = resolve_path(source.path).stat().st_size >= LARGE_FILE_BYTES
     if not streaming:

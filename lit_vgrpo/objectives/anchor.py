@@ -67,11 +67,7 @@ class AnchoredObjective(Objective):
                 f"model.objective.anchor_decay={decay} has no effect with anchor_weight=0. Set anchor_weight=1.0, or "
                 "anchor_decay=null."
             ]
-        return self.standstill_errors(sizes) if weight > 0 else []
-
-    def standstill_errors(self, sizes: Sizes) -> list[str]:
-        """Return a line where the anchor is the policy itself in every update."""
-        if self.anchor_decay == 0 and sizes.updates_per_iteration == 1:
+        if decay == 0 and sizes.updates_per_iteration == 1:
             return [
                 "model.objective.anchor_decay=0 has no effect with updates_per_iteration=1: the anchor is the policy "
                 "itself. Set anchor_decay=0.3."

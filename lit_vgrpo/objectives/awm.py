@@ -21,10 +21,10 @@ from lit_vgrpo.core.surrogate import (
 from lit_vgrpo.objectives.base import PrepareContext, require
 from lit_vgrpo.objectives.forward import DrawnTimesObjective
 from lit_vgrpo.objectives.pairs import (
+    distance_to,
     mean_over_pairs,
     old_values,
     pairs_at,
-    squared_distance,
     stored_errors,
     with_negatives,
 )
@@ -158,14 +158,15 @@ class AWM(DrawnTimesObjective):
         log_ratio = log_q - old_values(micro, "old_log_likelihood", log_q)
         weights = micro.extras.get("pair_weight")
         gain = mean_over_pairs(clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip), weights)
-        distances = {
-            name: squared_distance(prediction, micro.extras[f"{name}_prediction"], weights) for name in self._pulls()
-        }
+        distances = {name: distance_to(micro, name, prediction) for name in ("reference", "ema")}
         loss = -gain.mean()
         for name, weight in self._pulls().items():
             loss = loss + weight * distances[name].mean()
-        metrics = {"surrogate": -log_q.detach().mean(dim=1), **ratio_metrics(log_ratio, self.clip)}
-        metrics["kl"] = distances["reference"].detach() if "reference" in distances else torch.zeros_like(gain).detach()
+        metrics = {
+            "surrogate": -log_q.detach().mean(dim=1),
+            "kl": distances["reference"].detach(),
+            **ratio_metrics(log_ratio, self.clip),
+        }
         return self.with_anchor(loss, metrics, micro, predicted)
 
     def after_iteration(self, policy: Policy) -> None:

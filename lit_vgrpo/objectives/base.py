@@ -64,7 +64,9 @@ class PrepareContext:
         self, pairs: Pairs | None = None, extras: dict[str, Tensor] | None = None, advantages: Tensor | None = None
     ) -> Experience:
         """Return the images as experience, with the advantages given here or those of the iteration."""
-        return Experience.of(self.rollout, self.advantages if advantages is None else advantages, pairs, extras)
+        rollout = self.rollout
+        own = (self.advantages if advantages is None else advantages).to(rollout.latents.device)
+        return Experience(rollout.latents, own, rollout.conditioning, rollout.rows, pairs, extras or {})
 
 
 @checked

@@ -20,7 +20,7 @@ from lit_vgrpo.core.surrogate import denoising_error, seeded_generator, surrogat
 from lit_vgrpo.objectives.base import PrepareContext, require
 from lit_vgrpo.objectives.forward import ForwardObjective
 from lit_vgrpo.objectives.groups import are_whole, cut_group, group_weights, groups_of, joined
-from lit_vgrpo.objectives.pairs import pairs_at, squared_distance
+from lit_vgrpo.objectives.pairs import distance_to, pairs_at
 from lit_vgrpo.policies.base import Policy
 
 
@@ -200,9 +200,7 @@ class DGPO(ForwardObjective):
             )
         stop = gone_far_enough(losses, micro.extras["old_losses"], micro.advantages, self.clip)
         preference = surrogate(weights * micro.advantages[:, None] * torch.where(stop, losses.detach(), losses))
-        distance = torch.zeros_like(preference)
-        if self.kl_weight > 0:
-            distance = squared_distance(prediction, micro.extras["reference_prediction"])
+        distance = distance_to(micro, "reference", prediction)
         loss = (preference + self.kl_weight * distance).mean()
         metrics = {
             "surrogate": surrogate(losses.detach()),

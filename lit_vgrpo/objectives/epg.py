@@ -13,7 +13,7 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.lagged import LaggedObjective
-from lit_vgrpo.objectives.pairs import squared_distance
+from lit_vgrpo.objectives.pairs import distance_to
 from lit_vgrpo.policies.base import Policy
 
 
@@ -89,9 +89,7 @@ class EPG(LaggedObjective):
         old_log_p = micro.extras.get("old_log_p", log_p.detach())
         advantages = micro.advantages / self.advantage_scale
         gradient = surrogate(exact_policy_gradient(log_p, old_log_p, advantages, self.proximal))
-        distance = torch.zeros_like(gradient)
-        if "reference_prediction" in micro.extras:
-            distance = squared_distance(prediction, micro.extras["reference_prediction"])
+        distance = distance_to(micro, "reference", prediction)
         metrics = {
             "surrogate": surrogate(-log_p.detach()),
             "ratio_deviation": surrogate(((log_p.detach() - old_log_p).exp() - 1).abs()),

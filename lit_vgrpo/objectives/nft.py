@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
@@ -11,7 +10,7 @@ from lit_vgrpo.core.rollout import Experience
 from lit_vgrpo.core.surrogate import denoising_error, mean_over_pixels, surrogate
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.lagged import LaggedObjective
-from lit_vgrpo.objectives.pairs import squared_distance, stored_errors
+from lit_vgrpo.objectives.pairs import distance_to, stored_errors
 from lit_vgrpo.policies.base import Policy
 
 ABSOLUTE_FLOOR = 1e-5
@@ -79,9 +78,7 @@ class DiffusionNFT(LaggedObjective):
         share = optimality(micro.advantages, self.advantage_clip)
         old_error = micro.extras.get("old_error", error.detach())
         contrast = surrogate(contrastive_error(error, old_error, share, self.beta))
-        distance = torch.zeros_like(contrast)
-        if "reference_prediction" in micro.extras:
-            distance = squared_distance(prediction, micro.extras["reference_prediction"])
+        distance = distance_to(micro, "reference", prediction)
         loss = (self.advantage_clip * contrast + self.kl_weight * distance).mean()
         metrics = {
             "surrogate": surrogate(denoising_error(error.detach(), self_normalised=True)),

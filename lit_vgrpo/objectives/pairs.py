@@ -26,25 +26,18 @@ def rollout_pairs(
     *,
     shared: bool | Sharing,
     stratified: bool,
-    times: TimeSource | TimePool,
+    times: TimeSource,
     shift: float = 1.0,
 ) -> Pairs:
     """Draw the pairs of an iteration; see :func:`weighted_pairs`.
 
     Args:
-        times: where times are drawn from; the whole of a source, or a part.
+        times: where times are drawn from.
         shift: resolution shift of the continuous schedule.
     """
-    pool = time_source(context.rollout, times, shift) if isinstance(times, str) else times
+    schedule = context.rollout.schedule.cpu()
+    pool: TimePool = ContinuousTimes(shift) if times == "uniform" else SamplerTimes(schedule, len(schedule))
     return weighted_pairs(context, num_pairs, pool, shared=shared, stratified=stratified)[0]
-
-
-def time_source(rollout: Rollout, times: TimeSource, shift: float = 1.0) -> SamplerTimes | ContinuousTimes:
-    """Return the whole schedule of a source."""
-    if times == "uniform":
-        return ContinuousTimes(shift)
-    schedule = rollout.schedule.cpu()
-    return SamplerTimes(schedule, len(schedule))
 
 
 def weighted_pairs(
@@ -170,9 +163,12 @@ def old_values(micro: Experience, name: str, current: Tensor) -> Tensor:
     return current.detach() if stored is None else torch.where(stored.isnan(), current.detach(), stored)
 
 
-def squared_distance(prediction: Tensor, stored: Tensor, weights: Tensor | None = None) -> Tensor:
-    """``m((v_theta - v_stored)^2)`` between a network's predictions, mean over the pairs; ``(B, N, ...) -> (B,)``."""
-    return mean_over_pairs(mean_over_pixels((prediction - stored).square(), 2), weights)
+def distance_to(micro: Experience, copy: str, prediction: Tensor) -> Tensor:
+    """Return ``m((v_theta - v_copy)^2)``, mean over the pairs, ``(M,)``; zeros if nothing of that copy is stored."""
+    stored = micro.extras.get(f"{copy}_prediction")
+    if stored is None:
+        return prediction.new_zeros(len(prediction))
+    return mean_over_pairs(mean_over_pixels((prediction - stored).square(), 2), micro.extras.get("pair_weight"))
 
 
 def mean_over_pairs(values: Tensor, weights: Tensor | None) -> Tensor:

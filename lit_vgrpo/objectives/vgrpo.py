@@ -1,6 +1,6 @@
 """V-GRPO (arXiv 2604.23380): GRPO whose likelihood is the ELBO surrogate."""
 
-from collections.abc import Set
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, get_args
 
@@ -29,8 +29,7 @@ def prediction_distance(prediction: Tensor, stored: Tensor, scale: Tensor) -> Te
     return mean_over_pixels((scale * (prediction - stored)).square(), 2)
 
 
-KLTarget = Literal["anchor", "reference", "behaviour"]
-_STORED = frozenset({"old_surrogate", "kl_prediction"})
+KLTarget = Literal["reference", "behaviour"]
 
 
 @checked
@@ -50,11 +49,8 @@ class VGRPO(DrawnTimesObjective):
         clip: half-width of the ratio's trust region; null for none. Has an effect from the second update on.
         soft_clip: bound eta of the advantages; null for none.
         kl_weight: weight beta of the KL, a distance between predictions.
-        kl_to: the other side of it: the behaviour policy as in the paper, the anchor or the reference (the starting
-            weights); null is the anchor where ``anchor_decay`` is set and ``anchor_weight`` is not, else the behaviour
-            policy. The last two distances are divided by the surrogate's own absolute error.
-
-    With ``kl_to: anchor``, ``kl_weight`` is the anchor's weight; ``anchor_weight`` pulls to it beside another KL.
+        kl_to: the other side of it: the behaviour policy as in the paper (null), or the reference (the starting
+            weights), to which the distance is divided by the surrogate's own absolute error.
 
     The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective` and
     :class:`~lit_vgrpo.objectives.forward.DrawnTimesObjective`; where times are drawn from is ours, but for the default.
@@ -73,75 +69,62 @@ class VGRPO(DrawnTimesObjective):
     clip: Annotated[float, Range(above=0, below=1, example=1e-2)] | None = None
     soft_clip: Annotated[float, Range(above=0, example=3)] | None = None
     kl_weight: NonNegativeFloat = 0.0
-    kl_to: KLTarget | None = None
+    kl_to: KLTarget | Literal["anchor"] | None = None  # the last for recipes of earlier versions: refused with advice
 
     def __post_init__(self) -> None:
         if isinstance(self.share_pairs, bool):
             self.share_pairs = "group" if self.share_pairs else "none"
-        for name, choices in (("share_pairs", get_args(Sharing)), ("kl_to", (*get_args(KLTarget), None))):
-            value, known = getattr(self, name), [str(choice or "null") for choice in choices]
-            require(value in choices, name, value, f"Use {', '.join(known[:-1])} or {known[-1]}")
+        require(self.share_pairs in get_args(Sharing), "share_pairs", self.share_pairs, "Use none, group or iteration")
+        is_anchor, weight = self.kl_to == "anchor", self.kl_weight or 1.0
+        advice = f"Set anchor_weight={weight} in place of kl_weight" if is_anchor else "Use reference or behaviour"
+        require(self.kl_to in (*get_args(KLTarget), None), "kl_to", self.kl_to, advice)
         super().__post_init__()
 
     @property
     def strata(self) -> int | None:
         return super().strata if self.stratify else None
 
-    @property
-    def pulled_to(self) -> KLTarget:
-        """The other side of the KL."""
-        return self.kl_to or ("behaviour" if self.anchor_decay is None or self.anchor_weight > 0 else "anchor")
-
-    @property
-    def keeps_anchor(self) -> bool:
-        return super().keeps_anchor or (self.anchor_decay is not None and self.pulled_to == "anchor")
-
-    @property
-    def _copy(self) -> str | None:
-        """Name of the copy that the KL pulls to; ``None`` where it needs none."""
-        is_kept = self.kl_weight > 0 or self.keeps_anchor
-        return self.pulled_to if is_kept and self.pulled_to != "behaviour" else None
-
     def anchor_errors(self, sizes: Sizes) -> list[str]:
-        if self.anchor_weight == 0 and self.kl_weight > 0 and self.pulled_to == "anchor":
-            return self.standstill_errors(sizes)
-        return super().anchor_errors(sizes) if self.anchor_weight > 0 else []
+        if not self._has_earlier_anchor:
+            return super().anchor_errors(sizes)
+        return [
+            f"model.objective.kl_weight={self.kl_weight} no longer pulls to the anchor. Set "
+            f"model.objective.anchor_weight={self.kl_weight} model.objective.kl_weight=0 (and allow_changes=true to "
+            "resume an earlier run)."
+        ]
+
+    @property
+    def _has_earlier_anchor(self) -> bool:
+        """True for the way in which recipes of earlier versions asked for the anchor."""
+        return self.anchor_decay is not None and self.anchor_weight == 0 < self.kl_weight and self.kl_to is None
 
     def check(self, sizes: Sizes) -> list[str]:
-        errors, decay = super().check(sizes), self.anchor_decay if self.anchor_weight == 0 else None
-        for name, value in (("anchor_decay", decay), ("kl_to", self.kl_to)):
-            if value is not None and self.kl_weight == 0:
-                errors.append(f"model.objective.{name} needs a KL to act on: kl_weight=0. Set kl_weight=1.0.")
-        if self.kl_to == "anchor" and self.anchor_weight > 0:
-            errors.append(
-                f"model.objective.anchor_weight={self.anchor_weight} and kl_to=anchor both pull to the anchor. "
-                "Set anchor_weight=0, or another kl_to."
-            )
-        elif self.pulled_to == "anchor" and decay is None:
-            errors.append("model.objective.kl_to=anchor needs an anchor: anchor_decay=null. Set anchor_decay=0.3.")
-        if self.pulled_to != "anchor" and decay is not None:
-            errors.append(
-                f"model.objective.anchor_decay={decay} has no effect with kl_to={self.kl_to}. Set anchor_decay=null, "
-                "or kl_to=anchor."
-            )
-        elif self.kl_weight > 0 and self.pulled_to == "behaviour" and sizes.updates_per_iteration == 1:
+        errors = super().check(sizes)
+        if self.kl_to is not None and self.kl_weight == 0:
+            errors.append(f"model.objective.kl_to={self.kl_to} has no effect with kl_weight=0. Set kl_weight=1.0.")
+        is_zero = self._has_kl_to("behaviour") and sizes.updates_per_iteration == 1
+        if is_zero and not self._has_earlier_anchor:
             errors.append(
                 f"model.objective.kl_weight={self.kl_weight} has no effect with updates_per_iteration=1: the policy "
-                "is its own behaviour policy. Set data.updates_per_iteration=2 or more, or an anchor_decay of 0.3."
+                "is its own behaviour policy. Set data.updates_per_iteration=2 or more, or kl_to=reference, or "
+                "anchor_weight in its place."
             )
         return errors
+
+    def _has_kl_to(self, target: KLTarget) -> bool:
+        return self.kl_weight > 0 and (self.kl_to or "behaviour") == target
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         passes: dict[str, float] = {"update": sizes.uses_per_image * self.num_mc_samples}
         if sizes.updates_per_iteration > 1:
             passes["old"] = self.num_mc_samples * sizes.later_share
-        if self._copy == "reference":
+        if self._has_kl_to("reference"):
             passes["reference"] = self.num_mc_samples
         return passes | self.anchor_passes(self.num_mc_samples)
 
     def setup(self, policy: Policy) -> None:
         super().setup(policy)
-        if self._copy == "reference":
+        if self._has_kl_to("reference"):
             self.copies["reference"] = Snapshot(policy)
 
     def prepare(self, context: PrepareContext) -> Experience:
@@ -157,24 +140,21 @@ class VGRPO(DrawnTimesObjective):
         self.weight_pairs(experience, weights)
         # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes of its own.
         if context.updates > 1:
-            wanted = {"old_surrogate"} if self._copy is not None or self.kl_weight == 0 else _STORED
             with context.ledger.phase("old"):
-                experience.extras |= self._stored(context, experience, wanted)
-        if self._copy is not None:
-            experience.extras["kl_prediction"] = self.copy_predictions(context, experience, self._copy)
-        if self._copy != "anchor":
-            self.store_anchor(context, experience)
+                experience.extras |= self._stored(context, experience)
+        if self._has_kl_to("reference"):
+            experience.extras["kl_prediction"] = self.copy_predictions(context, experience, "reference")
+        self.store_anchor(context, experience)
         return experience
 
     @torch.no_grad()
-    def _stored(self, context: PrepareContext, experience: Experience, wanted: Set[str]) -> dict[str, Tensor]:
-        """Return what is wanted of the current weights, and no more: predictions are as large as all pairs."""
-        stored: dict[str, list[Tensor]] = {name: [] for name in wanted}
+    def _stored(self, context: PrepareContext, experience: Experience) -> dict[str, Tensor]:
+        """Return the surrogates of the current weights, and their predictions where the KL needs them."""
+        stored: dict[str, list[Tensor]] = defaultdict(list)
         for micro in context.later_of(experience).micro_batches(context.micro_batch_size):
             prediction, error, _ = self.predict(context.policy, micro, self.space, self.scale_cap)
-            if "old_surrogate" in wanted:
-                stored["old_surrogate"].append(self._surrogate(micro, error))
-            if "kl_prediction" in wanted:
+            stored["old_surrogate"].append(self._surrogate(micro, error))
+            if self._has_kl_to("behaviour"):  # else they would take as much memory as all pairs for nothing
                 stored["kl_prediction"].append(prediction)
         return {name: context.placed(torch.cat(parts)) for name, parts in stored.items()}
 
@@ -189,7 +169,7 @@ class VGRPO(DrawnTimesObjective):
         distance = torch.zeros_like(elbo)
         if "kl_prediction" in micro.extras:
             stored = old_values(micro, "kl_prediction", prediction)
-            if self._copy is None:
+            if self._has_kl_to("behaviour"):
                 per_pair = prediction_distance(prediction, stored, scale)
             else:
                 per_pair = distance_to_copy(prediction, stored, error, scale)

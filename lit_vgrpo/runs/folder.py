@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 
@@ -32,25 +34,25 @@ def candidates(base: Path) -> Iterator[Path]:
     ['demo', 'demo-2', 'demo-3']
     """
     yield base
-    number = 2
-    while True:
-        yield base.with_name(f"{base.name}-{number}")
-        number += 1
+    yield from (base.with_name(f"{base.name}-{number}") for number in count(2))
 
 
-def reserve(base: Path) -> Path:
+def reserve(base: Path, is_resumed: bool = False) -> Path:
     """Create the first free folder of :func:`candidates`; safe when several runs start at once.
+
+    Args:
+        is_resumed: take the folder itself, even if it exists.
 
     Raises:
         UserError: the folder cannot be created.
     """
-    if not base.name:
+    if not base.name and not is_resumed:
         raise UserError(f"run_dir={base} has no folder name. Set run_dir=runs/my_run.")
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
         for folder in candidates(base):
             try:
-                folder.mkdir()
+                folder.mkdir(exist_ok=is_resumed)
             except FileExistsError:
                 continue
             return folder
@@ -61,21 +63,6 @@ def reserve(base: Path) -> Path:
     raise AssertionError("unreachable: the candidates never end")
 
 
-def reopen(folder: Path) -> Path:
-    """Return the folder of a resumed run, created if it is missing.
-
-    Raises:
-        UserError: the folder cannot be created.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"Cannot create the run folder {folder}: {error.strerror}. Set run_dir=/another/folder."
-        ) from error
-    return folder
-
-
 class FolderLock:
     """Locks a folder against other runs until this process ends, however it ends."""
 
@@ -83,11 +70,7 @@ class FolderLock:
         self._handle: int | None = None
 
     def take(self, folder: Path) -> None:
-        """Lock a folder.
-
-        Raises:
-            UserError: another process has it.
-        """
+        """Lock a folder; raise UserError if another process has it."""
         if fcntl is None:
             return
         handle = os.open(folder, os.O_RDONLY)
@@ -109,16 +92,8 @@ class FolderLock:
 
 def release(folder: Path) -> None:
     """Remove a folder to which nothing was written."""
-    try:
+    with suppress(OSError):
         folder.rmdir()
-    except OSError:
-        return
-
-
-def is_first_process() -> bool:
-    """Return True on the rank that owns the folder; works before a Trainer exists."""
-    ranks = [os.environ.get(key, "0") for key in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")]
-    return all(rank in ("", "0") for rank in ranks)
 
 
 class RunFolder(Callback):

@@ -167,45 +167,6 @@ class HeldOutModule(L.LightningModule):
         self.configure_model()
         return super().load_state_dict(state_dict, *args, **kwargs)
 
-    def evaluation_errors(self) -> list[str]:
-        """Return one line for each error in ``evaluation``."""
-        if self.evaluation is None:
-            return []
-        if self.evaluation.scouts is not None:
-            return ["model.evaluation.scouts has no effect: held-out images are not chosen. Leave it out."]
-        if self.evaluation.solver in self.policy.solvers:
-            errors = self.policy.accelerator_errors(self.evaluation, "model.evaluation")
-            return errors or self.evaluation.accelerator_errors("model.evaluation")
-        return [
-            f"model.evaluation.solver={self.evaluation.solver} is not an ODE solver of "
-            f"{type(self.policy).__name__}. Use {' or '.join(self.policy.solvers)}."
-        ]
-
-    def quantisation_errors(self) -> list[str]:
-        """Return one line if images are to be sampled in 8 bits by a network that is quantised already."""
-        if self.policy.quantisation is None:
-            return []
-        specs = {"model.objective.rollout": self.objective.rollout_spec(0), "model.evaluation": self.evaluation}
-        return [
-            f"{key}.quantise={spec.quantise} needs whole weights, and model.policy.quantisation="
-            f"{self.policy.quantisation} keeps none. Leave out one of them."
-            for key, spec in specs.items()
-            if spec is not None and spec.quantise is not None
-        ][:1]
-
-    def guidance_errors(self) -> list[str]:
-        """Return one line if the policy refuses guidance and a setting asks for it."""
-        error = self.policy.guidance_error()
-        if error is None:
-            return []
-        scales = {
-            "model.objective.rollout.guidance": self.objective.rollout_spec(0).guidance,
-            "model.objective.training_guidance": self.objective.guidance_in("training", None),
-            "model.objective.reference_guidance": self.objective.guidance_in("reference", None),
-            "model.evaluation.guidance": 1.0 if self.evaluation is None else self.evaluation.guidance,
-        }
-        return [f"{key}={scale:g}: {error}" for key, scale in scales.items() if scale != 1.0][:1]
-
     def costs(self) -> dict[str, Any]:
         """Return the costs and evaluations so far, for a checkpoint."""
         return {

@@ -19,6 +19,7 @@ from lit_vgrpo.policies.base import Policy
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
     ".*module\\(s\\) in eval mode at the start.*",  # a policy is trained as it samples, without dropout
+    ".*smaller than the logging interval.*",  # what is logged is of whole iterations
     ".*across ranks is zero.*",  # no held-out prompts: nothing to evaluate
     ".*sync_dist=True.*",  # what is logged is computed over all ranks already
     ".*all_gather is deprecated.*",

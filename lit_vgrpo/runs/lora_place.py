@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_vgrpo.errors import one_line, suggestion
+from lit_vgrpo.errors import suggestion
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.lora_file import KEY, lora_file_error
-from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable
+from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
 from lit_vgrpo.system.paths import CONFIG_NAME, resolve_path
 
 if TYPE_CHECKING:
@@ -53,15 +53,8 @@ class LoraPlace:
             return path
         from huggingface_hub import HfApi, hf_hub_download
 
-        try:
+        with loading(self.name, f"Run: hf download {self.repository}, or set {KEY}=/a/local/file{SUFFIX}."):
             return Path(hf_hub_download(self.repository, self.filename or self._only_one(HfApi())))
-        except LoadError:
-            raise
-        except Exception as error:  # the hub's client has a separate class for each cause
-            raise LoadError(
-                f"Cannot load {self.name}: {one_line(error)[:200]}. Run: hf download {self.repository}, or set "
-                f"{KEY}=/a/local/file{SUFFIX}."
-            ) from error
 
     def _only_one(self, hub: HfApi) -> str:
         names = [name for name in hub.list_repo_files(self.repository) if name.endswith(SUFFIX)]

@@ -201,16 +201,13 @@ class Trial:
         )
         advantages = torch.linspace(-1, 1, images, device=self.home)
         updates = self.plan.updates_per_iteration
-        with torch.enable_grad(), self._precision():
+        plugin = self.module.trainer.precision_plugin
+        with torch.enable_grad(), plugin.train_step_context() if plugin is not None else nullcontext():
             experience = objective.prepare(PrepareContext(policy, rollout, advantages, images, updates))
             (micro,) = experience.micro_batches(images)
             objective.before_update(policy, [micro])
             loss, _ = objective.loss(policy, micro.to(self.device))
         self._differentiate(loss)
-
-    def _precision(self) -> Any:
-        plugin = self.module.trainer.precision_plugin
-        return plugin.train_step_context() if plugin is not None else nullcontext()
 
     def _differentiate(self, loss: torch.Tensor) -> None:
         if not isinstance(self.module.trainer.strategy, FSDP2):

@@ -60,12 +60,13 @@ class SavedWeights:
         if variant == AVERAGE and AVERAGE not in self.tensors:
             raise UserError(f"{self.path} holds no average: the run had no EMA callback. Leave out --ema.")
 
-    def errors(self, variant: str, policy: Policy) -> list[str]:
-        """Return why the tensors of a variant do not fit a policy: at most one line."""
+    def refuse_misfit(self, variant: str, policy: Policy) -> None:
+        """Raise UserError if the tensors of a variant are not those that a policy trains."""
         difference = self.difference(variant, policy)
-        if difference is None:
-            return []
-        return [f"{self.path} is a checkpoint of another policy: {difference} Use the recipe that wrote it."]
+        if difference is not None:
+            raise UserError(
+                f"{self.path} is a checkpoint of another policy: {difference} Use the recipe that wrote it."
+            )
 
     def difference(self, variant: str, policy: Policy) -> str | None:
         """Return how the tensors of a variant differ from those that a policy trains, or ``None``."""
@@ -88,8 +89,7 @@ class SavedWeights:
         Raises:
             UserError: the policy trains other tensors.
         """
-        for error in self.errors(variant, policy):
-            raise UserError(error)
+        self.refuse_misfit(variant, policy)
         write(trainable_parameters(policy), self.tensors[variant])
 
 
@@ -100,11 +100,7 @@ def trained_only(policy: Policy, state_dict: Mapping[str, Any]) -> dict[str, Any
 
 
 def refuse_other_weights(policy: Policy, state_dict: Mapping[str, Any]) -> None:
-    """Check that a checkpoint's module state has all trained tensors.
-
-    Raises:
-        RuntimeError: some are missing.
-    """
+    """Check that a checkpoint's module state has all trained tensors; raise RuntimeError if some are missing."""
     trained = _names_in_module(policy)
     if missing := trained - state_dict.keys():
         raise RuntimeError(

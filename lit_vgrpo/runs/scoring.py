@@ -20,31 +20,42 @@ from lit_vgrpo.runs.copying import CopyGuard
 
 
 class RolloutScoring:
-    """Decodes and scores a rollout batch by batch, so that the pixels of all images never exist at once.
+    """Samples images, and decodes and scores them batch by batch, so that all pixels never exist at once.
 
-    It is called with each batch of latents as soon as that is sampled; a reward that runs in a thread then works while
-    the next batch is sampled.
+    A reward that runs in a thread works while the next batch is sampled.
 
     Args:
-        policy: decodes the latents.
-        queue: scores the images.
+        policy: samples, and decodes the latents.
+        queue: scores the images; ``None`` for a method without a reward.
         request: the images that this rank samples.
-        seconds: wall time by phase; decoding and scoring are added, and taken out of ``rollout``. Work of threads
-            does not count.
+        seconds: wall time by phase; ``rollout``, ``decode`` and ``reward`` are added. Work of threads does not count.
     """
 
-    def __init__(self, policy: Policy, queue: ScoreQueue, request: RolloutRequest, seconds: dict[str, float]) -> None:
+    def __init__(
+        self, policy: Policy, queue: ScoreQueue | None, request: RolloutRequest, seconds: dict[str, float]
+    ) -> None:
         self.policy = policy
         self.queue = queue
+        self.request = request
         groups = request.layout()[0].tolist()
         self.prompts = [request.prompts[group] for group in groups]
         self.rows = [dict(request.rows[group]) for group in groups]
         self.copies = CopyGuard()
-        self.images_per_group = len(groups) // max(1, len(request.prompts))
         self.seconds = seconds
 
-    def __call__(self, part: slice, latents: Tensor) -> None:
+    def sample(self, draw: Callable[..., Rollout]) -> Rollout:
+        """Sample the images by an objective's ``roll_out`` or ``send_scouts``."""
+        if self.queue is None:
+            with timed(self.seconds, "rollout"):
+                return draw(self.policy, self.request)
+        with self.queue.closed_on_error(), timed(self.seconds, "rollout"):
+            rollout = draw(self.policy, self.request, on_batch=self._score)
+        self.seconds["rollout"] -= self.seconds["decode"] + self.seconds["reward"]
+        return rollout
+
+    def _score(self, part: slice, latents: Tensor) -> None:
         """Decode and score the latents ``(b, C, h, w)`` of the images ``part`` of the rollout."""
+        assert self.queue is not None
         size = self.policy.decode_batch_size
         for start in range(0, len(latents), size):
             with timed(self.seconds, "decode"):
@@ -54,14 +65,23 @@ class RolloutScoring:
                 self.queue.put(images, self.prompts[own], self.rows[own])
                 self.copies.add(images, self.rows[own])
 
-    def result(self) -> RewardBatch:
-        """Return all images' scores in rollout order, after the rollout."""
-        self.seconds["rollout"] -= self.seconds["decode"] + self.seconds["reward"]
-        with timed(self.seconds, "reward"):
-            scores = self.queue.take()
+    def scores(self, rollout: Rollout, all_ranks: Callable[[Tensor], Tensor]) -> IterationScores:
+        """Wait for all ranks' scores of what :meth:`sample` returned."""
+        own = RewardBatch.empty(len(rollout)) if self.queue is None else self._own(self.queue)
+        return IterationScores.gathered(own, all_ranks(rollout.group_ids), all_ranks)
+
+    def _own(self, queue: ScoreQueue) -> RewardBatch:
+        """Return this rank's scores in rollout order."""
+        with queue.closed_on_error(), timed(self.seconds, "reward"):
+            scores = queue.take()
         # Negative if the overhead of threads exceeded the overlap.
         self.seconds["reward_overlapped"] = sum(scores.seconds.values()) - self.seconds["reward"]
         return scores
+
+    def similarities(self, all_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Return each image's similarities to the picture that it edits, over all ranks, ``(B,)``, if it has one."""
+        own = self.copies.scores(len(self.rows) // max(1, len(self.request.prompts)))
+        return {name: all_ranks(values) for name, values in own.items()}
 
 
 @dataclass
@@ -113,7 +133,9 @@ class IterationScores:
         shaped = {name: reward.shaped(name, self.parts) for name in self.parts}
         return combined_advantages(self.total, shaped, reward.weight_of, self.group_ids, std=std, aggregate=aggregate)
 
-    def record(self, rollout: Rollout, seconds: dict[str, float], has_advantage: bool) -> IterationRecord:
+    def record(
+        self, rollout: Rollout, seconds: dict[str, float], has_advantage: bool, edits: dict[str, Tensor]
+    ) -> IterationRecord:
         """Return the record of an iteration whose updates are still to come; see its attributes."""
         return IterationRecord(
             iteration=rollout.iteration,
@@ -126,6 +148,7 @@ class IterationScores:
             seconds=seconds,
             has_advantage=has_advantage,
             blocks_run=rollout.blocks_run,
+            edits=edits,
         )
 
     def refuse_failures(self, iteration: int, any_failure: bool, images: str = "images") -> None:

@@ -9,13 +9,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_vgrpo.core.batches import at_most
-from lit_vgrpo.core.records import IterationRecord, timed
+from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.core.rollout import Conditioning, RolloutRequest, RolloutSpec
 from lit_vgrpo.core.scouts import extremes, rank_correlation
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.rewards.queue import ScoreQueue
 from lit_vgrpo.runs.heldout import HeldOutModule
-from lit_vgrpo.runs.scoring import IterationScores, RolloutScoring
+from lit_vgrpo.runs.scoring import RolloutScoring
 
 LOW_CORRELATION, PATIENCE = 0.3, 5
 """A rank correlation below this in so many iterations in a row gives a warning. A choice, not a measurement."""
@@ -78,12 +78,10 @@ class Scouting:
         request = batch.request(module.seed, at_most(batch.images * factor, module.rollout_batch_size))
         request = request.of_scouts(factor)
         scoring = RolloutScoring(module.policy, self.queue, request, own_seconds)
-        with self.queue.closed_on_error():
-            with module.ledger.phase("scouts"), timed(own_seconds, "rollout"):
-                scouts = module.objective.send_scouts(module.policy, request, on_batch=scoring)
-            scored = scoring.result()
+        with module.ledger.phase("scouts"):
+            scouts = scoring.sample(module.objective.send_scouts)
+        scores = scoring.scores(scouts, module.all_ranks)
         seconds.update({f"scouts_{name}": value for name, value in own_seconds.items()})
-        scores = IterationScores.gathered(scored, module.all_ranks(scouts.group_ids), module.all_ranks)
         scores.refuse_failures(batch.iteration, self.any_failure, "scouts")
         rewards = in_order(scores.total, module.all_ranks(scouts.image_ids), request.group_size)
         chosen = extremes(rewards, batch.group_size)
@@ -101,22 +99,22 @@ class Scouting:
             errors=scores.errors,
         )
 
-    def compare(self, choice: Choice, record: IterationRecord, image_ids: Tensor) -> None:
-        """Add the scouts to the record of their iteration; warn once if their order says little about the images'.
+    def compare(self, choice: Choice, record: IterationRecord, image_ids: Tensor) -> IterationRecord:
+        """Return the record with the scouts; warn once if their order says little about the images'.
 
         Args:
-            image_ids: global index of each image, in the order of the record's rewards ``(B_global,)``.
+            image_ids: global index of each of this rank's images, ``(B,)``.
         """
-        images = in_order(record.rewards, image_ids, choice.rewards.shape[1])
+        images = in_order(record.rewards, self.module.all_ranks(image_ids), choice.rewards.shape[1])
         found = rank_correlation(choice.rewards, images)
-        record.scouts |= choice.metrics | ({} if found is None else {"rank_correlation": found})
-        record.errors = choice.errors | record.errors
         if found is None:
-            return
+            return replace(record, scouts=choice.metrics, errors=choice.errors | record.errors)
         self._low = self._low + 1 if found < LOW_CORRELATION else 0
         if self._low == PATIENCE and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(self._advice(found, self.module.objective.rollout_spec(record.iteration)))
+        metrics = {**choice.metrics, "rank_correlation": found}
+        return replace(record, scouts=metrics, errors=choice.errors | record.errors)
 
     @staticmethod
     def _advice(correlation: float, spec: RolloutSpec) -> str:

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 
-from lit_vgrpo.errors import UserError, report
+from lit_vgrpo.errors import UserError
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.fingerprint import sampled
 from lit_vgrpo.policies.lora_file import put_lora
-from lit_vgrpo.runs.folder import is_first_process
 from lit_vgrpo.runs.lora_place import find_lora
 from lit_vgrpo.runs.saved_run import find_run, last_good
 from lit_vgrpo.runs.saved_weights import AVERAGE, TRAINED, SavedWeights
 from lit_vgrpo.system.file_fingerprint import file_fingerprint
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import resolve_path
+from lit_vgrpo.system.process import report_on_first
 
 
 def policy_errors(policy: Policy) -> list[str]:
@@ -26,10 +26,12 @@ def policy_errors(policy: Policy) -> list[str]:
     if policy.start_from is not None and not policy.loaded:
         try:
             lora = find_lora(policy.start_from, policy.start_weights)
-            error = start_error(policy.start_from, policy.start_weights) if lora is None else lora.error(policy)
+            if lora is None:
+                _saved(policy.start_from, policy.start_weights)
+            elif (error := lora.error(policy)) is not None:
+                errors.append(error)
         except LoadError as refused:
-            error = str(refused)
-        errors += [error] if error else []
+            errors.append(str(refused))
     return errors
 
 
@@ -47,29 +49,11 @@ def load_policy(policy: Policy) -> Policy:
         return policy.read()
     if (lora := find_lora(policy.start_from, policy.start_weights)) is not None:
         return policy.read(partial(put_lora, file=lora.fetch()))
-    return policy.read(partial(_put_start, *_saved(policy.start_from, policy.start_weights, _say_on_first)))
-
-
-def start_error(start_from: str, start_weights: str) -> str | None:
-    """Verify the checkpoint that a run starts from; return why it cannot be used, or ``None``.
-
-    Args:
-        start_from: a run folder or a checkpoint.
-        start_weights: ``"trained"`` or ``"ema"``.
-    """
-    try:
-        _saved(start_from, start_weights, _say_nothing)
-    except LoadError as error:
-        return str(error)
-    return None
+    return policy.read(partial(_put_start, *_saved(policy.start_from, policy.start_weights, report_on_first)))
 
 
 def _put_start(saved: SavedWeights, variant: str, policy: Policy) -> None:
-    """Replace a loaded policy's weights by a variant of a run's.
-
-    Raises:
-        LoadError: the run trained other weights.
-    """
+    """Replace a loaded policy's weights by a variant of a run's; raise LoadError if the run trained other weights."""
     difference = saved.difference(variant, policy)
     if difference is not None:
         raise LoadError(
@@ -96,14 +80,16 @@ def start_fingerprint(policy: Policy) -> dict[str, str]:
     assert policy.start_from is not None
     if (lora := find_lora(policy.start_from, policy.start_weights)) is not None:
         return {} if (file := lora.at_hand()) is None else {"weights": file_fingerprint(file)}
-    saved, variant = _saved(policy.start_from, policy.start_weights, _say_nothing)
+    saved, variant = _saved(policy.start_from, policy.start_weights)
     tensors = saved.tensors[variant]
     digest = sha256(json.dumps({name: list(tensor.shape) for name, tensor in tensors.items()}).encode())
     digest.update(sampled(tensors.values()))
     return {"weights": digest.hexdigest()}
 
 
-def _saved(start_from: str, start_weights: str, say: Callable[[str], None]) -> tuple[SavedWeights, str]:
+def _saved(
+    start_from: str, start_weights: str, say: Callable[[str], None] = lambda line: None
+) -> tuple[SavedWeights, str]:
     """Return the checkpoint that a run starts from, and the variant of its weights.
 
     Args:
@@ -129,12 +115,3 @@ def _saved(start_from: str, start_weights: str, say: Callable[[str], None]) -> t
             "Set start_weights=trained."
         )
     return saved, variant
-
-
-def _say_on_first(line: str) -> None:
-    if is_first_process():
-        report([line])
-
-
-def _say_nothing(line: str) -> None:
-    pass

@@ -24,7 +24,7 @@ from lit_vgrpo.distributed.trainer_internals import hand_over_children, script_l
 from lit_vgrpo.errors import say
 from lit_vgrpo.runs.peers import Peers
 from lit_vgrpo.runs.resume import last_words
-from lit_vgrpo.system.signals import STOP_SIGNALS
+from lit_vgrpo.system.signals import STOP_SIGNALS, how_it_ended
 
 LAUNCHER_PID = "LIT_VGRPO_LAUNCHER_PID"  # environment variable: the process of rank 0, for the ranks that it starts
 POLL_S = 0.3
@@ -223,19 +223,3 @@ def _watch_for(trainer: Trainer) -> Watch:
     if not isinstance(watch, ChildrenWatch):  # which starts with them
         watch.start()
     return watch
-
-
-def how_it_ended(code: int) -> str:
-    """Return an exit status in words.
-
-    >>> how_it_ended(-9)
-    'was killed by SIGKILL'
-    >>> how_it_ended(3)
-    'ended with exit status 3'
-    """
-    if code >= 0:
-        return f"ended with exit status {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"

@@ -50,7 +50,7 @@ def test_skip_counts_and_gives_up_at_last():
     assert guard.refuses([BAD], alone, "now")
     assert not guard.refuses([GOOD], alone, "now")
     for _ in range(MOST_IN_A_ROW - 1):
-        assert guard.refuses([], alone, "now", overflow=True)
+        assert guard.refuses([BAD], alone, "now")
     assert guard.skipped == MOST_IN_A_ROW
     with pytest.raises(FloatingPointError, match=f"for {MOST_IN_A_ROW} updates in a row"):
         guard.refuses([BAD], alone, "now")

@@ -11,8 +11,7 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data import sampler
 from lit_vgrpo.data.datasets import IterationDataset
 from lit_vgrpo.data.mixture import PromptMixture, place_in_mixture, whole_weights
-from lit_vgrpo.data.permutation import shuffled_index
-from lit_vgrpo.data.sampler import prompt_index, prompt_indices
+from lit_vgrpo.data.sampler import prompt_index, prompt_indices, shuffled_index
 
 WEIGHTS = st.lists(st.integers(1, 50), min_size=1, max_size=7)
 quick = settings(max_examples=100, deadline=None)

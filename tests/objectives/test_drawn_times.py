@@ -91,7 +91,8 @@ def test_another_rank_draws_the_same_times(policy, name):
 @pytest.mark.parametrize("anchor", [None, 0.3])
 def test_the_weights_of_unequal_strata_in_vgrpo(policy, anchor):
     """Five times in parts of three and two: each part counts by its size, in the ratio and in the KL."""
-    objective = VGRPO(RolloutSpec(steps=5), 2, importance_weights=True, kl_weight=0.4, clip=0.9, anchor_decay=anchor)
+    pull = {"kl_weight": 0.4} if anchor is None else {"anchor_weight": 0.4, "anchor_decay": anchor}
+    objective = VGRPO(RolloutSpec(steps=5), 2, importance_weights=True, clip=0.9, **pull)
     spread_copies(policy, objective)
     experience = prepare(policy, objective, updates=2)
     assert experience.extras["pair_weight"].tolist() == [[pytest.approx(1.2), pytest.approx(0.8)]] * 6

@@ -11,7 +11,7 @@ from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import RunSummary
 from lit_vgrpo.commands.check import CHECKPOINTS_AT_ONCE
-from lit_vgrpo.commands.evaluate.options import EvaluateOptions
+from lit_vgrpo.commands.evaluate.command import EvaluateOptions
 from lit_vgrpo.commands.run import build, run
 from lit_vgrpo.runs.best_evaluation import BestEvaluation
 from lit_vgrpo.runs.checkpoint import RunCheckpoint

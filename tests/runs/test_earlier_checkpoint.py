@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -24,7 +25,10 @@ def folder(tmp_path, monkeypatch):
 def test_it_goes_on(folder, capfd):
     before = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     (first,) = csv.DictReader((folder / "metrics.csv").open())
-    assert run([str(folder / "config.yaml"), "--resume", "trainer.max_epochs=2"]) == 0
+    more = [str(folder / "config.yaml"), "--resume", "trainer.max_epochs=2"]
+    assert run(more) == 2
+    (advice,) = (line for line in capfd.readouterr().err.splitlines() if "no longer pulls to the anchor" in line)
+    assert run([*more, *re.findall(r"[\w.]+=[\w.]+", advice)[1:]]) == 0
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["outcome"], summary["iterations"], summary["optimizer_steps"], summary["images"]) == (
         "finished",

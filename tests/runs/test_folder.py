@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.runs.folder import is_first_process, release, reserve
+from lit_vgrpo.runs.folder import release, reserve
+from lit_vgrpo.system.process import is_first_process
 
 
 def test_the_next_free_number(tmp_path):

@@ -237,6 +237,7 @@ def test_what_does_not_fit_is_one_line_before_weights_load(loras, tmp_path, chan
     save_file(tensors, tmp_path / "a.safetensors")
     (error,) = policy_errors(loras.started("sd3", tmp_path / "a.safetensors", **options))
     assert words in error
+    assert ".weight.lora_" not in error
     assert "\n" not in error
 
 

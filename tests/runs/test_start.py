@@ -17,7 +17,7 @@ from lit_vgrpo.distributed.checkpoint_file import read, write
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.runs.folder import CONFIG_NAME
 from lit_vgrpo.runs.saved_weights import SavedWeights
-from lit_vgrpo.runs.start import load_policy, policy_errors, start_error, start_fingerprint
+from lit_vgrpo.runs.start import load_policy, policy_errors, start_fingerprint
 from lit_vgrpo.system.hub import LoadError
 
 LAST = "runs/first/checkpoints/last.ckpt"
@@ -126,21 +126,21 @@ def test_a_run_that_started_so_goes_on_and_is_exported_whole(inside, capsys):
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_a_start_is_found_without_loading(inside, tmp_path):
-    assert start_error("runs/first", "ema") is None
-    assert (
-        start_error("runs/frst", "trained")
-        == "model.policy.start_from: runs/frst is not a run. Did you mean runs/first?"
-    )
+def test_what_cannot_be_a_start_is_found_without_loading(inside, tiny_sd3, tmp_path):
+    def error(start, weights="trained"):
+        (line,) = policy_errors(policy(tiny_sd3, start_from=str(start), start_weights=weights)) or [None]
+        return line
+
+    assert error("runs/first", "ema") is None
+    assert error("runs/frst") == "model.policy.start_from: runs/frst is not a run. Did you mean runs/first?"
     shutil.copy("runs/first/config.yaml", tmp_path)
-    assert f"model.policy.start_from: {tmp_path} holds no checkpoint yet." in start_error(str(tmp_path), "trained")
+    assert f"model.policy.start_from: {tmp_path} holds no checkpoint yet." in error(tmp_path)
     (tmp_path / "torn.ckpt").write_bytes(Path(LAST).read_bytes()[:2000])
-    assert "torn.ckpt is torn, or no checkpoint." in start_error(str(tmp_path / "torn.ckpt"), "trained")
+    assert "torn.ckpt is torn, or no checkpoint." in error(tmp_path / "torn.ckpt")
     checkpoint = read(Path(LAST))
     checkpoint["callbacks"] = {}
     write(checkpoint, tmp_path / "plain.ckpt")
-    error = start_error(str(tmp_path / "plain.ckpt"), "ema")
-    assert error == (
+    assert error(tmp_path / "plain.ckpt", "ema") == (
         f"model.policy.start_weights=ema, but {tmp_path / 'plain.ckpt'} holds no average: that run had no EMA "
         "callback. Set start_weights=trained."
     )
