@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from lit_vgrpo.system.process import quiet_imports
+
 __version__ = "0.1.0"
 
 # Imported on first use: the command's help and the plain-loop parts must not wait for Lightning.
@@ -34,6 +36,7 @@ _HOMES = {
     "ZImagePolicy": "lit_vgrpo.policies",
     "RolloutSpec": "lit_vgrpo.core.rollout",
 }
+quiet_imports()
 __all__ = ["__version__", *_HOMES]
 
 

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from lit_vgrpo import __version__
 from lit_vgrpo.commands.subcommands import SUBCOMMANDS, Subcommand
-from lit_vgrpo.system.process import QuickEnd, import_at_once, quiet_imports
+from lit_vgrpo.system.process import QuickEnd, import_at_once
 from lit_vgrpo.system.streams import outlast_readers
 
 
@@ -70,7 +70,7 @@ def _run(subcommand: Subcommand, args: list[str], load: Callable[[str], ModuleTy
         except UserError as error:
             report(error.errors)
             return 2
-    quiet_imports()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     module, function = subcommand.target.split(":")
     try:
         _show_in_terminal("Loading ...")
@@ -122,5 +122,5 @@ def _answer(args: list[str]) -> int:
         print(text, file=sys.stderr if status else sys.stdout)
         return status
     said = "No subcommand given" if first is None else f"{first!r} is not a subcommand"
-    print(f"{said}. Use {' or '.join(SUBCOMMANDS)}, for example: lightning run tiny_shapes", file=sys.stderr)
+    print(f"{said}. Use one of: {', '.join(SUBCOMMANDS)}. Try: lightning run tiny_shapes", file=sys.stderr)
     return 2

@@ -22,6 +22,13 @@ class UserError(Exception):
         self.errors = [one_line(error) for error in errors]
 
 
+class RewardError(RuntimeError):
+    """A reward broke its contract, or explains in one line why it cannot score; may quote a server."""
+
+    def __init__(self, *words: object) -> None:
+        super().__init__(*map(one_line, words))
+
+
 def without_controls(text: object) -> str:
     """Return the text with ``?`` for escape sequences and changes of direction, which a terminal would obey.
 
@@ -40,6 +47,15 @@ def one_line(text: object) -> str:
     'two lines'
     """
     return without_controls(" ".join(str(text).split()))
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the singular or plural.
+
+    >>> counted(1, "seed"), counted(3, "seed")
+    ('1 seed', '3 seeds')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def printable(body: bytes, most: int) -> str:

@@ -162,7 +162,9 @@ def flux_folder(tmp_path_factory, tiny):
 def large_folder(tmp_path_factory):
     """``large_folder("qwen_image")``: a random small folder of one of ``tools/tiny_large_models.py``'s families."""
     import tiny_large_models
+    from helpers import SMALL_PICTURES
 
+    exec("\n".join(SMALL_PICTURES), {})
     return cache(lambda name: getattr(tiny_large_models, f"build_{name}")(tmp_path_factory.mktemp(name)))
 
 

@@ -30,6 +30,13 @@ OF_TORCH = (
 OF_DIFFUSERS = ("_optional_components",)
 SETTABLE = ("should_stop", "accumulate_grad_batches", "callbacks", "loggers", "checkpoint_io")
 """Attributes of a Trainer and its strategy that Lightning's own callbacks set, or that have a setter."""
+OF_LIBRARIES = (
+    *("data", "grad", "layer", "allow_tf32", "scheduler", "set_timesteps", "base_lrs"),
+    *("excepthook", "dont_write_bytecode", "completer"),
+)
+"""Attributes of tensors, autograd contexts, backends, pipelines, schedulers and modules, which have no other way."""
+ROOMS = ("core", "objectives", "policies", "optimizers", "rewards", "memory", "data", "runs", "config", "commands")
+KEEP_TO_THEMSELVES = (*ROOMS, "module.py")
 
 
 @cache
@@ -112,3 +119,31 @@ def test_no_attribute_of_a_trainer_is_set_that_has_no_public_way(path):
     stores = [n for n in nodes(path) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
     set_here = [node for node in stores if "trainer" in ast.unparse(node.value)]
     assert not [ast.unparse(node) for node in set_here if node.attr not in SETTABLE]
+
+
+def made_in(function):
+    """The names that a function gives to what a call returns: objects of its own."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.withitem) and node.optional_vars is not None:
+            yield ast.unparse(node.optional_vars)
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            pairs = zip(target.elts, node.value.elts, strict=True) if several else [(target, node.value)]
+            yield from (ast.unparse(name) for name, value in pairs if isinstance(value, ast.Call))
+
+
+@pytest.mark.parametrize("room", KEEP_TO_THEMSELVES)
+def test_nobody_sets_another_objects_attributes(room):
+    found = []
+    for path in OTHERS:
+        if path.relative_to(ROOT / "lit_vgrpo").parts[0] != room if path in PACKAGE else True:
+            continue
+        for function in (node for node in nodes(path) if isinstance(node, ast.FunctionDef)):
+            own = {"self", "cls", *made_in(function)}
+            stores = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+            found += [
+                f"{path.name}:{node.lineno} {ast.unparse(node)}"
+                for node in stores
+                if ast.unparse(node.value) not in own and node.attr not in {*SETTABLE, *OF_LIBRARIES}
+            ]
+    assert not found

@@ -40,7 +40,7 @@ class Table(L.Callback):
 
 
 def anchored():
-    return VGRPO(RolloutSpec(steps=2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3)
+    return VGRPO(RolloutSpec(steps=2), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3)
 
 
 def train(folder, tmp_path, reward, iterations, callbacks=(), ckpt=None, **options):

@@ -22,7 +22,7 @@ FULL = {"offload_encoders": True, "gradient_checkpointing": True}
 LORA = {"lora_rank": 2, "dtype": "bfloat16", "negative_prompt": "a blue square"}
 FOLDED = {"lora_rank": 2, "fold_lora": True, "negative_prompt": "a blue square"}
 METHODS = {
-    "anchor": lambda ode, sde: VGRPO(RolloutSpec(ode, 2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3),
+    "anchor": lambda ode, sde: VGRPO(RolloutSpec(ode, 2), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3),
     "nft": lambda ode, sde: DiffusionNFT(RolloutSpec(ode, 2, 2.0)),
     "sde": lambda ode, sde: (FlowGRPO if sde == "flow_sde" else DDPO)(RolloutSpec(sde, 2, 2.0)),
 }

@@ -125,7 +125,7 @@ class OneUpdate(VGRPO):
 
 def test_copies_that_follow_iterations_remember_the_update_before_the_stop(tiny_sd3, tmp_path):
     def run(callbacks, ckpt=None):
-        objective = OneUpdate(RolloutSpec(steps=2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3)
+        objective = OneUpdate(RolloutSpec(steps=2), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3)
         module = make_module(tiny_sd3, objective, non_finite="skip")
         data = make_data(heldout_limit=1, updates_per_iteration=2, **WHOLE_UPDATE)
         make_trainer(tmp_path, 1, callbacks).fit(module, datamodule=data, ckpt_path=ckpt)

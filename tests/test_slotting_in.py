@@ -17,7 +17,16 @@ from lightning.pytorch.loggers import CSVLogger
 from processes import PLAIN
 
 from lit_vgrpo import VGRPO, OptimizerConfig, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
-from lit_vgrpo.callbacks import EMA, Export, ProgressBar, RewardLogger, RunSummary, SampleGrid, SurrogateDiagnostics
+from lit_vgrpo.callbacks import (
+    EMA,
+    Export,
+    ProgressBar,
+    Report,
+    RewardLogger,
+    RunSummary,
+    SampleGrid,
+    SurrogateDiagnostics,
+)
 from lit_vgrpo.commands.run import build
 
 ROOT = Path(__file__).parents[1]
@@ -30,8 +39,16 @@ def run_python(code, *args):
 def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
     stopper = L.pytorch.callbacks.EarlyStopping("reward/mean", patience=50, mode="max")
     keeper = L.pytorch.callbacks.ModelCheckpoint(tmp_path, monitor="heldout/reward", mode="max", filename="best")
-    trainer = L.Trainer(max_epochs=2, accelerator="cpu", logger=CSVLogger(tmp_path), callbacks=[stopper, keeper])
-    trainer.fit(make_module(tiny_sd3), datamodule=make_data())
+    callbacks = [stopper, keeper, RunSummary(), Report()]
+    logger = CSVLogger(tmp_path, name="", version="")
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", logger=logger, callbacks=callbacks, default_root_dir=tmp_path)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        trainer.fit(make_module(tiny_sd3), datamodule=make_data())
+    assert not [str(one.message) for one in shown if "report" in str(one.message) or "interval" in str(one.message)]
+    page = (tmp_path / "report.html").read_text()
+    assert "after 2 iterations, 16 images" in page.replace("\xa0", " ")
+    assert "it has no <code>config.yaml</code>" in page
     assert trainer.global_step == 2
     assert (tmp_path / "best.ckpt").is_file()
     assert {"reward/mean", "reward/failed", "policy/loss", "heldout/reward"} <= trainer.callback_metrics.keys()
@@ -46,7 +63,7 @@ def test_a_plain_trainer_with_its_own_callbacks(tiny_sd3, tmp_path):
 def test_a_pipeline_that_is_already_in_memory_and_a_second_fit(tiny_sd3):
     pipeline = SD3Policy(str(tiny_sd3)).load().pipeline
     policy = SD3Policy("my pipeline", max_sequence_length=1).adopt(pipeline)
-    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3)
+    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3)
     module = VGRPOModule(policy, objective, Brightness())
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     for _ in range(2):
@@ -168,7 +185,7 @@ from lit_vgrpo.rewards import ShapesReward
 
 torch.set_num_threads(1)
 policy = SD3Policy(sys.argv[1], max_sequence_length=1, decode_batch_size=48).load()
-objective = VGRPO(RolloutSpec("euler", steps=6), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3)
+objective = VGRPO(RolloutSpec("euler", steps=6), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3)
 objective.setup(policy)
 reward = ShapesReward("place")
 optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)

@@ -16,7 +16,7 @@ STEPS = RolloutSpec(steps=2)
 OBJECTIVES = {
     "one step": (lambda: VGRPO(STEPS, num_mc_samples=2), 1),
     "two steps, clip, KL": (lambda: VGRPO(STEPS, num_mc_samples=2, clip=0.02, kl_weight=0.3), 2),
-    "anchor": (lambda: VGRPO(STEPS, num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3), 1),
+    "anchor": (lambda: VGRPO(STEPS, num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3), 1),
     "naive": (lambda: VGRPO(STEPS, 2, share_pairs=False, stratify=False, space="v", self_normalise=False), 1),
 }
 

@@ -13,9 +13,9 @@ from typing_extensions import Self, override
 from lit_vgrpo.commands.curriculum import Curriculum, Stage, is_curriculum, merged_errors
 from lit_vgrpo.commands.estimate.room import NotEstimated, gpu_memory_of, memory_report
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
-from lit_vgrpo.commands.run import LINKED, TOP_LEVEL, build_recipe, run_subcommand
+from lit_vgrpo.commands.run import LINKED, TOP_LEVEL, build_recipe
 from lit_vgrpo.commands.untrusted import list_untrusted
-from lit_vgrpo.config.arguments import flag, option
+from lit_vgrpo.config.arguments import flag, option, subcommand
 from lit_vgrpo.config.header import Header
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.config.schema import sound_parts
@@ -52,19 +52,13 @@ class CheckOptions(Command):
         return super().parse([*args, ""] if args and args[-1] == "--memory" else args)
 
 
-def check(args: Sequence[str]) -> int:
+@subcommand(CheckOptions)
+def check(options: CheckOptions) -> int:
     """Check a recipe's keys, types, values, sizes, files, weights, free disk and memory.
 
     ``--memory 80GiB`` compares the memory it needs with a GPU of that size, on any machine. ``--untrusted`` lists the
     code, variables and hosts that an untrusted recipe names, and checks nothing.
-
-    Returns:
-        0, or 2 with all errors on stderr, a line each.
     """
-    return run_subcommand(_check, CheckOptions, args)
-
-
-def _check(options: CheckOptions) -> int:
     if options.untrusted:
         return list_untrusted(options)
     if is_curriculum(options.recipe):

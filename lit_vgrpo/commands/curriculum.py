@@ -96,11 +96,7 @@ class Curriculum:
 
     @classmethod
     def of(cls, command: Command) -> Curriculum:
-        """Read the file that a command names.
-
-        Raises:
-            UserError: With every error in the file and the overrides.
-        """
+        """Read the file that a command names; raise UserError with every error in the file and the overrides."""
         file, content, given = command.recipe, loaded(command.recipe), dict(command.overrides)
         errors = [unknown_option(str(key), "a curriculum", KEYS) for key in content if key not in KEYS]
         stages = [] if errors and STAGES not in content else _stages(content.get(STAGES), file, errors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,8 +14,9 @@ from types import FrameType
 from lit_vgrpo.commands.curriculum import START, Curriculum, Stage
 from lit_vgrpo.config.recipe import RESUME, Command
 from lit_vgrpo.errors import UserError, say
-from lit_vgrpo.runs.folder import CONFIG_NAME, FolderLock, candidates, is_first_process, release, reserve
-from lit_vgrpo.system.signals import handle_stop_signals
+from lit_vgrpo.runs.folder import CONFIG_NAME, FolderLock, candidates, release, reserve
+from lit_vgrpo.system.process import is_first_process
+from lit_vgrpo.system.signals import handle_stop_signals, how_it_ended
 
 FINISHED, FAILED = 0, 1
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -116,7 +116,9 @@ def _run_stages(curriculum: Curriculum, run: Path, child: Child) -> int:
         _say(f"{what}: {run / stage.folder}")
         status = child.run(["run", *curriculum.run_words(stage, run)], stage_environment(stage))
         if status != FINISHED:
-            _say(f"{what} {how_it_ended(status)}. {_how_to_continue(run)}", error=True)
+            ended = how_it_ended(128 - status if status > 128 else status)
+            why = ", which the system sends when memory runs out" if "SIGKILL" in ended else ""
+            _say(f"{what} {ended}{why}. {_how_to_continue(run)}", error=True)
             return status
         if not stage.is_done(run):
             _say(
@@ -181,21 +183,6 @@ def stage_environment(stage: Stage) -> dict[str, str]:
         port = int(env["MASTER_PORT"]) + stage.number
         env |= {AGENT_STORE: "False", "MASTER_PORT": str(port if port < 2**16 else port - 2**15)}
     return env
-
-
-def how_it_ended(status: int) -> str:
-    """Describe an exit status.
-
-    >>> how_it_ended(2)
-    'ended with status 2'
-    >>> how_it_ended(137)
-    'was ended by SIGKILL, which the system sends when memory runs out'
-    """
-    try:
-        name = signal.Signals(status - 128).name
-    except ValueError:
-        return f"ended with status {status}"
-    return f"was ended by {name}" + (", which the system sends when memory runs out" if name == "SIGKILL" else "")
 
 
 def _processes() -> int:

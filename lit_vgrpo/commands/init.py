@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from lit_vgrpo.config.arguments import Options
-from lit_vgrpo.errors import UserError, report, say
+from lit_vgrpo.config.arguments import Options, subcommand
+from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, vacant_folder, write_error, write_folder_atomically
 from lit_vgrpo.system.paths import shipped_root
 
@@ -41,18 +40,11 @@ class InitOptions(Options):
         self.folder = vacant_folder(self.words[0])
 
 
-def init(args: Sequence[str]) -> int:
-    """Write a recipe, prompts and a reward that run as they are on a tiny pipeline: ``FOLDER``.
-
-    Returns:
-        0, or 2 if the folder exists or cannot be written.
-    """
-    try:
-        folder = InitOptions.parse(args).folder
-        _write(folder)
-    except UserError as error:
-        report(error.errors)
-        return 2
+@subcommand(InitOptions)
+def init(options: InitOptions) -> int:
+    """Write a recipe, prompts and a reward that run as they are on a tiny pipeline: ``FOLDER``."""
+    folder = options.folder
+    _write(folder)
     say(
         f"Wrote {', '.join(FILES)} to {folder}. Train on the tiny pipeline:\n"
         f"  cd {folder} && lightning run recipe.yaml\n"

@@ -13,9 +13,11 @@ from lit_vgrpo.policies.prompt_encoder import size_error
 from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.combine import ROW_FIELD
 
+FIX = f"Give each row an {PICTURE}, the path of a file (pictures inside a table are not read)"
+
 
 def picture_errors(
-    policy: Policy, rows: Iterable[Mapping[str, Any]], what: str = "prompts", fix: str = f"Give each row an {PICTURE}"
+    policy: Policy, rows: Iterable[Mapping[str, Any]], what: str = "prompts", fix: str = FIX
 ) -> list[str]:
     """Return why a policy cannot use the rows' pictures, at most one line: they lack, or do not fit it.
 
@@ -38,14 +40,6 @@ def picture_errors(
 
 
 @dataclass
-class OfReward:
-    """Prompts that one reward cannot score: the first one's error, and their number."""
-
-    first: str
-    count: int = 1
-
-
-@dataclass
 class UnscorablePrompts:
     """Prompts of a run that its rewards cannot score.
 
@@ -53,13 +47,13 @@ class UnscorablePrompts:
         what: Kind of prompts, for messages.
         prompts: Number of prompts that were checked.
         unknown: Errors of rows that name an unknown reward.
-        of_reward: By the reward's name.
+        of_reward: Errors of prompts, by the reward's name.
     """
 
     what: str = "prompts"
     prompts: int = 0
     unknown: list[str] = field(default_factory=list)
-    of_reward: dict[str, OfReward] = field(default_factory=dict)
+    of_reward: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, reward: Weighted, rows: Iterable[Mapping[str, Any]], what: str = "prompts") -> UnscorablePrompts:
@@ -71,10 +65,7 @@ class UnscorablePrompts:
             for name in reward.unknown_names(row):
                 names.setdefault(name, row["prompt"])
             for name, error in reward.errors_of_prompt(row["prompt"], dict(row)).items():
-                if name in found.of_reward:
-                    found.of_reward[name].count += 1
-                else:
-                    found.of_reward[name] = OfReward(error)
+                found.of_reward.setdefault(name, []).append(error)
         found.unknown = [
             f'The row of prompt "{prompt}" names the reward {name} in its field {ROW_FIELD}, which the recipe does not '
             f"have. {suggestion(name, reward.part_names)}"
@@ -85,8 +76,8 @@ class UnscorablePrompts:
     def lines(self) -> list[str]:
         """Return a line for each reward that cannot score some prompts."""
         return [
-            f'Reward "{name}" cannot score {of.count} of {self.prompts} {self.what}. The first: {of.first}'
-            for name, of in self.of_reward.items()
+            f'Reward "{name}" cannot score {len(errors)} of {self.prompts} {self.what}. The first: {errors[0]}'
+            for name, errors in self.of_reward.items()
         ]
 
     def refused(self, any_failure: bool) -> list[str]:
@@ -97,8 +88,6 @@ class UnscorablePrompts:
         """
         if any_failure:
             return [*self.unknown, *self.lines()]
-        hopeless = [name for name, of in self.of_reward.items() if of.count == self.prompts]
-        return [
-            *self.unknown,
-            *(line for name, line in zip(self.of_reward, self.lines(), strict=True) if name in hopeless),
-        ]
+        counts = map(len, self.of_reward.values())
+        hopeless = [line for count, line in zip(counts, self.lines(), strict=True) if count == self.prompts]
+        return [*self.unknown, *hopeless]

@@ -21,24 +21,16 @@ from lit_vgrpo.commands.callback_checks import callback_errors, refuse_twins
 from lit_vgrpo.commands.prompt_checks import UnscorablePrompts, picture_errors
 from lit_vgrpo.commands.run_parts import as_list, read_checkpoint, refuse_finished, run_loggers
 from lit_vgrpo.config.environment import Place, with_texts
+from lit_vgrpo.config.help import TOP
 from lit_vgrpo.config.recipe import Command, parser_config, texts_from_environment
 from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, options_of_class
 from lit_vgrpo.core.ranges import Seed
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.distributed.registry import strategy_errors
-from lit_vgrpo.errors import UserError, one_line, report, with_full_keys
+from lit_vgrpo.errors import UserError, one_line, with_full_keys
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.optimizers.optimizer import OptimizerConfig
 from lit_vgrpo.runs.checkpoint import RunCheckpoint
-from lit_vgrpo.runs.folder import (
-    CONFIG_NAME,
-    FolderLock,
-    RunFolder,
-    is_first_process,
-    release,
-    reopen,
-    reserve,
-)
+from lit_vgrpo.runs.folder import CONFIG_NAME, FolderLock, RunFolder, release, reserve
 from lit_vgrpo.runs.inputs import inputs_of
 from lit_vgrpo.runs.limits import limit_error
 from lit_vgrpo.runs.recipe_changes import RecipeInCheckpoint, refuse_changes
@@ -46,6 +38,7 @@ from lit_vgrpo.runs.resume import Resumption, last_good_checkpoint, resumed_fold
 from lit_vgrpo.runs.resume_guard import ResumeGuard
 from lit_vgrpo.system.memory import device_name, idle_gpu
 from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.system.process import is_first_process, report_on_first
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
@@ -111,17 +104,8 @@ class RecipeCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--name", type=str | None, default=None, help="Name of the run; the recipe's by default.")
-        parser.add_argument(
-            "--run_dir", type=str | None, default=None, help="Folder to write to; runs/NAME by default."
-        )
-        parser.add_argument("--ckpt_path", type=str | None, default=None, help="Checkpoint to continue from.")
-        parser.add_argument(
-            "--allow_changes",
-            type=bool,
-            default=False,
-            help="Continue even if the checkpoint was made by a different recipe.",
-        )
+        for name in ("name", "run_dir", "ckpt_path", "allow_changes"):
+            parser.add_argument(f"--{name}", type=TOP_LEVEL[name], default=TOP[name][0])
         for target, source in LINKED.items():
             parser.link_arguments(source, target, compute_fn=fixed_seed)
 
@@ -138,13 +122,11 @@ class RecipeCLI(LightningCLI):
         if self.config.trainer.default_root_dir is not None:
             raise UserError("trainer.default_root_dir is set by the command. Use run_dir=... instead.")
         if self.command.resume:
-            self.resumption = last_good_checkpoint(self._resumed_folder(), say_on_first)
-
-    def _resumed_folder(self) -> Path:
-        typed = dict(self.command.overrides).get("run_dir")
-        # A config.yaml may have moved, with its folder, away from the run_dir that it names.
-        named = None if self.command.recipe.name == CONFIG_NAME else self.config.run_dir
-        return resumed_folder(self.command.recipe, typed or named)
+            typed = dict(self.command.overrides).get("run_dir")
+            # A config.yaml may have moved, with its folder, away from the run_dir that it names.
+            named = None if self.command.recipe.name == CONFIG_NAME else self.config.run_dir
+            folder = resumed_folder(self.command.recipe, typed or named)
+            self.resumption = last_good_checkpoint(folder, report_on_first)
 
     @property
     def ckpt_path(self) -> str | None:
@@ -197,7 +179,7 @@ class RecipeCLI(LightningCLI):
         self.make_folder = self.make_folder and is_first_process()
         self.folder = self.resumption.folder if self.resumption is not None else base
         if self.make_folder:
-            self.folder = reserve(base) if self.resumption is None else reopen(self.folder)
+            self.folder = reserve(self.folder, self.resumption is not None)
             self.lock.take(self.folder)
         try:
             return self._trainer_in(self.folder)
@@ -237,26 +219,18 @@ class RecipeCLI(LightningCLI):
         ranks = self.trainer.world_size
         chosen = as_list(self.config_init.trainer.callbacks, Callback)
         of_callbacks = callback_errors(chosen, self.model, self.datamodule, ranks)
-        module = self.model
-        of_strategy = strategy_errors(
-            self.trainer.strategy,
-            module.policy,
-            module.optimization.optimizer,
-            self.datamodule.sizes,
-            module.objective.rollout_spec(0),
-        )
+        sizes, has_heldout = self.datamodule.sizes, self.datamodule.has_heldout
+        of_model = self.model.settings.errors_under(self.trainer.strategy, sizes, ranks, has_heldout)
         options = options_of_class(PromptDataModule)
         of_data = [with_full_keys("data", options, error) for error in self.datamodule.check(ranks)]
+        of_data = of_data or self._picture_errors()
         if not of_data:
             self.unscorable = self.find_unscorable()
-            of_data = self._picture_errors()
         strict = self.model.failed_images == "stop"
         of_prompts = [error for found in self.unscorable for error in found.refused(strict)]
-        if not self.datamodule.sizes.errors(ranks):
-            of_strategy += [error for error in [limit_error(self.trainer, self.datamodule.sizes)] if error]
-        sizes = self.datamodule.sizes
-        of_people = self.model.people_errors(sizes, ranks, self.datamodule.has_heldout)
-        return [*of_strategy, *self.model.check(sizes), *of_people, *of_data, *of_prompts, *of_callbacks]
+        if not sizes.errors(ranks):
+            of_model += [error for error in [limit_error(self.trainer, sizes)] if error]
+        return [*of_model, *of_data, *of_prompts, *of_callbacks]
 
     def find_unscorable(self) -> list[UnscorablePrompts]:
         """Return the training and held-out prompts that the rewards cannot score; the prompt files must be readable."""
@@ -290,18 +264,15 @@ class RecipeCLI(LightningCLI):
         lines = [self.note] if self.note is not None else []
         lines += [f"Changed: {change}" for change in self.allowed_changes]
         device = self.trainer.strategy.root_device
-        lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}", self._about_folder()]
+        asked = self._asked_folder
+        taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} is an earlier run's)"
+        lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}"]
+        lines.append(f"Run folder: {self.folder}{taken}")
         if (gpu := idle_gpu(device)) is not None:
             lines.append(f"WARNING: {gpu} is not used. To train on it: trainer.accelerator=gpu")
         if self.resumption is not None:
             lines.append(self.resumption.opening)
         return lines
-
-    def _about_folder(self) -> str:
-        """Return the line on the run folder, and on the earlier run that had its name."""
-        asked = self._asked_folder
-        taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} is an earlier run's)"
-        return f"Run folder: {self.folder}{taken}"
 
     @property
     def _asked_folder(self) -> Path:
@@ -335,9 +306,3 @@ class RecipeCLI(LightningCLI):
         self.lock.release()
         if self.make_folder:
             release(self.folder)
-
-
-def say_on_first(line: str) -> None:
-    """Print a line on stderr, on the first rank only."""
-    if is_first_process():
-        report([line])

@@ -45,11 +45,7 @@ def build_reward(words: Sequence[str]) -> Weighted:
 
 
 def of_recipe(recipe: dict[str, Any]) -> Weighted:
-    """Build the rewards of a recipe, which is given as plain values.
-
-    Raises:
-        UserError: With every error in them.
-    """
+    """Build the rewards of a recipe, which is given as plain values; raise UserError with every error in them."""
     model = recipe.get("model")
     if not isinstance(model, dict) or model.get("reward") is None:
         raise UserError("The recipe has no model.reward. Add one, for example model.reward=PickScore.")

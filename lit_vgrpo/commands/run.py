@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.commands.curriculum import is_curriculum
 from lit_vgrpo.commands.curriculum_runner import run_curriculum
-from lit_vgrpo.commands.recipe_cli import LINKED, TOP_LEVEL, RecipeCLI, say_on_first
+from lit_vgrpo.commands.recipe_cli import LINKED, TOP_LEVEL, RecipeCLI
 from lit_vgrpo.commands.training import train
-from lit_vgrpo.config.arguments import Options
+from lit_vgrpo.config.arguments import subcommand
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, early_errors, recipe_errors
 from lit_vgrpo.config.trainer_options import trainer_errors
-from lit_vgrpo.errors import UserError, error_in_own_code, from_parser, report, say
-from lit_vgrpo.rewards import RewardError
-from lit_vgrpo.runs.folder import is_first_process
+from lit_vgrpo.errors import UserError, error_in_own_code, from_parser, say
 from lit_vgrpo.system.paths import import_from_here
-
-Given = TypeVar("Given", bound=Options)
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+from lit_vgrpo.system.process import is_first_process, report_on_first
 
 
 def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
@@ -70,52 +64,13 @@ def build_recipe(command: Command, make_folder: bool = True) -> RecipeCLI:
         raise UserError(own) from error
 
 
-def run_subcommand(
-    body: Callable[[Given], int], options: type[Given], args: Sequence[str], stopped: str | None = None
-) -> int:
-    """Parse the options of a subcommand and run it; turn errors into lines on stderr and an exit status.
-
-    Args:
-        body: The subcommand.
-        options: Class of its options.
-        args: Arguments after the subcommand's name.
-        stopped: Line to report after Ctrl-C, with the status 130; ``None`` raises KeyboardInterrupt.
-
-    Returns:
-        The status of ``body``; 2 for an error of the user, 1 for a failed reward or a full disk.
-    """
-    try:
-        return body(options.parse(args))
-    except UserError as error:
-        if is_first_process():
-            report(error.errors)
-        return 2
-    except RewardError as error:
-        report([str(error)])
-        return 1
-    except KeyboardInterrupt:
-        if stopped is None:
-            raise
-        report([stopped])
-        return 130
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        where = f" {error.filename}" if error.filename else ""
-        report([f"Cannot write{where}: {error.strerror}. Free some space, or write to another disk (run_dir, TMPDIR)."])
-        return 1
-
-
-def run(args: Sequence[str]) -> int:
+@subcommand(Command)
+def run(command: Command) -> int:
     """Train a recipe: ``RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--resume]``.
 
     Returns:
         Exit status: 0, 1 when training failed, 2 for a mistake in the recipe, 130 after Ctrl-C, 143 after SIGTERM.
     """
-    return run_subcommand(_run, Command, args)
-
-
-def _run(command: Command) -> int:
     return run_curriculum(command) if is_curriculum(command.recipe) else train_recipe(command)
 
 
@@ -138,7 +93,7 @@ def train_recipe(command: Command, beside: Callable[[RecipeCLI], AbstractContext
             raise UserError(*errors)
         company = beside(cli)
         if cli.resumption is not None and cli.resumption.is_over(cli.trainer):
-            say_on_first(f"{cli.folder} is finished: {cli.resumption.done}. To continue, add trainer.max_epochs=N.")
+            report_on_first(f"{cli.folder} is finished: {cli.resumption.done}. To continue, add trainer.max_epochs=N.")
             return 0
         cli.save_recipe()
         if is_first_process():

@@ -38,11 +38,7 @@ def read_checkpoint(path: Path, what: str) -> dict[str, Any]:
 
 
 def refuse_finished(checkpoint: dict[str, Any], trainer: Trainer, what: str) -> None:
-    """Check that the trainer's limits leave iterations to train after a checkpoint.
-
-    Raises:
-        UserError: They do not.
-    """
+    """Check that the trainer's limits leave iterations to train after a checkpoint; raise UserError if they do not."""
     progress = Progress.of(checkpoint)
     if progress.is_finished(trainer.max_epochs, trainer.max_steps):
         limit = "max_epochs" if progress.is_finished(trainer.max_epochs, max_steps=-1) else "max_steps"

@@ -11,7 +11,7 @@ from lit_vgrpo import objectives, policies  # noqa: F401  imported so that their
 from lit_vgrpo.config.arguments import Options, flag, is_override, option
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.config.recipe import Command, read_recipe
-from lit_vgrpo.errors import UserError, report
+from lit_vgrpo.errors import UserError
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.runs.folder import CONFIG_NAME
 from lit_vgrpo.runs.saved_run import find_checkpoint, find_run, last_good
@@ -19,6 +19,7 @@ from lit_vgrpo.runs.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedWeigh
 from lit_vgrpo.runs.start import load_policy
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import import_from_here
+from lit_vgrpo.system.process import report_on_first
 
 
 @dataclass(kw_only=True)
@@ -73,14 +74,15 @@ def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], what: str) -
     return read_recipe(Command.parse([str(run / CONFIG_NAME), *words]))
 
 
-def saved_weights(run: Path, checkpoint: Path | None, variant: str) -> SavedWeights:
+def saved_weights(run: Path, checkpoint: Path | None, *variants: str) -> SavedWeights:
     """Read a checkpoint of a run, by default the last good one.
 
     Raises:
-        UserError: There is none, or it does not hold the variant.
+        UserError: There is none, or it does not hold the variants.
     """
-    saved = SavedWeights.read(checkpoint or last_good(run, lambda line: report([line])))
-    saved.require(variant)
+    saved = SavedWeights.read(checkpoint or last_good(run, report_on_first))
+    for variant in variants:
+        saved.require(variant)
     return saved
 
 

@@ -53,7 +53,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     ),
     "eval": Subcommand(
         "lit_vgrpo.commands.evaluate.command:evaluate",
-        "lit_vgrpo.commands.evaluate.options:EvaluateOptions",
+        "lit_vgrpo.commands.evaluate.command:EvaluateOptions",
         "RUN [--ema] [--reference] [--checkpoint FILE] [--fid-reference FOLDER] [--features NETWORK] [--out FILE.json] "
         "[key=value ...]",
         "score the held-out prompts with a run's weights, with confidence intervals",

@@ -13,21 +13,21 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.callbacks import EMA, Export, Report, RunSummary
 from lit_vgrpo.data import PromptError
-from lit_vgrpo.distributed.trainer_internals import call_train_hooks_at_end
-from lit_vgrpo.errors import UserError, one_line, report, say
+from lit_vgrpo.distributed.trainer_internals import call_train_hooks_at_end, callbacks_of
+from lit_vgrpo.errors import UserError, counted, one_line, report, say
 from lit_vgrpo.reports.model_card import add_card
 from lit_vgrpo.rewards.base import RewardError
-from lit_vgrpo.runs.folder import is_first_process
 from lit_vgrpo.runs.resume import how_to_resume, last_words
 from lit_vgrpo.runs.saved_weights import AVERAGE, TRAINED
 from lit_vgrpo.runs.watchdog import GRACE_S, watched
 from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.process import is_first_process
 
 if TYPE_CHECKING:
     from lit_vgrpo.commands.recipe_cli import RecipeCLI
 
 FINISHED, FAILED, MISTAKE = 0, 1, 2
-WRITTEN = ("report.html", "summary.json", "metrics.csv", "samples", "checkpoints")
+WRITTEN = ("report.html", "summary.json", "metrics.csv", "samples", "checkpoints", "export")
 
 
 def train(cli: RecipeCLI) -> int:
@@ -79,18 +79,15 @@ def leave_together() -> None:
 
 
 def _finish_report(cli: RecipeCLI) -> None:
-    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, Report):
-            callback.finish(cli.folder)
+    for page in callbacks_of(cli.trainer, Report):
+        page.finish(cli.folder)
 
 
 def _add_model_cards(cli: RecipeCLI) -> None:
     """Add the model card to what the run exported at its end; only now are the last evaluation's numbers known."""
-    callbacks = cli.trainer.callbacks  # type: ignore[attr-defined]
-    variant = AVERAGE if any(isinstance(callback, EMA) for callback in callbacks) else TRAINED
-    for callback in callbacks:
-        folder = cli.folder / callback.folder if isinstance(callback, Export) else None
-        if folder is not None and folder.is_dir():
+    variant = AVERAGE if callbacks_of(cli.trainer, EMA) else TRAINED
+    for export in callbacks_of(cli.trainer, Export):
+        if (folder := cli.folder / export.folder).is_dir():
             add_card(folder, cli.folder, cli.model.policy, folder, variant, cli.trainer.current_epoch)
 
 
@@ -126,9 +123,10 @@ def _raised_in(error: Exception, packages: set[str]) -> bool:
 def _how_it_went(cli: RecipeCLI) -> int:
     checkpoints = cli.checkpoints
     stopped = checkpoints.interrupted or checkpoints.terminated
-    summaries = [callback for callback in cli.trainer.callbacks if isinstance(callback, RunSummary)]  # type: ignore[attr-defined]
     status = checkpoints.status or 128 + (signal.SIGTERM if checkpoints.terminated else signal.SIGINT)
-    unwritten = [summary.unwritten for summary in summaries if summary.unwritten is not None]
+    unwritten = [
+        summary.unwritten for summary in callbacks_of(cli.trainer, RunSummary) if summary.unwritten is not None
+    ]
     if is_first_process():
         _finish_report(cli)
         if not stopped:
@@ -140,21 +138,24 @@ def _how_it_went(cli: RecipeCLI) -> int:
         elif checkpoints.unsaved is None:
             made = [name for name in WRITTEN if (cli.folder / name).exists()]
             say(f"Everything is in {cli.folder}: {', '.join(made)}.")
+            if not stopped and "report.html" in made:
+                say(f"The result, and the commands for what comes next: {cli.folder / 'report.html'}")
         if stopped:
             word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"
-            say(f"{word}: {_what_was_saved(cli)}", error=True)
+            path = checkpoints.saved
+            what = f"{path} is saved." if path is not None else "nothing new was saved."
+            say(f"{word}: {what} {how_to_resume(cli.folder)}", error=True)
     if checkpoints.unsaved is not None or unwritten or (not stopped and _nothing_was_scored(cli)):
         return FAILED
     return status if stopped else FINISHED
 
 
 def _say_rewards(cli: RecipeCLI) -> None:
-    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
-        if not isinstance(callback, RunSummary):
-            continue
-        start, end = (scores.get("heldout/reward") for scores in (callback.heldout_start, cli.model.heldout))
+    for summary in callbacks_of(cli.trainer, RunSummary):
+        start, end = (scores.get("heldout/reward") for scores in (summary.heldout_start, cli.model.heldout))
         if start is not None and end is not None:
-            say(f"Held-out reward {start:.3f} before, {end:.3f} after {cli.trainer.current_epoch} iterations.")
+            number = counted(cli.trainer.current_epoch, "iteration")
+            say(f"Held-out reward {start:.3f} before, {end:.3f} after {number}.")
 
 
 def _nothing_was_scored(cli: RecipeCLI) -> bool:
@@ -164,9 +165,3 @@ def _nothing_was_scored(cli: RecipeCLI) -> bool:
     if is_first_process():
         report([f"No held-out image could be scored at the end. Fix the reward, then run: lightning eval {cli.folder}"])
     return True
-
-
-def _what_was_saved(cli: RecipeCLI) -> str:
-    path = cli.checkpoints.saved
-    what = f"{path} is saved." if path is not None else "nothing new was saved."
-    return f"{what} {how_to_resume(cli.folder)}"

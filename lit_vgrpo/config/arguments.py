@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import Self
 
-from lit_vgrpo.errors import UserError, nearest, suggestion
+from lit_vgrpo.errors import RewardError, UserError, nearest, report, suggestion
+from lit_vgrpo.system.process import is_first_process
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 SEVERAL = object()
 """Default of an option that may be given more than once."""
 
@@ -137,6 +141,50 @@ class Options:
     def has(self, name: str) -> bool:
         """Return True if ``--name`` was typed, whether or not its value is valid."""
         return any(word.partition("=")[0] == f"--{name}" for word in self.typed)
+
+
+Given = TypeVar("Given", bound=Options)
+
+
+def subcommand(
+    options: type[Given], stopped: str | None = None
+) -> Callable[[Callable[[Given], int]], Callable[[Sequence[str]], int]]:
+    """Make a function of options one of arguments; turn errors into lines on stderr and an exit status.
+
+    The status is the function's own; 2 for an error of the user, 1 for a failed reward or a full disk.
+
+    Args:
+        options: Class of its options.
+        stopped: Line to report after Ctrl-C, with the status 130; ``None`` raises KeyboardInterrupt.
+    """
+
+    def decorate(body: Callable[[Given], int]) -> Callable[[Sequence[str]], int]:
+        @wraps(body)
+        def run(args: Sequence[str]) -> int:
+            try:
+                return body(options.parse(args))
+            except UserError as error:
+                errors, status = error.errors, 2
+            except RewardError as error:
+                errors, status = [str(error)], 1
+            except KeyboardInterrupt:
+                if stopped is None:
+                    raise
+                errors, status = [stopped], 130
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                where = f" {error.filename}" if error.filename else ""
+                advice = "Free some space, or write to another disk (run_dir, TMPDIR)."
+                report([f"Cannot write{where}: {error.strerror}. {advice}"])  # on any rank: each may have its own disk
+                return 1
+            if is_first_process():
+                report(errors)
+            return status
+
+        return run
+
+    return decorate
 
 
 def _value(one: Field[Any], texts: list[str]) -> Any:

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.config.help import CLASSES, PARTS, TOP, TRAINER, class_options, command_options
+from lit_vgrpo.config.help import CLASSES, PARTS, TOP, TRAINER, class_options, command_options, options_of
 from lit_vgrpo.system.paths import CONFIG_NAME, shipped_root
 
 SHELLS = ("bash", "zsh", "fish", "powershell")
 PROGRAMS = ("lightning", "lit-vgrpo")
+MODEL = (*CLASSES, "heldout_reward")
+"""Parts of the model that name a class."""
 MOST_LEVELS = 2
 """Folders below the current one in which runs are looked for."""
 
@@ -76,7 +78,7 @@ class _Words:
 
         words = list(parsed_args.words or [])
         if words and not self.several:
-            return _keys(prefix, words[0]) if self.takes_keys else list(FilesCompleter()(prefix))
+            return _keys(prefix, words[0], words[1:]) if self.takes_keys else list(FilesCompleter()(prefix))
         found = list(DirectoriesCompleter()(prefix))
         if self.first == "RUN":
             found += _runs(Path())
@@ -98,28 +100,49 @@ def _runs(folder: Path, levels: int = MOST_LEVELS) -> Iterator[str]:
                 yield from _runs(entry, levels - 1)
 
 
-def _keys(prefix: str, recipe: str) -> list[str]:
+def _keys(prefix: str, recipe: str, typed: Sequence[str]) -> list[str]:
     """Return the keys of any recipe and of this one as ``key=``, or the classes that a key may name."""
     key, equals, _ = prefix.partition("=")
     if equals:
-        return [f"{key}={name}" for name in CLASSES.get(key.removeprefix("model."), "").split()]
-    keys = [*TOP, *(f"trainer.{name}" for name in TRAINER), *(f"model.{name}" for name in CLASSES)]
+        return [
+            f"{key}={name}" for name in CLASSES.get(key.removeprefix("model.").removeprefix("heldout_"), "").split()
+        ]
+    keys = [*TOP, *(f"trainer.{name}" for name in TRAINER), *(f"model.{name}" for name in MODEL)]
     for part, place in PARTS.items():
         keys += [f"{part}.{option.name}" for option in class_options(place)]
-    return [f"{key}=" for key in dict.fromkeys([*keys, *_keys_of_file(recipe)])]
+    plain = _plain(recipe)
+    own = [*_leaves(plain)]
+    for part in MODEL:
+        name, is_typed = _chosen(part, plain, typed)
+        keys += [f"model.{part}.{option.name}" for option in options_of(part.removeprefix("heldout_"), name)]
+        if is_typed:  # the settings of the recipe's own class go with it
+            own = [leaf for leaf in own if not leaf.startswith(f"model.{part}.") or ".rollout." in leaf]
+    return [f"{key}=" for key in dict.fromkeys([*keys, *own])]
 
 
-def _keys_of_file(recipe: str) -> Iterator[str]:
-    """Yield the keys that a recipe's file sets, as they are written on the command line."""
+def _chosen(part: str, plain: dict[str, Any], typed: Sequence[str]) -> tuple[str, bool]:
+    """Return the short name of a part's class, and True if it was typed, False if it is the recipe's."""
+    for word in reversed(typed):
+        key, _, value = word.partition("=")
+        if key.removesuffix(".class_path") == f"model.{part}":
+            return value, True
+    model = plain.get("model")
+    own = model.get(part) if isinstance(model, dict) else None
+    return str(own.get("class_path") if isinstance(own, dict) else own).rpartition(".")[2], False
+
+
+def _plain(recipe: str) -> dict[str, Any]:
+    """Return a recipe's file as plain values; empty if it cannot be read."""
     import yaml
 
     named = Path(recipe).expanduser()
     places = (named, named / CONFIG_NAME, shipped_root() / f"{named.stem}.yaml")
     try:
         path = next(place for place in places if place.is_file())
-        yield from _leaves(yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+        plain = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (StopIteration, OSError, UnicodeDecodeError, yaml.YAMLError):
-        return
+        return {}
+    return plain if isinstance(plain, dict) else {}
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[str]:

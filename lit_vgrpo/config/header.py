@@ -49,11 +49,7 @@ class Header:
 
     @classmethod
     def of_file(cls, path: Path) -> Header:
-        """Read the header of a recipe's file.
-
-        Raises:
-            UserError: It cannot be read.
-        """
+        """Read the header of a recipe's file; raise UserError if it cannot be read."""
         try:
             return cls.of(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import textwrap
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WIDTH = 120
+MOST_COLUMNS = 120
 COLUMN = 36
 """Where the text of an option starts."""
 ENTRY = re.compile(r"(?:    )?(\w+): (.*)")
@@ -50,6 +51,8 @@ CLASSES = {
     "JPEGIncompressibility OCRReward PickScore PythonReward RecolourReward ShapesReward VLMJudge VoteReward Weighted",
 }
 """Classes that a recipe may name, by the key under ``model``."""
+PACKAGES = {"policy": "policies", "objective": "objectives", "reward": "rewards"}
+"""Their packages."""
 UNSHOWN = ("None", "SEVERAL")
 """Defaults of options that say nothing."""
 
@@ -68,8 +71,13 @@ def recipe_keys() -> str:
     for key, place in PARTS.items():
         tables.append(table(f"{key}:", [option for option in class_options(place) if option.name not in LINKED]))
     for key, names in CLASSES.items():
-        tables.append(textwrap.fill(f"model.{key} is one of: {', '.join(names.split())}.", WIDTH))
+        tables.append(textwrap.fill(f"model.{key} is one of: {', '.join(names.split())}.", text_width()))
     return "\n\n".join([*tables, table("trainer, besides other options of Lightning's Trainer:", _fixed(TRAINER))])
+
+
+def text_width() -> int:
+    """Return the columns of the terminal, at most :data:`MOST_COLUMNS`, which are those of other outputs."""
+    return min(MOST_COLUMNS, shutil.get_terminal_size((MOST_COLUMNS, 24)).columns)
 
 
 def table(title: str, options: Sequence[Described]) -> str:
@@ -78,29 +86,45 @@ def table(title: str, options: Sequence[Described]) -> str:
     for name, default, text in options:
         start = f"  {name} (required)" if default is None else f"  {name}={default}" if default else f"  {name}"
         gap = " " * COLUMN
-        filled = textwrap.fill(text, WIDTH, initial_indent=gap, subsequent_indent=gap, break_on_hyphens=False)
+        filled = textwrap.fill(text, text_width(), initial_indent=gap, subsequent_indent=gap, break_on_hyphens=False)
         lines.append(f"{start:<{COLUMN}}{filled.lstrip()}" if len(start) < COLUMN else f"{start}\n{filled}")
     return "\n".join(lines)
 
 
 def class_options(place: str) -> list[Described]:
-    """Return the options of a class: its constructor's arguments, or a dataclass's fields.
+    """Return the options of a class: its constructor's arguments, or a dataclass's fields, and those of its base.
 
     Args:
         place: ``module:Class`` in this package.
     """
     module, _, name = place.partition(":")
-    node, tree = _class(module, name), _tree(module)
+    node, tree = _classes(module)[name], _tree(module)
     said = described(ast.get_docstring(node) or "")
     made = next((child for child in node.body if isinstance(child, ast.FunctionDef) and child.name == "__init__"), None)
-    if made is None:
-        fields = [child for child in node.body if isinstance(child, ast.AnnAssign)]
-        pairs: list[tuple[str, ast.expr | None]] = [(ast.unparse(field.target), field.value) for field in fields]
-    else:
+    pairs: list[tuple[str, ast.expr | None]] = []
+    if made is not None:
         names = [argument.arg for argument in made.args.args][1:]
         required = len(names) - len(made.args.defaults)
         pairs = [*zip(names, [*[None] * required, *made.args.defaults], strict=True)]
-    return [Described(key, None if node is None else _value(node, tree), said.get(key, "")) for key, node in pairs]
+    elif _is_dataclass(node):
+        fields = [child for child in node.body if isinstance(child, ast.AnnAssign)]
+        pairs = [(ast.unparse(field.target), field.value) for field in fields if not _is_no_option(field)]
+    own = [Described(key, None if node is None else _value(node, tree), said.get(key, "")) for key, node in pairs]
+    base = _base(node, module) if made is None or made.args.kwarg is not None else None
+    if base is None:
+        return own
+    names = [key for key, _ in pairs]
+    return [*own, *(option for option in class_options(base) if option.name not in names)]
+
+
+def options_of(part: str, name: str) -> list[Described]:
+    """Return the options of a class that ships, by its short name; none of another class.
+
+    Args:
+        part: key of :data:`CLASSES`.
+    """
+    module = _origin(name, _tree(f"lit_vgrpo.{PACKAGES[part]}.__init__"))
+    return [] if module is None else class_options(f"{module}:{name}")
 
 
 def command_options(place: str) -> list[Described]:
@@ -112,7 +136,7 @@ def command_options(place: str) -> list[Described]:
     module, _, name = place.partition(":")
     if name == "Options":
         return []
-    node, tree = _class(module, name), _tree(module)
+    node, tree = _classes(module)[name], _tree(module)
     base = ast.unparse(node.bases[0])
     inherited = command_options(f"{module if base in _classes(module) else _origin(base, tree)}:{base}")
     said = described(ast.get_docstring(node) or "")
@@ -194,6 +218,24 @@ def _origin(name: str, tree: ast.Module) -> str | None:
     return None
 
 
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(decorator).startswith("dataclass") for decorator in node.decorator_list)
+
+
+def _is_no_option(field: ast.AnnAssign) -> bool:
+    kept = field.value is not None and "init=False" in ast.unparse(field.value)
+    return kept or ast.unparse(field.annotation).startswith(("ClassVar", "KW_ONLY"))
+
+
+def _base(node: ast.ClassDef, module: str) -> str | None:
+    """Return the place of a class's first base in this package, of a dataclass if that is one too."""
+    name = ast.unparse(node.bases[0]) if node.bases else ""
+    origin = module if name in _classes(module) else _origin(name, _tree(module))
+    if origin is None or (_is_dataclass(node) and not _is_dataclass(_classes(origin)[name])):
+        return None
+    return f"{origin}:{name}"
+
+
 @cache
 def _tree(module: str) -> ast.Module:
     return ast.parse(ROOT.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8"))
@@ -201,7 +243,3 @@ def _tree(module: str) -> ast.Module:
 
 def _classes(module: str) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in _tree(module).body if isinstance(node, ast.ClassDef)}
-
-
-def _class(module: str, name: str) -> ast.ClassDef:
-    return _classes(module)[name]

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import Self
 
 from lit_vgrpo.config.arguments import Options, flag, is_override
-from lit_vgrpo.config.environment import Place, environment_texts
+from lit_vgrpo.config.environment import Place, environment_texts, numbers_in_lists, with_texts
 from lit_vgrpo.config.parts import merged
 from lit_vgrpo.config.shorthand import expanded_override, expanded_recipe
 from lit_vgrpo.errors import UserError, nearest
@@ -85,7 +85,7 @@ class Command(Options):
     def list_overrides(self) -> list[tuple[str, str]]:
         """Overrides that the parser cannot apply: single list entries, and lists with such overrides.
 
-        Also a whole optimizer, whose settings the parser would mix with the recipe's.
+        Also lists that read the environment, and a whole optimizer, whose settings it would mix with the recipe's.
         """
         lists = [key.partition("[")[0] for key, _ in self.overrides if "[" in key]
         return [
@@ -93,6 +93,7 @@ class Command(Options):
             for key, text in self.overrides
             if "[" in key
             or (key == "model.optimizer" and text.lstrip().startswith("{"))
+            or ("[" in text and "${" in text)
             or any(f"{name}.".startswith(f"{key.removesuffix('+')}.") for name in lists)
         ]
 
@@ -172,10 +173,15 @@ def read_recipe(command: Command) -> dict[str, Any]:
     Raises:
         UserError: It is not YAML or not a mapping, or an interpolation names a missing key.
     """
-    with _readable(command.recipe):
-        resolved = OmegaConf.to_container(OmegaConf.create(_written_recipe(command)), resolve=True)
-    assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+    return resolved(_written_recipe(command), command.recipe)
+
+
+def resolved(plain: dict[Any, Any], path: Path) -> dict[str, Any]:
+    """Return the plain values of a file with interpolations applied; raise UserError if one names a missing key."""
+    with _readable(path):
+        found = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
 
 
 def texts_from_environment(command: Command) -> dict[Place, str]:
@@ -203,6 +209,8 @@ def parser_config(command: Command) -> Iterator[tuple[Path, str | None]]:
         UserError: As in :func:`read_recipe`.
     """
     plain, swapped = _plain_recipe(command)
+    if texts := texts_from_environment(command):  # the parser resolves none within lists
+        plain = with_texts(plain, numbers_in_lists(texts, read_recipe(command)))
     if not swapped and not command.overlays and plain == loaded(command.recipe):
         yield command.recipe, None
         return
@@ -282,16 +290,25 @@ def _readable(recipe: Path) -> Iterator[None]:
 
 
 def apply_override(recipe: dict[Any, Any], key: str, text: str) -> None:
-    """Set a key of a recipe in place; the key may omit ``init_args``, as for the parser.
-
-    Raises:
-        UserError: The key names a missing list entry.
-    """
+    """Set a key of a recipe in place to the value that a text stands for, see :func:`set_value`."""
     try:
         value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index,call-overload]
     except (yaml.YAMLError, OmegaConfBaseException):
         value = text
-    value = text if text == "" else value
+    set_value(recipe, key, text if text == "" else value)
+
+
+def set_value(recipe: dict[Any, Any], key: str, value: Any) -> None:
+    """Set a key of a recipe in place; the key may omit ``init_args``, as for the parser.
+
+    >>> recipe = {"objective": {"class_path": "VGRPO"}}
+    >>> set_value(recipe, "objective.clip", 0.01)
+    >>> recipe
+    {'objective': {'class_path': 'VGRPO', 'init_args': {'clip': 0.01}}}
+
+    Raises:
+        UserError: The key names a missing list entry.
+    """
     append = key.endswith("+")
     steps = list(_steps(key.rstrip("+")))
     node: Any = recipe

@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection
@@ -17,6 +17,12 @@ from torch import Tensor
 from typing_extensions import override
 
 Child = subprocess.Popen[Any]
+Kind = TypeVar("Kind", bound=Callback)
+
+
+def callbacks_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
+    """Return the callbacks of a class, in order."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
 
 
 def is_on_this_machine(path: Any) -> bool:

@@ -100,7 +100,7 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
         device_type: Type of device whose autocast it imitates.
 
     Raises:
-        NotHere: The pipeline's configuration files are not on this machine.
+        NotHere: The pipeline's configuration files are not on this machine, or are another family's.
         LoadError: An option of the policy does not fit them.
     """
     import diffusers
@@ -115,7 +115,10 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
     nulls = twin.null_components(folder)
     with quiet_libraries():
         try:
-            parts = _components(folder, nulls)
+            index = json.loads((folder / INDEX).read_text())
+            if index["_class_name"] != twin.pipeline_class:  # as the policy's check says
+                raise NotHere(policy.checkpoint)
+            parts = _components(folder, index, nulls)
             parts[twin.network_name].to(torch.float32 if twin.trains_all else twin.dtype)
             family = getattr(diffusers, twin.pipeline_class)
             pipeline = family.from_pretrained(folder, local_files_only=True, **nulls, **parts)
@@ -130,10 +133,10 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
     return twin
 
 
-def _components(folder: Path, nulls: dict[str, None]) -> dict[str, nn.Module]:
+def _components(folder: Path, index: dict[str, Any], nulls: dict[str, None]) -> dict[str, nn.Module]:
     """Return the pipeline's networks by name, each built from its configuration."""
     networks: dict[str, nn.Module] = {}
-    for name, entry in json.loads((folder / INDEX).read_text()).items():
+    for name, entry in index.items():
         if not isinstance(entry, list) or name in nulls or entry[0] is None:
             continue
         if entry[0] not in LIBRARIES:  # any module that a foreign folder names would be imported

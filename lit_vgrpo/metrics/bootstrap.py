@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 RESAMPLES_AT_ONCE = 100
@@ -59,7 +58,7 @@ def bootstrap_interval(
 
     interval = bootstrap(
         (sums, counts),
-        _mean,
+        lambda sums, counts, axis: sums.sum(axis) / counts.sum(axis),
         n_resamples=resamples,
         batch=RESAMPLES_AT_ONCE,
         vectorized=True,
@@ -69,8 +68,3 @@ def bootstrap_interval(
         rng=seed,
     ).confidence_interval
     return float(interval.low), float(interval.high)
-
-
-def _mean(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], axis: int) -> npt.NDArray[np.float64]:
-    mean: npt.NDArray[np.float64] = sums.sum(axis) / counts.sum(axis)
-    return mean

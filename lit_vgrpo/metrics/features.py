@@ -18,7 +18,7 @@ from torch import Tensor
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.system.file_fingerprint import file_sha256
-from lit_vgrpo.system.hub import LoadError, explain_unloadable, quiet_libraries, source_of
+from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, quiet_libraries, source_of
 from lit_vgrpo.system.paths import resolve_path
 
 INCEPTION = "inception"
@@ -222,15 +222,10 @@ class TransformersFeatures(FeatureNetwork):
     def _load(self) -> Any:
         from transformers import AutoImageProcessor, AutoModel
 
-        try:
-            with quiet_libraries():
-                processor: Any = AutoImageProcessor.from_pretrained(source_of(self.source))
-                model = AutoModel.from_pretrained(source_of(self.source), dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0].rstrip(".")
-            raise LoadError(
-                f"Cannot load {self.source}: {reason}. Set features to a folder with a vision model and its processor."
-            ) from error
+        remedy = "Set features to a folder with a vision model and its processor."
+        with loading(self.source, remedy), quiet_libraries():
+            processor: Any = AutoImageProcessor.from_pretrained(source_of(self.source))
+            model = AutoModel.from_pretrained(source_of(self.source), dtype=torch.float32)
         self.side = self.side or _processor_side(processor)
         moments = (processor.image_mean, processor.image_std)
         self._mean, self._std = (torch.tensor(values, dtype=torch.float32).view(1, 3, 1, 1) for values in moments)

@@ -93,7 +93,7 @@ class CachedNetwork:
         """Count anew inside, and keep no tensors afterwards."""
         counters: list[_Counter] = [self._passes, *self._blocks]
         for counter in counters:
-            counter.count = 0
+            counter.start()
         try:
             self.start_batch()
             yield
@@ -116,6 +116,10 @@ class _Counter(ModelHook):
 
     def __init__(self) -> None:
         super().__init__()
+        self.start()
+
+    def start(self) -> None:
+        """Count from 0."""
         self.count = 0
 
 

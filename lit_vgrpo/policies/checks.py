@@ -123,10 +123,8 @@ def prompts_are_rows(policy: Policy) -> str:
 
 
 def _embeddings(policy: Policy, prompts: Sequence[str]) -> dict[str, Tensor]:
-    pictures = pictures_for(policy, prompts)
-    if pictures is None:
-        return policy.encode_prompts(list(prompts))
-    return policy.encode_edits(list(prompts), torch.stack(pictures).to(policy.device).float() / 255)
+    pictures = _given_pictures(policy, prompts)
+    return policy.encode_prompts(list(prompts)) if pictures is None else policy.encode_edits(list(prompts), pictures)
 
 
 def times_are_in_range(policy: Policy) -> str:
@@ -218,7 +216,7 @@ def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> 
     """Check that policy and pipeline sample the same image from the same noise."""
     noise, _, _ = inputs(policy)
     drawn = policy.decode(_sampled(policy, PROMPTS[:2], noise, solver, guidance))
-    given, parts = _given_pictures(policy), []
+    given, parts = _given_pictures(policy, PROMPTS[:2]), []
     for rows in (slice(0, 1), slice(1, 2)) if policy.pipeline_takes_one else (slice(0, 2),):
         own = None if given is None else given[rows]
         with quiet_libraries(), pipeline_with(policy, scheduler_of_the_pipeline(policy, solver, STEPS)) as pipeline:
@@ -229,8 +227,8 @@ def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> 
     return _require_same(drawn, pictures.to(drawn), plain if guidance == 1.0 else guided)
 
 
-def _given_pictures(policy: Policy) -> Tensor | None:
-    pictures = pictures_for(policy, PROMPTS[:2])
+def _given_pictures(policy: Policy, prompts: Sequence[str]) -> Tensor | None:
+    pictures = pictures_for(policy, prompts)
     return None if pictures is None else torch.stack(pictures).to(policy.device).float() / 255
 
 

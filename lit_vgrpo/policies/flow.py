@@ -28,6 +28,11 @@ class FlowPolicy(Policy, ABC):
     solvers: ClassVar[tuple[str, ...]] = FLOW_SOLVERS
     sde_solvers: ClassVar[tuple[str, ...]] = FLOW_SDES
     path_kind: ClassVar[Literal["flow", "vp"]] = "flow"
+    default_lora_targets: ClassVar[tuple[str, ...]] = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    )
+    """The attention of images and text together, which most families have."""
     packed: ClassVar[int] = 1
     """Latents per side in one of the network's ``in_channels`` inputs."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -14,7 +13,7 @@ from lit_vgrpo.core.rollout import Conditioning
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.contract import Parts
 from lit_vgrpo.policies.flow import FlowPolicy
-from lit_vgrpo.policies.pipeline_folder import config_folder
+from lit_vgrpo.policies.pipeline_folder import config_value
 from lit_vgrpo.policies.vae import latent_sides
 from lit_vgrpo.system.hub import LoadError
 
@@ -38,10 +37,6 @@ class FluxPolicy(FlowPolicy):
     pipeline_class: ClassVar[str] = "FluxPipeline"
     packed: ClassVar[int] = PATCH
     has_cache: ClassVar[bool] = True
-    default_lora_targets: ClassVar[tuple[str, ...]] = (
-        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-    )
 
     def __init__(
         self,
@@ -56,18 +51,12 @@ class FluxPolicy(FlowPolicy):
 
     @property
     def embeds_guidance(self) -> bool:
-        known = bool(self.network.config.guidance_embeds) if self.loaded else self._embeds_guidance_on_disk()
-        return True if known is None else known
+        known = self.network.config.guidance_embeds if self.loaded else self._embeds_guidance_on_disk()
+        return True if known is None else bool(known)
 
-    def _embeds_guidance_on_disk(self) -> bool | None:
+    def _embeds_guidance_on_disk(self) -> Any:
         """Return the value in the network's config, or ``None`` if it is not on this machine."""
-        folder = config_folder(self.checkpoint, self.revision)
-        if folder is None:
-            return None
-        try:
-            return bool(json.loads((folder / self.network_name / "config.json").read_text())["guidance_embeds"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return config_value(self, f"{self.network_name}/config.json", "guidance_embeds")
 
     def check(self) -> list[str]:
         errors = super().check()
@@ -112,7 +101,6 @@ class FluxPolicy(FlowPolicy):
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         tokens = cond.tensors["tokens"]
-        rows, columns = (side // PATCH for side in z.shape[-2:])
         sequence, ids = self.sequence(z, cond)
         prediction = self.network(
             hidden_states=sequence,
@@ -123,8 +111,8 @@ class FluxPolicy(FlowPolicy):
             txt_ids=torch.zeros(tokens.shape[1], 3, device=z.device),
             img_ids=ids,
             return_dict=False,
-        )[0][:, : rows * columns]
-        return F.pixel_shuffle(prediction.transpose(1, 2).unflatten(2, (rows, columns)), PATCH)
+        )[0]
+        return unpacked(prediction, z)
 
     def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, Tensor]:
         """Return the network's image tokens ``(B, N, C)``, those of ``z`` first, and their ids ``(N, 3)``."""
@@ -134,6 +122,12 @@ class FluxPolicy(FlowPolicy):
 def packed(latents: Tensor) -> Tensor:
     """Return latents ``(B, C, h, w)`` as tokens ``(B, h / 2 x w / 2, 4 C)``."""
     return F.pixel_unshuffle(latents, PATCH).flatten(2).transpose(1, 2)
+
+
+def unpacked(tokens: Tensor, latents: Tensor) -> Tensor:
+    """Return the first tokens ``(B, N, 4 C)`` as latents of the shape of ``latents``."""
+    rows, columns = (side // PATCH for side in latents.shape[-2:])
+    return F.pixel_shuffle(tokens[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns)), PATCH)
 
 
 def image_ids(latents: Tensor, image: int) -> Tensor:

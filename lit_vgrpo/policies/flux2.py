@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.rollout import Conditioning
 from lit_vgrpo.policies.contract import Parts
 from lit_vgrpo.policies.flow import FlowPolicy
-from lit_vgrpo.policies.pipeline_folder import INDEX, config_folder
+from lit_vgrpo.policies.pipeline_folder import INDEX, config_value
 from lit_vgrpo.policies.vae import latent_sides
 
 LONGEST_PROMPT = 512  # tokens
@@ -37,8 +36,7 @@ class Flux2Policy(FlowPolicy):
     pipeline_class: ClassVar[str] = "Flux2KleinPipeline"
     packed: ClassVar[int] = PATCH
     default_lora_targets: ClassVar[tuple[str, ...]] = (
-        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+        *FlowPolicy.default_lora_targets,
         "attn.to_qkv_mlp_proj",  # of the blocks with a single stream
     )
 
@@ -65,15 +63,7 @@ class Flux2Policy(FlowPolicy):
         return f"is_distilled in its {INDEX}" if self._is_distilled() else None
 
     def _is_distilled(self) -> bool:
-        if self.loaded:
-            return bool(self.pipeline.config.is_distilled)
-        folder = config_folder(self.checkpoint, self.revision)
-        if folder is None:
-            return False
-        try:
-            return bool(json.loads((folder / INDEX).read_text())["is_distilled"])
-        except (OSError, ValueError, KeyError, TypeError):  # damage is reported by check
-            return False
+        return bool(self.pipeline.config.is_distilled if self.loaded else config_value(self, INDEX, "is_distilled"))
 
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
         negative = self.encode_negative()["tokens"].expand(prompts, -1, -1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.policies.contract import Parts
 from lit_vgrpo.policies.flux import FluxPolicy, image_ids, packed
 
 LATENTS = "reference_latents"
@@ -28,6 +29,9 @@ class KontextPolicy(FluxPolicy):
     pipeline_class: ClassVar[str] = "FluxKontextPipeline"
     has_cache: ClassVar[bool] = False
     edits: ClassVar[bool] = True
+
+    def distilled_by(self, parts: Parts) -> str | None:
+        return None  # no distilled Kontext is known; schnell's settings say nothing of it
 
     def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
         return {**self.encode_prompts(prompts), LATENTS: self.vae_encode(pictures * 2 - 1)}

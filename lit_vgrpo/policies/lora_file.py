@@ -207,11 +207,11 @@ def _renamed(tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Ten
         ending = next((ending for ending in (*SPELLINGS, ".alpha") if name.endswith(ending)), "")
         flat = name.removesuffix(ending).replace(".", "_")
         stripped = (flat.removeprefix(prefix.replace(".", "_")) for prefix in PREFIXES)
-        layer = next((names[one] for one in stripped if one in names), name)
-        if ending == ".alpha":
+        layer = next((names[one] for one in stripped if one in names), None)
+        if layer is not None and ending == ".alpha":
             alphas[layer] = tensor.item()
-        else:
-            layers[layer + SPELLINGS.get(ending, "")] = tensor
+        elif ending != ".alpha":
+            layers[name if layer is None else layer + SPELLINGS.get(ending, "")] = tensor
     for layer, alpha in alphas.items():
         _scale(layers, layer, alpha)
     return layers

@@ -124,6 +124,15 @@ def config_folder(checkpoint: str, revision: str | None = None) -> Path | None:
     return None if index is None else index.parent
 
 
+def config_value(policy: PolicyContract, file: str, key: str) -> Any:
+    """Return a value in one of a pipeline's JSON files on this machine, or ``None``; damage is reported by check."""
+    folder = config_folder(policy.checkpoint, policy.revision)
+    try:
+        return None if folder is None else json.loads((folder / file).read_text())[key]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def null_components(folder: Path) -> dict[str, None]:
     """Return components that are null in the folder's index."""
     index = _index(folder) or {}

@@ -11,7 +11,7 @@ from torch import Tensor
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.rollout import MASK, Conditioning
 from lit_vgrpo.policies.flow import FlowPolicy
-from lit_vgrpo.policies.flux import packed
+from lit_vgrpo.policies.flux import packed, unpacked
 from lit_vgrpo.policies.pipeline_folder import Parts
 from lit_vgrpo.policies.prompt_encoder import masked_rows
 from lit_vgrpo.policies.vae import latent_sides
@@ -37,10 +37,6 @@ class QwenImagePolicy(FlowPolicy):
 
     pipeline_class: ClassVar[str] = "QwenImagePipeline"
     packed: ClassVar[int] = PATCH
-    default_lora_targets: ClassVar[tuple[str, ...]] = (
-        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-    )
 
     def __init__(
         self,
@@ -117,7 +113,6 @@ class QwenImagePolicy(FlowPolicy):
     # --- the network -----------------------------------------------------------------------------------------------
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
-        rows, columns = (side // PATCH for side in z.shape[-2:])
         sequence, shapes = self.sequence(z, cond)
         prediction = self.network(
             hidden_states=sequence,
@@ -126,8 +121,8 @@ class QwenImagePolicy(FlowPolicy):
             encoder_hidden_states_mask=cond.tensors[MASK].bool(),
             img_shapes=[shapes] * len(z),
             return_dict=False,
-        )[0][:, : rows * columns]
-        return F.pixel_shuffle(prediction.transpose(1, 2).unflatten(2, (rows, columns)), PATCH)
+        )[0]
+        return unpacked(prediction, z)
 
     def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, list[Shape]]:
         """Return the network's image tokens ``(B, N, C)``, those of ``z`` first, and the shape of each image."""

@@ -91,7 +91,7 @@ class QwenImageEditPolicy(QwenImagePolicy):
         given = self._inputs(prompt, picture)
         for name in ("input_ids", "attention_mask"):
             given[name] = given[name][:, : before + self.max_sequence_length]
-        # the meta device has no counts of patches: the text's pass alone
+        # without the vision tower on the meta device, which has no counts of patches; the VAE takes far more than it
         names = ("input_ids",) if self.device.type == "meta" else READ
         inputs = {name: given[name].to(self.device) for name in names}
         tokens: Tensor = self.pipeline.text_encoder(**inputs, output_hidden_states=True).hidden_states[-1][0, before:]

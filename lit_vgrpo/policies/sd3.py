@@ -11,7 +11,7 @@ from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.rollout import Conditioning
 from lit_vgrpo.policies.flow import FlowPolicy
 from lit_vgrpo.policies.schedulers import flow_scheduler
-from lit_vgrpo.policies.vae import refuse_above
+from lit_vgrpo.system.hub import LoadError
 
 
 @checked
@@ -27,10 +27,6 @@ class SD3Policy(FlowPolicy):
 
     pipeline_class: ClassVar[str] = "StableDiffusion3Pipeline"
     has_cache: ClassVar[bool] = True
-    default_lora_targets: ClassVar[tuple[str, ...]] = (
-        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-    )
 
     def __init__(
         self,
@@ -77,7 +73,11 @@ class SD3Policy(FlowPolicy):
         config, factor = self.network.config, self.pipeline.vae_scale_factor
         most = config.pos_embed_max_size * config.patch_size * factor
         for name, side in zip(("height", "width"), shape[1:], strict=True):
-            refuse_above(name, side * factor, most, "the network's positions")
+            if side * factor > most:
+                raise LoadError(
+                    f"model.policy.{name}={side * factor} is more than the network's positions cover. "
+                    f"Use {most} or less."
+                )
         return shape
 
     def scheduler(self, solver: str, steps: int) -> Any:

@@ -24,45 +24,25 @@ def save_memory(vae: Any, *, slicing: bool, tiling: bool) -> None:
             ) from None
 
 
-def latent_side(name: str, pixels: int, vae_factor: int, patch_size: int) -> int:
-    """Return the number of latents along a side.
-
-    Args:
-        name: ``height`` or ``width``, for the message.
-        pixels: length of the side.
-        vae_factor: pixels per latent.
-        patch_size: latents per patch.
-
-    Raises:
-        LoadError: the side is not a whole number of patches; names the nearest sizes that are.
-    """
-    multiple = vae_factor * patch_size
-    if pixels < 1 or pixels % multiple:
-        lower = max(0, pixels // multiple * multiple)
-        sizes = f"{lower} or {lower + multiple}" if lower else str(multiple)
-        raise LoadError(
-            f"model.policy.{name}={pixels} is not a multiple of {multiple} (VAE factor x patch size). Use {sizes}."
-        )
-    return pixels // vae_factor
-
-
 def latent_sides(height: int | None, width: int | None, default: int, vae_factor: int, patch_size: int) -> list[int]:
     """Return the number of latents along height and width, both given in pixels.
 
     Args:
         default: pixels of a side that is ``None``.
+        vae_factor: pixels per latent.
+        patch_size: latents per patch.
 
     Raises:
-        LoadError: see :func:`latent_side`.
+        LoadError: a side is not a whole number of patches; names the nearest sizes that are.
     """
-    sides = {"height": height, "width": width}
-    return [
-        latent_side(name, default if pixels is None else pixels, vae_factor, patch_size)
-        for name, pixels in sides.items()
-    ]
-
-
-def refuse_above(name: str, pixels: int, most: int, why: str) -> None:
-    """Raise LoadError if a side exceeds the network's position embeddings."""
-    if pixels > most:
-        raise LoadError(f"model.policy.{name}={pixels} is more than {why} cover. Use {most} or less.")
+    multiple, sides = vae_factor * patch_size, []
+    for name, given in (("height", height), ("width", width)):
+        pixels = default if given is None else given
+        if pixels < 1 or pixels % multiple:
+            lower = max(0, pixels // multiple * multiple)
+            sizes = f"{lower} or {lower + multiple}" if lower else str(multiple)
+            raise LoadError(
+                f"model.policy.{name}={pixels} is not a multiple of {multiple} (VAE factor x patch size). Use {sizes}."
+            )
+        sides.append(pixels // vae_factor)
+    return sides

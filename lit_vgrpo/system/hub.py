@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lit_vgrpo.errors import one_line
 from lit_vgrpo.system.paths import SHIPPED_PREFIX, resolve_path
 
 HUB_TIMEOUT_S = 4.0
@@ -65,6 +66,22 @@ def only_errors_of(*names: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextmanager
+def loading(checkpoint: str, remedy: str) -> Iterator[None]:
+    """Turn any error of a library in loading a checkpoint into one line.
+
+    Raises:
+        LoadError: with the library's message, shortened, and the remedy.
+    """
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:  # libraries may raise anything on other files
+        reason = one_line(str(error).strip().split("\n")[0]).rstrip(".") or type(error).__name__
+        raise LoadError(f"Cannot load {checkpoint}: {reason}. {remedy}") from error
 
 
 def local_folder(checkpoint: str) -> Path | None:
@@ -137,7 +154,8 @@ def _ask_hub(checkpoint: str, filename: str, what_to_set: str, revision: str | N
     )
 
     which = f" --revision {revision}" if revision else ""
-    remedy = f"Run: hf download {checkpoint}{which}, or set {what_to_set}=/a/local/folder."
+    download = f"hf download {checkpoint}{which}, or set {what_to_set}=/a/local/folder."
+    remedy = f"Run: {download}"
     if constants.HF_HUB_OFFLINE:
         return f"Cannot load {checkpoint}: not in the local cache and HF_HUB_OFFLINE is set. {remedy}"
 
@@ -146,7 +164,7 @@ def _ask_hub(checkpoint: str, filename: str, what_to_set: str, revision: str | N
     if error is None:
         return None
     if isinstance(error, GatedRepoError):
-        return f"Cannot load {checkpoint}: access must be granted first. Run: hf auth login, then {_lower(remedy)}"
+        return f"Cannot load {checkpoint}: access must be granted first. Run: hf auth login, then run: {download}"
     if isinstance(error, RepositoryNotFoundError):
         return f"Cannot load {checkpoint}: no such repository. Set {what_to_set} to another name or a folder."
     if isinstance(error, RevisionNotFoundError):
@@ -180,7 +198,3 @@ def hub_error(question: Callable[[], object]) -> Exception | None:
     if not answers:
         _silent_since = time.monotonic()
     return answers[0] if answers else TimeoutError()
-
-
-def _lower(sentence: str) -> str:
-    return sentence[0].lower() + sentence[1:]

@@ -7,11 +7,13 @@ import platform
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from lit_vgrpo.errors import counted
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _MACHINE = Path("/proc/meminfo")
@@ -38,7 +40,8 @@ def measured_memory() -> Iterator[MemoryUse]:
     """
     use = MemoryUse()
     has_gpu = torch.cuda.is_available()
-    _start_over()
+    with suppress(OSError):
+        _RESET.write_text("5")
     before = _resident()
     if has_gpu:
         torch.cuda.synchronize()
@@ -56,21 +59,13 @@ def device_name(device: torch.device) -> str:
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
         return f"{torch.cuda.get_device_name(device)} ({memory:.0f} GiB, {device})"
     if device.type == "cpu":
-        threads = torch.get_num_threads()
-        return f"CPU ({platform.machine()}, {threads} thread{'s' if threads != 1 else ''})"
+        return f"CPU ({platform.machine()}, {counted(torch.get_num_threads(), 'thread')})"
     return str(device)
 
 
 def idle_gpu(device: torch.device) -> str | None:
     """Return the name of a GPU that is present but not used, or None."""
     return torch.cuda.get_device_name() if device.type == "cpu" and torch.cuda.is_available() else None
-
-
-def _start_over() -> None:
-    try:
-        _RESET.write_text("5")
-    except OSError:
-        return
 
 
 def _resident() -> int:

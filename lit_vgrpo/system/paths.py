@@ -47,11 +47,7 @@ def import_from_here() -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small file in UTF-8 atomically.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write a small file in UTF-8 atomically; raise UserError if it cannot be written."""
     draft = path.with_name(f"{path.name}.tmp")
     try:
         with draft.open("w", newline="", encoding="utf-8") as file:

@@ -40,6 +40,22 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Ite
             signal.signal(number, own)
 
 
+def how_it_ended(code: int) -> str:
+    """Return an exit status in words; it is minus the number of a signal.
+
+    >>> how_it_ended(-9)
+    'was killed by SIGKILL'
+    >>> how_it_ended(3)
+    'ended with exit status 3'
+    """
+    if code >= 0:
+        return f"ended with exit status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
 class StopRequests(ABC):
     """Counter of stop requests that ends the process if the main thread cannot.
 

@@ -119,7 +119,7 @@ def hacked(tmp_path, callbacks, iterations=8, ckpt=None, heldout_limit=8):
     """The tiny task trained to be easily compressed: blank pictures, which hold no shape."""
     module = make_module(
         "shipped:assets/tiny_sd3",
-        VGRPO(RolloutSpec(steps=4), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3),
+        VGRPO(RolloutSpec(steps=4), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3),
         JPEGCompressibility(),
         heldout_reward=ShapesReward(),
         optimizer=OptimizerConfig(lr=1e-3),

@@ -281,7 +281,7 @@ def test_two_stages_of_which_the_second_is_interrupted(tiny_recipe, here, capfd)
     assert run(["both.yaml", *words]) == 128 + signal.SIGTERM
     out = capfd.readouterr()
     assert out.out.startswith("Checking all 2 stages.\n")
-    assert "Stage 2 of 2 (second) was ended by SIGTERM. Continue: lightning run " in out.err
+    assert "Stage 2 of 2 (second) was killed by SIGTERM. Continue: lightning run " in out.err
     folder = here / "runs" / "both"
     first = (folder / "1_first" / "summary.json").stat().st_mtime_ns
     assert (folder / "2_second" / "checkpoints" / "interrupted.ckpt").is_file()

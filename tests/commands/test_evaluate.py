@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,10 +18,10 @@ from PIL import Image
 from processes import PYTHON
 from saved_runs import assert_one_line, folder_with, train
 
-from lit_vgrpo.commands.evaluate.command import evaluate
-from lit_vgrpo.commands.evaluate.options import EvaluateOptions
+from lit_vgrpo.commands.evaluate.command import EvaluateOptions, evaluate
 from lit_vgrpo.commands.evaluate.report import results, table, write
 from lit_vgrpo.commands.evaluate.scores import ImageScores
+from lit_vgrpo.errors import UserError
 from lit_vgrpo.runs.folder import CONFIG_NAME
 from lit_vgrpo.runs.saved_weights import SavedWeights
 
@@ -38,7 +39,9 @@ trainer:
     - {class_path: FID, init_args: {reference: real, features: net.pt, kid: true}}
 model:
   policy: {class_path: SD3Policy, init_args: {checkpoint: CHECKPOINT, max_sequence_length: 1}}
-  objective: {class_path: VGRPO, init_args: {num_mc_samples: 2, kl_weight: 1.0, anchor_decay: 0.3, rollout: {steps: 2}}}
+  objective:
+    class_path: VGRPO
+    init_args: {num_mc_samples: 2, anchor_weight: 1.0, anchor_decay: 0.3, rollout: {steps: 2}}
   reward:
     class_path: Weighted
     init_args:
@@ -365,12 +368,13 @@ def test_weights_of_another_shape_are_refused(inside, tiny_sd3):
     saved = SavedWeights.read(Path("runs/tiny/checkpoints/last.ckpt"))
     module = make_module(tiny_sd3)
     module.configure_model()
-    assert saved.errors("trained", module.policy) == []
+    saved.refuse_misfit("trained", module.policy)
     name = next(iter(saved.tensors["EMA"]))
     here = tuple(saved.tensors["EMA"][name].shape)
     saved.tensors["EMA"][name] = torch.zeros(1, 1)
-    (error,) = saved.errors("EMA", module.policy)
-    assert f"1 trained tensors differ, the first, {name}, has shape (1, 1) there and {here} here." in error
+    said = f"1 trained tensors differ, the first, {name}, has shape (1, 1) there and {here} here."
+    with pytest.raises(UserError, match=re.escape(said)):
+        saved.refuse_misfit("EMA", module.policy)
 
 
 def test_a_checkpoint_names_its_run(inside):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import picture_prompts, repeating
+from helpers import SMALL_PICTURES, picture_prompts, repeating
 from processes import BARE
 
 from lit_vgrpo import policies
@@ -25,6 +25,7 @@ from lit_vgrpo.policies.pipeline_call import call_of
 FAMILIES = {
     "kontext": ("KontextPolicy", 16),
     "qwen_image": ("QwenImagePolicy", 48),
+    "qwen_image_edit": ("QwenImageEditPolicy", 48),
     "flux2": ("Flux2Policy", 48),
     "z_image": ("ZImagePolicy", 48),
 }
@@ -91,7 +92,7 @@ def test_plain_diffusers_draws_what_a_run_trained(runs, tmp_path, monkeypatch, c
     torch.save(call_of(policy, [row["prompt"]], noise, STEPS, GUIDANCE, pictures), tmp_path / "call")
     capsys.readouterr()
     assert export(["whole", "--to", str(tmp_path / "out"), *options]) == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
+    lines = [*SMALL_PICTURES, *capsys.readouterr().out.splitlines()[1:]]
     files = {"tensors": str(tmp_path / "call"), "image": str(tmp_path / "image")}
     (tmp_path / "jobs.json").write_text(json.dumps([{"lines": lines, "call": {}, "scheduler": {}, **files}]))
     script = Path(__file__).parents[1] / "support" / "plain_diffusers.py"

@@ -125,7 +125,10 @@ def test_a_held_out_reward_of_nan_is_no_success(recipe, capsys):
 def test_the_end_names_what_was_written(recipe, capsys):
     """A try with fast_dev_run has no loggers."""
     assert run([recipe, "trainer.fast_dev_run=true"]) == 0
-    assert "Everything is in runs/tiny: report.html, summary.json, checkpoints.\n" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(
+        "Everything is in runs/tiny: report.html, summary.json, checkpoints.\n"
+        "The result, and the commands for what comes next: runs/tiny/report.html\n"
+    )
     written = {"config.yaml", "report", "report.html", "summary.json", "checkpoints"}
     assert {path.name for path in Path("runs/tiny").iterdir()} == written
 

@@ -123,7 +123,8 @@ def test_says_what_it_needs_and_what_its_settings_rest_on(recipe):
     assert not command or (command.startswith(f"lightning run {recipe.stem}") and command.endswith(")"))
 
 
-def test_a_list_names_every_recipe_with_its_evidence(capsys):
+def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")  # entries wrap to the terminal
     assert main(["recipes"]) == 0
     entries = capsys.readouterr().out.split("\n\n")
     assert [entry.partition(":")[0] for entry in entries] == [path.stem for path in FILES]

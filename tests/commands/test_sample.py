@@ -12,11 +12,14 @@ from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.commands.sample import command
 from lit_vgrpo.commands.sample.command import sample_images, write_png
+from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sampling import sample
-from lit_vgrpo.policies import SD3Policy
+from lit_vgrpo.data import read_prompts
+from lit_vgrpo.policies import KontextPolicy, SD3Policy
 from lit_vgrpo.runs.folder import CONFIG_NAME
 from lit_vgrpo.runs.saved_weights import SavedWeights
+from lit_vgrpo.system.paths import resolve_path
 
 PROMPTS = ["a red circle on the left", "a blue square at the top"]
 RECIPE = """
@@ -122,6 +125,32 @@ def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
     assert f"{tmp_path} holds no checkpoint yet. Train it: " in capsys.readouterr().err
     assert not (tmp_path / "sample").exists()
     assert sample_images([str(tmp_path), "--prompt=x", "--steps=1", "--reference"]) == 0
+
+
+def test_a_picture_is_edited(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(resolve_path("shipped:tiny_edit.yaml").read_text())
+    given = {row["image"]: references_of([row])[0] for row in read_prompts("shipped:prompts/edit_heldout.jsonl")[:2]}
+    asked = ["config.yaml", "--reference", "--steps=2", "--prompt=make it red"]
+    options = {"max_sequence_length": 4, "height": 32, "width": 32, "decode_batch_size": 32}
+    policy = KontextPolicy("shipped:assets/tiny_edit", **options).load()
+    noise, row = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(0)), torch.zeros(1).long()
+    for number, (file, picture) in enumerate(given.items()):
+        assert sample_images([*asked, "--image", file, f"--out=out{number}"]) == 0
+        latents, _ = sample(policy, policy.encode(["make it red"], [picture]), row, RolloutSpec("euler", 2), noise)
+        expected = (policy.decode(latents)[0].permute(1, 2, 0) * 255).round().numpy()
+        assert np.array_equal(pixels(f"out{number}/001_seed0.png"), expected)
+    assert (pixels("out0/001_seed0.png") != pixels("out1/001_seed0.png")).any()
+    capsys.readouterr()
+
+    Image.new("RGB", (48, 32)).save("wide.png")
+    for image, line in (
+        ([], 'KontextPolicy edits pictures, but row 1 of the prompts, "make it red", has none. Add --image FILE'),
+        (["--image=none.png"], "--image none.png does not exist. Give an image file."),
+        (["--image=config.yaml"], "--image config.yaml is not a readable image."),
+        (["--image=wide.png"], "has 32 x 48 pixels (height x width), the images have 32 x 32. Resize it"),
+    ):
+        assert_one_line(sample_images, [*asked, *image, "--out=out"], capsys, line)
 
 
 def test_ctrl_c_leaves_whole_images(inside, capsys, monkeypatch):

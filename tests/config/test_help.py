@@ -13,8 +13,20 @@ from lit_vgrpo import objectives, policies, rewards
 from lit_vgrpo.cli import main
 from lit_vgrpo.commands.recipe_cli import LINKED, TOP_LEVEL, TRAINER_DEFAULTS
 from lit_vgrpo.commands.subcommands import SUBCOMMANDS
-from lit_vgrpo.config.help import CLASSES, PARTS, TOP, TRAINER, class_options, command_options, in_yaml, recipe_keys
+from lit_vgrpo.config.help import (
+    CLASSES,
+    PACKAGES,
+    PARTS,
+    TOP,
+    TRAINER,
+    class_options,
+    command_options,
+    in_yaml,
+    options_of,
+    recipe_keys,
+)
 from lit_vgrpo.config.recipe import find_recipe
+from lit_vgrpo.config.schema import options_of_class
 
 
 def found(place):
@@ -55,6 +67,14 @@ def test_classes_are_those_that_ship(key, package, base):
     public = [getattr(package, name) for name in package.__all__]
     ours = {cls.__name__ for cls in public if inspect.isclass(cls) and issubclass(cls, base) and cls is not base}
     assert set(CLASSES[key].split()) == ours
+
+
+@pytest.mark.parametrize("part", CLASSES)
+def test_options_of_every_class_are_those_of_its_constructor(part):
+    package = import_module(f"lit_vgrpo.{PACKAGES[part]}")
+    for name in CLASSES[part].split():
+        assert {option.name for option in options_of(part, name)} == set(options_of_class(getattr(package, name)))
+    assert options_of(part, "Unknown") == []
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)

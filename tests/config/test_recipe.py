@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.config.recipe import Command, find_recipe, read_recipe, shipped_recipes
+from lit_vgrpo.config.recipe import Command, find_recipe, loaded, parser_config, read_recipe, shipped_recipes
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.paths import shipped_root
 
@@ -150,3 +150,12 @@ def test_another_method_keeps_the_rollout_and_nothing_else_of_the_recipes_own(ti
     assert objective == {"class_path": "DiffusionNFT", "init_args": {"rollout": {"steps": 2}, "beta": 0.1}}
     same = Command.parse([str(tiny_recipe), "model.objective=VGRPO"])
     assert read_recipe(same)["model"]["objective"]["init_args"]["num_mc_samples"] == 2
+
+
+def test_numbers_in_a_list_may_come_from_the_environment(monkeypatch):
+    """The parser itself refuses them: within lists it resolves nothing."""
+    monkeypatch.setenv("BETA", "0.9")
+    command = Command.parse(["tiny_shapes", 'model.optimizer.betas=["${oc.env:BETA}",0.99]'])
+    assert command.plain_overrides == []
+    with parser_config(command) as (path, _):
+        assert loaded(path)["model"]["optimizer"]["betas"] == [0.9, 0.99]

@@ -13,7 +13,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
-from helpers import Brightness, make_data, make_trainer
+from helpers import SMALL_PICTURES, Brightness, make_data, make_trainer
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec, VGRPOModule, policies
 from lit_vgrpo.callbacks import EMA, Export
@@ -61,6 +61,8 @@ def train(run, folder, data):
 
 if __name__ == "__main__":
     spec = json.loads(Path(sys.argv[1]).read_text())
+    if spec["data"]:
+        exec("\n".join(SMALL_PICTURES))
     for each in spec["runs"]:
         print(each, flush=True)
         train(each, Path(spec["folder"]), spec["data"])

@@ -12,10 +12,14 @@ from processes import run_ranks
 
 WORKER = Path(__file__).with_name("family_worker.py")
 LARGE = {"qwen_image": "QwenImagePolicy", "flux2": "Flux2Policy", "z_image": "ZImagePolicy"}
+LARGE |= {"qwen_image_edit": "QwenImageEditPolicy"}
 FAMILIES = {"sd3": "SD3Policy", "unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
 FAMILIES |= {"kontext": "KontextPolicy", **LARGE}
-UNUSED = {"qwen_image": ("transformer_blocks.1.attn.to_add_out.", "transformer_blocks.1.txt_mlp.")}
+UNUSED = dict.fromkeys(
+    ("qwen_image", "qwen_image_edit"), ("transformer_blocks.1.attn.to_add_out.", "transformer_blocks.1.txt_mlp.")
+)
 """Starts of the names of weights that no output depends on, which are not trained."""
+EDIT = ("kontext", "qwen_image_edit")
 RUNS = [("lora", "zero2"), ("lora", "fsdp2"), ("full", "fsdp2")]
 SLOW = ("unet", "sdxl", "flux", "kontext", *LARGE)
 every_family = pytest.mark.parametrize(
@@ -51,7 +55,7 @@ def folder(tmp_path_factory, options):
             for kind, strategy in runs
         ]
         runs = [dict(zip(keys, row, strict=True)) for row in rows]
-        data = {"train": picture_prompts(folder, 32), "heldout": None} if family == "kontext" else {}
+        data = {"train": picture_prompts(folder, 32), "heldout": None} if family in EDIT else {}
         spec.write_text(json.dumps({"folder": str(folder), "runs": runs, "data": data}))
         run_ranks(WORKER, spec, world=world, logs=folder)
 

@@ -97,7 +97,7 @@ def train(run, folder, sd3):
     method = Broken if run.get("broken") else VGRPO
     module = make_module(
         sd3,
-        method(RolloutSpec(steps=2), num_mc_samples=2, kl_weight=0.5, anchor_decay=0.3, soft_clip=3.0),
+        method(RolloutSpec(steps=2), num_mc_samples=2, anchor_weight=0.5, anchor_decay=0.3, soft_clip=3.0),
         # A larger eps: where a gradient is only rounding noise, as that of a key's bias is, Adam makes a step of it.
         optimizer=OptimizerConfig(lr=2e-4 if lora else 2e-5, warmup_steps=3, eps=1e-6),
         rollout_batch_size=2,

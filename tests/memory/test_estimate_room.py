@@ -15,7 +15,16 @@ from lit_vgrpo.memory.meta import policy_on_meta
 from lit_vgrpo.memory.scorers import scorers
 from lit_vgrpo.memory.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.policies import SD3Policy
-from lit_vgrpo.rewards import AestheticScore, HPSv2, ImageReward, PickScore, PythonReward, Reward, ShapesReward
+from lit_vgrpo.rewards import (
+    AestheticScore,
+    CLIPImageSimilarity,
+    HPSv2,
+    ImageReward,
+    PickScore,
+    PythonReward,
+    Reward,
+    ShapesReward,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -48,6 +57,7 @@ def test_published_checkpoints_that_are_not_here_are_known():
     assert scorers([PickScore(), HPSv2(dtype="bfloat16")], GPU) == (6 * 986_109_441, [])
     assert scorers([PickScore(), PickScore(device="cuda:1"), HPSv2(device="cpu")], GPU) == (4 * 986_109_441, [])
     assert scorers([AestheticScore()], GPU) == (4 * (303_966_208 + 927_969), [])
+    assert scorers([CLIPImageSimilarity()], GPU) == (4 * 427_616_513, [])
 
 
 def test_what_is_not_known_is_named():

@@ -4,7 +4,6 @@ from functools import cache
 
 import torch.nn.functional as F
 from diffusers import Flux2KleinPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from policies.contract import Family
 
 from lit_vgrpo.core.pixels import to_pil
@@ -63,8 +62,6 @@ def make_large_family(name, folder):
     """One of :data:`LARGE` or :data:`SLOW`; their limits are less by the tokens of the chat template."""
     options = {"max_sequence_length": 48}
     if name.startswith("qwen_image"):
-        # what encoder and VAE see of a picture, in pixels: 64 x 32
-        pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE = pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = 2048
         edits = {"edit": as_files, "guidance": true_cfg_of_one} if name == "qwen_image_edit" else {}
         return Family(
             QwenImageEditPolicy if edits else QwenImagePolicy,

@@ -7,10 +7,12 @@ from PIL import Image
 from policies.contract import HEIGHT, NEGATIVE, PROMPTS, WIDTH, pictures
 from policies.families import SLOW
 
-from lit_vgrpo.commands.estimate.estimate import Pass, peak_of_pass
+from lit_vgrpo.commands.estimate.estimate import Pass, encoding_peak, peak_of_pass
 from lit_vgrpo.commands.prompt_checks import picture_errors
 from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sampling import roll_out
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.memory.live import LiveMemory
 from lit_vgrpo.memory.meta import policy_on_meta
 from lit_vgrpo.policies import KontextPolicy, SD3Policy
 from lit_vgrpo.policies.fingerprint import encoder_fingerprint
@@ -81,10 +83,20 @@ def test_a_group_edits_its_own_picture(editor, tmp_path):
     assert (both.conditioning.tensors["reference_latents"][0] - both.conditioning.tensors["reference_latents"][1]).any()
 
 
-def test_the_memory_estimate_follows_an_editor(editor):
-    policy = policy_on_meta(editor.policy_class(str(editor.folder), height=64, width=64, lora_rank=2))
-    plain, trained = (peak_of_pass(policy, Pass(2, 1.0, with_grad)) for with_grad in (False, True))
-    assert 0 < plain < trained
+def test_the_memory_estimate_counts_the_picture(editor):
+    """Its tokens in a training pass, and what the encoders take for it."""
+    options = {**editor.options, "height": 64, "width": 64, "lora_rank": 2}
+    twin = policy_on_meta(editor.policy_class(str(editor.folder), **options), "cpu")
+    policy = editor.policy_class(str(editor.folder), **options).load()
+    for weight in trainable_parameters(policy).values():
+        weight.grad = torch.zeros_like(weight)
+    with LiveMemory() as of_encoders:
+        cond = policy.encode(["a"], policy.blank_references(1))
+    with LiveMemory() as of_pass:
+        z, rows = torch.randn(2, *policy.latent_shape), torch.zeros(2, dtype=torch.int64)
+        policy(z, torch.rand(2), cond.select(rows)).sum().backward()
+    assert peak_of_pass(twin, Pass(2, 1.0, True)) == pytest.approx(of_pass.peak, rel=0.05)
+    assert encoding_peak(twin, 1) == pytest.approx(of_encoders.peak, rel=0.05)  # though a pass has encoded a prompt
 
 
 def test_a_negative_prompt_is_read_with_its_picture(families, tmp_path):

@@ -30,7 +30,7 @@ def test_a_distilled_model_refuses_guidance_before_its_weights_are_read(distille
     )
     policy = Flux2Policy(str(distilled), height=32, width=32)
     module = VGRPOModule(policy, objective, JPEGCompressibility(), evaluation=guided if use == "evaluation" else None)
-    (error,) = module.guidance_errors()
+    (error,) = module.settings.guidance_errors()
     assert error.startswith("model.")
     assert "=4: " in error
     assert "is distilled (is_distilled in its model_index.json) and cannot be guided. Use a scale of 1" in error

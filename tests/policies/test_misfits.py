@@ -8,7 +8,7 @@ import diffusers
 import pytest
 from policies import contract
 
-from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy
+from lit_vgrpo.policies import FluxPolicy, KontextPolicy, SD3Policy, UNetPolicy
 from lit_vgrpo.policies.misfits import distillation
 from lit_vgrpo.policies.pipeline_folder import distillation_warning
 from lit_vgrpo.system.hub import LoadError
@@ -145,7 +145,7 @@ def test_what_looks_distilled_is_warned_of(families, tmp_path):
         assert f"looks distilled to a few steps ({why}). Trained directly, it loses" in distillation_warning(policy)
     loaded = replace(small, folder=folder).load()
     assert distillation_warning(loaded) == distillation_warning(UNetPolicy(str(folder)))
-    for policy in (small.shared, flux.shared, SD3Policy("own/turbocharged")):
+    for policy in (small.shared, flux.shared, SD3Policy("own/turbocharged"), KontextPolicy("shipped:assets/tiny_edit")):
         assert distillation_warning(policy) is None
     turbo = {"_class_name": "EulerAncestralDiscreteScheduler", "timestep_spacing": "trailing"}
     assert distillation(turbo) == "EulerAncestralDiscreteScheduler, trailing"

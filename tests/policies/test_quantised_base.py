@@ -98,7 +98,7 @@ def test_what_cannot_be_quantised_is_one_line_before_weights_load(monkeypatch):
     module = make_module(
         SHIPPED, VGRPO(RolloutSpec(quantise="int8")), policy_options={"quantisation": "nf4", "lora_rank": 2}
     )
-    assert module.quantisation_errors() == [
+    assert module.settings.quantisation_errors() == [
         "model.objective.rollout.quantise=int8 needs whole weights, and model.policy.quantisation=nf4 keeps none. "
         "Leave out one of them."
     ]

@@ -71,6 +71,13 @@ def prompt_file(name):
     return str(copy)
 
 
+SMALL_PICTURES = (
+    "from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus",
+    "plus.CONDITION_IMAGE_SIZE = plus.VAE_IMAGE_SIZE = 2048",
+)
+"""Lines to execute, after which Qwen-Image-Edit looks at pictures at 64 x 32 pixels instead of 1024 x 1024."""
+
+
 def picture_prompts(folder, side):
     """Write a file of six prompts, each with a picture of noise to edit, ``side`` pixels wide and high."""
     rows = [{"prompt": row["prompt"]} for row in read_prompts(prompt_file("shapes_train.jsonl"))[:6]]

@@ -44,7 +44,7 @@ class Broken(VGRPO):
 
 
 def anchored():
-    return VGRPO(RolloutSpec(steps=2), num_mc_samples=2, kl_weight=1.0, anchor_decay=0.3)
+    return VGRPO(RolloutSpec(steps=2), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3)
 
 
 class ConstantInOne(Brightness):

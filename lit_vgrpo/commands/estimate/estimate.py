@@ -12,6 +12,7 @@ import torch
 from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.distributed.trainer_internals import callbacks_of
 from lit_vgrpo.memory.live import LiveMemory
 from lit_vgrpo.memory.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.memory.passes import Pass, demand
@@ -84,7 +85,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     policy = policy_on_meta(module.policy, device.type)
     asked = demand(module.objective, policy, plan)
     own = shares(policy, module.optimization.optimizer, trainer.strategy, trainer.world_size, on_gpu)
-    averages = sum(isinstance(callback, EMA) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    averages = len(callbacks_of(trainer, EMA))
     copies = len(asked.copies) + averages
     if not on_gpu and "reference" not in asked.copies:
         copies += 1  # the module's own copy, which is kept in CPU memory
@@ -109,7 +110,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     cond = policy.encode(["a"], policy.blank_references(1))
     peak_of = cache(lambda asked: peak_of_pass(policy, asked, cond))  # phases may ask for the same
     phases = {
-        ENCODING: _encoding(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0),
+        ENCODING: encoding_peak(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0),
         ROLLOUT: peak_of(Pass(rollout, spec.guidance, False)) + asked.samples_with_copy * own.trained,
         DECODING: _decoding(policy, rollout),
         TRAINING: peak_of(asked.trained) + round(latent * asked.loss),
@@ -143,10 +144,11 @@ def _evaluation(cli: RecipeCLI, policy: Policy, peak_of: Callable[[Pass], int], 
     return max(sampled, _decoding(policy, batch)) + bool(averages) * own.trained
 
 
-def _encoding(policy: Policy, prompts: int) -> int:
+def encoding_peak(policy: Policy, prompts: int) -> int:
+    """Return the peak of encoding prompts one after the other, whose rows are stacked in the end."""
     with torch.no_grad(), AutocastOnMeta(), LiveMemory() as live:
-        policy.encode(["a"] * prompts, policy.blank_references(prompts))
-    return live.peak
+        row = bytes_of(policy.encode(["b"], policy.blank_references(1)).tensors.values())  # not "a", which is kept
+    return max(live.peak + (prompts - 1) * row, 2 * prompts * row)
 
 
 def peak_of_pass(policy: Policy, asked: Pass, cond: Conditioning | None = None) -> int:

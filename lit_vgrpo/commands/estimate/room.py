@@ -82,7 +82,7 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
         raise NotEstimated(f"{type(error).__name__}: {one_line(error)}") from error
     lines = [found.table(), f"Available: {place}"]
     if found.unknown:
-        lines.append(f"Not included, because their size is unknown: the models of {', '.join(found.unknown)}.")
+        lines.append(f"Not included, because their size is unknown: models of the reward {', '.join(found.unknown)}.")
     if found.peak <= place.free:
         return "\n".join(lines), []
     message = (

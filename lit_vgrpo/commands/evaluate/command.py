@@ -2,51 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_vgrpo.callbacks import FID
 from lit_vgrpo.callbacks.summary import versions
-from lit_vgrpo.commands.evaluate.options import EvaluateOptions
 from lit_vgrpo.commands.evaluate.report import INTERVAL, results, table, write
 from lit_vgrpo.commands.evaluate.scores import HeldOutEvaluation
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
-from lit_vgrpo.commands.run import build, run_subcommand, say_on_first
+from lit_vgrpo.commands.run import build
+from lit_vgrpo.commands.saved_policy import RunOptions, saved_weights
 from lit_vgrpo.commands.training import leave_together
+from lit_vgrpo.config.arguments import flag, option, read_path, subcommand
 from lit_vgrpo.data.datasets import Rows, held_out_error
-from lit_vgrpo.errors import UserError, report, say
+from lit_vgrpo.distributed.trainer_internals import callbacks_of
+from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
-from lit_vgrpo.rewards import RewardError
-from lit_vgrpo.runs.folder import CONFIG_NAME, is_first_process
-from lit_vgrpo.runs.saved_run import last_good
-from lit_vgrpo.runs.saved_weights import REFERENCE, SavedWeights
+from lit_vgrpo.runs.folder import CONFIG_NAME
+from lit_vgrpo.runs.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedWeights
 from lit_vgrpo.system.hub import LoadError
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null", "trainer.inference_mode=false")
 """Nothing is logged or resumed, and weights and images are not inference tensors, as in training."""
 
 
-def evaluate(args: Sequence[str]) -> int:
+INSTEAD = {"ckpt_path": "--checkpoint FILE", "run_dir": "--out FILE.json", "name": "--out FILE.json"}
+
+
+@dataclass(kw_only=True)
+class EvaluateOptions(RunOptions):
+    """Options of ``lightning eval``; other arguments override the run's recipe.
+
+    Attributes:
+        reference: Evaluate the reference too.
+        features: Feature network of FID and diversity; ``None`` uses that of the recipe's FID.
+        fid_reference: Real images, or a file of their statistics; ``None`` uses those of the recipe's FID.
+        out: JSON file to write, under the next free name if it exists.
+    """
+
+    subcommand: ClassVar[str] = "eval"
+    refused: ClassVar[Mapping[str, str]] = {
+        key: f"has no effect on an evaluation. Use {name}." for key, name in INSTEAD.items()
+    }
+
+    reference: bool = flag()
+    features: str | None = option()
+    fid_reference: str | None = option()
+    out: Path = option(read=read_path)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.out = self.out or self.run / "eval.json"
+        if self.out.suffix != ".json" or self.out.is_dir():
+            raise UserError(f"--out {self.out} is not a JSON file. Use --out {self.out.with_suffix('.json')}.")
+
+    @property
+    def variants(self) -> list[str]:
+        """Sets of weights to evaluate."""
+        return [TRAINED, *([AVERAGE] if self.ema else []), *([REFERENCE] if self.reference else [])]
+
+
+@subcommand(EvaluateOptions, stopped="Stopped: nothing was written.")
+def evaluate(options: EvaluateOptions) -> int:
     """Score a run's weights on held-out prompts: ``RUN [--ema] [--reference] [key=value ...]``.
 
     Returns:
         0; 1 if no image could be scored; 2 for a mistake in the command line; 130 after Ctrl-C.
     """
-    try:
-        return run_subcommand(_evaluate, EvaluateOptions, args)
-    except (KeyboardInterrupt, SystemExit):  # Lightning turns the one into the other
-        if is_first_process():
-            say("Stopped: nothing was written.", error=True)
-        return 130
-
-
-def _evaluate(options: EvaluateOptions) -> int:
-    saved = SavedWeights.read(options.checkpoint or last_good(options.run, say_on_first))
-    for variant in options.variants:
-        saved.require(variant)
+    saved = saved_weights(options.run, options.checkpoint, *options.variants)
     cli = build([str(options.run / CONFIG_NAME), *options.words, *OVERRIDES], make_folder=False)
     if REFERENCE not in options.variants:
         cli.model.policy.ignore_start()
@@ -60,10 +88,8 @@ def _evaluate(options: EvaluateOptions) -> int:
     cli.trainer.callbacks, cli.trainer.loggers = [], []  # type: ignore[attr-defined]
     try:
         cli.trainer.validate(module, verbose=False)
-    except RewardError as error:
-        if is_first_process():
-            report([str(error)])
-        return 1
+    except SystemExit as error:  # Lightning turns Ctrl-C into it
+        raise KeyboardInterrupt from error
     except (LoadError, MisconfigurationException) as error:
         raise UserError(str(error)) from error
     leave_together()
@@ -116,7 +142,7 @@ def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], 
     Raises:
         UserError: a metric's check fails.
     """
-    fids = [callback for callback in cli.trainer.callbacks if isinstance(callback, FID)]  # type: ignore[attr-defined]
+    fids = callbacks_of(cli.trainer, FID)
     if options.fid_reference is not None or (fids and options.features is not None):
         fids = [_fid_asked_for(options, fids[0] if fids else None)]
     missing = {} if fids else {"fid": "the recipe has no FID callback. Give --fid-reference FOLDER."}
@@ -141,15 +167,8 @@ def _fid_asked_for(options: EvaluateOptions, own: FID | None) -> FID:
     if own is None:
         # A file of statistics need not hold what KID needs.
         return FID(reference, options.features or INCEPTION, kid=not reference.endswith(STATISTICS_SUFFIX))
-    return FID(
-        reference,
-        features=options.features or own.network.source,
-        size=own.network.side if options.features is None else None,
-        kid=own.kid,
-        prompts=own.prompts,
-        images_per_prompt=own.images_per_prompt,
-        batch_size=own.batch_size,
-    )
+    changed: dict[str, Any] = {} if options.features is None else {"features": options.features, "size": None}
+    return replace(own, reference=reference, every_n_evaluations=1, **changed)
 
 
 def description(cli: RecipeCLI, options: EvaluateOptions, saved: SavedWeights, prompts: int) -> dict[str, Any]:

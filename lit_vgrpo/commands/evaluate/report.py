@@ -169,9 +169,6 @@ def _notes(report: dict[str, Any]) -> Iterator[str]:
 def _with_interval(found: dict[str, Any], sign: str = "") -> str:
     if found["mean"] is None:
         return "-"
-    mean, low, high = (_number(found[key], sign) for key in ("mean", "low", "high"))
+    numbers = (found[key] for key in ("mean", "low", "high"))
+    mean, low, high = (format(value, f"{sign}.3f" if abs(value) < 100 else f"{sign}.5g") for value in numbers)
     return f"{mean} [{low}, {high}]"
-
-
-def _number(value: float, sign: str) -> str:
-    return format(value, f"{sign}.3f" if abs(value) < 100 else f"{sign}.5g")

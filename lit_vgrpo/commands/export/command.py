@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -19,9 +18,8 @@ from lit_vgrpo.commands.export.upload import (
     read_repository_name,
     upload,
 )
-from lit_vgrpo.commands.run import run_subcommand
 from lit_vgrpo.commands.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
-from lit_vgrpo.config.arguments import flag, option
+from lit_vgrpo.config.arguments import flag, option, subcommand
 from lit_vgrpo.errors import UserError, report, say, suggestion
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.contract import DTYPES
@@ -105,16 +103,9 @@ class ExportOptions(RunOptions):
         return self.kohya_file if self.format == KOHYA else self.to.folder
 
 
-def export(args: Sequence[str]) -> int:
-    """Write a run's weights: ``RUN --to DIR [options] [key=value ...]``.
-
-    Returns:
-        0; 2 for an error in the arguments, or a folder that cannot be written; 130 after Ctrl-C.
-    """
-    return run_subcommand(_export, ExportOptions, args, stopped="Stopped: nothing was written.")
-
-
-def _export(options: ExportOptions) -> int:
+@subcommand(ExportOptions, stopped="Stopped: nothing was written.")
+def export(options: ExportOptions) -> int:
+    """Write a run's weights: ``RUN --to DIR [options] [key=value ...]``."""
     recipe = recipe_of(options.run, options.words, ["model.policy"], "an export")
     policy = build_policy(recipe)
     refuse_misfit(policy, options)
@@ -155,11 +146,7 @@ def _publish(options: ExportOptions, repository: Repository) -> int:
 
 
 def refuse_misfit(policy: Policy, options: ExportOptions) -> None:
-    """Check that the run's kind of weights can be exported as the options ask.
-
-    Raises:
-        UserError: It cannot.
-    """
+    """Check that the run's kind of weights can be exported as the options ask; raise UserError if it cannot."""
     if policy.lora_rank is None and (options.merge or options.format == KOHYA):
         asked = "--merge has nothing to merge" if options.merge else f"--format {KOHYA} applies to a LoRA"
         raise UserError(f"{asked}: {options.run} trained the network's own weights, not a LoRA. Leave it out.")

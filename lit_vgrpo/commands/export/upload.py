@@ -50,11 +50,7 @@ class Repository:
 
 
 def read_repository_name(text: str) -> str:
-    """Return the ``owner/name`` or ``name`` after ``hub:``.
-
-    Raises:
-        UserError: The hub allows no such name.
-    """
+    """Return the ``owner/name`` or ``name`` after ``hub:``; raise UserError if the hub allows no such name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 

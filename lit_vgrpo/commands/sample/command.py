@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,9 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lit_vgrpo.commands.prompt_checks import picture_errors
-from lit_vgrpo.commands.run import run_subcommand
 from lit_vgrpo.commands.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
-from lit_vgrpo.config.arguments import SEVERAL, flag, option, read_path, whole
+from lit_vgrpo.config.arguments import SEVERAL, flag, option, read_path, subcommand, whole
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.core.nonfinite import all_finite
 from lit_vgrpo.core.pictures import PICTURE, picture_size, references_of
@@ -121,16 +119,13 @@ class SampleOptions(RunOptions):
         return range(self.seed, self.seed + self.count)
 
 
-def sample_images(args: Sequence[str]) -> int:
+@subcommand(SampleOptions, stopped="Stopped. The images listed so far are complete.")
+def sample_images(options: SampleOptions) -> int:
     """Draw prompts: ``RUN --prompt TEXT [--seed 0] [--count 1] [--reference] [--ema] ... [key=value ...]``.
 
     Returns:
         0; 2 for an error in the arguments, or a folder that cannot be written; 130 after Ctrl-C.
     """
-    return run_subcommand(_sample, SampleOptions, args, stopped="Stopped. The images listed so far are complete.")
-
-
-def _sample(options: SampleOptions) -> int:
     recipe = recipe_of(options.run, options.words, USED, "sampling")
     policy, spec = build_policy(recipe), spec_of(recipe, options)
     if spec.solver not in policy.solvers:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
-from lit_vgrpo.commands.run import build, run_subcommand
+from lit_vgrpo.commands.run import build
 from lit_vgrpo.commands.score.command import loaded
 from lit_vgrpo.commands.score.images import device, find_images, image_errors, read_image
 from lit_vgrpo.commands.score.trial import PartTrial, findings, trial_table, trials
-from lit_vgrpo.config.arguments import Options, option, whole
+from lit_vgrpo.config.arguments import Options, option, subcommand, whole
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.data.rows import Rows
 from lit_vgrpo.errors import UserError, report, say
@@ -42,16 +42,13 @@ class CheckRewardOptions(Options):
     images_per_prompt: int = whole(2)
 
 
-def check_reward(args: Sequence[str]) -> int:
+@subcommand(CheckRewardOptions, stopped="Stopped: nothing was written.")
+def check_reward(options: CheckRewardOptions) -> int:
     """Try a recipe's rewards: ``RECIPE [OVERLAY ...] [key=value ...] [--images FOLDER]``.
 
     Returns:
         0; 1 where a reward is constant or failed; 2 for a mistake in the recipe; 130 after Ctrl-C.
     """
-    return run_subcommand(_check_reward, CheckRewardOptions, args, stopped="Stopped: nothing was written.")
-
-
-def _check_reward(options: CheckRewardOptions) -> int:
     num_prompts, each = options.num_prompts, options.images_per_prompt
     cli = build([*options.words, *OVERRIDES], make_folder=False)
     files = find_images([options.images])[: num_prompts * each] if options.images is not None else []

@@ -14,10 +14,9 @@ from tqdm import tqdm
 
 from lit_vgrpo.commands.prompt_checks import UnscorablePrompts
 from lit_vgrpo.commands.reward_spec import NO_REWARD, build_reward
-from lit_vgrpo.commands.run import run_subcommand
 from lit_vgrpo.commands.score.images import batches_of, find_images, image_errors, read_image
 from lit_vgrpo.commands.score.report import image_scores, score_table, write_scores
-from lit_vgrpo.config.arguments import Options, option, read_path, whole
+from lit_vgrpo.config.arguments import Options, option, read_path, subcommand, whole
 from lit_vgrpo.config.recipe import shipped_overlays
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.errors import UserError, say
@@ -86,17 +85,14 @@ class ScoreOptions(Options):
         return rows
 
 
-def score(args: Sequence[str]) -> int:
+@subcommand(ScoreOptions, stopped="Stopped: nothing was written.")
+def score(options: ScoreOptions) -> int:
     """Score images: ``REWARD IMAGES... [--prompt TEXT | --prompts FILE] [key=value ...]``.
 
     Returns:
         0; 1 if an image has no score; 2 for an error in the arguments, found before weights are loaded; 130 after
         Ctrl-C.
     """
-    return run_subcommand(_score, ScoreOptions, args, stopped="Stopped: nothing was written.")
-
-
-def _score(options: ScoreOptions) -> int:
     reward = build_reward(options.reward)
     files = find_images(options.images)
     rows = options.rows_for(files)
@@ -130,11 +126,7 @@ def _score(options: ScoreOptions) -> int:
 
 @contextmanager
 def loaded(reward: Weighted) -> Iterator[None]:
-    """Load a reward for the block and close it at the end.
-
-    Raises:
-        UserError: It cannot be loaded.
-    """
+    """Load a reward for the block and close it at the end; raise UserError if it cannot be loaded."""
     try:
         reward.load()
         yield

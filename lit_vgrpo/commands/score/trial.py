@@ -13,8 +13,8 @@ from lit_vgrpo.commands.score.images import batches_of
 from lit_vgrpo.commands.score.report import aligned
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.rewards import RewardBatch, Weighted
+from lit_vgrpo.rewards.batch import image_batch
 from lit_vgrpo.rewards.combine import PartScores
-from lit_vgrpo.rewards.image_batch import image_batch
 from lit_vgrpo.system.memory import MemoryUse, measured_memory
 
 TOTAL = "total"
