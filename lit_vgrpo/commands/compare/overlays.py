@@ -115,15 +115,21 @@ def find_overlay(text: str) -> Path:
 
 
 def read_overlay(path: Path) -> Overlay:
-    """Read an overlay file.
+    """Read an overlay file; with ``like:``, its ``published:`` is merged over that of the shipped method of this name.
 
     Raises:
         UserError: it is not YAML, has keys that no overlay has, or sets what must be the same for every method.
     """
     content = {key: value or {} for key, value in resolved(loaded(path), path).items()}
-    if not isinstance(content.get("published"), dict):
-        raise UserError(f"{path} is not an overlay: it needs published: with model.objective.")
-    errors = [unknown_option(key, f"the overlay {path}", PARTS) for key in content if key not in PARTS]
+    like = str(content.pop("like", "") or "")
+    if not isinstance(content.setdefault("published", {} if like else None), dict):
+        raise UserError(f"{path} is not an overlay: it needs published: with model.objective, or like: with a method.")
+    if like:
+        shipped = shipped_methods()
+        if like not in shipped:
+            raise UserError(f"{path}: like={like} is not a shipped method. {suggestion(like, shipped)}")
+        content["published"] = merged(read_overlay(shipped[like]).published, content["published"])
+    errors = [unknown_option(key, f"the overlay {path}", ("like", *PARTS)) for key in content if key not in PARTS]
     errors += [
         f"{path}: {part} must be a mapping{', or a list of points' if part == 'sweep' else ''}."
         for part in PARTS

@@ -204,6 +204,17 @@ def test_a_merged_recipe_runs_by_itself(tmp_path, monkeypatch, tiny_recipe):
     assert cli.model.evaluation.steps == 2
 
 
+def test_an_overlay_may_start_from_a_shipped_methods_published_settings(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("like: nft\npublished: {model: {objective: {init_args: {beta: 0.5}}}}")
+    nft = read_overlay(find_overlay("nft")).published
+    mine = read_overlay(path).published
+    assert mine["model"]["objective"] == {"class_path": "DiffusionNFT", "init_args": {"beta": 0.5, "decay_type": 1}}
+    assert (mine["model"]["optimizer"], mine["data"]) == (nft["model"]["optimizer"], nft["data"])
+    path.write_text("like: nft")
+    assert read_overlay(path).published == nft
+
+
 def test_a_sweep_may_be_a_list_of_points(tmp_path, tiny_recipe):
     points = [{"model.optimizer.lr": 0.1}, {"model.optimizer.lr": 0.2, "model.objective.clip": None}]
     path = overlay_file(tmp_path, sweep=points)
@@ -273,6 +284,9 @@ def test_an_overlay_may_not_change_the_task(tmp_path):
         ("published: {model: {optimizer: {lr: 1}}}", "published.model.objective has no class_path"),
         ("published: {model: {objective: VGRPO}}\ntuned: 3", "tuned must be a mapping"),
         ("published: {model: 3}", "published.model.objective has no class_path"),
+        ("like: mixgrop", "like=mixgrop is not a shipped method. Did you mean mixgrpo?"),
+        ("like: [nft]", "is not a shipped method"),
+        ("like: nft\npublished: 3", "it needs published:"),
     ],
 )
 def test_a_broken_overlay_is_one_line(text, message, tmp_path):
