@@ -64,20 +64,46 @@ def log_at_epoch_end(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
     Args:
         values: scalars, already reduced over ranks.
     """
+    _results_of_epoch(trainer).plain.update(values)
+
+
+def log_epoch_now(trainer: Trainer) -> None:
+    """Give the loggers this epoch's row now; Lightning does so after the hooks of the epoch's end.
+
+    Call it before a checkpoint of the epoch's end is written: a run that is killed between the two and resumed from
+    there would have no such row. What hooks log later stands in a row of its own.
+    """
+    loop, results = trainer.fit_loop.epoch_loop, _results_of_epoch(trainer)
+    row = results.metrics(on_step=False)["log"]
+    epochs = trainer.fit_loop.epoch_progress.state_dict()["current"]
+    is_past_batches = epochs["processed"] == epochs["ready"]
+    loop._batches_that_stepped -= is_past_batches  # as fit_loop.on_advance_end does; before that it is not counted yet
+    trainer._logger_connector.log_metrics(row)
+    loop._batches_that_stepped += is_past_batches
+    results.written.update(row)
+
+
+def _results_of_epoch(trainer: Trainer) -> _WithPlainValues:
     loop = trainer.fit_loop.epoch_loop
     if not isinstance(loop._results, _WithPlainValues):
         loop._results = _WithPlainValues(loop._results)
-    loop._results.plain.update(values)
+    return loop._results
 
 
 class _WithPlainValues(_ResultCollection):
-    """The metrics of a training epoch, some of which are finished values."""
+    """The metrics of a training epoch, some of which are finished values.
+
+    Attributes:
+        plain: the finished values.
+        written: names that the loggers have already.
+    """
 
     def __init__(self, others: _ResultCollection) -> None:
         super().__init__(training=True)
         self.update(others)
         self.__dict__.update(vars(others))
         self.plain: dict[str, Tensor] = {}
+        self.written: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(len(self) or self.plain)
@@ -88,13 +114,14 @@ class _WithPlainValues(_ResultCollection):
         if not on_step:
             found["callback"].update(self.plain)
             found["log"].update(self.plain)
+            found["log"] = {name: value for name, value in found["log"].items() if name not in self.written}
         return found
 
     @override
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         super().reset(metrics, fx)
         if metrics is None and fx is None:  # at the end of an epoch
-            self.plain = {}
+            self.plain, self.written = {}, set()
 
 
 def script_launcher(strategy: Strategy) -> _SubprocessScriptLauncher | None:

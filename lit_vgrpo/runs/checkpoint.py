@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lit_vgrpo.core.ranges import NonNegativeInt, checked
 from lit_vgrpo.distributed.checkpoint_file import put_in_place
+from lit_vgrpo.distributed.trainer_internals import log_epoch_now
 from lit_vgrpo.errors import one_line, say, suggestion
 from lit_vgrpo.runs.best_evaluation import AUTO, BestEvaluation, NewestEvaluation
 from lit_vgrpo.runs.folder import BEST, CHECKPOINTS
@@ -235,6 +236,8 @@ class RunCheckpoint(Checkpoint):
             The file; ``None`` if it could not be written.
         """
         path = Path(trainer.default_root_dir) / CHECKPOINTS / name
+        if trainer.is_last_batch:
+            log_epoch_now(trainer)
         with self._requests.held() if self._requests is not None else nullcontext():
             # As Trainer.save_checkpoint (lightning 2.6.6), without its barrier, where the others would wait for a rank
             # that failed.

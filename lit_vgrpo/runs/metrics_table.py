@@ -183,7 +183,7 @@ def _is_whole(row: dict[Any, Any]) -> bool:
 def rows_up_to(progress: Progress | None) -> Keep:
     """Keep the rows logged before a checkpoint; a run that continues from there logs the rest again.
 
-    >>> keep = rows_up_to(Progress(iterations=3, optimizer_steps=6, images=0, batches=0))
+    >>> keep = rows_up_to(Progress(iterations=3, optimizer_steps=6, images=0, batches=0, logged=3))
     >>> [keep({"step": step, "epoch": epoch}) for step, epoch in [("0", ""), ("5", "2"), ("7", "3"), ("8", "")]]
     [True, True, False, False]
     """
@@ -192,7 +192,7 @@ def rows_up_to(progress: Progress | None) -> Keep:
         if progress is None:
             return False
         if row.get("epoch"):
-            return float(row["epoch"]) < progress.iterations
+            return float(row["epoch"]) < progress.logged
         return float(row.get("step") or 0) <= progress.optimizer_steps
 
     return keep

@@ -28,22 +28,26 @@ class Progress:
         optimizer_steps: finished updates.
         images: images sampled, over all ranks.
         batches: micro-batches, unfinished iterations included.
+        logged: iterations with a row in the loggers: one more than finished ones where only the end is missing.
     """
 
     iterations: int
     optimizer_steps: int
     images: int
     batches: int
+    logged: int
 
     @classmethod
     def of(cls, checkpoint: dict[str, Any]) -> Progress:
         loop = checkpoint["loops"]["fit_loop"]
+        epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
         return cls(
             # At the end of an iteration the loop has counted it as processed; as completed only after the checkpoint.
-            iterations=loop["epoch_progress"]["current"]["processed"],
+            iterations=epochs["processed"],
             optimizer_steps=checkpoint["global_step"],
             images=checkpoint["lit_vgrpo"]["images_seen"],
-            batches=loop["epoch_loop.batch_progress"]["total"]["ready"],
+            batches=batches["total"]["ready"],
+            logged=epochs["ready"] if batches["is_last_batch"] else epochs["processed"],
         )
 
     @property

@@ -15,7 +15,8 @@ from processes import PYTHON
 from lit_vgrpo import VGRPOModule
 from lit_vgrpo.commands.run import build, run
 from lit_vgrpo.commands.training import train
-from lit_vgrpo.distributed.checkpoint_file import verify
+from lit_vgrpo.distributed.checkpoint_file import put_in_place, verify
+from lit_vgrpo.runs import checkpoint
 from lit_vgrpo.runs.checkpoint import FIRST_CTRL_C, RunCheckpoint
 from lit_vgrpo.runs.metrics_table import read_table
 
@@ -205,6 +206,27 @@ def test_sigterm_saves_after_the_micro_batch_under_way_and_the_run_goes_on_bit_f
     averages = [end["callbacks"][next(key for key in end["callbacks"] if key.startswith("EMA"))] for end in ends]
     for name, value in averages[0]["average"].items():
         assert torch.equal(value, averages[1]["average"][name]), name
+    assert [row["epoch"] for row in iterations_logged("cut")] == ["0", "1", "2", "3"]
+
+
+def iterations_logged(folder):
+    """The iterations' rows of the table, without the evaluations'."""
+    return [row for row in read_table(Path(folder) / "metrics.csv")[1] if row["reward/mean"]]
+
+
+def test_killed_once_a_checkpoint_is_in_place_a_run_lacks_no_row(tiny_recipe, monkeypatch):
+    words = [str(tiny_recipe), "trainer.max_epochs=3", "data.heldout=null"]
+    every = "trainer.callbacks=[{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]"
+    rows = []
+
+    def put(draft, path, previous):
+        rows.append([row["epoch"] for row in iterations_logged(path.parents[1])])
+        put_in_place(draft, path, previous)
+
+    monkeypatch.setattr(checkpoint, "put_in_place", put)
+    assert run([*words, every, "run_dir=run"]) == 0
+    assert rows == [["0"], ["0", "1"], ["0", "1", "2"]]
+    assert [(row["epoch"], row["step"]) for row in iterations_logged("run")] == [("0", "0"), ("1", "1"), ("2", "2")]
 
 
 def test_sigterm_in_the_last_iteration_lets_the_run_end(tiny_recipe):

@@ -17,7 +17,7 @@ def log(logger, *rows):
 
 def test_rows_go_on_after_the_checkpoint_and_new_columns_join(tmp_path):
     log(table(tmp_path), {"heldout": 0.5}, {"a": 1.0, "epoch": 0}, {"a": 2.0, "epoch": 1}, {"a": 3.0, "epoch": 2})
-    again = table(tmp_path, rows_up_to(Progress(iterations=2, optimizer_steps=4, images=8, batches=8)))
+    again = table(tmp_path, rows_up_to(Progress(iterations=2, optimizer_steps=4, images=8, batches=8, logged=2)))
     log(again, {"a": 4.0, "epoch": 2}, {"b": 5.0, "epoch": 3})
     columns, rows = read_table(tmp_path / "metrics.csv")
     assert columns == ["a", "b", "epoch", "heldout", "step"]
@@ -83,7 +83,7 @@ def test_what_is_no_table_of_a_run_is_moved_aside(tmp_path, make):
     aside.write_text("an earlier one")
     make(path)
     before = path.read_bytes() if path.is_file() else None
-    after_one = rows_up_to(Progress(iterations=1, optimizer_steps=2, images=4, batches=4))
+    after_one = rows_up_to(Progress(iterations=1, optimizer_steps=2, images=4, batches=4, logged=1))
     with pytest.warns(
         UserWarning, match="metrics.csv is not a metrics table .*. It was renamed to metrics.csv.foreign-2, "
     ):
@@ -119,12 +119,12 @@ def test_a_damaged_row_costs_no_other(tmp_path, torn):
     path = tmp_path / "metrics.csv"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:-1], torn, *lines[-1:]]) if torn.endswith(b"\n") else b"".join([*lines, torn]))
-    again = table(tmp_path, rows_up_to(Progress(iterations=2, optimizer_steps=4, images=8, batches=8)))
+    again = table(tmp_path, rows_up_to(Progress(iterations=2, optimizer_steps=4, images=8, batches=8, logged=2)))
     log(again, {"a": 3.0, "epoch": 2})
     assert [row["a"] for row in read_table(path)[1]] == ["1.0", "2.0", "3.0"]
 
 
 def test_an_empty_table_is_begun_anew(tmp_path):
     (tmp_path / "metrics.csv").write_text("")
-    log(table(tmp_path, rows_up_to(Progress(1, 2, 4, 4))), {"a": 1.0, "epoch": 1})
+    log(table(tmp_path, rows_up_to(Progress(1, 2, 4, 4, 1))), {"a": 1.0, "epoch": 1})
     assert read_table(tmp_path / "metrics.csv")[1] == [{"a": "1.0", "epoch": "1", "step": "2"}]
