@@ -37,8 +37,9 @@ from diffusers import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_vgrpo import VGRPO, RolloutSpec
+from lit_vgrpo.core.noise import STREAM_ROLLOUT, image_generators
 from lit_vgrpo.core.rollout import Conditioning, Experience, Rollout
-from lit_vgrpo.core.sampling import STREAM_ROLLOUT, image_generators, sample
+from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.optimizers.optimizer import OptimizerConfig

@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.batches import filled
+from lit_vgrpo.core.noise import STREAM_GROUP_NOISE, STREAM_ROLLOUT, STREAM_SDE, image_generators, unit_noise
 from lit_vgrpo.core.probability_paths import ProbabilityPath
 from lit_vgrpo.core.rollout import Conditioning, Rollout, RolloutRequest, RolloutSpec, Trajectory
 from lit_vgrpo.core.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
-from lit_vgrpo.core.surrogate import seeded_generator
 
 BatchHook = Callable[[slice, Tensor], None]
 """Called with a batch's slice of the images and its final latents ``(b, C, h, w)``."""
-
-# Streams of the seeded generators; a new use gets a new number, so that runs stay reproducible.
-STREAM_ROLLOUT, STREAM_PAIRS, STREAM_HELDOUT, STREAM_DATA = 1, 2, 3, 4
-STREAM_GROUP_NOISE, STREAM_SDE, STREAM_TIMES, STREAM_STEPS = 5, 6, 7, 8
 
 
 class Denoiser(Protocol):
@@ -56,11 +52,6 @@ class Denoiser(Protocol):
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
         """Return the scheduler's timesteps as times ``(S,)`` in (0, 1], float32."""
-
-
-def image_generators(stream: int, seed: int, iteration: int, image_ids: Sequence[int]) -> list[torch.Generator]:
-    """Return one generator per image, seeded from (seed, stream, iteration, global image index)."""
-    return [seeded_generator(seed, stream, iteration, index) for index in image_ids]
 
 
 def roll_out(
@@ -217,7 +208,7 @@ def sample_chain(
             if index not in window:
                 z = step.mean
                 continue
-            drawn = torch.stack([torch.randn(z.shape[1:], generator=g) for g in generators[part]])
+            drawn = unit_noise(generators[part], z.shape[1:])
             z = step.mean + step.std * _without_waiting(filled(drawn, size), z.device)
             ends.append(z)
             densities.append(log_prob(spec.solver, z, step))

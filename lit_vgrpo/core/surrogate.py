@@ -13,15 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.noise import unit_noise
 from lit_vgrpo.core.times import TimePool
 
 ERROR_FLOOR = 1e-6
-
-
-def seeded_generator(*key: int) -> torch.Generator:
-    """Return a CPU generator whose stream depends only on ``key``, not on rank or history."""
-    seed = np.random.SeedSequence([k & 0xFFFFFFFF for k in key]).generate_state(1, np.uint64)[0]
-    return torch.Generator().manual_seed(int(seed) & 0x7FFFFFFFFFFFFFFF)
 
 
 @dataclass
@@ -77,13 +72,9 @@ def draw_pairs(
     Returns:
         The pairs, and the importance weights of their times ``(K, N)``.
     """
-    drawn, weights, noise = [], [], []
-    for generator in generators:
-        t, weight = times.draw(num_pairs, stratified, generator)
-        drawn.append(t)
-        weights.append(weight)
-        noise.append(torch.randn(num_pairs, *latent_shape, generator=generator))
-    return Pairs(torch.stack(drawn).float(), torch.stack(noise), rows), torch.stack(weights)
+    drawn, weights = zip(*(times.draw(num_pairs, stratified, generator) for generator in generators), strict=True)
+    noise = unit_noise(generators, (num_pairs, *latent_shape))
+    return Pairs(torch.stack(drawn).float(), noise, rows), torch.stack(weights)
 
 
 def mean_over_pixels(values: Tensor, keep: int) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageStd
+from lit_vgrpo.core.noise import STREAM_STEPS, image_generators
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.rollout import Rollout, RolloutSpec
-from lit_vgrpo.core.sampling import STREAM_STEPS, image_generators
 from lit_vgrpo.objectives.chain import ChainObjective
 
 

@@ -7,11 +7,12 @@ from typing import Annotated, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.noise import STREAM_DATA, image_generators
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import PositiveFloat, Range, checked
 from lit_vgrpo.core.rollout import Experience, Rollout, RolloutRequest, RolloutSpec
-from lit_vgrpo.core.sampling import STREAM_DATA, BatchHook, image_generators
+from lit_vgrpo.core.sampling import BatchHook
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
 from lit_vgrpo.objectives.base import Objective, PrepareContext

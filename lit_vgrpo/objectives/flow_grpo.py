@@ -6,11 +6,11 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.noise import STREAM_STEPS, seeded_generator
 from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
 from lit_vgrpo.core.rollout import Experience, RolloutSpec
-from lit_vgrpo.core.sampling import STREAM_STEPS
 from lit_vgrpo.core.solvers import Transition
-from lit_vgrpo.core.surrogate import mean_over_pixels, seeded_generator
+from lit_vgrpo.core.surrogate import mean_over_pixels
 from lit_vgrpo.objectives.chain import ChainObjective
 
 PUBLISHED_CLIP = {"cps": 1e-5}

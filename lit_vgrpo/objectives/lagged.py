@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
+from lit_vgrpo.core.noise import STREAM_TIMES, image_generators
 from lit_vgrpo.core.ranges import NonNegativeFloat, Range
 from lit_vgrpo.core.rollout import Experience, RolloutSpec
-from lit_vgrpo.core.sampling import STREAM_TIMES, image_generators
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.objectives.base import PrepareContext, require

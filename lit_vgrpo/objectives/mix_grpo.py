@@ -8,10 +8,9 @@ from typing import Annotated, ClassVar, Literal, get_args
 import torch
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
+from lit_vgrpo.core.noise import STREAM_STEPS, seeded_generator
 from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, checked
 from lit_vgrpo.core.rollout import RolloutSpec
-from lit_vgrpo.core.sampling import STREAM_STEPS
-from lit_vgrpo.core.surrogate import seeded_generator
 from lit_vgrpo.objectives.base import require
 from lit_vgrpo.objectives.chain import ChainObjective
 

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.noise import STREAM_PAIRS, image_generators, unit_noise
 from lit_vgrpo.core.probability_paths import Space, expand
 from lit_vgrpo.core.rollout import Experience, Rollout
-from lit_vgrpo.core.sampling import STREAM_PAIRS, image_generators
 from lit_vgrpo.core.surrogate import Pairs, draw_pairs, mean_over_pixels, surrogate
 from lit_vgrpo.core.times import ContinuousTimes, SamplerTimes, TimePool
 from lit_vgrpo.objectives.base import PrepareContext
@@ -92,8 +92,7 @@ def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool | Sharing) 
     times = context.policy.path.snap(times.cpu()).expand(len(owners), -1)
     shape = (times.shape[1], *rollout.latents.shape[1:])
     generators = image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist())
-    noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
-    return Pairs(times, noise, rows).to(rollout.latents.device)
+    return Pairs(times, unit_noise(generators, shape), rows).to(rollout.latents.device)
 
 
 def pair_owners(rollout: Rollout, shared: bool | Sharing) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lit_vgrpo.core.batches import in_batches
 from lit_vgrpo.core.block_cache import BlockCache
+from lit_vgrpo.core.noise import unit_noise
 from lit_vgrpo.core.pictures import picture_digest
 from lit_vgrpo.core.rollout import Conditioning, RolloutSpec, is_of_prompt
 from lit_vgrpo.policies.contract import PolicyContract, PutStart
@@ -236,7 +237,7 @@ class Policy(PolicyContract):
 
     def prior(self, generators: Sequence[torch.Generator]) -> Tensor:
         """Sample ``z_1``: unit Gaussian noise ``(B, C, h, w)``, one generator per image, the same on every device."""
-        return torch.stack([torch.randn(self.latent_shape, generator=g) for g in generators]).to(self.device)
+        return unit_noise(generators, self.latent_shape).to(self.device)
 
     @in_own_precision
     def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> Conditioning:

@@ -15,10 +15,11 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lit_vgrpo.core.batches import at_most
+from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.records import Evaluation, IterationRecord, Stopwatch
 from lit_vgrpo.core.rollout import RolloutSpec
-from lit_vgrpo.core.sampling import STREAM_HELDOUT, image_generators, sample
+from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.distributed.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.distributed.gather import objects_of_all_ranks, rows_of_all_ranks

@@ -2,14 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from lit_vgrpo.core.surrogate import (
-    ERROR_FLOOR,
-    coefficient_of_variation,
-    denoising_error,
-    draw_pairs,
-    seeded_generator,
-    surrogate,
-)
+from lit_vgrpo.core.noise import seeded_generator
+from lit_vgrpo.core.surrogate import ERROR_FLOOR, coefficient_of_variation, denoising_error, draw_pairs, surrogate
 from lit_vgrpo.core.times import ContinuousTimes
 
 

@@ -6,7 +6,7 @@ from helpers import repeating
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_vgrpo.core.surrogate import seeded_generator
+from lit_vgrpo.core.noise import seeded_generator
 from lit_vgrpo.core.times import ContinuousTimes, SamplerTimes, draw_levels
 
 

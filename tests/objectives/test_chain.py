@@ -19,9 +19,10 @@ from chain_in_float64 import (
 from helpers import repeating
 
 from lit_vgrpo.core.advantages import group_advantages
+from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.rollout import RolloutSpec
-from lit_vgrpo.core.sampling import image_generators, sample, sample_chain
+from lit_vgrpo.core.sampling import sample, sample_chain
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.solvers import FLOW_SDES, ODE_OF

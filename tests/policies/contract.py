@@ -18,8 +18,9 @@ from helpers import in_order
 from torch import Tensor
 
 from lit_vgrpo.core.batches import BATCH_SIZE
+from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.rollout import RolloutSpec
-from lit_vgrpo.core.sampling import image_generators, sample, sample_chain
+from lit_vgrpo.core.sampling import sample, sample_chain
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies import Conditioning, Policy
 from lit_vgrpo.system.hub import LoadError

@@ -4,8 +4,9 @@ from helpers import make_data, make_module, make_trainer
 from torch._dynamo.testing import CompileCounter
 
 from lit_vgrpo.core.block_cache import BlockCache
+from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
-from lit_vgrpo.core.sampling import image_generators, roll_out, sample
+from lit_vgrpo.core.sampling import roll_out, sample
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.distributed.registry import FSDP2, ZeRO, rollout_error
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT, FlowGRPO

@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import nn
 
+from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
-from lit_vgrpo.core.sampling import image_generators, sample, sample_chain
+from lit_vgrpo.core.sampling import sample, sample_chain
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.objectives import DiffusionNFT
 from lit_vgrpo.policies import SD3Policy, UNetPolicy

@@ -5,8 +5,9 @@ import torch
 from helpers import make_data, make_module, make_trainer, repeating
 
 from lit_vgrpo.core.block_cache import BlockCache
+from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.rollout import RolloutSpec
-from lit_vgrpo.core.sampling import image_generators, sample
+from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.distributed.registry import FSDP2, ZeRO, rollout_error
 from lit_vgrpo.objectives import VGRPO, FlowGRPO

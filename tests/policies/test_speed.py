@@ -11,9 +11,9 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
+from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
-from lit_vgrpo.core.sampling import image_generators
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.distributed.registry import whole_weights_error
 from lit_vgrpo.objectives import VGRPO

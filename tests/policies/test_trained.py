@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lit_vgrpo.core.sampling import image_generators
+from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
 from lit_vgrpo.system.hub import LoadError
