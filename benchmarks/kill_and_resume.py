@@ -184,6 +184,8 @@ def _unequal(name: str, first: Any, second: Any) -> list[str]:
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         pairs = enumerate(zip(first, second, strict=True))
         return [error for number, pair in pairs for error in _unequal(f"{name}[{number}]", *pair)]
+    if isinstance(first, list) and isinstance(second, list):
+        return [f"{name} ({len(second)} rows, not {len(first)})"]
     return [] if first == second else [name]
 
 
