@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
-from lit_vgrpo.core.batches import BATCH_SIZE, at_most
+from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.nonfinite import NonFinite
 from lit_vgrpo.core.ranges import BatchSize, Seed, checked
 from lit_vgrpo.core.records import IterationRecord, timed
@@ -26,18 +26,17 @@ from lit_vgrpo.optimizers.optimization import Optimization
 from lit_vgrpo.optimizers.optimizer import OptimizerCallable, OptimizerConfig
 from lit_vgrpo.optimizers.schedule import LRSchedulerCallable
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.pipeline_folder import distillation_warning
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.runs.heldout import HeldOutModule
 from lit_vgrpo.runs.iteration import Continuation, Iteration
-from lit_vgrpo.runs.limits import keep_iterations_whole, settings_without_effect, sizes_of
+from lit_vgrpo.runs.limits import keep_iterations_whole, sizes_of, training_warnings
 from lit_vgrpo.runs.micro_batch import accumulate, settle
 from lit_vgrpo.runs.resume_guard import ResumeGuard
 from lit_vgrpo.runs.reward_logger import RewardLogger
 from lit_vgrpo.runs.saved_weights import refuse_other_weights, trained_only
 from lit_vgrpo.runs.scoring import IterationScores, RolloutScoring
-from lit_vgrpo.runs.scouting import Choice, Scouting
+from lit_vgrpo.runs.scouting import Scouting
 from lit_vgrpo.runs.settings import ModuleSettings
 from lit_vgrpo.runs.start import load_policy
 from lit_vgrpo.runs.update_guard import UpdateGuard
@@ -105,6 +104,128 @@ class VGRPOModule(HeldOutModule):
         # Checkpoints hold only what is trained; the frozen rest comes from the policy's own checkpoint.
         self.strict_loading = False
 
+    # --- Algorithm 1 -----------------------------------------------------------------------------------------------
+
+    @in_own_precision
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
+        """Return the loss of one micro-batch; the first step of an iteration makes its images."""
+        iteration = self._iteration = self._iteration_of(batch)
+        self.record = iteration.record
+        if self.is_idle:
+            return torch.zeros((), device=self.device)
+        if batch.starts_update:
+            self.objective.before_update(self.policy, iteration.micros_of_update(batch), self.ledger)
+        loss, metrics = self.objective.loss(self.policy, iteration.micro_of_step(batch).to(self.policy.device))
+        iteration.record.add(loss, metrics)
+        self.guard.watch(loss)
+        return loss
+
+    def _iteration_of(self, batch: PromptBatch) -> Iteration:
+        """Return the step's iteration: the rest of a saved one, a new one, or the current one."""
+        if self._continuation is not None:
+            rest = self._continuation.take_up(batch, self.rollout_device or self.device)
+            if rest is not None:
+                return rest
+        if batch.is_first:
+            return self.collect(batch)
+        assert self._iteration is not None
+        return self._iteration
+
+    def collect(self, batch: PromptBatch) -> Iteration:
+        """Roll out, score, compare within groups, and prepare what the updates need.
+
+        Raises:
+            RewardError: every image failed, or any with ``failed_images="stop"``.
+        """
+        images = self._scouting.images(batch)
+        rollout = self._roll_out(images)
+        scores = self._score(images)
+        advantages = scores.advantages(self.reward, self.advantage_std, self.advantage_aggregate)
+        record = self._scouting.compare(images.record(scores, advantages), rollout.image_ids)
+        return self._prepare(batch, rollout, advantages, record)
+
+    def _roll_out(self, images: RolloutScoring) -> Rollout:
+        """Return this rank's images; each batch is scored while the next is sampled."""
+        with self.ledger.phase("rollout"):
+            return images.sample(self.objective.roll_out)
+
+    def _score(self, images: RolloutScoring) -> IterationScores:
+        """Return the scores of all ranks' images, once they are all there."""
+        with self.ledger.phase("reward"):
+            scores = images.scores()
+        self.images_seen += len(scores.total)
+        scores.refuse_failures(images.rollout.iteration, any_failure=self.failed_images == "stop")
+        return scores
+
+    def _prepare(self, batch: PromptBatch, rollout: Rollout, advantages: Tensor, record: IterationRecord) -> Iteration:
+        """Return the iteration with what the loss needs of this rank's images."""
+        own = advantages.split(len(rollout))[self.global_rank]
+        context = PrepareContext(
+            self.policy, rollout, own, batch.micro_batch_size, batch.updates, self.ledger, batch.later
+        )
+        with timed(record.seconds, "prepare"):
+            experience = self.objective.prepare(context) if record.has_advantage else context.experience()
+        return Iteration.of(experience, rollout.image_ids, record, batch)
+
+    # --- one update ------------------------------------------------------------------------------------------------
+
+    @property
+    def micros(self) -> list[Experience]:
+        """This rank's micro-batches of the current iteration; none between iterations."""
+        return [] if self._iteration is None else self._iteration.micros
+
+    @property
+    def is_idle(self) -> bool:
+        """``True`` in an iteration without advantages, which takes no step.
+
+        Otherwise the KL's rounding error would move the weights: Adam makes whole steps of it.
+        """
+        return self._iteration is not None and not self._iteration.record.has_advantage
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if not self.is_idle:
+            super().backward(loss, *args, **kwargs)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        weights = list(trainable_parameters(self.policy).values())
+        assert self._iteration is not None
+        self.guard.look(self.trainer, weights, self.all_ranks, self._iteration.place)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if not self.guard.clips(self.trainer, optimizer, gradient_clip_val, gradient_clip_algorithm):
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        # The iteration's first step rolls out inside the closure; only then is_idle is known.
+        loss = optimizer_closure()
+        assert self._iteration is not None
+        took_step = False
+        if not self.is_idle:
+            super().optimizer_step(epoch, batch_idx, optimizer, lambda: loss)
+            took_step = self.guard.took_step(self.trainer)
+            if took_step:
+                self.objective.after_update(self.policy)
+        self._iteration.end_update(took_step)
+        # Not in on_train_batch_end, before which a checkpoint callback may have saved the state.
+        if self._iteration.is_over:
+            if self._iteration.record.updates:
+                self.objective.after_iteration(self.policy)
+            self._iteration = None
+
+    def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
+        self.stopwatch.start(waits=batch.is_first)
+
+    def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
+        self.stopwatch.stop(waits=batch.is_last)
+        # After max_time, finish the iteration first: its images are paid for.
+        self._stops |= self.trainer.should_stop
+        self.trainer.should_stop = self._stops and batch.is_last
+
     # --- set-up ----------------------------------------------------------------------------------------------------
 
     def check(self, sizes: Sizes) -> list[str]:
@@ -161,140 +282,10 @@ class VGRPOModule(HeldOutModule):
                 logger.log_metrics(self.heldout, step=0)
 
     def on_train_start(self) -> None:
-        distilled = distillation_warning(self.policy)
-        for line in (*settings_without_effect(self.trainer, self.policy), *([distilled] if distilled else [])):
+        for line in training_warnings(self.trainer, self.policy):
             rank_zero_warn(line)
         if self._continuation is not None:
             self.optimization.resume(self.lr_schedulers())
-
-    # --- Algorithm 1 -----------------------------------------------------------------------------------------------
-
-    @in_own_precision
-    def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
-        """Return the loss of one micro-batch; the first step of an iteration makes its images."""
-        iteration = self._iteration = self._iteration_of(batch)
-        self.record = iteration.record
-        if self.is_idle:
-            return torch.zeros((), device=self.device)
-        if batch.starts_update:
-            self.objective.before_update(self.policy, iteration.micros_of_update(batch), self.ledger)
-        loss, metrics = self.objective.loss(self.policy, iteration.micro_of_step(batch).to(self.policy.device))
-        iteration.record.add(loss, metrics)
-        self.guard.watch(loss)
-        return loss
-
-    def _iteration_of(self, batch: PromptBatch) -> Iteration:
-        """Return the step's iteration: the rest of a saved one, a new one, or the current one."""
-        if self._continuation is not None:
-            rest = self._continuation.take_up(batch, self.rollout_device or self.device)
-            if rest is not None:
-                return rest
-        if batch.is_first:
-            return self.collect(batch)
-        assert self._iteration is not None
-        return self._iteration
-
-    @property
-    def micros(self) -> list[Experience]:
-        """This rank's micro-batches of the current iteration; none between iterations."""
-        return [] if self._iteration is None else self._iteration.micros
-
-    @property
-    def is_idle(self) -> bool:
-        """``True`` in an iteration without advantages, which takes no step.
-
-        Otherwise the KL's rounding error would move the weights: Adam makes whole steps of it.
-        """
-        return self._iteration is not None and not self._iteration.record.has_advantage
-
-    def collect(self, batch: PromptBatch) -> Iteration:
-        """Roll out, score, compare within groups, and prepare what the updates need.
-
-        Raises:
-            RewardError: every image failed, or any with ``failed_images="stop"``.
-        """
-        seconds: dict[str, float] = {}
-        choice = self._scouting.send(batch, seconds)
-        rollout, scoring = self._roll_out(batch, choice, seconds)
-        scores = self._score(rollout, scoring)
-        advantages = scores.advantages(self.reward, self.advantage_std, self.advantage_aggregate)
-        has_advantage = bool(advantages.any()) or not self.objective.needs_reward
-        record = scores.record(rollout, seconds, has_advantage, scoring.similarities(self.all_ranks))
-        if choice is not None:
-            record = self._scouting.compare(choice, record, rollout.image_ids)
-        experience = self._prepare(batch, rollout, advantages.split(len(rollout))[self.global_rank], record)
-        return Iteration.of(experience, rollout.image_ids, record, batch)
-
-    def _roll_out(
-        self, batch: PromptBatch, choice: Choice | None, seconds: dict[str, float]
-    ) -> tuple[Rollout, RolloutScoring]:
-        """Return this rank's images and what scores them, each batch while the next is sampled."""
-        request = batch.request(self.seed, at_most(batch.images, self.rollout_batch_size))
-        if choice is not None:
-            request = choice.redrawn(request)
-        scoring = RolloutScoring(self.policy, self._scores if self.objective.needs_reward else None, request, seconds)
-        with self.ledger.phase("rollout"):
-            return scoring.sample(self.objective.roll_out), scoring
-
-    def _score(self, rollout: Rollout, scoring: RolloutScoring) -> IterationScores:
-        """Return the scores of all ranks' images, once they are all there."""
-        with self.ledger.phase("reward"):
-            scores = scoring.scores(rollout, self.all_ranks)
-        self.images_seen += len(scores.total)
-        scores.refuse_failures(rollout.iteration, any_failure=self.failed_images == "stop")
-        return scores
-
-    def _prepare(self, batch: PromptBatch, rollout: Rollout, advantages: Tensor, record: IterationRecord) -> Experience:
-        with timed(record.seconds, "prepare"):
-            later = None if batch.order is None else torch.tensor(batch.order[len(batch.order) // batch.updates :])
-            context = PrepareContext(
-                self.policy, rollout, advantages, batch.micro_batch_size, batch.updates, self.ledger, later
-            )
-            return self.objective.prepare(context) if record.has_advantage else context.experience()
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if not self.is_idle:
-            super().backward(loss, *args, **kwargs)
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        weights = list(trainable_parameters(self.policy).values())
-        assert self._iteration is not None
-        self.guard.look(self.trainer, weights, self.all_ranks, self._iteration.place)
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: Any,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        if not self.guard.clips(self.trainer, optimizer, gradient_clip_val, gradient_clip_algorithm):
-            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        # The iteration's first step rolls out inside the closure; only then is_idle is known.
-        loss = optimizer_closure()
-        assert self._iteration is not None
-        took_step = False
-        if not self.is_idle:
-            super().optimizer_step(epoch, batch_idx, optimizer, lambda: loss)
-            took_step = self.guard.took_step(self.trainer)
-            if took_step:
-                self.objective.after_update(self.policy)
-        self._iteration.end_update(took_step)
-        # Not in on_train_batch_end, before which a checkpoint callback may have saved the state.
-        if self._iteration.is_over:
-            if self._iteration.record.updates:
-                self.objective.after_iteration(self.policy)
-            self._iteration = None
-
-    def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
-        self.stopwatch.start(waits=batch.is_first)
-
-    def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
-        self.stopwatch.stop(waits=batch.is_last)
-        # After max_time, finish the iteration first: its images are paid for.
-        self._stops |= self.trainer.should_stop
-        self.trainer.should_stop = self._stops and batch.is_last
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

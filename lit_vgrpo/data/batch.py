@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pictures import references_of
@@ -73,6 +74,11 @@ class PromptBatch:
     def update(self) -> int:
         """The optimizer step that this step belongs to, from 0 in every iteration."""
         return self.step // self.micro_batches_per_update
+
+    @property
+    def later(self) -> Tensor | None:
+        """This rank's images that the first update does not train on, ``(K,)``; ``None`` if each update uses all."""
+        return None if self.order is None else torch.tensor(self.order[len(self.order) // self.updates :])
 
     @property
     def starts_update(self) -> bool:

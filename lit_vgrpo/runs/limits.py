@@ -15,6 +15,7 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.distributed.trainer_internals import count_iterations
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.pipeline_folder import distillation_warning
 
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
@@ -86,9 +87,10 @@ def limit_error(trainer: Any, sizes: Sizes) -> str | None:
     return None
 
 
-def settings_without_effect(trainer: Trainer, policy: Policy) -> list[str]:
-    """Return one line for each trainer setting without effect; needs the optimizers."""
-    found = []
+def training_warnings(trainer: Trainer, policy: Policy) -> list[str]:
+    """Return one line for a distilled model and for each trainer setting without effect; needs the optimizers."""
+    distilled = distillation_warning(policy)
+    found = [] if distilled is None else [distilled]
     precision, name = trainer.precision, str(policy.dtype).removeprefix("torch.")
     if precision == "bf16-mixed" or (precision == "16-mixed" and policy.dtype != torch.float16):
         found.append(

@@ -28,30 +28,38 @@ class RolloutScoring:
         policy: samples, and decodes the latents.
         queue: scores the images; ``None`` for a method without a reward.
         request: the images that this rank samples.
-        seconds: wall time by phase; ``rollout``, ``decode`` and ``reward`` are added. Work of threads does not count.
+        all_ranks: concatenates every rank's ``(B, ...)`` in rank order; collective.
+
+    Attributes:
+        seconds: wall time by phase: ``rollout``, ``decode`` and ``reward``. Work of threads does not count.
+        rollout: the sampled images, once there are any.
     """
 
+    rollout: Rollout
+
     def __init__(
-        self, policy: Policy, queue: ScoreQueue | None, request: RolloutRequest, seconds: dict[str, float]
+        self, policy: Policy, queue: ScoreQueue | None, request: RolloutRequest, all_ranks: Callable[[Tensor], Tensor]
     ) -> None:
         self.policy = policy
         self.queue = queue
         self.request = request
+        self.all_ranks = all_ranks
         groups = request.layout()[0].tolist()
         self.prompts = [request.prompts[group] for group in groups]
         self.rows = [dict(request.rows[group]) for group in groups]
         self.copies = CopyGuard()
-        self.seconds = seconds
+        self.seconds: dict[str, float] = {}
 
     def sample(self, draw: Callable[..., Rollout]) -> Rollout:
         """Sample the images by an objective's ``roll_out`` or ``send_scouts``."""
         if self.queue is None:
             with timed(self.seconds, "rollout"):
-                return draw(self.policy, self.request)
+                self.rollout = draw(self.policy, self.request)
+            return self.rollout
         with self.queue.closed_on_error(), timed(self.seconds, "rollout"):
-            rollout = draw(self.policy, self.request, on_batch=self._score)
+            self.rollout = draw(self.policy, self.request, on_batch=self._score)
         self.seconds["rollout"] -= self.seconds["decode"] + self.seconds["reward"]
-        return rollout
+        return self.rollout
 
     def _score(self, part: slice, latents: Tensor) -> None:
         """Decode and score the latents ``(b, C, h, w)`` of the images ``part`` of the rollout."""
@@ -65,10 +73,10 @@ class RolloutScoring:
                 self.queue.put(images, self.prompts[own], self.rows[own])
                 self.copies.add(images, self.rows[own])
 
-    def scores(self, rollout: Rollout, all_ranks: Callable[[Tensor], Tensor]) -> IterationScores:
+    def scores(self) -> IterationScores:
         """Wait for all ranks' scores of what :meth:`sample` returned."""
-        own = RewardBatch.empty(len(rollout)) if self.queue is None else self._own(self.queue)
-        return IterationScores.gathered(own, all_ranks(rollout.group_ids), all_ranks)
+        own = RewardBatch.empty(len(self.rollout)) if self.queue is None else self._own(self.queue)
+        return IterationScores.gathered(own, self.all_ranks(self.rollout.group_ids), self.all_ranks)
 
     def _own(self, queue: ScoreQueue) -> RewardBatch:
         """Return this rank's scores in rollout order."""
@@ -78,10 +86,27 @@ class RolloutScoring:
         self.seconds["reward_overlapped"] = sum(scores.seconds.values()) - self.seconds["reward"]
         return scores
 
-    def similarities(self, all_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return each image's similarities to the picture that it edits, over all ranks, ``(B,)``, if it has one."""
-        own = self.copies.scores(len(self.rows) // max(1, len(self.request.prompts)))
-        return {name: all_ranks(values) for name, values in own.items()}
+    def record(self, scores: IterationScores, advantages: Tensor) -> IterationRecord:
+        """Return the record of an iteration whose updates are still to come; see its attributes.
+
+        Args:
+            scores: those of all ranks' images.
+            advantages: of all ranks' images, ``(B,)``.
+        """
+        edits = self.copies.scores(len(self.rows) // max(1, len(self.request.prompts)))
+        return IterationRecord(
+            iteration=self.rollout.iteration,
+            rewards=scores.total,
+            group_ids=scores.group_ids,
+            parts=scores.metrics,
+            errors=scores.errors,
+            local_group_ids=self.rollout.group_ids,
+            images=len(scores.total),
+            seconds=self.seconds,
+            has_advantage=self.queue is None or bool(advantages.any()),
+            blocks_run=self.rollout.blocks_run,
+            edits={name: self.all_ranks(values) for name, values in edits.items()},
+        )
 
 
 @dataclass
@@ -132,24 +157,6 @@ class IterationScores:
         """Compare every image with its group: ``(B,)``."""
         shaped = {name: reward.shaped(name, self.parts) for name in self.parts}
         return combined_advantages(self.total, shaped, reward.weight_of, self.group_ids, std=std, aggregate=aggregate)
-
-    def record(
-        self, rollout: Rollout, seconds: dict[str, float], has_advantage: bool, edits: dict[str, Tensor]
-    ) -> IterationRecord:
-        """Return the record of an iteration whose updates are still to come; see its attributes."""
-        return IterationRecord(
-            iteration=rollout.iteration,
-            rewards=self.total,
-            group_ids=self.group_ids,
-            parts=self.metrics,
-            errors=self.errors,
-            local_group_ids=rollout.group_ids,
-            images=len(self.total),
-            seconds=seconds,
-            has_advantage=has_advantage,
-            blocks_run=rollout.blocks_run,
-            edits=edits,
-        )
 
     def refuse_failures(self, iteration: int, any_failure: bool, images: str = "images") -> None:
         """Stop the run if every image failed, or any with ``any_failure``.

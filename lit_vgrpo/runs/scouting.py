@@ -1,4 +1,4 @@
-"""The scouts of an iteration: sampling and scoring them, and choosing those that are redrawn."""
+"""The images that an iteration samples, and the scouts they are redrawn from, where the recipe has scouts."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Choice:
 
 
 class Scouting:
-    """Sends the scouts of every iteration, and compares them with the images that they have become.
+    """Chooses the images of every iteration by its scouts, and compares the scouts with what they have become.
 
     Args:
         module: whose policy and objective are used.
-        queue: scores the scouts.
+        queue: scores scouts and images.
         any_failure: stop if a reward fails to score any scout, not only if it fails for all.
     """
 
@@ -57,31 +57,45 @@ class Scouting:
         self.module = module
         self.queue = queue
         self.any_failure = any_failure
+        self._choice: Choice | None = None
         self._low = 0
         self._has_warned = False
 
-    def send(self, batch: PromptBatch, seconds: dict[str, float]) -> Choice | None:
-        """Sample and score the scouts of an iteration and choose among them; ``None`` without scouts.
+    def images(self, batch: PromptBatch) -> RolloutScoring:
+        """Return the images of an iteration, still to be sampled; with scouts, they are sampled and chosen now.
 
         All ranks must call it: a group is chosen whole, even if its images are split over ranks.
-
-        Args:
-            seconds: wall time by phase; that of the scouts is added as ``scouts_rollout``, ``scouts_decode``, ...
 
         Raises:
             RewardError: every scout failed, or any that must not.
         """
+        module, seconds = self.module, dict[str, float]()
+        self._choice = self._send(batch, seconds)
+        request = batch.request(module.seed, at_most(batch.images, module.rollout_batch_size))
+        if self._choice is not None:
+            request = self._choice.redrawn(request)
+        queue = self.queue if module.objective.needs_reward else None
+        images = RolloutScoring(module.policy, queue, request, module.all_ranks)
+        images.seconds |= seconds
+        return images
+
+    def _send(self, batch: PromptBatch, seconds: dict[str, float]) -> Choice | None:
+        """Sample and score the scouts of an iteration and choose among them; ``None`` without scouts.
+
+        Args:
+            seconds: wall time by phase; that of the scouts is added as ``scouts_rollout``, ``scouts_decode``, ...
+        """
         spec = self.module.objective.rollout_spec(batch.iteration)
         if spec.scouts is None or not self.module.objective.needs_reward:
             return None
-        module, factor, own_seconds = self.module, spec.scouts.factor, dict[str, float]()
+        module, factor = self.module, spec.scouts.factor
         request = batch.request(module.seed, at_most(batch.images * factor, module.rollout_batch_size))
         request = request.of_scouts(factor)
-        scoring = RolloutScoring(module.policy, self.queue, request, own_seconds)
+        scoring = RolloutScoring(module.policy, self.queue, request, module.all_ranks)
         with module.ledger.phase("scouts"):
             scouts = scoring.sample(module.objective.send_scouts)
-        scores = scoring.scores(scouts, module.all_ranks)
-        seconds.update({f"scouts_{name}": value for name, value in own_seconds.items()})
+        scores = scoring.scores()
+        seconds.update({f"scouts_{name}": value for name, value in scoring.seconds.items()})
         scores.refuse_failures(batch.iteration, self.any_failure, "scouts")
         rewards = in_order(scores.total, module.all_ranks(scouts.image_ids), request.group_size)
         chosen = extremes(rewards, batch.group_size)
@@ -99,12 +113,15 @@ class Scouting:
             errors=scores.errors,
         )
 
-    def compare(self, choice: Choice, record: IterationRecord, image_ids: Tensor) -> IterationRecord:
-        """Return the record with the scouts; warn once if their order says little about the images'.
+    def compare(self, record: IterationRecord, image_ids: Tensor) -> IterationRecord:
+        """Return the record with the scouts, if any; warn once if their order says little about the images'.
 
         Args:
             image_ids: global index of each of this rank's images, ``(B,)``.
         """
+        choice, self._choice = self._choice, None
+        if choice is None:
+            return record
         images = in_order(record.rewards, self.module.all_ranks(image_ids), choice.rewards.shape[1])
         found = rank_correlation(choice.rewards, images)
         if found is None:
