@@ -11,7 +11,7 @@ from torch import nn
 from lit_vgrpo.memory.shares import bytes_of, tensors_of
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.aesthetic import AestheticScore
-from lit_vgrpo.rewards.clip import CLIPImageSimilarity, CLIPReward
+from lit_vgrpo.rewards.clip import CLIPCosine
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.geneval_detector import SEGMENTERS
@@ -73,7 +73,7 @@ def _bytes_of_models(reward: Reward) -> int | None:
     if isinstance(reward, AestheticScore):
         known = AESTHETIC.get(reward.clip)
         return _vision(reward) if known is None else known * width
-    if isinstance(reward, CLIPReward | CLIPImageSimilarity):
+    if isinstance(reward, CLIPCosine):
         return _transformer(reward.checkpoint, reward.dtype)
     if isinstance(reward, HPSv2):
         elements = OPEN_CLIP.get(reward.model)

@@ -106,14 +106,37 @@ def processor_error(checkpoint: str, what_to_set: str) -> str | None:
 
 @checked
 @dataclass(eq=False)
-class CLIPReward(ModelReward):
+class CLIPCosine(ModelReward):
+    """The cosine similarity of CLIP embeddings: those of the images, and others that a subclass reads."""
+
+    weight_files = (("checkpoint", "config.json"),)
+
+    def _file_errors(self) -> list[str | None]:
+        return [clip_error(self.checkpoint, self.option("checkpoint"))]
+
+    @abstractmethod
+    def _processor(self) -> Any:
+        """Return the processor of what the model embeds."""
+
+    def _build(self) -> nn.Module:
+        processor = self._processor()
+        self._encoder = CLIPEncoder(clip_model(self.checkpoint, self.dtype, self.option("checkpoint")), processor)
+        return cast(nn.Module, self._encoder.model)
+
+    def _score(self, images: Tensor, texts: Tensor) -> Tensor:
+        return (self._encoder.of_images(images) * texts).sum(-1)
+
+
+@checked
+@dataclass(eq=False)
+class CLIPReward(CLIPCosine):
     """The cosine similarity of image and prompt embeddings, scaled by a subclass.
 
     Resizing, cropping and normalisation follow the checkpoint's processor; long prompts are truncated to the context.
     Arguments as in :class:`CLIPScore`.
     """
 
-    weight_files = (("checkpoint", "config.json"), ("processor", "tokenizer_config.json"))
+    weight_files = (*CLIPCosine.weight_files, ("processor", "tokenizer_config.json"))
 
     processor: str | None = None
 
@@ -121,26 +144,24 @@ class CLIPReward(ModelReward):
         super().__post_init__()
         self.processor = self.processor or self.checkpoint
 
-    @abstractmethod
-    def _scaled(self, cosines: Tensor) -> Tensor:
-        """Return the scores of cosines, shape ``(b,)``, float32."""
-
     def _file_errors(self) -> list[str | None]:
-        error = clip_error(self.checkpoint, self.option("checkpoint"))
+        (error,) = super()._file_errors()
         if error is not None and self.processor == self.checkpoint:
             return [error]
         return [error, processor_error(str(self.processor), self.option("processor"))]
 
-    def _build(self) -> nn.Module:
-        processor = clip_processor(str(self.processor), self.option("processor"))
-        self._encoder = CLIPEncoder(clip_model(self.checkpoint, self.dtype, self.option("checkpoint")), processor)
-        return cast(nn.Module, self._encoder.model)
+    def _processor(self) -> Any:
+        return clip_processor(str(self.processor), self.option("processor"))
 
     def _read(self, prompts: list[str]) -> Tensor:
         return self._encoder.of_texts(prompts)
 
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        return self._scaled((self._encoder.of_images(images) * texts).sum(-1))
+        return self._scaled(super()._score(images, texts))
+
+    @abstractmethod
+    def _scaled(self, cosines: Tensor) -> Tensor:
+        """Return the scores of cosines, shape ``(b,)``, float32."""
 
 
 @checked
@@ -172,7 +193,7 @@ class CLIPScore(CLIPReward):
 
 @checked
 @dataclass(eq=False)
-class CLIPImageSimilarity(ModelReward):
+class CLIPImageSimilarity(CLIPCosine):
     """The cosine similarity of the CLIP embeddings of an image and of the picture that its prompt edits, -1 to 1.
 
     An unchanged copy scores 1: use it beside a reward for the edit, such as CLIPScore, to keep what the prompt does not
@@ -186,7 +207,6 @@ class CLIPImageSimilarity(ModelReward):
     """
 
     name = "clip_image"
-    weight_files = (("checkpoint", "config.json"),)
 
     checkpoint: str = HUB_CHECKPOINT
 
@@ -204,14 +224,5 @@ class CLIPImageSimilarity(ModelReward):
         given = in_batches(self._encoder.of_images, self.batch_size, to_uint8(references).cpu())
         return in_batches(self._score, self.batch_size, to_uint8(images).cpu(), given).to(images.device)
 
-    def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        return (self._encoder.of_images(images) * texts).sum(-1)  # of embeddings of pictures instead of texts
-
-    def _file_errors(self) -> list[str | None]:
-        return [clip_error(self.checkpoint, self.option("checkpoint"))]
-
-    def _build(self) -> nn.Module:
-        key = self.option("checkpoint")
-        processor = clip_processor(self.checkpoint, key, for_images=True)
-        self._encoder = CLIPEncoder(clip_model(self.checkpoint, self.dtype, key), processor)
-        return cast(nn.Module, self._encoder.model)
+    def _processor(self) -> Any:
+        return clip_processor(self.checkpoint, self.option("checkpoint"), for_images=True)
