@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from lit_vgrpo.errors import counted
+
 AUTO = "auto"
 UNTRAINED, TRAINED = "heldout/untrained_reward", "heldout/reward"
 DISTANCES = ("heldout/fid", "heldout/kid")
@@ -81,4 +83,4 @@ class BestEvaluation:
         self.name, self.value, self.iteration = state["name"], state["value"], state["iteration"]
 
     def __str__(self) -> str:
-        return f"{self.name} {self.value:.4g} after {self.iteration} iterations"
+        return f"{self.name} {self.value:.4g} after {counted(self.iteration, 'iteration')}"

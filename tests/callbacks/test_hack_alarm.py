@@ -149,7 +149,7 @@ def test_a_run_that_hacks_its_reward_is_stopped_and_says_why(tmp_path, capfd):
     # the start is not among the checkpoints: of those after it, the first was the best
     best = tmp_path / "checkpoints/best.ckpt"
     assert f"Best checkpoint: {best} (heldout/untrained_reward 0." in lines[0]
-    assert "after 1 iterations)" in lines[0]
+    assert "after 1 iteration)" in lines[0]
 
 
 def test_it_warns_once_and_a_resumed_run_goes_on_with_its_history(tmp_path):
@@ -176,10 +176,7 @@ def test_it_warns_once_and_a_resumed_run_goes_on_with_its_history(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"patience": 0}, "patience=0 is too small"),
         ({"min_change": 1.0}, "min_change=1.0 is too large"),
-        ({"min_diversity_drop": -0.1}, "min_diversity_drop=-0.1 is too small"),
-        ({"action": "shout"}, "action=shout is unknown. Use warn or stop."),
         ({"metric": None}, "metric=null leaves nothing to compare"),
         ({"metric": TRAINED}, "is the trained reward"),
     ],
