@@ -20,10 +20,11 @@ from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so t
 from lit_vgrpo.commands.callback_checks import callback_errors, refuse_twins
 from lit_vgrpo.commands.prompt_checks import UnscorablePrompts, picture_errors
 from lit_vgrpo.commands.run_parts import as_list, read_checkpoint, refuse_finished, run_loggers
-from lit_vgrpo.config.environment import Place, with_texts
+from lit_vgrpo.config.environment import with_texts
 from lit_vgrpo.config.help import TOP
 from lit_vgrpo.config.recipe import Command, parser_config, texts_from_environment
 from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, options_of_class
+from lit_vgrpo.config.tree import Place
 from lit_vgrpo.core.ranges import Seed
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, one_line, with_full_keys

@@ -16,6 +16,7 @@ from typing import Any
 from lit_vgrpo.commands.curriculum import Curriculum, is_curriculum
 from lit_vgrpo.config.environment import ENVIRONMENT, environment_from
 from lit_vgrpo.config.recipe import SUFFIXES, Command, read_recipe
+from lit_vgrpo.config.tree import class_name, dotted, leaves, typed_key
 from lit_vgrpo.errors import say
 from lit_vgrpo.metrics.features import TORCHSCRIPT_SUFFIXES
 from lit_vgrpo.system.paths import SHIPPED_PREFIX
@@ -84,8 +85,12 @@ def _find(command: Command, findings: Findings, prefix: str) -> None:
     for takes_defaults in (False, True):  # with each variable, and with its default
         with _no_environment(takes_defaults) as names:
             recipe = read_recipe(command)
-        for key, value in _leaves(recipe, ""):
-            _Leaf(key, value).look(findings, prefix)
+        for place, value in leaves(recipe):
+            for number, step in enumerate(place, start=1):
+                if isinstance(step, str) and _ADDRESS.search(step):
+                    _Leaf(typed_key(place[:number]), step).look(findings, prefix)
+            if isinstance(value, str):
+                _Leaf(dotted(place).replace(".init_args", ""), value).look(findings, prefix)
         for name in names:
             _add(findings.environment, name, f"{prefix}${{{ENVIRONMENT}:{name}}}")
     for key, cls, given in _components(recipe, ""):
@@ -160,31 +165,16 @@ class _Leaf:
         return self.text.startswith(("/", "~")) or ".." in Path(self.text).parts
 
 
-def _leaves(node: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            own = f"{key}.{name}" if key else str(name)
-            yield from _leaves(value, own.replace(".init_args", ""))
-            if isinstance(name, str) and _ADDRESS.search(name):
-                yield own, name
-    elif isinstance(node, list):
-        for number, value in enumerate(node):
-            yield from _leaves(value, f"{key}[{number}]")
-    elif isinstance(node, str):
-        yield key, node
-
-
 def _components(node: Any, key: str) -> Iterator[tuple[str, type, Mapping[str, Any]]]:
     """Yield the key, class and arguments of each of our classes that a recipe names."""
-    if isinstance(node, str) and node.rpartition(".")[2] in _classes_of(PACKAGE):
-        yield key, _classes_of(PACKAGE)[node.rpartition(".")[2]], {}
+    if isinstance(node, str) and class_name(node) in _classes_of(PACKAGE):
+        yield key, _classes_of(PACKAGE)[class_name(node)], {}
     elif isinstance(node, list):
         for number, value in enumerate(node):
             yield from _components(value, f"{key}[{number}]")
     elif isinstance(node, Mapping):
-        name = str(node.get("class_path", "")).rpartition(".")[2]
-        if name in _classes_of(PACKAGE):
-            yield key, _classes_of(PACKAGE)[name], node.get("init_args") or {}
+        if class_name(node) in _classes_of(PACKAGE):
+            yield key, _classes_of(PACKAGE)[class_name(node)], node.get("init_args") or {}
         for name, value in node.items():
             if name != "class_path":
                 yield from _components(value, f"{key}.{name}".strip(".").replace(".init_args", ""))

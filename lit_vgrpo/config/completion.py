@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_vgrpo.config.help import CLASSES, PARTS, TOP, TRAINER, class_options, command_options, options_of
+from lit_vgrpo.config.tree import class_name, leaves, typed_key
 from lit_vgrpo.system.paths import CONFIG_NAME, shipped_root
 
 SHELLS = ("bash", "zsh", "fish", "powershell")
@@ -111,7 +112,7 @@ def _keys(prefix: str, recipe: str, typed: Sequence[str]) -> list[str]:
     for part, place in PARTS.items():
         keys += [f"{part}.{option.name}" for option in class_options(place)]
     plain = _plain(recipe)
-    own = [*_leaves(plain)]
+    own = [typed_key(place) for place, _ in leaves(plain, lambda *_: False) if place[-1] != "class_path"]
     for part in MODEL:
         name, is_typed = _chosen(part, plain, typed)
         keys += [f"model.{part}.{option.name}" for option in options_of(part.removeprefix("heldout_"), name)]
@@ -128,7 +129,7 @@ def _chosen(part: str, plain: dict[str, Any], typed: Sequence[str]) -> tuple[str
             return value, True
     model = plain.get("model")
     own = model.get(part) if isinstance(model, dict) else None
-    return str(own.get("class_path") if isinstance(own, dict) else own).rpartition(".")[2], False
+    return class_name(own), False
 
 
 def _plain(recipe: str) -> dict[str, Any]:
@@ -143,14 +144,3 @@ def _plain(recipe: str) -> dict[str, Any]:
     except (StopIteration, OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return plain if isinstance(plain, dict) else {}
-
-
-def _leaves(node: Any, prefix: str = "") -> Iterator[str]:
-    for key, value in node.items() if isinstance(node, dict) else ():
-        if key == "class_path":
-            continue
-        name = prefix if key == "init_args" else f"{prefix}.{key}".lstrip(".")
-        if isinstance(value, dict):
-            yield from _leaves(value, name)
-        else:
-            yield name

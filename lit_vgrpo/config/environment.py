@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from lit_vgrpo.config.tree import Place, leaves, replaced
+
 ENVIRONMENT = "oc.env"
 NUMBER = re.compile(r"[-+]?(\d+|\d+\.\d*([eE][-+]\d+)?)")
 """A number as YAML reads it."""
-Place = tuple[str | int, ...]
-"""Keys and list indices that lead to a value."""
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def environment_texts(plain: Mapping[Any, Any]) -> dict[Place, str]:
     >>> environment_texts({"data": {"train": "${oc.env:PROMPTS}"}, "copies": ["${data.train}", "${other}"], "other": 1})
     {('data', 'train'): '${oc.env:PROMPTS}', ('copies', 0): '${data.train}'}
     """
-    texts = {place: text for place, text in _leaves(plain, ()) if isinstance(text, str) and "${" in text}
+    texts = {place: text for place, text in leaves(plain) if isinstance(text, str) and "${" in text}
     if not any(ENVIRONMENT in text for text in texts.values()):
         return {}
     config = OmegaConf.create(dict(plain))
@@ -60,7 +60,7 @@ def environment_texts(plain: Mapping[Any, Any]) -> dict[Place, str]:
 
 def with_texts(recipe: Any, texts: Mapping[Place, str]) -> Any:
     """Return a resolved recipe with the values from the environment as written."""
-    return _replaced(recipe, texts, lambda text, _: text)
+    return replaced(recipe, texts)
 
 
 def unchanged_texts(texts: Mapping[Place, str], before: Any, after: Any) -> dict[Place, str]:
@@ -69,7 +69,7 @@ def unchanged_texts(texts: Mapping[Place, str], before: Any, after: Any) -> dict
     >>> unchanged_texts({("a",): "${oc.env:A}", ("b", 0): "${oc.env:B}"}, {"a": 1, "b": [2]}, {"a": 3, "b": [2]})
     {('b', 0): '${oc.env:B}'}
     """
-    old, new = dict(_leaves(before, ())), dict(_leaves(after, ()))
+    old, new = dict(leaves(before)), dict(leaves(after))
     return {place: text for place, text in texts.items() if place in old and new.get(place) == old[place]}
 
 
@@ -79,7 +79,7 @@ def numbers_in_lists(texts: Mapping[Place, str], recipe: Any) -> dict[Place, Any
     >>> numbers_in_lists({("a",): "${oc.env:A}", ("b", 0): "${oc.env:B}"}, {"a": "1", "b": ["2.5"]})
     {('b', 0): 2.5}
     """
-    values = {place: value for place, value in _leaves(recipe, ()) if place in texts and isinstance(value, str)}
+    values = {place: value for place, value in leaves(recipe) if place in texts and isinstance(value, str)}
     numbers = {place: yaml.safe_load(value) for place, value in values.items() if NUMBER.fullmatch(value)}
     return {place: number for place, number in numbers.items() if any(isinstance(step, int) for step in place)}
 
@@ -93,13 +93,13 @@ def with_fingerprints(recipe: Any, texts: Mapping[Place, str]) -> Any:
 
     def hashed(text: str, value: Any) -> Any:
         if isinstance(value, Mapping | list):
-            inner = {place: text for place, _ in _leaves(value, ()) if place and place[-1] != "class_path"}
-            return _replaced(value, inner, hashed)
+            inner = {place: text for place, _ in leaves(value) if place and place[-1] != "class_path"}
+            return replaced(value, inner, hashed)
         # Class names are not secret either, and decide which settings are compared.
         return f"{text}{_fingerprint(value)}" if isinstance(value, str) else value
 
     kept = {place: text for place, text in texts.items() if place[-1] != "class_path"}
-    return _replaced(recipe, kept, hashed)
+    return replaced(recipe, kept, hashed)
 
 
 def is_same_value(saved: Any, value: Any) -> bool:
@@ -112,14 +112,6 @@ def _fingerprint(value: Any) -> str:
     return f" (value #{hashlib.sha256(str(value).encode()).hexdigest()[:6]})"
 
 
-def _leaves(node: Any, place: Place) -> Iterator[tuple[Place, Any]]:
-    if isinstance(node, Mapping | list) and node:
-        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _leaves(value, (*place, key))
-    else:
-        yield place, node
-
-
 def _resolved(config: Any, place: Place) -> Any:
     """Return a resolved value; ``None`` if it cannot be resolved."""
     for step in place[:-1]:
@@ -129,13 +121,3 @@ def _resolved(config: Any, place: Place) -> Any:
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException:
         return None
-
-
-def _replaced(node: Any, texts: Mapping[Place, str], replace: Callable[[str, Any], Any], place: Place = ()) -> Any:
-    if place in texts:
-        return replace(texts[place], node)
-    if isinstance(node, Mapping):
-        return {key: _replaced(value, texts, replace, (*place, key)) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_replaced(value, texts, replace, (*place, index)) for index, value in enumerate(node)]
-    return node

@@ -10,6 +10,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, recipe_errors
+from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.errors import UserError, from_parser
 
 
@@ -57,5 +58,4 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_another_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    names = [str(node.get("class_path", "")).rpartition(".")[2] for node in (old, new)]
-    return bool(names[1]) and names[0] != names[1]
+    return class_name(new) not in ("", class_name(old))

@@ -16,9 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import Self
 
 from lit_vgrpo.config.arguments import Options, flag, is_override
-from lit_vgrpo.config.environment import Place, environment_texts, numbers_in_lists, with_texts
+from lit_vgrpo.config.environment import environment_texts, numbers_in_lists, with_texts
 from lit_vgrpo.config.parts import merged
 from lit_vgrpo.config.shorthand import expanded_override, expanded_recipe
+from lit_vgrpo.config.tree import Place, class_name, dotted
 from lit_vgrpo.errors import UserError, nearest
 from lit_vgrpo.system.paths import CONFIG_NAME, shipped_root
 
@@ -238,9 +239,9 @@ def _with_objective(plain: dict[Any, Any], wanted: str | None) -> tuple[dict[Any
     model = plain.get("model")
     if wanted is None or not isinstance(model, dict) or not isinstance(model.get("objective"), dict):
         return plain, False
-    own, settings = str(model["objective"].get("class_path")), model["objective"].get("init_args") or {}
-    if own.rpartition(".")[2] == wanted.rpartition(".")[2]:
+    if class_name(model["objective"]) == class_name(wanted):
         return plain, False
+    settings = model["objective"].get("init_args") or {}
     kept = {name: value for name, value in settings.items() if name in KEPT_SETTINGS}
     model["objective"] = {"class_path": wanted, "init_args": kept}
     return plain, True
@@ -344,24 +345,15 @@ def _holder(node: Any, step: str | int, before: Sequence[str | int]) -> tuple[An
     """Return the mapping or list that contains a step's value, and its key or index there."""
     if isinstance(step, int):
         if not isinstance(node, list) or step >= len(node):
-            name = written(before)
+            name = dotted(before)
             count = len(node) if isinstance(node, list) else 0
             held = f"has {count} entries, starting with {name}[0]" if count else "is not a list with entries"
             raise UserError(f"{name}[{step}] does not exist: {name} {held}. Append one with {name}+=VALUE.")
         return node, step
     if not isinstance(node, dict):
-        name = written(before)
+        name = dotted(before)
         raise UserError(f"{name} is a list and has no option {step}. Write {name}[0].{step}=...")
     if "class_path" in node and step not in ("class_path", "init_args", "dict_kwargs"):
         node = node.setdefault("init_args", {})
     node.setdefault(step, None)
     return node, step
-
-
-def written(steps: Sequence[str | int]) -> str:
-    """Join the steps to a dotted key.
-
-    >>> written(["data", "train", 0, "weight"])
-    'data.train[0].weight'
-    """
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 
+from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.reports.loading import load_lines
@@ -124,7 +125,7 @@ def card(run: RunData, exported: Exported, has_picture: bool) -> str:
             exported=exported,
             base=exported.base if is_on_hub else Path(exported.base).name,
             licence=licence,
-            method=_class_name(model.get("objective")),
+            method=class_name(model.get("objective")) or "not known",
             rewards=_rewards(model.get("reward")),
             unseen=_rewards(model.get("heldout_reward")),
             prompts=_files(data.get("train")),
@@ -159,11 +160,6 @@ def _until(run: RunData, iterations: int) -> RunData:
     )
 
 
-def _class_name(part: Any) -> str:
-    path = part.get("class_path") if isinstance(part, Mapping) else part
-    return str(path or "not known").rpartition(".")[2]
-
-
 def _rewards(part: Any) -> list[str]:
     """Return the rewards' class names, with their weights where there are several."""
     if part is None:
@@ -171,7 +167,7 @@ def _rewards(part: Any) -> list[str]:
     options = (part.get("init_args") or {}) if isinstance(part, Mapping) else {}
     own = options.get("rewards")
     if not isinstance(own, list):
-        return [_class_name(part)]
+        return [class_name(part)]
     weights = options.get("weights") or [None] * len(own)
     pairs = zip([_described(reward) for reward in own], weights, strict=False)
     return [name if weight is None else f"{name} (weight {weight:g})" for name, weight in pairs]
@@ -180,7 +176,7 @@ def _rewards(part: Any) -> list[str]:
 def _described(reward: Any) -> str:
     options = (reward.get("init_args") or {}) if isinstance(reward, Mapping) else {}
     known = [str(options[key]) for key in ("check", "function", "name") if options.get(key)]
-    return f"{_class_name(reward)} {' '.join(known)}".strip()
+    return f"{class_name(reward)} {' '.join(known)}".strip()
 
 
 def _files(setting: Any) -> list[str]:

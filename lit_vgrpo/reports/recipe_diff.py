@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_vgrpo.config.recipe import loaded, shipped_recipes
 from lit_vgrpo.config.shorthand import expanded_recipe
+from lit_vgrpo.config.tree import Place, dotted, leaves
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.module import VGRPOModule
@@ -156,30 +157,20 @@ def _replaced(node: Any, old: str, new: str) -> Any:
 
 
 def _settings(recipe: Mapping[Any, Any]) -> dict[str, Any]:
-    return {key: _public(key, value) for key, value in _leaves(recipe, "")}
+    found = {}
+    for place, value in leaves(recipe, _has_parts):
+        is_class = isinstance(value, str) and (dotted(place) in PARTS or isinstance(place[-1], int))
+        key = dotted((*place, "class_path") if is_class else place)
+        found[key] = _public(key, value)
+    return found
+
+
+def _has_parts(place: Place, entries: list[Any]) -> bool:
+    return place == ("trainer", "callbacks") or any(isinstance(entry, Mapping) for entry in entries)
 
 
 def _public(key: str, value: Any) -> Any:
     return without_secrets(f"{_last(key)}: {value}").partition(": ")[2] if isinstance(value, str) else value
-
-
-def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping) and tree:
-        for key, value in tree.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(tree, list) and (prefix == "trainer.callbacks" or any(isinstance(i, Mapping) for i in tree)):
-        for number, item in enumerate(tree):
-            item = {"class_path": item} if isinstance(item, str) else item
-            yield from _leaves(item, f"{prefix}[{number}]")
-    elif isinstance(tree, str) and prefix in (
-        "model.policy",
-        "model.objective",
-        "model.reward",
-        "model.heldout_reward",
-    ):
-        yield f"{prefix}.class_path", tree
-    else:
-        yield prefix, tree
 
 
 def _at(recipe: Mapping[Any, Any], key: str) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lit_vgrpo.config.environment import Place, is_same_value, with_fingerprints
+from lit_vgrpo.config.environment import is_same_value, with_fingerprints
+from lit_vgrpo.config.tree import Place, class_name, dotted, leaves
 from lit_vgrpo.distributed.checkpoint_file import INPUTS_KEY, RECIPE_KEY
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.runs.inputs import changed_inputs, moved_settings, same_inputs
@@ -162,29 +163,24 @@ def _is_free(key: str, bound: Sequence[str]) -> bool:
 
 def _settings(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield every setting with its dotted key; of the callbacks only EMA, which is part of training."""
-    for key, value in _leaves(recipe, ""):
-        if key == "trainer.callbacks":
+    for place, value in leaves(recipe, _has_parts):
+        if place == ("trainer", "callbacks"):
             yield from _averages(value)
         else:
-            yield key, value
+            yield dotted(place), list(value) if isinstance(value, tuple) else value
+
+
+def _has_parts(place: Place, entries: list[Any]) -> bool:
+    return place[-1] != "callbacks" and any(isinstance(entry, Mapping) for entry in entries)
 
 
 def _averages(callbacks: Any) -> Iterator[tuple[str, Any]]:
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-        if isinstance(callback, Mapping) and str(callback.get("class_path")).rpartition(".")[2] == "EMA":
+        if isinstance(callback, Mapping) and class_name(callback) == "EMA":
             yield "trainer.EMA.class_path", "EMA"
-            yield from _leaves(callback.get("init_args") or {}, "trainer.EMA.")
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value) and key != "callbacks":
-            for number, item in enumerate(value):
-                yield from _leaves(item if isinstance(item, Mapping) else {"": item}, f"{prefix}{key}[{number}].")
-        else:
-            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+            yield from (
+                (f"trainer.EMA.{dotted(place)}", value) for place, value in leaves(callback.get("init_args") or {})
+            )
 
 
 def _shown(value: Any) -> str:

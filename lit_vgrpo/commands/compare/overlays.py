@@ -13,6 +13,7 @@ from lit_vgrpo import objectives
 from lit_vgrpo.config.parts import merged
 from lit_vgrpo.config.recipe import loaded, resolved
 from lit_vgrpo.config.schema import options_of_class
+from lit_vgrpo.config.tree import class_name, dotted, leaves
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.errors import UserError, counted, nearest, suggestion, unknown_option
 from lit_vgrpo.system.paths import shipped_root
@@ -174,7 +175,7 @@ def _overlay_errors(path: Path, overlay: Overlay) -> Iterator[str]:
     objective = model.get("objective") if _is_map(model) else None
     if not isinstance(objective, str) and not (_is_map(objective) and "class_path" in objective):
         yield f"{path}: published.model.objective has no class_path. Add one, such as class_path: VGRPO."
-    keys = {f"{part}.{key}": key for part in ("published", "tuned") for key, _ in leaves(getattr(overlay, part))}
+    keys = {f"{part}.{key}": key for part in ("published", "tuned") for key in settings_of(getattr(overlay, part))}
     grids = overlay.sweep if isinstance(overlay.sweep, list) else [overlay.sweep]
     keys |= {f"sweep.{key}": key for grid in grids for key in grid}
     for shown, key in keys.items():
@@ -188,18 +189,9 @@ def _overlay_errors(path: Path, overlay: Overlay) -> Iterator[str]:
             yield f"{path}: sweep.{key}={values!r} must be a list of the values to try."
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of a nested mapping with its dotted key; an empty mapping counts as a value.
-
-    >>> dict(leaves({"a": {"b": 1}, "c": 2}))
-    {'a.b': 1, 'c': 2}
-    """
-    for key, value in tree.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{dotted}.")
-        else:
-            yield dotted, value
+def settings_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every setting of a recipe by its dotted key; a list is one setting."""
+    return {dotted(place): value for place, value in leaves(part, lambda *_: False)}
 
 
 def as_component(value: Any) -> dict[str, Any]:
@@ -242,7 +234,7 @@ def with_overlay(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, 
 
 
 def _of_policy(base: Mapping[str, Any], class_path: str) -> dict[str, Any]:
-    cls = getattr(objectives, class_path.rpartition(".")[2], None)
+    cls = getattr(objectives, class_name(class_path), None)
     known = options_of_class(cls) if isinstance(cls, type) else []
     given = as_component(base["model"]["objective"])["init_args"]
     return {name: given[name] for name in OF_POLICY if name in given and name in known}
@@ -257,7 +249,7 @@ def for_race(recipe: Mapping[str, Any], iterations: int, evaluate_every: int) ->
     trainer = result.setdefault("trainer", {})
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    kept = [c for c in callbacks if as_component(c)["class_path"].rpartition(".")[2] not in LEFT_OUT_CALLBACKS]
+    kept = [c for c in callbacks if class_name(c) not in LEFT_OUT_CALLBACKS]
     trainer |= {
         "callbacks": kept,
         "max_epochs": iterations,

@@ -18,14 +18,15 @@ from lit_vgrpo.commands.compare.overlays import (
     Overlay,
     find_overlay,
     for_race,
-    leaves,
     read_overlay,
+    settings_of,
     with_overlay,
 )
 from lit_vgrpo.commands.run import build
-from lit_vgrpo.config.environment import Place, unchanged_texts, with_texts
+from lit_vgrpo.config.environment import unchanged_texts, with_texts
 from lit_vgrpo.config.parts import merged
 from lit_vgrpo.config.recipe import set_value, texts_from_environment
+from lit_vgrpo.config.tree import Place
 from lit_vgrpo.errors import UserError
 
 
@@ -172,9 +173,9 @@ def tuned_part(changed: Mapping[str, Any], objective: Mapping[str, Any]) -> dict
 def _lost_overrides(options: CompareOptions, found: Iterable[Entrant]) -> list[str]:
     """Return an error for each override that a method's overlay replaces."""
     errors = {}
-    before = dict(leaves(options.base))
+    before = settings_of(options.base)
     for entrant in found:
-        after = dict(leaves(entrant.recipe))
+        after = settings_of(entrant.recipe)
         for key, _ in options.command.overrides:
             full = _with_init_args(key.rstrip("+"))
             # The base rollout may be overridden, although a method may set its own solver.
