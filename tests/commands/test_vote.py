@@ -17,7 +17,7 @@ from saved_runs import assert_one_line
 
 from lit_vgrpo.commands.run import run
 from lit_vgrpo.commands.vote.app import make_app
-from lit_vgrpo.commands.vote.command import VoteOptions, vote
+from lit_vgrpo.commands.vote.command import VoteOptions, has_ended, vote
 from lit_vgrpo.rewards.vote_groups import Demand
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
 
@@ -183,6 +183,24 @@ def test_a_recipe_is_trained_on_votes_and_a_killed_one_asks_only_for_the_rest(ti
     assert float(rows[0]["reward/votes/std"]) > 0
     assert "heldout/JPEGCompressibility" not in rows[0]
     assert f"Vote at http://127.0.0.1:{port}/ on this machine only. Ctrl-C stops it." in capsys.readouterr().out
+
+    with subprocess.Popen([PYTHON, "-m", "lit_vgrpo", "vote", str(RUN), "--port=0"], stdout=-1, text=True) as over:
+        found = httpx.get(f"{over.stdout.readline().split()[2]}next", params={"voter": "ann"}).json()
+        over.send_signal(signal.SIGINT)
+    assert (found["comparison"], found["is_over"]) == (None, True)
+
+
+def test_a_run_has_ended_by_its_summary_unless_it_asks_again(store):
+    folder = store.path.parent
+    summary = folder / "summary.json"
+    assert not has_ended(folder, store)
+    for outcome, is_over in (("finished", True), ("collapsed", True), ("interrupted", False), ("failed", False)):
+        summary.write_text(f'{{"outcome": "{outcome}"}}')
+        assert has_ended(folder, VoteStore(store.path)) == is_over, outcome
+    summary.write_text('{"outcome": "finished"}')
+    time.sleep(0.02)  # a file system's clock
+    store.publish([("b", "a dog", {f"b{number}": b"png" for number in range(4)})], Demand())
+    assert not has_ended(folder, store)
 
 
 @pytest.mark.slow

@@ -23,16 +23,19 @@ from lit_vgrpo.commands.serve.command import listening_socket
 from lit_vgrpo.commands.serve.options import LOOPBACK, MOST_PORT, read_token
 from lit_vgrpo.config.arguments import Options, flag, is_override, option, subcommand, whole
 from lit_vgrpo.config.recipe import Command
+from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.rewards.connection import is_loopback
 from lit_vgrpo.rewards.vote import VoteReward
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.runs.folder import CONFIG_NAME
+from lit_vgrpo.runs.resume import SUMMARY_NAME, read_summary
 from lit_vgrpo.runs.saved_run import find_run
 from lit_vgrpo.system.process import is_first_process
 
 PORT = 8009
 PACKAGES = ("fastapi", "uvicorn")
+UNFINISHED = ("interrupted", "failed")
 LAST_LOOK_S = 1.5
 """Time for pages, which ask once a second, to learn that training has ended."""
 NOT_ASKED = "does not ask people. Set model.reward=VoteReward, and model.heldout_reward for the held-out images"
@@ -105,22 +108,30 @@ def vote(options: VoteOptions) -> int:
         return train_recipe(options.command)
     with listening_socket(options.host, options.port) as listener:  # before the weights: a taken port is known at once
         if options.run is not None:
-            return _serve(options, listener, _folder_of_votes(options.run))
+            return _serve(options, listener, options.run)
         assert options.command is not None
         return train_recipe(options.command, partial(_page_beside, options, listener))
 
 
-def _serve(options: VoteOptions, listener: socket.socket, folder: Path) -> int:
+def _serve(options: VoteOptions, listener: socket.socket, run: Path) -> int:
     from lit_vgrpo.commands.serve.page import serve_page
 
-    store = _open(folder)
-    app = _listen(options, listener, store)
+    store = _open(_folder_of_votes(run))
+    app = _listen(options, listener, store, partial(has_ended, run, store))
     serve_page(app, listener)
     found = store.progress()
     left = found.needed - found.given
     missing = f"; still needed: {left}" if left else ""
     say(f"Stopped. Every vote is in {store.path}{missing}.")
     return 0
+
+
+def has_ended(run: Path, store: VoteStore) -> bool:
+    """Return True if a run has ended and has not asked for votes since; one that was interrupted may continue."""
+    summary = run / SUMMARY_NAME
+    if (read_summary(run) or {}).get("outcome") in (None, *UNFINISHED):
+        return False
+    return summary.stat().st_mtime_ns >= store.path.stat().st_mtime_ns
 
 
 def _page_beside(options: VoteOptions, listener: socket.socket, cli: RecipeCLI) -> AbstractContextManager[object]:
@@ -175,7 +186,7 @@ def _folder_of_votes(run: Path) -> Path:
     """
     try:
         recipe = yaml.safe_load((run / CONFIG_NAME).read_text())
-        own = [node for node in _parts(recipe["model"]["reward"]) if _is_vote(node)]
+        own = [node for node in _parts(recipe["model"]["reward"]) if class_name(node) == VoteReward.__name__]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         raise UserError(f"{run / CONFIG_NAME} cannot be read as a recipe. Restore it from a copy.") from error
     if not own:
@@ -189,7 +200,3 @@ def _parts(reward: Any) -> list[Mapping[str, Any]]:
         return [{"class_path": str(reward)}]
     inner = (reward.get("init_args") or {}).get("rewards") or []
     return [reward, *(part for one in inner for part in _parts(one))]
-
-
-def _is_vote(node: Mapping[str, Any]) -> bool:
-    return str(node.get("class_path")).rpartition(".")[2] == VoteReward.__name__
