@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
@@ -51,8 +51,6 @@ class RewardHackAlarm(StopsRun):
         min_diversity_drop: Annotated[float, Range(least=0, below=1, example=0.5)] = 0.5,
         action: Action = "warn",
     ) -> None:
-        if action not in get_args(Action):
-            raise ValueError(f"action={action} is unknown. Use warn or stop.")
         if metric == TRAINED:
             raise ValueError(f"metric={metric} is the trained reward. Use {UNTRAINED}.")
         if metric is None and diversity is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
@@ -37,8 +37,6 @@ class Report(L.Callback):
     """
 
     def __init__(self, when: When = "evaluations", kept_images: Annotated[int, Range(0, 100, example=6)] = 6) -> None:
-        if when not in get_args(When):
-            raise ValueError(f"when={when} is unknown. Use evaluations, end or never.")
         self.when = when
         self.kept_images = kept_images
         self._kept = KeptImages(kept_images)

@@ -18,14 +18,9 @@ class NonFiniteGuard:
 
     Args:
         action: stop the run with the reason, or skip the update; ten consecutive skips also stop the run.
-
-    Raises:
-        ValueError: the action is unknown.
     """
 
     def __init__(self, action: NonFinite = "stop") -> None:
-        if action not in ("stop", "skip"):
-            raise ValueError(f"model.non_finite={action} is unknown. Use stop or skip.")
         self.action = action
         self.skipped = 0
         self._in_a_row = 0

@@ -1,4 +1,4 @@
-"""Valid ranges of numeric options, declared in type hints and checked by constructors.
+"""Valid ranges of numeric options and choices of words, declared in type hints and checked by constructors.
 
 A constructor declares ``num_times: Annotated[int, Range(least=1)] = 4``, and its class is :func:`checked`.
 """
@@ -87,11 +87,11 @@ Seed = Annotated[int, Range(0, 2**32 - 1)]
 
 
 def checked(cls: T) -> T:
-    """Make a class refuse arguments outside the ranges that its constructor declares.
+    """Make a class refuse arguments outside the ranges, and words not among the choices, that its constructor declares.
 
     Raises:
         TypeError: by the constructor, for an argument that is not a number, or not a whole number if required.
-        ValueError: by the constructor, for a number outside its range or not finite.
+        ValueError: by the constructor, for a number outside its range or not finite, or an unknown word.
 
     >>> @checked
     ... class Timer:
@@ -111,7 +111,7 @@ def checked(cls: T) -> T:
             given = {}  # the constructor raises Python's usual error
         hints = declared(cls if "__dataclass_fields__" in vars(cls) else init)
         for name, value in given.items():
-            for error in range_errors(name, value, hints.get(name)):
+            for error in (*range_errors(name, value, hints.get(name)), *choice_errors(name, value, hints.get(name))):
                 raise error
         init(self, *args, **kwargs)
 
@@ -144,11 +144,29 @@ def range_errors(name: str, value: Any, hint: Any) -> Iterator[TypeError | Value
         return
 
 
+def choice_errors(name: str, value: Any, hint: Any) -> Iterator[ValueError]:
+    """Yield an error of an argument that is not among the choices of its type hint.
+
+    Args:
+        name: the argument's name, for the message.
+        value: what was given.
+        hint: its type hint; there are no errors unless it is a ``Literal``, or one of them or ``None``.
+
+    >>> [str(error) for error in choice_errors("dtype", "int8", Literal["float32", "bfloat16"] | None)]
+    ["dtype='int8' is unknown. Use one of: float32, bfloat16."]
+    """
+    options = options_of(hint)
+    words = _words(options)
+    others = [option for option in options if typing.get_origin(option) is not Literal]
+    if words and others in ([], [type(None)]) and value not in [*words, *(None for _ in others)]:
+        yield ValueError(f"{name}={value!r} is unknown. Use one of: {', '.join(map(str, words))}.")
+
+
 def _errors(value: Any, hint: Any) -> Iterator[tuple[type[TypeError | ValueError], Any, str, str]]:
     """Yield the kind of error, the wrong number, the reason, and what to use."""
     options = options_of(hint)
     ranges = [(option.__origin__, limit) for option in options for limit in _limits(option)]
-    words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
+    words = _words(options)
     kinds = [typing.get_origin(option) or option for option in options]
     if any(isinstance(value, kind) for kind in kinds if kind in (bool, str, dict, type(None))):
         return
@@ -180,6 +198,10 @@ def options_of(hint: Any) -> list[Any]:
     if typing.get_origin(hint) in (Union, types.UnionType):
         return [option for argument in typing.get_args(hint) for option in options_of(argument)]
     return [hint]
+
+
+def _words(options: Sequence[Any]) -> list[Any]:
+    return [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
 
 
 def _is_number(value: Any, kind: type) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.pixels import to_uint8
+from lit_vgrpo.core.ranges import BatchSize, PositiveInt, checked
 from lit_vgrpo.system.file_fingerprint import file_sha256
 from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, quiet_libraries, source_of
 from lit_vgrpo.system.paths import resolve_path
@@ -32,6 +33,7 @@ Pixels = npt.NDArray[np.uint8]
 """One image, ``(H, W, 3)``."""
 
 
+@checked
 class FeatureNetwork(ABC):
     """A frozen network that extracts features of images; its weights are loaded on first use.
 
@@ -44,10 +46,7 @@ class FeatureNetwork(ABC):
         device: where the network runs; see :meth:`to`.
     """
 
-    def __init__(self, source: str, side: int | None = None, batch_size: int = BATCH_SIZE) -> None:
-        for what, value in (("size", side), ("batch_size", batch_size)):
-            if value is not None and value < 1:
-                raise ValueError(f"{what}={value} of the feature network is too small. Use 1 or more.")
+    def __init__(self, source: str, side: PositiveInt | None = None, batch_size: BatchSize = BATCH_SIZE) -> None:
         self.source = source
         self.side = side
         self.batch_size = batch_size

@@ -1,7 +1,7 @@
 """AWM (arXiv 2509.25050): advantage weighted matching, a policy gradient on the flow-matching loss."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics
-from lit_vgrpo.objectives.base import PrepareContext, require
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.forward import DrawnTimesObjective
 from lit_vgrpo.objectives.pairs import (
     distance_to,
@@ -91,11 +91,6 @@ class AWM(DrawnTimesObjective):
     ema_decay_rate: NonNegativeFloat = 0.001
     ema_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3
     advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
-
-    def __post_init__(self) -> None:
-        known = get_args(Weighting)
-        require(self.weighting in known, "weighting", self.weighting, f"Use {', '.join(known[:-1])} or {known[-1]}")
-        super().__post_init__()
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         passes: dict[str, float] = {"update": sizes.uses_per_image * self.num_times}

@@ -17,7 +17,7 @@ from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
-from lit_vgrpo.objectives.base import PrepareContext, require
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.forward import ForwardObjective
 from lit_vgrpo.objectives.groups import are_whole, cut_group, group_weights, groups_of, joined
 from lit_vgrpo.objectives.pairs import distance_to, pairs_at
@@ -82,10 +82,6 @@ class DGPO(ForwardObjective):
     old_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3
     behaviour_from_step: NonNegativeInt = 200
     advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
-
-    def __post_init__(self) -> None:
-        require(self.reference in ("frozen", "moving"), "reference", self.reference, "Use frozen or moving")
-        super().__post_init__()
 
     def check(self, sizes: Sizes) -> list[str]:
         errors = super().check(sizes)

@@ -12,7 +12,7 @@ from lit_vgrpo.core.ranges import NonNegativeFloat, Range
 from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.objectives.base import PrepareContext, require
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.forward import ForwardObjective
 from lit_vgrpo.objectives.pairs import pairs_at
 from lit_vgrpo.policies.base import Policy
@@ -56,10 +56,6 @@ class LaggedObjective(ForwardObjective):
     num_times: Annotated[int, Range(1, 1000)] | None = None
     kl_weight: NonNegativeFloat = 1e-4
     scale_cap: Annotated[float, Range(above=0, example=5)] | None = 5.0
-
-    def __post_init__(self) -> None:
-        require(self.decay_type in (0, 1, 2), "decay_type", self.decay_type, "Use 0, 1 or 2")
-        super().__post_init__()
 
     def check(self, sizes: Sizes) -> list[str]:
         errors = super().check(sizes)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
@@ -11,7 +11,6 @@ from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.noise import STREAM_STEPS, seeded_generator
 from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, checked
 from lit_vgrpo.core.rollout import RolloutSpec
-from lit_vgrpo.objectives.base import require
 from lit_vgrpo.objectives.chain import ChainObjective
 
 WindowStrategy = Literal["progressive", "random", "decay", "frozen"]
@@ -54,11 +53,6 @@ class MixGRPO(ChainObjective):
     decay_from: NonNegativeInt = 13
     flash: bool = False
     flash_share: Annotated[float, Range(above=0, most=1, example=0.4)] = 0.4
-
-    def __post_init__(self) -> None:
-        known = get_args(WindowStrategy)
-        require(self.window_strategy in known, "window_strategy", self.window_strategy, f"Use {' or '.join(known)}")
-        super().__post_init__()
 
     @property
     def window(self) -> tuple[str, int]:

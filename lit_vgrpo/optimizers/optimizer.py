@@ -13,7 +13,7 @@ from torch import nn
 
 from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, NonNegativeInt, Range, checked
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.optimizers.resumed_state import KINDS, with_own_settings, without_kernel
+from lit_vgrpo.optimizers.resumed_state import with_own_settings, without_kernel
 from lit_vgrpo.optimizers.schedule import direct
 
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -44,10 +44,6 @@ class OptimizerConfig:
     eps: Annotated[float, Range(above=0, example=1e-8)] = 1e-8
     warmup_steps: NonNegativeInt = 0
     kind: Literal["adamw", "adamw8bit"] = "adamw"
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"model.optimizer.kind={self.kind!r} is unknown. Use {' or '.join(KINDS)}.")
 
     def check(self) -> list[str]:
         """Return why the optimizer cannot be built, one line each."""

@@ -121,9 +121,6 @@ class PolicyContract(nn.Module):
             raise ValueError(error)
         if start_weights != "trained" and start_from is None:
             raise ValueError(f"start_weights={start_weights} has no effect without start_from. Set start_from=RUN too.")
-        for name, value in (("dtype", dtype), ("decode_dtype", decode_dtype)):
-            if value not in DTYPES:
-                raise ValueError(f"{name}={value!r} is unknown. Use {', '.join(DTYPES)}.")
         if fold_lora and dtype != "float32":
             raise ValueError(sixteen_bit_fold_error(DTYPES[dtype]))
         resolve_path(checkpoint)  # refuses a shipped: path that leaves the installed folder

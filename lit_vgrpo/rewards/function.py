@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Callable
 from functools import cached_property
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil, to_uint8
+from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.errors import nearest
 from lit_vgrpo.rewards.base import Reward, RewardError
 from lit_vgrpo.system.paths import import_from_here
@@ -19,6 +20,7 @@ from lit_vgrpo.system.paths import import_from_here
 Images = Literal["tensor", "pil", "numpy"]
 
 
+@checked
 class PythonReward(Reward):
     """Score from ``function(images, prompts, rows)``: one number per image, None or NaN for a failed one.
 
@@ -49,8 +51,6 @@ class PythonReward(Reward):
         module, _, attribute = function.partition(":")
         if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
             raise ValueError(f"function={function!r} is not a function. Write my_module:my_function.")
-        if images not in get_args(Images):
-            raise ValueError(f"images={images!r} is unknown. Use one of: {', '.join(get_args(Images))}.")
         self.function = function
         self.images: Images = images
         self.name = name or attribute.rpartition(".")[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +72,6 @@ class GenEval(ModelReward):
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:
-        if score not in get_args(Score):
-            raise ValueError(f"score={score!r} is unknown. Use one of: {', '.join(get_args(Score))}.")
         super().__init__(detector, batch_size=batch_size, dtype=dtype, device=device)
         self.rules = GenEvalRules(threshold, counting_threshold, max_overlap=max_overlap)
         self.detector = detector

@@ -7,7 +7,7 @@ the subclasses, where a name in text may not exist.
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,6 @@ class ModelReward(Reward):
     def __post_init__(self) -> None:
         if not self.checkpoint:
             raise ValueError("checkpoint='' is empty. Use a hub name or a local path.")
-        if self.dtype not in get_args(Dtype):
-            raise ValueError(f"dtype={self.dtype!r} is unknown. Use one of: {', '.join(get_args(Dtype))}.")
         try:
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError as error:

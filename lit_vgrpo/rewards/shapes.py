@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.base import Reward
 from lit_vgrpo.tiny.shapes import CHOICES, COLOURS, IMAGE_SIZE, PALETTE, PLACES, SHAPES, attributes_of, coverage
 
@@ -23,6 +24,7 @@ _MAX_COLOUR_DISTANCE = 0.35  # RGB; the closest two colours of the palette are .
 _MIN_OVERLAP = 0.7  # intersection over union with the best template
 
 
+@checked
 class ShapesReward(Reward):
     """Correctness of colour, shape and place for prompts such as ``a red circle on the left``.
 
@@ -34,8 +36,6 @@ class ShapesReward(Reward):
     """
 
     def __init__(self, check: Check = "mean") -> None:
-        if check not in get_args(Check):
-            raise ValueError(f"check={check!r} is unknown. Use one of: {', '.join(get_args(Check))}.")
         self.checked = tuple(CHOICES) if check == "mean" else (check,)
         self.name = "shapes" if check == "mean" else check
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,8 +67,6 @@ class VoteReward(Reward):
         folder: str | None = None,
         name: str = "votes",
     ) -> None:
-        if when_late not in get_args(WhenLate):
-            raise ValueError(f"when_late={when_late!r} is unknown. Use wait, continue or stop.")
         if when_late != "wait" and timeout_s is None:
             raise ValueError(f"when_late={when_late} has no effect without a time limit. Set timeout_s to seconds.")
         self.demand = Demand(images_per_vote, votes_per_group, voters)

@@ -28,9 +28,6 @@ class UpdateGuard(NonFiniteGuard):
 
     Args:
         action: end the run with the reason, or leave the update out; ten left out in a row end the run too.
-
-    Raises:
-        ValueError: another action.
     """
 
     norm: Tensor | None = None

@@ -71,11 +71,6 @@ def test_a_finite_norm_is_enough_and_any_other_is_looked_into():
     assert guard.refuses([GOOD], alone, "now", norm=torch.tensor(2.0))
 
 
-def test_an_unknown_action_is_refused():
-    with pytest.raises(ValueError, match="non_finite=ignore is unknown. Use stop or skip"):
-        NonFiniteGuard("ignore")
-
-
 class Once(VGRPO):
     """A loss that is no number in the second update, in one of its micro-batches."""
 

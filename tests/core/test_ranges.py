@@ -12,7 +12,8 @@ from lit_vgrpo import callbacks, objectives, policies, rewards
 from lit_vgrpo.config.schema import _hints, _parameters, recipe_errors, sound_parts
 from lit_vgrpo.config.trainer_options import TRAINER_NUMBERS, trainer_errors
 from lit_vgrpo.core.block_cache import BlockCache
-from lit_vgrpo.core.ranges import Range, checked, range_errors
+from lit_vgrpo.core.probability_paths import VariancePreserving
+from lit_vgrpo.core.ranges import Range, checked, options_of, range_errors
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.scouts import ScoutSpec
 from lit_vgrpo.data.module import PromptDataModule
@@ -94,6 +95,13 @@ def numbers_in(hint: Any) -> bool:
     if typing.get_origin(hint) in (Literal, dict) or hint is Any:
         return False
     return any(numbers_in(argument) for argument in typing.get_args(hint) if not isinstance(argument, Range))
+
+
+def words_of(hint: Any) -> list[Any]:
+    """The words of a choice, where nothing else but null goes in."""
+    options = [option for option in options_of(hint) if option is not type(None)]
+    words = [word for option in options for word in typing.get_args(option)]
+    return words if all(typing.get_origin(option) is Literal for option in options) else []
 
 
 def bare_numbers(hint: Any) -> bool:
@@ -275,6 +283,22 @@ def test_a_number_is_refused_by_its_key_or_has_its_effect(cls, name, hint):
         default = value is None and _parameters(cls)[0][name].default is None
         assert default or value is None or holds(found, name, value), f"{name}={value} has no effect"
     assert taken == TAKEN.get(f"{cls.__name__}.{name}", TAKEN.get(name)), taken
+
+
+CHOICES = [
+    (cls, name, words)
+    for cls in shipped_classes()
+    for name in _parameters(cls)[0]
+    if (words := words_of(_hints(cls).get(name))) and cls is not VariancePreserving
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "words"), CHOICES, ids=[f"{cls.__name__}.{name}" for cls, name, _ in CHOICES])
+def test_a_word_that_is_no_choice_is_refused_in_plain_python_too(cls, name, words):
+    needed = [key for key, parameter in _parameters(cls)[0].items() if parameter.default is inspect.Parameter.empty]
+    listed = ", ".join(map(str, words))
+    with pytest.raises(ValueError, match=rf"^{name}='other' is unknown\. Use one of: {listed}\."):
+        cls(**{**{key: GOOD[key] for key in needed}, name: "other"})
 
 
 @pytest.mark.parametrize("name", TRAINER_NUMBERS)

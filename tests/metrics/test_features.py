@@ -82,7 +82,7 @@ def test_autocast_does_not_reach_the_network(network):
 def test_size(script):
     assert feature_network(str(script), 32)(torch.rand(2, 3, 16, 16)).shape == (2, 6)
     assert feature_network(str(script), 32).name != feature_network(str(script)).name
-    with pytest.raises(ValueError, match="size=0 of the feature network is too small"):
+    with pytest.raises(ValueError, match="side=0 is too small"):
         feature_network(str(script), 0)
 
 

@@ -200,27 +200,9 @@ def test_the_state_comes_back(policy):
     assert_state_comes_back(policy, small(), small())
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"num_times": 0}, "num_times=0"),
-        ({"weighting": "other"}, "weighting=other"),
-        ({"power": 0}, "power=0"),
-        ({"clip": 0}, "clip=0"),
-        ({"advantage_scale": 0}, "advantage_scale=0"),
-        ({"kl_weight": -1}, "kl_weight=-1"),
-        ({"ema_weight": -1}, "ema_weight=-1"),
-        ({"ema_decay_rate": -1}, "ema_decay_rate=-1"),
-        ({"ema_decay_max": 1}, "ema_decay_max=1"),
-        ({"time_shift": 0}, "time_shift=0"),
-    ],
-)
-def test_bad_settings_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        AWM(**options)
-
-
 def test_where_it_works():
+    with pytest.raises(ValueError, match="ema_decay_max=1"):
+        AWM(ema_decay_max=1)
     assert AWM.path_kinds == ("flow",)
     assert AWM().check(Sizes(4, 4)) == []
     assert "is an SDE, but AWM" in AWM(RolloutSpec("flow_sde")).check(Sizes(4, 4))[0]

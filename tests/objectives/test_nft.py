@@ -216,22 +216,6 @@ def test_the_state_comes_back(policy):
     assert_state_comes_back(policy, DiffusionNFT(RolloutSpec(steps=2)), DiffusionNFT(RolloutSpec(steps=2)))
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"beta": 0}, "beta=0"),
-        ({"decay_type": 3}, "decay_type=3"),
-        ({"num_times": 0}, "num_times=0"),
-        ({"advantage_clip": 0}, "advantage_clip=0"),
-        ({"kl_weight": -1}, "kl_weight=-1"),
-        ({"scale_cap": 0}, "scale_cap=0"),
-    ],
-)
-def test_bad_settings_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        DiffusionNFT(**options)
-
-
 def test_settings_that_cannot_work_together_are_errors():
     sizes = Sizes(4, 4)
     assert DiffusionNFT().check(sizes) == []

@@ -127,11 +127,6 @@ def test_a_folder_that_cannot_be_used_costs_a_warning_and_no_more(families, tmp_
         assert equal(policy.encode([A, B]), families("unet_eps").shared.encode([A, B]))
 
 
-def test_a_cache_of_no_size_is_refused(families):
-    with pytest.raises(ValueError, match="embedding_cache_gb=0 is too small"):
-        families("sd3").load(embedding_cache_gb=0)
-
-
 # --- whose embeddings they are ----------------------------------------------------------------------------------------
 
 

@@ -134,8 +134,6 @@ def test_only_on_a_cpu_of_its_own_it_runs_beside_the_policy(kind):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"batch_size": 0}, "batch_size=0 is too small."),
-        ({"dtype": "int8"}, "dtype='int8' is unknown."),
         ({"device": "gpu"}, "device='gpu' is unknown."),
         ({"checkpoint": ""}, "checkpoint='' is empty."),
     ],

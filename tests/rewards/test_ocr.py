@@ -246,9 +246,3 @@ def test_a_package_without_models_is_one_line(monkeypatch, tmp_path):
 
 def test_the_installed_package_has_no_error():
     assert OCRReward().check() == []
-
-
-@pytest.mark.parametrize("argument", ["min_height", "threads"])
-def test_wrong_arguments_are_refused(argument):
-    with pytest.raises(ValueError, match=rf"^{argument}=0 is too small"):
-        OCRReward(**{argument: 0})

@@ -41,13 +41,6 @@ def test_the_published_processor_belongs_to_the_published_weights():
     assert PickScore("some/where", processor="else/where").processor == "else/where"
 
 
-def test_a_missing_folder_is_an_error(tmp_path):
-    errors = PickScore(str(tmp_path / "no")).check()
-    assert errors == [
-        f"{tmp_path / 'no'} is not a folder. Set PickScore.checkpoint to a folder with config.json, or to a hub name."
-    ]
-
-
 def test_a_folder_without_config_is_an_error(tmp_path, clip_folder):
     (error,) = PickScore(str(tmp_path), processor=str(clip_folder)).check()
     assert "has no config.json" in error

@@ -219,17 +219,9 @@ def test_what_happens_when_votes_are_late(tmp_path, capsys):
     assert "1 of 2 votes are missing after 0.1 s. The page to vote: lightning vote" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"when_late": "go"}, "when_late='go' is unknown. Use wait, continue or stop."),
-        ({"when_late": "stop"}, "when_late=stop has no effect without a time limit. Set timeout_s to seconds."),
-        ({"images_per_vote": 5}, "images_per_vote=5 is too large"),
-    ],
-)
-def test_settings_without_a_meaning_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        VoteReward(**settings)
+def test_a_setting_without_a_meaning_is_refused():
+    with pytest.raises(ValueError, match="when_late=stop has no effect without a time limit. Set timeout_s to seconds"):
+        VoteReward(when_late="stop")
 
 
 def test_held_out_images_are_scored_by_others():

@@ -21,11 +21,6 @@ from lit_vgrpo.runs.checkpoint import FIRST_CTRL_C, RunCheckpoint
 from lit_vgrpo.runs.metrics_table import read_table
 
 
-def test_a_negative_interval_is_refused():
-    with pytest.raises(ValueError, match="every_n_iterations=-1 is too small"):
-        RunCheckpoint(-1)
-
-
 def test_the_handler_is_put_back():
     before = signal.getsignal(signal.SIGINT)
     with RunCheckpoint().listening():
