@@ -23,7 +23,8 @@ from lit_vgrpo.commands.serve import app as app_module
 from lit_vgrpo.commands.serve import connections
 from lit_vgrpo.commands.serve import worker as worker_module
 from lit_vgrpo.commands.serve.app import make_app
-from lit_vgrpo.commands.serve.command import listening_socket, opening
+from lit_vgrpo.commands.serve.command import opening
+from lit_vgrpo.commands.serve.listening import listening_socket
 from lit_vgrpo.commands.serve.options import ServeOptions
 from lit_vgrpo.commands.serve.page import bounded_server
 from lit_vgrpo.commands.serve.worker import Worker

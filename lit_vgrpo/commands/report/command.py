@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-from lit_vgrpo.commands.serve.command import listening_socket
+from lit_vgrpo.commands.serve.listening import listening_socket, require_packages
 from lit_vgrpo.commands.serve.options import LOOPBACK, MOST_PORT
 from lit_vgrpo.config.arguments import Options, flag, is_override, option, read_path, subcommand, whole
 from lit_vgrpo.errors import UserError, say
@@ -20,7 +19,6 @@ from lit_vgrpo.runs.saved_run import find_run
 from lit_vgrpo.system.paths import write_atomically
 
 PORT = 8008
-SERVER_PACKAGES = ("fastapi", "uvicorn")
 
 
 @dataclass(kw_only=True)
@@ -87,9 +85,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
 
 
 def _serve(options: ReportOptions) -> int:
-    missing = [package for package in SERVER_PACKAGES if find_spec(package) is None]
-    if missing:
-        raise UserError(f'{missing[0]} is not installed. Run: pip install "lit-vgrpo[serve]"')
+    require_packages()
     read_runs(options.runs)
     with listening_socket(LOOPBACK, options.port) as listener:
         from lit_vgrpo.commands.report.live import serve_report

@@ -19,11 +19,11 @@ SHUTDOWN_S = 2
 BACKLOG = 64
 
 
-def serve_page(app: Any, listener: socket.socket) -> None:
-    """Serve an ASGI application on a listening socket until Ctrl-C or SIGTERM."""
+def serve_page(app: Any, listener: socket.socket, shutdown_s: int = SHUTDOWN_S, keep_alive_s: int = 5) -> None:
+    """Serve an ASGI application on a listening socket until Ctrl-C or SIGTERM; see :func:`bounded_server`."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        bounded_server(app, SHUTDOWN_S).run(sockets=[listener])
+        bounded_server(app, shutdown_s, keep_alive_s).run(sockets=[listener])
     except KeyboardInterrupt:  # uvicorn hands the signal on when it is done
         pass
     finally:

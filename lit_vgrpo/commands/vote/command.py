@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ import yaml
 from lit_vgrpo.commands.curriculum import is_curriculum
 from lit_vgrpo.commands.recipe_cli import RecipeCLI
 from lit_vgrpo.commands.run import train_recipe
-from lit_vgrpo.commands.serve.command import listening_socket
+from lit_vgrpo.commands.serve.listening import listening_socket, require_packages, web_address
 from lit_vgrpo.commands.serve.options import LOOPBACK, MOST_PORT, read_token
 from lit_vgrpo.config.arguments import Options, flag, is_override, option, subcommand, whole
 from lit_vgrpo.config.recipe import Command
@@ -34,7 +33,6 @@ from lit_vgrpo.runs.saved_run import find_run
 from lit_vgrpo.system.process import is_first_process
 
 PORT = 8009
-PACKAGES = ("fastapi", "uvicorn")
 UNFINISHED = ("interrupted", "failed")
 LAST_LOOK_S = 1.5
 """Time for pages, which ask once a second, to learn that training has ended."""
@@ -70,9 +68,7 @@ class VoteOptions(Options):
     def __post_init__(self) -> None:
         if not self.words:
             raise UserError("No run or recipe given. Try: lightning vote runs/my_run")
-        missing = [package for package in PACKAGES if find_spec(package) is None]
-        if missing:
-            raise UserError(f'{missing[0]} is not installed. Run: pip install "lit-vgrpo[serve]"')
+        require_packages()
         if is_loopback(self.host):
             if self.token is not None:
                 raise UserError("--token-env has no effect on this machine alone. Add --host, or leave it out.")
@@ -92,9 +88,8 @@ class VoteOptions(Options):
 
     def address(self, listener: socket.socket) -> str:
         """Return the page's address."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
         secret = "" if self.token is None else f"?token={self.token}"
-        return f"http://{host}:{listener.getsockname()[1]}/{secret}"
+        return f"{web_address(self.host, listener)}/{secret}"
 
 
 @subcommand(VoteOptions)
