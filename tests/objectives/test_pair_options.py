@@ -184,7 +184,5 @@ def test_pulls_that_cannot_work_are_errors(options, error):
 
 def test_an_unknown_pull_is_refused():
     assert VGRPO(EIGHT, 2, kl_to="reference", kl_weight=1).check(SIZES) == []
-    with pytest.raises(ValueError, match="kl_to=start cannot be used. Use reference or behaviour"):
-        VGRPO(kl_to="start")
     with pytest.raises(ValueError, match="kl_to=anchor cannot be used. Set anchor_weight=2.0 in place of kl_weight"):
         VGRPO(kl_to="anchor", kl_weight=2.0, anchor_decay=0.3)
