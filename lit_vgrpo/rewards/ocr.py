@@ -39,16 +39,16 @@ class OCRReward(Reward):
     and is not a failure; a prompt without text is a failure.
 
     As in Flow-GRPO, spaces and (here by default) case are ignored, the distance is divided by the length of the text to
-    render, and lines with a low confidence are dropped. Unlike there, text that contains the right text among others
-    does not score 1 unless ``allow_extra`` is set, because a model could pass by filling the image with letters. All
-    quoted pieces count, not only the first, and full-width or curly characters equal the plain ones.
+    render, and lines with a low confidence are dropped. Unlike there, extra text around the right one lowers the score
+    unless ``allow_extra`` is set, because a model could pass by filling the image with letters. All quoted pieces
+    count, not only the first, and full-width or curly characters equal the plain ones.
 
     Args:
         detect: find lines of text in the image and read them from top to bottom, left to right; ``False`` reads the
-            image as one line, which is much faster and right for small images of one word.
-        min_height: pixels; lower images are enlarged first, so that the letters are legible.
+            image as one line, which is much faster and enough for small images of one word.
+        min_height: pixels; smaller images are enlarged first, so that the letters are legible.
         case_sensitive: whether ``Cat`` differs from ``cat``.
-        allow_extra: score 1 wherever the text occurs within what is read, as in Flow-GRPO's code.
+        allow_extra: score 1 if the text occurs anywhere in what is read, as in Flow-GRPO's code.
         threads: CPU threads of each model, at most the machine's; more are faster but cost more CPU time in total.
 
     Source:
@@ -149,10 +149,12 @@ class OCRReward(Reward):
 
     def score(self, found: str, wanted: str) -> float:
         """Return 1 minus ``1 / length`` for each letter to change, add or remove, at least 0."""
+        from torchmetrics.functional.text import edit_distance
+
         found, wanted = self._plain(found), self._plain(wanted)
         if self.allow_extra and wanted in found:
             return 1.0
-        return max(0.0, 1 - edit_distance(found, wanted) / len(wanted))
+        return max(0.0, 1 - int(edit_distance(found, wanted)) / len(wanted))
 
     def _plain(self, text: str) -> str:
         text = "".join(unicodedata.normalize("NFKC", text).translate(PLAIN_QUOTES).split())
@@ -171,20 +173,6 @@ def wanted_text(prompt: str, row: dict[str, Any]) -> str:
     if isinstance(text, str):
         return text
     return " ".join(filter(None, ((straight or curly).strip() for straight, curly in QUOTED.findall(prompt))))
-
-
-def edit_distance(a: str, b: str) -> int:
-    """Return the Levenshtein distance of two texts.
-
-    >>> edit_distance("kitten", "sitting")
-    3
-    """
-    row = list(range(len(b) + 1))
-    for i, letter in enumerate(a, start=1):
-        diagonal, row[0] = row[0], i
-        for j, other in enumerate(b, start=1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (letter != other))
-    return row[-1]
 
 
 def in_reading_order(boxes: np.ndarray, texts: tuple[str, ...]) -> list[str]:

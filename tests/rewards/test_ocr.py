@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from processes import BARE
 
 from lit_vgrpo.rewards import Weighted
-from lit_vgrpo.rewards.ocr import OCRReward, edit_distance, in_reading_order, wanted_text
+from lit_vgrpo.rewards.ocr import OCRReward, in_reading_order, wanted_text
 from lit_vgrpo.system.hub import LoadError
 
 FONT_FOLDER = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
@@ -126,18 +126,6 @@ def test_extra_text_costs_unless_it_is_allowed(line_reward):
     assert score(line_reward, image, "cat") == 0
     assert score(OCRReward(detect=False, allow_extra=True), image, "cat") == 1
     assert score(OCRReward(detect=False, allow_extra=True), image, "cab") == 0
-
-
-@given(st.text("abc", max_size=7), st.text("abc", max_size=7))
-@settings(deadline=None, max_examples=60)
-def test_the_distance_is_levenshteins(a, b):
-    def plain(a, b):
-        if not a or not b:
-            return len(a) + len(b)
-        return min(plain(a[1:], b) + 1, plain(a, b[1:]) + 1, plain(a[1:], b[1:]) + (a[0] != b[0]))
-
-    assert edit_distance(a[:5], b[:5]) == plain(a[:5], b[:5])
-    assert edit_distance(a, b) == edit_distance(b, a)
 
 
 @given(st.text(max_size=12), st.text(max_size=12).filter(str.strip))
