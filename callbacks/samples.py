@@ -33,13 +33,13 @@ MAGENTA = torch.tensor([1.0, 0.0, 1.0]).view(3, 1, 1)
 class SampleGrid(L.Callback):
     """Samples held-out prompts with fixed noise and saves them as ``RUN/samples/*.png``.
 
-    One row per prompt. The first column is the frozen reference, the second the policy on the same noise, the others
-    the policy on different noise; the last is the picture that the prompt edits, if there is one. Uses the EMA's
-    weights if that callback is used.
+    One row per prompt. The first column shows the frozen reference, the second the policy on the same noise, the others
+    the policy on other noise; the last shows the picture that the prompt edits, if there is one. The policy uses the
+    EMA's weights if that callback is used.
 
     Args:
-        num_prompts: rows.
-        images_per_prompt: columns after the reference's.
+        num_prompts: number of rows.
+        images_per_prompt: number of columns after the reference's.
         every_n_iterations: sample every N iterations of training.
         min_pixels: smaller images are enlarged to this width.
     """
@@ -86,7 +86,9 @@ class SampleGrid(L.Callback):
                 rows = torch.cat([rows, given[:, None]], dim=1)
             unfit = int((~rows.isfinite().flatten(2).all(dim=2)).sum())
             if unfit:
-                rank_zero_warn(f"{unfit} images of samples/{name}.png are not finite and shown in magenta.")
+                rank_zero_warn(
+                    f"{unfit} images of samples/{name}.png have NaN or infinite values and are shown in magenta."
+                )
             labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
             labels += [] if given is None else [""] * (columns - 1) + [TO_EDIT]
             picture = draw_grid(rows, [row["prompt"] for row in self._rows], labels, self.min_pixels)

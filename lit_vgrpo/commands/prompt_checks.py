@@ -13,13 +13,13 @@ from lit_vgrpo.policies.prompt_encoder import size_error
 from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.combine import ROW_FIELD
 
-FIX = f"Give each row an {PICTURE}, the path of a file (pictures inside a table are not read)"
+FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a table are not read)"
 
 
 def picture_errors(
     policy: Policy, rows: Iterable[Mapping[str, Any]], what: str = "prompts", fix: str = FIX
 ) -> list[str]:
-    """Return why a policy cannot use the rows' pictures, at most one line: they lack, or do not fit it.
+    """Return why a policy cannot use the rows' pictures, at most one line: one is missing, or does not fit.
 
     Args:
         what: Kind of prompts, for the message.
@@ -84,7 +84,7 @@ class UnscorablePrompts:
         """Return the errors that stop a run from starting.
 
         Args:
-            any_failure: One prompt that cannot be scored is an error; otherwise only if none can be.
+            any_failure: A single prompt that cannot be scored is an error; otherwise only all of them are.
         """
         if any_failure:
             return [*self.unknown, *self.lines()]

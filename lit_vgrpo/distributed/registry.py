@@ -1,4 +1,4 @@
-"""Strategies by their names in recipes, and the checks that refuse others."""
+"""Names of the strategies in recipes, and checks of what does not work under each."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def strategy_errors(
 
 
 def keeps_plain_weights(strategy: Strategy) -> bool:
-    """Return whether the optimizer steps whole tensors that Lightning itself does not unscale.
+    """Return whether the optimizer gets whole tensors whose gradients are not scaled, as a fused one needs.
 
-    Lightning clips no gradient of a fused optimizer under autocast, which such an optimizer might unscale itself.
+    Under autocast Lightning refuses to clip for a fused optimizer, which might unscale the gradients itself.
     """
     is_plain = type(strategy) in (SingleDeviceStrategy, DDPStrategy)
     return is_plain and not isinstance(strategy.precision_plugin, MixedPrecision)
@@ -95,7 +95,7 @@ def strategy_error(strategy: Strategy) -> str | None:
 def precision_error(strategy: Strategy) -> str | None:
     """Return why a run cannot use the trainer's precision, or ``None``.
 
-    All but autocast cast the trained weights, but not the policy's other parts, which keep their own dtypes.
+    All precisions but autocast cast the trained weights, and not the policy's other parts, which keep their dtypes.
     """
     precision = strategy.precision_plugin.precision
     if isinstance(strategy, PortableCheckpoints) or precision in PRECISIONS:
@@ -108,8 +108,8 @@ def plugin_error(strategy: Strategy) -> str | None:
     """Return why a plugin cannot write a run's checkpoints, or ``None``."""
     if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
         return (
-            "trainer.plugins=AsyncCheckpointIO writes a checkpoint some time later, and RunCheckpoint has to know "
-            "that it is whole. Leave it out."
+            "trainer.plugins=AsyncCheckpointIO returns before a checkpoint is on disk, and RunCheckpoint must know "
+            "that it is complete. Leave it out."
         )
     return None
 
@@ -131,7 +131,7 @@ def optimizer_error(strategy: Strategy, optimizer: OptimizerConfig | CustomOptim
     if cls.__name__ in fits and cls.__module__.startswith("torch.optim"):
         return None
     return (
-        f"model.optimizer={cls.__name__} has a state that {name} cannot put into a checkpoint. "
+        f"model.optimizer={cls.__name__} keeps state that {name} cannot put into a checkpoint. "
         f"Use torch's {', '.join(fits)}, or trainer.strategy=ddp."
     )
 
@@ -166,7 +166,7 @@ def quantisation_error(strategy: Strategy, policy: PolicyOptions) -> str | None:
 def rollout_error(strategy: Strategy, rollout: RolloutSpec | None) -> str | None:
     """Return why a rollout's accelerator does not work under a strategy, or ``None``.
 
-    Its view of the network would be called beside the hooks by which FSDP2 and ZeRO-3 gather weights.
+    Its view of the network would bypass the hooks by which FSDP2 and ZeRO-3 gather weights.
     """
     if rollout is None or not _shards_weights(strategy):
         return None
@@ -188,14 +188,14 @@ def _shards_weights(strategy: Strategy) -> bool:
 def scaling_error(strategy: Strategy, policy: PolicyOptions) -> str | None:
     """Return why a policy cannot be trained in float16, or ``None``.
 
-    The loss is a mean over about 1e5 latent values, so most gradients are below float16's smallest number (6e-8)
+    The loss is a mean over about 1e5 latent values, so most gradients underflow in float16 (smallest number: 6e-8)
     unless the loss is scaled before the backward pass.
     """
     if policy.dtype != torch.float16 or getattr(strategy.precision_plugin, "scaler", None) is not None:
         return None
     return (
-        "model.policy.dtype=float16 has gradients too small for its range, and nothing here scales them. Use "
-        "model.policy.dtype=bfloat16, or on a GPU without it trainer.precision=16-mixed, which does."
+        "model.policy.dtype=float16: gradients underflow, because nothing scales the loss. Use "
+        "model.policy.dtype=bfloat16, or, on a GPU without it, trainer.precision=16-mixed, which scales it."
     )
 
 
@@ -204,8 +204,8 @@ def micro_batch_error(strategy: Strategy, sizes: Sizes) -> str | None:
     if sizes.micro_batch_size != "auto" or not isinstance(strategy, ZeRO):
         return None
     return (
-        "data.micro_batch_size=auto cannot be tried out under ZeRO, whose engine counts micro-batches from its set-up "
-        "on. Give a number, or use trainer.strategy=ddp or fsdp2."
+        "data.micro_batch_size=auto does not work under ZeRO, whose engine fixes the number of micro-batches when it "
+        "is set up. Set a number, or use trainer.strategy=ddp or fsdp2."
     )
 
 

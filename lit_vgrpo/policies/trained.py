@@ -1,4 +1,4 @@
-"""Selection of a network's trained weights: a LoRA adapter, all weights, or some by name."""
+"""Choice of the weights that are trained: a LoRA adapter, all weights, or some by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def choose_trained(policy: PolicyContract) -> None:
         network.requires_grad_(True)
     for name, parameter in network.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in policy.unused_weights()):
-            parameter.requires_grad_(False)  # DDP waits for the gradient of whatever is trained
+            parameter.requires_grad_(False)  # DDP waits for a gradient of every trained weight
     for parameter in (own for own in network.parameters() if own.is_floating_point()):
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else policy.dtype)
 
@@ -74,7 +74,7 @@ def _refuse_unmatched_targets(network: nn.Module, targets: Sequence[str]) -> Non
 
 
 def is_target(name: str, target: str) -> bool:
-    """Return whether an adapter's target means a layer, as peft reads it."""
+    """Return whether an adapter's target names a layer, by peft's rule."""
     return name == target or name.endswith(f".{target}")
 
 

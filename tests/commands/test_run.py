@@ -67,7 +67,7 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
         ("trainer.precision=bf16-true", "trainer.precision=bf16-true would cast the trained weights alone. Leave it"),
         ("trainer.precision=64", "trainer.precision=64-true would cast the trained weights alone. Leave it out, or "),
         ("trainer.plugins=HalfPrecision", "trainer.precision=16-true would cast the trained weights alone."),
-        ("trainer.plugins=AsyncCheckpointIO", "trainer.plugins=AsyncCheckpointIO writes a checkpoint some time later"),
+        ("trainer.plugins=AsyncCheckpointIO", "trainer.plugins=AsyncCheckpointIO returns before a checkpoint is on"),
         ("trainer.default_root_dir=x", "trainer.default_root_dir is set by the command. Use run_dir=... instead."),
         ("ckpt_path=none.ckpt", "ckpt_path=none.ckpt does not exist."),
         ("ckpt_path=tiny.yaml", "ckpt_path=tiny.yaml is torn, or no checkpoint"),
