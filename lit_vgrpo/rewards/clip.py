@@ -3,7 +3,7 @@
 import json
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ def processor_error(checkpoint: str, what_to_set: str) -> str | None:
 class CLIPCosine(ModelReward):
     """The cosine similarity of CLIP embeddings: those of the images, and others that a subclass reads."""
 
-    weight_files = (("checkpoint", "config.json"),)
+    weight_files: ClassVar[tuple[tuple[str, str], ...]] = (("checkpoint", "config.json"),)
 
     def _file_errors(self) -> list[str | None]:
         return [clip_error(self.checkpoint, self.option("checkpoint"))]
