@@ -58,8 +58,6 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
         bucket_size: PositiveInt = 50_000_000,
         zero_options: dict[str, Any] | None = None,
     ) -> None:
-        if stage not in (1, 2, 3):
-            raise ValueError(f"ZeRO stage={stage} does not exist. Use 1, 2 or 3.")
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
         zero: dict[str, Any] = {
