@@ -15,6 +15,7 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import HeldOutDataset, held_out_error
 from lit_vgrpo.data.prompts import read_prompts
 from lit_vgrpo.distributed.gather import raise_together
+from lit_vgrpo.errors import counted
 from lit_vgrpo.metrics import FrechetDistance, KeptFeatures, Reference, feature_network, kernel_distance
 from lit_vgrpo.metrics.reference import reference_errors, reference_statistics
 from lit_vgrpo.runs.heldout import HeldOutModule
@@ -82,7 +83,7 @@ class FID(L.Callback):
             return [*errors, str(error)]
         if held_out_error(prompts * self.images_per_prompt, self.batch_size, world_size):
             errors.append(
-                f"FID of {prompts} prompts cannot be split over {world_size} ranks with images_per_prompt="
+                f"FID of {counted(prompts, 'prompt')} cannot be split over {world_size} ranks with images_per_prompt="
                 f"{self.images_per_prompt} and batch_size={self.batch_size}. Use images_per_prompt="
                 f"{-(-world_size // prompts)} or more, and batch_size=2 or more."
             )

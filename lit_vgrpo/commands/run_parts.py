@@ -43,8 +43,8 @@ def refuse_finished(checkpoint: dict[str, Any], trainer: Trainer, what: str) -> 
     if progress.is_finished(trainer.max_epochs, trainer.max_steps):
         limit = "max_epochs" if progress.is_finished(trainer.max_epochs, max_steps=-1) else "max_steps"
         raise UserError(
-            f"{what} is the state after {progress.iterations} iterations, {progress.optimizer_steps} optimizer "
-            f"steps. trainer.{limit}={getattr(trainer, limit)} leaves nothing to do: set it higher."
+            f"{what} is the state after {progress}. trainer.{limit}={getattr(trainer, limit)} leaves nothing to do: "
+            "set it higher."
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.errors import counted, one_line
 from lit_vgrpo.policies.contract import PolicyContract
 from lit_vgrpo.policies.fold import lora_layers
 from lit_vgrpo.policies.pipeline_folder import INDEX, config_folder
@@ -259,7 +259,7 @@ def _refuse_untrained(policy: PolicyContract, updates: Mapping[str, LowRank]) ->
         frozen = [name for name in updates if not any(fnmatchcase(f"{name}.weight", pattern) for pattern in patterns)]
         if frozen:
             raise LoadError(
-                f"{what} changes {len(frozen)} layers that model.policy.train_only leaves frozen, the first is "
+                f"{what} changes {counted(len(frozen), 'layer')} that model.policy.train_only leaves frozen, such as "
                 f"{frozen[0]}. Set model.policy.lora_rank instead, or train all weights."
             )
         return
@@ -272,7 +272,7 @@ def _refuse_untrained(policy: PolicyContract, updates: Mapping[str, LowRank]) ->
         targets = ",".join(sorted({name_in_block(name) for name in updates}))
         needed.append(f"'model.policy.lora_targets=[{targets}]'")
     if needed:
-        layers = f"{len(updates)} layers up to rank {rank}"
+        layers = f"{counted(len(updates), 'layer')} up to rank {rank}"
         raise LoadError(f"{what} adapts {layers}, more than this run would train. Set {' '.join(needed)}, or more.")
 
 

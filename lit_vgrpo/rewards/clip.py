@@ -12,6 +12,7 @@ from lit_vgrpo.core.batches import in_batches
 from lit_vgrpo.core.pictures import picture_error
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import checked
+from lit_vgrpo.errors import counted
 from lit_vgrpo.rewards.model import Dtype, ModelReward, device_for, unit
 from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, local_folder, source_of
 
@@ -67,7 +68,9 @@ def clip_model(checkpoint: str, dtype: Dtype, what_to_set: str) -> "CLIPModel":
             source_of(checkpoint), dtype=getattr(torch, dtype), output_loading_info=True
         )
     if missing := sorted(found["missing_keys"]):  # the library would continue with random ones
-        raise LoadError(f"Cannot load {checkpoint}: {len(missing)} weights missing, such as {missing[0]}. {remedy}")
+        raise LoadError(
+            f"Cannot load {checkpoint}: {counted(len(missing), 'weight')} missing, such as {missing[0]}. {remedy}"
+        )
     return cast("CLIPModel", model)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pictures import PICTURE
-from lit_vgrpo.errors import one_line, printable
+from lit_vgrpo.errors import counted, one_line, printable
 from lit_vgrpo.rewards.png import MEGAPIXEL, MOST_PIXELS, ProtocolError, decode_png, encode_png, png_pixels
 
 T = TypeVar("T")
@@ -190,7 +190,7 @@ def read_answer(body: bytes, count: int) -> ScoreAnswer:
     if not isinstance(given, list):
         raise ProtocolError(f'it has no list "scores": {_shown(body)}')
     if len(given) != count:
-        raise ProtocolError(f"it has {len(given)} scores for {count} images", "wrong_number")
+        raise ProtocolError(f"it has {counted(len(given), 'score')} for {counted(count, 'image')}", "wrong_number")
     reasons = answer.get("errors")
     if reasons is None:
         reasons = [None] * count
@@ -224,7 +224,8 @@ def _request(request: dict[str, Any], files: Sequence[bytes], limits: Limits) ->
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ProtocolError("rows is not a list of objects")
     if not count == len(prompts) == len(rows):
-        raise ProtocolError(f"{count} images, {len(prompts)} prompts and {len(rows)} rows", "wrong_number")
+        numbers = counted(count, "image"), counted(len(prompts), "prompt"), counted(len(rows), "row")
+        raise ProtocolError("{}, {} and {}".format(*numbers), "wrong_number")
     pixels = sum(_each(png_pixels, files, limits.max_pixels))
     if pixels > limits.max_request_pixels:
         raise ProtocolError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import PositiveFloat, PositiveInt, Range, checked
 from lit_vgrpo.distributed.gather import rank_and_world_size
-from lit_vgrpo.errors import say
+from lit_vgrpo.errors import counted, say
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
 from lit_vgrpo.rewards.png import encode_png
 from lit_vgrpo.rewards.vote_groups import Demand, Progress
@@ -138,7 +138,7 @@ class VoteReward(Reward):
             left = progress.needed - progress.given
             page = f"The page to vote: lightning vote {store.path.parent}"
             if speaks and not self._was_announced:
-                say(f"Waiting for {left} votes on {store.path}. {page}")
+                say(f"Waiting for {counted(left, 'vote')} on {store.path}. {page}")
                 self._was_announced = True
             if self.timeout_s is not None and time.monotonic() - asked > self.timeout_s:
                 missing = f"{left} of {progress.needed} votes are missing after {self.timeout_s:g} s"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_vgrpo.errors import counted
 from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, local_folder
 from lit_vgrpo.system.paths import resolve_path
 
@@ -85,7 +86,7 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], path: Path, what_to_se
         "unknown": [name for name in weights if name not in places],
         "of a different shape": [n for n, weight in weights.items() if n in places and weight.shape != places[n].shape],
     }
-    found = [f"{len(names)} weights {what}, such as {names[0]}" for what, names in errors.items() if names]
+    found = [f"{counted(len(names), 'weight')} {what}, such as {names[0]}" for what, names in errors.items() if names]
     if found:
         raise LoadError(
             f"Cannot load {path}: it holds a different model ({'; '.join(found)}). Set {what_to_set} to the right file."

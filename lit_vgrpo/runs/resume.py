@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lit_vgrpo.distributed.checkpoint_file import CheckpointDamage, read, read_sound
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.runs.folder import CHECKPOINTS, CONFIG_NAME
 from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
 
@@ -50,6 +50,9 @@ class Progress:
             logged=epochs["ready"] if batches["is_last_batch"] else epochs["processed"],
         )
 
+    def __str__(self) -> str:
+        return f"{counted(self.iterations, 'iteration')}, {counted(self.optimizer_steps, 'optimizer step')}"
+
     @property
     def order(self) -> tuple[int, ...]:
         return (self.optimizer_steps, self.images, self.batches)
@@ -78,7 +81,7 @@ class Resumption:
     def done(self) -> str:
         """The progress in words."""
         assert self.progress is not None
-        return f"{self.progress.iterations} iterations, {self.progress.optimizer_steps} optimizer steps"
+        return str(self.progress)
 
     @property
     def opening(self) -> str:

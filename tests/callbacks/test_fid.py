@@ -171,7 +171,7 @@ def test_numbers_that_are_too_small(option):
         ({"reference": "{tmp}"}, "has 0 images"),
         ({"features": "missing.pt"}, "missing.pt does not exist"),
         ({"prompts": "missing.txt"}, "missing.txt does not exist"),
-        ({"prompts": "{tmp}/one.txt"}, "FID of 1 prompts cannot be split over 2 ranks with images_per_prompt=1"),
+        ({"prompts": "{tmp}/one.txt"}, "FID of 1 prompt cannot be split over 2 ranks with images_per_prompt=1"),
     ],
 )
 def test_errors(tmp_path, script, real, options, message):

@@ -81,7 +81,7 @@ def test_nothing_is_uploaded_that_was_not_confirmed(hub, monkeypatch, capsys):
         ("writes", "--to=hub:a/b/c", "--to hub:a/b/c is no repository's name."),
         ("writes", "--to=hub:", "--to hub: is no repository's name."),
         ("writes", "--to=out", "--yes is for uploads."),
-        ("writes", "--to=hub:somebody/full", "holds 1 files that this export does not have (theirs.bin)."),
+        ("writes", "--to=hub:somebody/full", "holds 1 file that this export does not have (theirs.bin)."),
     ],
 )
 def test_what_cannot_be_uploaded_is_said_in_a_line(hub, monkeypatch, capsys, token, to, line):

@@ -150,7 +150,7 @@ def test_files_that_are_no_images_are_a_line_each(folder, capsys):
         (["JPEGCompressibility", "noise.png", "quality=500"], "quality=500 is too large. Use 1 to 95."),
         (["JPEGCompressibility", "noise.png", "--prompt", "a", "--prompts", "b"], "--prompt and --prompts are both"),
         (["JPEGCompressibility", "noise.png", "--promt", "a"], "--promt is not an option of score. Did you mean"),
-        (["JPEGCompressibility", "noise.png", "--prompts", "two.txt"], "two.txt has 2 prompts for 1 images."),
+        (["JPEGCompressibility", "noise.png", "--prompts", "two.txt"], "two.txt has 2 prompts for 1 image."),
         (["JPEGCompressibility", "noise.png", "--out", "x.txt"], "--out x.txt is not a .json or .csv file."),
         (["JPEGCompressibility", "noise.png", "--batch-size", "0"], "--batch-size 0 is too small. Use 1 or more."),
         (["python:nowhere:score", "noise.png"], "nowhere"),

@@ -141,7 +141,7 @@ def test_a_bad_form_gets_its_reason_in_a_line(ask):
     files = [("images", ("0.png", picture, "image/png"))]
     assert ask.post("/score", files=files).json()["detail"] == "the field request is missing"
     answer = ask.post("/score", files=[*files, *files], data={"request": json.dumps({"prompts": ["a"]})})
-    assert "2 images, 1 prompts" in answer.json()["detail"]
+    assert "2 images, 1 prompt" in answer.json()["detail"]
     answer = ask.post("/score", files=files * 12, data={"request": "{}"})
     assert answer.status_code in (400, 413)
 
@@ -331,7 +331,7 @@ def test_pixels_that_wait_are_bounded_before_they_are_decoded(monkeypatch):
         reward.go_on.set()
         threads[0].join(20)
         assert refused.status_code == 503
-        assert "1 images of 0.0 megapixels are already waiting" in refused.json()["detail"]
+        assert "1 image of 0.0 megapixels already waiting" in refused.json()["detail"]
         assert answers[0].status_code == 200
         assert httpx.get(serving.url.replace("score", "health")).json()["waiting"] == 0
 

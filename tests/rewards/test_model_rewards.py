@@ -181,9 +181,7 @@ def test_a_clip_folder_that_lacks_a_weight_is_one_line(build, kind, clip_folder,
     del weights["visual_projection.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     argument = "clip" if kind is AestheticScore else "checkpoint"
-    said = (
-        rf"^Cannot load .*: 1 weights missing, such as visual_projection\.weight\. Set {kind.__name__}\.{argument} to"
-    )
+    said = rf"^Cannot load .*: 1 weight missing, such as visual_projection\.weight\. Set {kind.__name__}\.{argument} to"
     with pytest.raises(RuntimeError, match=said):
         build(kind, **{argument: str(folder)}).load()
 

@@ -193,7 +193,7 @@ BROKEN_REQUESTS = {
     "not_base64": ({"images": ["%%%"], "prompts": ["a"]}, "images[0] is not base64", "garbage"),
     "no_png": ({"images": [PNG, "YWJj"], "prompts": ["a", "b"]}, "images[1]: its 3 bytes are not a PNG", "garbage"),
     "prompts": ({"images": [PNG], "prompts": "a"}, "prompts is not a list", "garbage"),
-    "number": ({"images": [PNG], "prompts": ["a", "b"]}, "1 images, 2 prompts and 2 rows", "wrong_number"),
+    "number": ({"images": [PNG], "prompts": ["a", "b"]}, "1 image, 2 prompts and 2 rows", "wrong_number"),
     "rows": ({"images": [PNG], "prompts": ["a"], "rows": ["a"]}, "rows is not a list of objects", "garbage"),
     "row_count": ({"images": [PNG], "prompts": ["a"], "rows": []}, "0 rows", "wrong_number"),
     "many": ({"images": [PNG] * 4, "prompts": ["a"] * 4}, "4 images exceed the limit of 3", "too_large"),

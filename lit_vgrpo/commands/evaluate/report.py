@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.commands.evaluate.scores import ImageScores
+from lit_vgrpo.errors import counted
 from lit_vgrpo.metrics.bootstrap import bootstrap_interval
 from lit_vgrpo.metrics.diversity import diversity
 from lit_vgrpo.runs.folder import candidates
@@ -126,9 +127,10 @@ def table(report: dict[str, Any]) -> str:
     widths = [max(len(line[column]) for line in lines if column < len(line)) for column in range(len(lines[0]))]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]
     saved, prompts = report["checkpoint"], report["prompts"]
+    sampled = f"{counted(prompts['count'], 'held-out prompt')} x {counted(prompts['images_per_prompt'], 'image')}"
     heading = [
-        f"{saved['file']} after {saved['iteration']} iterations",
-        f"{prompts['count']} held-out prompts x {prompts['images_per_prompt']} images, seed {report['seed']}",
+        f"{saved['file']} after {counted(saved['iteration'], 'iteration')}",
+        f"{sampled}, seed {report['seed']}",
         "",
     ]
     return "\n".join([*heading, *rows, "", *_notes(report)])

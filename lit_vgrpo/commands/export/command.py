@@ -20,7 +20,7 @@ from lit_vgrpo.commands.export.upload import (
 )
 from lit_vgrpo.commands.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.config.arguments import flag, option, subcommand
-from lit_vgrpo.errors import UserError, report, say, suggestion
+from lit_vgrpo.errors import UserError, counted, report, say, suggestion
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.contract import DTYPES
 from lit_vgrpo.policies.export import save_kohya, save_merged
@@ -125,7 +125,7 @@ def export(options: ExportOptions) -> int:
         iterations = saved.progress.iterations
         add_card(draft, options.run, policy, loaded_from, options.variant, iterations, options.dtype, options.merge)
     what, lines = load_lines(policy, loaded_from, options.dtype, options.merge, options.to.folder)
-    origin = f"{options.variant} weights of {saved.path} after {iterations} iterations"
+    origin = f"{options.variant} weights of {saved.path} after {counted(iterations, 'iteration')}"
     say(f"Written: {options.written} ({what}): {origin}")
     status = 0 if repository is None else _publish(options, repository)
     if status == 0:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_vgrpo.errors import UserError, one_line, say
+from lit_vgrpo.errors import UserError, counted, one_line, say
 from lit_vgrpo.runs.folder import candidates
 from lit_vgrpo.system.hub import hub_error
 
@@ -44,8 +44,8 @@ class Repository:
         if other:
             named = ", ".join(other[:MOST_NAMED]) + (", ..." if len(other) > MOST_NAMED else "")
             raise UserError(
-                f"{self.name} holds {len(other)} files that this export does not have ({named}). Nothing was uploaded; "
-                f"the export is in {folder}. Choose another name, or delete them there."
+                f"{self.name} holds {counted(len(other), 'file')} that this export does not have ({named}). "
+                f"Nothing was uploaded; the export is in {folder}. Choose another name, or delete them there."
             )
 
 
@@ -127,7 +127,7 @@ def upload(folder: Path, repository: Repository, is_public: bool, confirm: Calla
     for name, path in files.items():
         replaced = "  replaces the file there" if name in (there or ()) else ""
         say(f"  {size(path.stat().st_size):>9}  {name}{replaced}")
-    say(f"  {size(sum(path.stat().st_size for path in files.values())):>9}  {len(files)} files")
+    say(f"  {size(sum(path.stat().st_size for path in files.values())):>9}  {counted(len(files), 'file')}")
     if not confirm():
         return False
     if not sys.stderr.isatty():

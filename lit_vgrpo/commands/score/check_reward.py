@@ -18,7 +18,7 @@ from lit_vgrpo.commands.score.trial import PartTrial, findings, trial_table, tri
 from lit_vgrpo.config.arguments import Options, option, subcommand, whole
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.data.rows import Rows
-from lit_vgrpo.errors import UserError, report, say
+from lit_vgrpo.errors import UserError, counted, report, say
 from lit_vgrpo.runs.start import load_policy
 from lit_vgrpo.system.hub import LoadError
 
@@ -64,11 +64,11 @@ def check_reward(options: CheckRewardOptions) -> int:
     rows = [row for row in training_rows(cli, num_prompts) for _ in range(each)]
     if files:
         rows, images = rows[: len(files)], [read_image(file) for file in files]
-        say(f"{len(images)} images of {options.images}, {each} for each of the first training prompts")
+        say(f"{counted(len(images), 'image')} of {options.images}, {each} for each of the first training prompts")
     else:
         start = time.perf_counter()
         images = made_images(cli, rows)
-        say(f"{len(images)} images made by the recipe's policy in {time.perf_counter() - start:.1f} s")
+        say(f"{counted(len(images), 'image')} made by the recipe's policy in {time.perf_counter() - start:.1f} s")
     groups = torch.arange(len(images)) // each
     with loaded(reward):
         parts = trials(reward, images, rows, groups[: len(images)], cli.model.policy.decode_batch_size)
@@ -116,5 +116,5 @@ def estimate(cli: RecipeCLI, parts: Sequence[PartTrial]) -> str:
     seconds = {part.name: part.seconds_per_image * plan.images_per_rank for part in parts if part.name in trained}
     beside = sum(seconds[name] for name, reward in trained.items() if reward.concurrent)
     overlap = f", of which {beside:.2g} s run beside the rollout" if beside else ""
-    images = f"{plan.images_per_rank} images per rank"
+    images = f"{counted(plan.images_per_rank, 'image')} per rank"
     return f"Rewards of an iteration, {images}: about {sum(seconds.values()):.2g} s{overlap}."

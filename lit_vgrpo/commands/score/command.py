@@ -19,7 +19,7 @@ from lit_vgrpo.commands.score.report import image_scores, score_table, write_sco
 from lit_vgrpo.config.arguments import Options, option, read_path, subcommand, whole
 from lit_vgrpo.config.recipe import shipped_overlays
 from lit_vgrpo.data import read_prompts
-from lit_vgrpo.errors import UserError, say
+from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.system.hub import LoadError
 
@@ -79,8 +79,8 @@ class ScoreOptions(Options):
             raise UserError(str(error)) from error
         if len(rows) != len(files):
             raise UserError(
-                f"{self.prompts} has {len(rows)} prompts for {len(files)} images. Give one per image, from {files[0]} "
-                f"to {files[-1]}."
+                f"{self.prompts} has {counted(len(rows), 'prompt')} for {counted(len(files), 'image')}. "
+                f"Give one per image, from {files[0]} to {files[-1]}."
             )
         return rows
 

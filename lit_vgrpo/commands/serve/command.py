@@ -8,7 +8,7 @@ import socket
 from lit_vgrpo.commands.serve.listening import listening_socket, require_packages, web_address
 from lit_vgrpo.commands.serve.options import ServeOptions
 from lit_vgrpo.config.arguments import subcommand
-from lit_vgrpo.errors import UserError, one_line, report, say
+from lit_vgrpo.errors import UserError, counted, one_line, report, say
 
 KEEP_ALIVE_S = 75
 SHUTDOWN_S = 5
@@ -71,7 +71,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
         serve_page(app, listener, SHUTDOWN_S, KEEP_ALIVE_S)
     finally:
         worker.close()
-    say(f"Stopped after {worker.scored_images} images.")
+    say(f"Stopped after {counted(worker.scored_images, 'image')}.")
     return 0
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lit_vgrpo.errors import one_line
+from lit_vgrpo.errors import counted, one_line
 from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.protocol import MEGAPIXEL, EncodedRequest, ScoreRequest
 
@@ -102,7 +102,9 @@ class Worker:
                 raise Stopping("the server is shutting down")
             is_much = self._waiting + images > MOST_WAITING_IMAGES or self._pixels + pixels > MOST_WAITING_PIXELS
             if self._waiting and is_much:
-                raise Busy(f"{self._waiting} images of {self._pixels / MEGAPIXEL:.1f} megapixels are already waiting")
+                raise Busy(
+                    f"{counted(self._waiting, 'image')} of {self._pixels / MEGAPIXEL:.1f} megapixels already waiting"
+                )
             self._waiting += images
             self._pixels += pixels
         try:
