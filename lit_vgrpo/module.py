@@ -30,7 +30,7 @@ from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.runs.heldout import HeldOutModule
 from lit_vgrpo.runs.iteration import Continuation, Iteration
-from lit_vgrpo.runs.limits import keep_iterations_whole, sizes_of, training_warnings
+from lit_vgrpo.runs.limits import keep_iterations_whole, sizes_of, training_warnings, unfit_callbacks
 from lit_vgrpo.runs.micro_batch import accumulate, settle
 from lit_vgrpo.runs.resume_guard import ResumeGuard
 from lit_vgrpo.runs.reward_logger import RewardLogger
@@ -262,7 +262,10 @@ class VGRPOModule(HeldOutModule):
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Add the metrics of every iteration, and the check of checkpoints before they are loaded."""
-        there = tuple(type(callback) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        chosen = self.trainer.callbacks  # type: ignore[attr-defined]
+        for error in unfit_callbacks(chosen):
+            raise ValueError(error)
+        there = tuple(map(type, chosen))
         return [cls() for cls in (RewardLogger, ResumeGuard) if not any(issubclass(own, cls) for own in there)]
 
     def configure_optimizers(self) -> Any:

@@ -11,6 +11,7 @@ from lit_vgrpo.config.schema import options_of_class
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, suggestion, with_full_keys
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.runs.limits import unfit_callbacks
 
 OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
 SECTIONS = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "scouts/", "surrogate/", "train/", "lr-")
@@ -21,7 +22,7 @@ def callback_errors(
     callbacks: Sequence[Callback], model: VGRPOModule, data: PromptDataModule, world_size: int
 ) -> list[str]:
     """Return all errors of the recipe's own callbacks, given in its order."""
-    errors = []
+    errors = unfit_callbacks(callbacks)
     for number, callback in enumerate(callbacks):
         found = callback.check(world_size) if isinstance(callback, FID) else []
         if isinstance(callback, RewardHackAlarm):

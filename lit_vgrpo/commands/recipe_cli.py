@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
@@ -199,7 +199,8 @@ class RecipeCLI(LightningCLI):
     def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
         refuse_twins(chosen)
         wanted: list[type[Callback]] = [our_callbacks.RunSummary]
-        if self.config.trainer.enable_progress_bar is not False:
+        has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
+        if self.config.trainer.enable_progress_bar is not False and not has_bar:
             wanted.append(our_callbacks.ProgressBar)
         reports = [callback for callback in chosen if isinstance(callback, our_callbacks.Report)]
         others = [callback for callback in chosen if callback not in reports]

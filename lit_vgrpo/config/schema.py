@@ -255,7 +255,7 @@ def _options(hint: Any) -> list[Any]:
 
 def _made_by(option: Any) -> list[type]:
     """Return the classes that a hint such as ``Callable[[Iterable], Optimizer]`` returns."""
-    if typing.get_origin(option) is not Callable:
+    if typing.get_origin(option) is not Callable or not typing.get_args(option):
         return []
     return [cls for cls in _options(typing.get_args(option)[1]) if inspect.isclass(cls) and _is_component(cls)]
 

@@ -58,8 +58,13 @@ def trainer_errors(options: Mapping[str, Any]) -> list[str]:
     """
     known = {name: hint for name, hint in TRAINER_NUMBERS.items() if name in options}
     errors = [error for name, hint in known.items() for error in range_errors(f"trainer.{name}", options[name], hint)]
-    names = (_accelerator_error(options.get("accelerator")), _strategy_error(options.get("strategy")))
-    return [*map(str, errors), *(message for message in names if message is not None)]
+    bare = "trainer.barebones=true switches off checkpoints, metrics and evaluations. Leave it out."
+    others = (
+        bare if options.get("barebones") else None,
+        _accelerator_error(options.get("accelerator")),
+        _strategy_error(options.get("strategy")),
+    )
+    return [*map(str, errors), *(message for message in others if message is not None)]
 
 
 def _accelerator_error(name: object) -> str | None:

@@ -26,24 +26,24 @@ MAX_BYTES_IN_MEMORY = 64 << 20
 """A few hundred prompts of SDXL, 15 of an SD 3.5 with T5: a small prompt set is encoded once per run."""
 
 
-class RecentRows(OrderedDict[str, Row]):
+class RecentRows:
     """The rows used last, by text, up to a size in bytes."""
 
     def __init__(self, max_bytes: int) -> None:
-        super().__init__()
         self.max_bytes = max_bytes
+        self.rows: OrderedDict[str, Row] = OrderedDict()
         self._bytes = 0
 
     def read(self, text: str) -> Row | None:
-        if text in self:
-            self.move_to_end(text)
-        return self.get(text)
+        if text in self.rows:
+            self.rows.move_to_end(text)
+        return self.rows.get(text)
 
     def keep(self, text: str, row: Row) -> None:
-        self[text] = row
+        self.rows[text] = row
         self._bytes += _size(row)
         while self._bytes > self.max_bytes:
-            self._bytes -= _size(self.popitem(last=False)[1])
+            self._bytes -= _size(self.rows.popitem(last=False)[1])
 
 
 def masked_rows(rows: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -1,13 +1,14 @@
-"""Checks of Trainer settings that would cut an iteration short or train nothing, and Lightning's that do not apply."""
+"""Checks of Trainer settings that would cut an iteration short or train nothing, and callbacks that do not fit."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_vgrpo.core.sharding import shape_of
@@ -26,6 +27,19 @@ EXPECTED_WARNINGS = (
     ".*all_gather is deprecated.*",
     ".*LeafSpec.*is deprecated.*",
 )
+
+AVERAGES = "keeps weights that a resumed run and an export would not find. Use lit_vgrpo.callbacks.EMA"
+UNFIT_CALLBACKS = {
+    "GradientAccumulationScheduler": "changes how many micro-batches make an update, which the sizes say. "
+    "Use data.updates_per_iteration and data.micro_batch_size",
+    "BatchSizeFinder": "looks for a batch_size, which an iteration has not. Use data.micro_batch_size=auto",
+    "LearningRateFinder": "would train on one iteration's images. Compare runs: lightning compare --sweep",
+    "StochasticWeightAveraging": AVERAGES,
+    "WeightAveraging": AVERAGES,
+    "ModelPruning": "replaces weights that the method keeps copies of. Leave it out",
+}
+"""Lightning's callbacks that an iteration cannot be trained with: what they do, and what to use. By name, since not
+every version has them all."""
 
 
 def hide_expected_warnings() -> None:
@@ -47,6 +61,16 @@ def sizes_of(trainer: Any) -> Sizes:
             "Call trainer.fit(module, datamodule=PromptDataModule(...))."
         )
     return sizes
+
+
+def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:
+    """Return an error for each of Lightning's callbacks that an iteration cannot be trained with."""
+    return [
+        f"trainer.callbacks: {type(callback).__name__} {UNFIT_CALLBACKS[cls.__name__]}."
+        for callback in callbacks
+        for cls in type(callback).__mro__
+        if cls.__module__.startswith("lightning.") and cls.__name__ in UNFIT_CALLBACKS
+    ]
 
 
 def keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from helpers import prompt_file
+from lightning.pytorch.callbacks import ProgressBar
 from processes import PYTHON
 
 from lit_vgrpo.commands.recipe_cli import fixed_seed
@@ -169,13 +170,20 @@ def test_two_runs_with_resume_equal_one(tiny_recipe):
         assert torch.equal(value, ends[1]["state_dict"][name]), name
 
 
+def test_another_progress_bar_replaces_ours(tiny_recipe):
+    cli = build([str(tiny_recipe), "trainer.callbacks=[RichProgressBar]"])
+    bars = [callback for callback in cli.trainer.callbacks if isinstance(callback, ProgressBar)]
+    assert [type(bar).__name__ for bar in bars] == ["RichProgressBar"]
+    cli.give_back()
+
+
 @pytest.mark.parametrize(
     ("callback", "line"),
     [
         ("trainer.callbacks=BackboneFinetuning", "trainer: 'VGRPOModule' object has no attribute 'backbone'"),
         (
-            "trainer.callbacks=BatchSizeFinder",
-            "Field batch_size not found in `model`, `datamodule`",
+            "trainer.callbacks=[{class_path: ModelPruning, init_args: {pruning_fn: l1_unstructured}}]",
+            "trainer.callbacks: ModelPruning replaces weights that the method keeps copies of. Leave it out.",
         ),
     ],
 )

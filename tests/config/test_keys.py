@@ -86,6 +86,7 @@ def test_the_key_that_a_message_names_can_be_typed(tiny_recipe, typed, named):
         ("trainer.callbacks=[EMA,EMA]", "trainer.callbacks contains EMA twice, as [0] and [1]. Leave one"),
         ("trainer.callbacks[3].decay=1", "trainer.callbacks[3] does not exist: trainer.callbacks is not a list"),
         ("model.objective=null", "model.objective=null has the wrong type. Give an Objective."),
+        ("trainer.barebones=true", "trainer.barebones=true switches off checkpoints, metrics and"),
     ],
 )
 def test_a_message_says_what_to_type(tiny_recipe, typed, line):

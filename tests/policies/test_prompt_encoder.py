@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import contextmanager
+from copy import deepcopy
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def test_a_prompt_is_encoded_once_while_memory_has_room(families):
         assert len(sizes) == 1
         assert equal(policy.encode([B]), plain.select(torch.tensor([1])))  # was used longest ago
         assert len(sizes) == 2
-    assert recent._bytes == sum(value.nbytes for row in recent.values() for value in row.values())
+    assert recent._bytes == sum(value.nbytes for row in recent.rows.values() for value in row.values())
+    assert list(deepcopy(recent).rows) == list(recent.rows)  # callbacks copy a module
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 from helpers import make_data, make_module, make_trainer, weights
+from lightning.pytorch import callbacks
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.runs.limits import limit_error
@@ -53,6 +54,24 @@ def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, er
     with pytest.raises(ValueError, match=error) as refused:
         make_trainer(tmp_path, 1, **limit).fit(module, datamodule=make_data(updates_per_iteration=2))
     assert "\n" not in str(refused.value)
+    assert not module.policy.loaded
+
+
+@pytest.mark.parametrize(
+    ("callback", "error"),
+    [
+        (callbacks.GradientAccumulationScheduler({0: 2}), "GradientAccumulationScheduler .* data.micro_batch_size."),
+        (callbacks.BatchSizeFinder(), "Use data.micro_batch_size=auto."),
+        (callbacks.LearningRateFinder(), "lightning compare --sweep."),
+        (callbacks.StochasticWeightAveraging(1e-3), "Use lit_vgrpo.callbacks.EMA."),
+        (callbacks.EMAWeightAveraging(), "EMAWeightAveraging .* Use lit_vgrpo.callbacks.EMA."),
+        (callbacks.ModelPruning("l1_unstructured", amount=0.1), "Leave it out."),
+    ],
+)
+def test_a_callback_of_lightnings_that_does_not_fit_is_refused(tiny_sd3, tmp_path, callback, error):
+    module = make_module(tiny_sd3)
+    with pytest.raises(ValueError, match=f"trainer.callbacks: .*{error}"):
+        make_trainer(tmp_path, 1, callbacks=[callback]).fit(module, datamodule=make_data())
     assert not module.policy.loaded
 
 
