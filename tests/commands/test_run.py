@@ -182,8 +182,8 @@ def test_another_progress_bar_replaces_ours(tiny_recipe):
     [
         ("trainer.callbacks=BackboneFinetuning", "trainer: 'VGRPOModule' object has no attribute 'backbone'"),
         (
-            "trainer.callbacks=[{class_path: ModelPruning, init_args: {pruning_fn: l1_unstructured}}]",
-            "trainer.callbacks: ModelPruning replaces weights that the method keeps copies of. Leave it out.",
+            "trainer.callbacks=BatchSizeFinder",
+            "trainer.callbacks: BatchSizeFinder looks for a batch_size, which an iteration has not. Use data.micro",
         ),
     ],
 )
