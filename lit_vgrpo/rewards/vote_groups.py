@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import ceil
 
 from lit_vgrpo.core.bradley_terry import choice_scores
@@ -119,13 +120,7 @@ class Group:
 def progress_of(groups: Sequence[Group]) -> Progress:
     """Return the progress of groups."""
     answers = [list(own.values()) for group in groups for own in group.votes.values()]
-    pairs = [
-        (first, second)
-        for own in answers
-        for place, first in enumerate(own)
-        for second in own[place + 1 :]
-        if first is not None and second is not None
-    ]
+    pairs = [pair for own in answers for pair in combinations(own, 2) if None not in pair]
     return Progress(
         given=sum(group.given for group in groups),
         needed=sum(group.needed * group.voters for group in groups),
