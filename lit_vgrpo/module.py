@@ -46,8 +46,8 @@ from lit_vgrpo.runs.update_guard import UpdateGuard
 class VGRPOModule(HeldOutModule):
     """Trains a policy; one epoch is one iteration of Algorithm 1.
 
-    The first step of an iteration rolls out, scores and prepares. Every step returns the loss of one micro-batch, so
-    that Lightning accumulates, clips and steps as in any other run.
+    The first step of an iteration makes its images, see :meth:`collect`. Every step returns the loss of one
+    micro-batch, so that Lightning accumulates, clips and steps as in any other run.
 
     Args:
         policy: the denoising model; its weights are loaded in ``configure_model``.

@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_vgrpo.core.sharding import shape_of, write
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.distributed.checkpoint_file import RECIPE_KEY, CheckpointDamage, averages, read_sound
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.runs.resume import Progress
 
@@ -81,7 +81,7 @@ class SavedWeights:
             what = f"has shape {there} there and {here} here"
         else:
             what = f"is trained {'here' if first in own else 'there'} only"
-        return f"{len(odd)} trained tensors differ, the first, {first}, {what}."
+        return f"{counted(len(odd), 'trained tensor')} would not fit, such as {first}, which {what}."
 
     def put_into(self, policy: Policy, variant: str) -> None:
         """Replace the policy's trained tensors, which must be whole, by those of a variant.

@@ -372,7 +372,7 @@ def test_weights_of_another_shape_are_refused(inside, tiny_sd3):
     name = next(iter(saved.tensors["EMA"]))
     here = tuple(saved.tensors["EMA"][name].shape)
     saved.tensors["EMA"][name] = torch.zeros(1, 1)
-    said = f"1 trained tensors differ, the first, {name}, has shape (1, 1) there and {here} here."
+    said = f"1 trained tensor would not fit, such as {name}, which has shape (1, 1) there and {here} here."
     with pytest.raises(UserError, match=re.escape(said)):
         saved.refuse_misfit("EMA", module.policy)
 
