@@ -117,7 +117,7 @@ def test_it_is_the_largest_divisor_that_fits(share, lines, room):
 def test_zero_is_refused(tiny_recipe, capsys):
     assert micro_batch_error(ZeRO(2), Sizes(2, 4, 1, 4)) is None
     error = micro_batch_error(ZeRO(2), Sizes(2, 4, 1, "auto"))
-    assert error.endswith("Give a number, or use trainer.strategy=ddp or fsdp2.")
+    assert error.endswith("Set a number, or use trainer.strategy=ddp or fsdp2.")
 
 
 def test_check_takes_auto_and_refuses_other_words(tiny_recipe, capsys):
