@@ -438,13 +438,13 @@ def test_connections_are_bounded(monkeypatch):
         assert httpx.get(serving.url.replace("score", "health")).status_code == 200
 
 
-def test_a_client_that_goes_away_is_no_server_error(caplog):
+def test_a_client_that_goes_away_is_no_server_error(logged):
     with Serving(Recorded()) as serving:
         with socket.create_connection(serving.listener.getsockname()) as client:
             client.sendall(HEAD + b"\r\n" + bytes(10))
             wait_until(lambda: serving.server.server_state.tasks)
         wait_until(lambda: not serving.server.server_state.tasks)
-    assert not caplog.records
+    assert not logged
 
 
 def test_what_waits_when_the_server_goes_down_is_refused():

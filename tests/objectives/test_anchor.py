@@ -18,6 +18,7 @@ from pair_methods import (
     spread_copies,
     weights,
 )
+from policy_copies import load_copy
 
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.rollout import RolloutSpec
@@ -106,7 +107,7 @@ def test_the_pull_on_a_chain_in_float64(policy, name):
 
 
 def test_the_pull_of_ddpo(unet_folder):
-    policy = UNetPolicy(str(unet_folder("epsilon"))).load()
+    policy = load_copy(UNetPolicy, unet_folder("epsilon"))
     objective = DDPO(RolloutSpec("ddim_sde", 4), kl_weight=1.0, **ANCHOR)
     objective.setup(policy)
     nudge(policy)

@@ -14,6 +14,7 @@ from pair_methods import (
     spread_copies,
     weights,
 )
+from policy_copies import load_copy
 
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.rollout import RolloutSpec
@@ -26,7 +27,7 @@ from lit_vgrpo.policies import SD3Policy
 
 @pytest.fixture(params=[None, 4], ids=["full", "lora"])
 def network(request, tiny_sd3):
-    return SD3Policy(str(tiny_sd3), max_sequence_length=1, lora_rank=request.param).load()
+    return load_copy(SD3Policy, tiny_sd3, max_sequence_length=1, lora_rank=request.param)
 
 
 def small(**options):

@@ -17,6 +17,7 @@ from chain_in_float64 import (
     roll,
 )
 from helpers import repeating
+from policy_copies import load_copy
 
 from lit_vgrpo.core.advantages import group_advantages
 from lit_vgrpo.core.noise import image_generators
@@ -61,7 +62,7 @@ def test_without_noise_a_flow_chain_is_the_euler_sampler(policy, solver, guidanc
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_without_noise_a_vp_chain_is_the_ddim_sampler(unet_folder, prediction):
-    policy = UNetPolicy(str(unet_folder(prediction))).load()
+    policy = load_copy(UNetPolicy, unet_folder(prediction))
     latents, _, _ = walk(policy, RolloutSpec("ddim_sde", 5, noise_level=0.0))
     torch.testing.assert_close(latents, walk_ode(policy, RolloutSpec("ddim", 5))[0], rtol=1e-3, atol=1e-4)
 
@@ -171,7 +172,7 @@ def test_a_flash_tail_ends_at_zero_on_the_exact_solution(tiny_sd3):
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_a_tail_on_the_vp_path_is_diffusers_own_from_there_on(unet_folder, prediction):
-    policy = UNetPolicy(str(unet_folder(prediction))).load()
+    policy = load_copy(UNetPolicy, unet_folder(prediction))
     latents, schedule, chain = walk(policy, RolloutSpec("ddim_sde", 20, window=(0, 10), tail=1.0))
     scheduler = policy.scheduler("dpm++", 10)
     scheduler.set_timesteps(timesteps=policy.path.index(schedule[10:]).tolist())

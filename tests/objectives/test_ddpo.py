@@ -15,6 +15,7 @@ from chain_in_float64 import (
     prepared,
 )
 from helpers import repeating
+from policy_copies import load_copy
 
 from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.objectives import DDPO
@@ -25,7 +26,7 @@ KINDS = ["epsilon", "v_prediction"]
 
 
 def load(unet_folder, prediction, **options):
-    return UNetPolicy(str(unet_folder(prediction)), **options).load()
+    return load_copy(UNetPolicy, unet_folder(prediction), **options)
 
 
 def outputs_of(policy, rollout, guidance):

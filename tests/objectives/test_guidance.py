@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import make_module
 from pair_methods import ADVANTAGES, prepare, roll
+from policy_copies import load_copy
 
 from lit_vgrpo import AWM, DGPO, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec, SD3Policy
 from lit_vgrpo.core.pass_counter import PassLedger
@@ -125,7 +126,7 @@ def test_a_scale_below_one_is_refused(option):
 
 
 def test_an_experience_moves_with_only_the_rows_it_uses(tiny_sd3):
-    policy = SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
+    policy = load_copy(SD3Policy, tiny_sd3, max_sequence_length=1)
     experience = prepare(policy, VGRPO(RolloutSpec(steps=2), num_mc_samples=2))
     assert experience.to(torch.device("cpu")) is experience
     moved = experience.select(slice(3, 6)).to(torch.device("meta"))
@@ -136,7 +137,7 @@ def test_an_experience_moves_with_only_the_rows_it_uses(tiny_sd3):
 
 
 def test_a_moved_micro_batch_has_the_same_loss(tiny_sd3):
-    policy = SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
+    policy = load_copy(SD3Policy, tiny_sd3, max_sequence_length=1)
     objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2)
     micro = prepare(policy, objective).select(slice(3, 6))
     there_and_back = Experience(

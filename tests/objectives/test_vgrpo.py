@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from policy_copies import load_copy
 
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
@@ -188,7 +189,7 @@ def test_naive_elbo_is_the_plain_error_of_its_space(policy, space):
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_x_error_on_the_variance_preserving_path(unet_folder, prediction, cap):
-    policy = UNetPolicy(str(unet_folder(prediction))).load()
+    policy = load_copy(UNetPolicy, unet_folder(prediction))
     objective = VGRPO(RolloutSpec("ddim", steps=4), num_mc_samples=2, scale_cap=cap, self_normalise=False)
     experience = prepared(policy, objective)
     abar = policy.pipeline.scheduler.alphas_cumprod.double()

@@ -13,6 +13,7 @@ import diffusers
 import pytest
 import torch
 from helpers import in_order
+from policy_copies import load_copy
 from torch import Tensor
 
 from lit_vgrpo.core.noise import image_generators
@@ -70,6 +71,11 @@ class Family:
         """A policy of its own for a test that changes it."""
         sizes = {"height": HEIGHT, "width": WIDTH}
         return self.policy_class(str(self.folder), **{**sizes, **self.options, **options}).load()
+
+    def copy(self, **options: Any) -> Policy:
+        """The same in a third of the time; only its network and scheduler are its own. Options are in float32."""
+        sizes = {"height": HEIGHT, "width": WIDTH}
+        return load_copy(self.policy_class, self.folder, **{**sizes, **self.options, **options})
 
     @cached_property
     def shared(self) -> Policy:

@@ -117,10 +117,10 @@ def test_it_counts_as_a_part(build, images, kind):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_loading_and_scoring_say_nothing(build, images, kind, capfd, caplog):
+def test_loading_and_scoring_say_nothing(build, images, kind, capfd, logged):
     build(kind)(images, PROMPTS, [{}] * 5)
     assert capfd.readouterr() == ("", "")
-    assert not caplog.records
+    assert not logged
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from policy_copies import load_copy
 
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.rollout import RolloutRequest
@@ -16,7 +17,7 @@ ADVANTAGES = torch.tensor([1.0, -0.5, -0.5, 0.3, 2.0, -2.3])
 
 
 def load_sd3(folder, **options):
-    return SD3Policy(str(folder), max_sequence_length=1, **options).load()
+    return load_copy(SD3Policy, folder, max_sequence_length=1, **options)
 
 
 def roll(policy, objective, iteration=0, seed=0, **options):
