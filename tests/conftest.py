@@ -4,15 +4,17 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import sys
 from functools import cache
+from threading import Thread
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
-from processes import PYTHON, REAL_PYTHON
+from processes import BARE, PLAIN, PYTHON, REAL_PYTHON
 
 sys.executable = REAL_PYTHON  # in a worker, which is a fork, it would be PYTHON
 
@@ -76,9 +78,9 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def pytest_unconfigure():
-    """Let the last collection look again: nanobind lists as leaked what is still there."""
-    gc.unfreeze()
+def pytest_configure(config):
+    """Let the interpreter's last collection look again: nanobind lists as leaked what is still there."""
+    config.add_cleanup(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -86,6 +88,9 @@ def pytest_xdist_setupnodes(config, specs):
     """Fork the workers, each of which would take 10 s to import what is tested; coverage has to see the imports."""
     from execnet import XSpec
 
+    for python in (PLAIN, BARE):  # import what tests need later, while a core is idle
+        started = {"args": [python, "-c", ""], "stderr": subprocess.DEVNULL}
+        Thread(target=subprocess.run, kwargs=started, daemon=True).start()
     if not getattr(config.option, "cov_source", None):
         specs[:] = [XSpec(f"{spec}//python={PYTHON}") if spec.popen and not spec.python else spec for spec in specs]
 

@@ -69,7 +69,7 @@ def test_unknown_solvers_are_refused(family):
 @pytest.mark.parametrize("trained", ["full", "adapter", "partial"])
 def test_gradient_reaches_exactly_the_trained_weights(family, trained):
     options = {"full": {}, "adapter": {"lora_rank": 2}, "partial": {"train_only": [family.train_only]}}[trained]
-    policy = family.load(**options).train()
+    policy = family.copy(**options).train()
     names = [name.removeprefix("network.") for name, _ in policy.named_parameters()]
     if "lora_rank" in options:
         expected = {name for name in names if ".lora_" in name}
@@ -99,7 +99,7 @@ def test_gradient_reaches_exactly_the_trained_weights(family, trained):
 
 @of_each_network
 def test_checkpointing_changes_no_gradient(family):
-    policies = family.load(lora_rank=2), family.load(lora_rank=2, gradient_checkpointing=True)
+    policies = family.copy(lora_rank=2), family.copy(lora_rank=2, gradient_checkpointing=True)
     for policy in policies:
         policy(*inputs(policy), 2.0).square().mean().backward()
     plain, cheap = (trainable_parameters(policy) for policy in policies)
@@ -110,7 +110,7 @@ def test_checkpointing_changes_no_gradient(family):
 
 @of_each_network
 def test_a_fresh_adapter_changes_nothing(family):
-    adapted = family.load(lora_rank=4, lora_alpha=8)
+    adapted = family.copy(lora_rank=4, lora_alpha=8)
     with torch.no_grad():
         prediction = adapted(*inputs(adapted))
         torch.testing.assert_close(prediction, family.shared(*inputs(family.shared)), rtol=1e-5, atol=1e-6)

@@ -19,6 +19,7 @@ PRELOADED = [
     "peft",
     "deepspeed",
     "hypothesis",
+    "pytest",
     "lit_vgrpo.callbacks",
     "torch.utils.tensorboard",
 ]
