@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from lit_vgrpo.commands.compare.options import CompareOptions
@@ -13,7 +14,7 @@ from lit_vgrpo.commands.compare.results import curves_of, rows_of
 from lit_vgrpo.commands.compare.runner import Stopped, locked, run_all
 from lit_vgrpo.commands.compare.sweep import trials_of, write_sweep
 from lit_vgrpo.config.arguments import subcommand
-from lit_vgrpo.errors import say
+from lit_vgrpo.errors import counted, say
 
 
 @subcommand(CompareOptions)
@@ -26,8 +27,11 @@ def compare(options: CompareOptions) -> int:
     found = entrants(options)
     with locked(options.out):
         runs = runs_of(options, found)
+        names = [entrant.name for entrant in found]
+        if options.sweep:
+            names = [f"{name} {counted(n, 'point')}" for name, n in Counter(one.method for one in found).items()]
         say(
-            f"{len(runs)} runs of {options.iterations} iterations ({', '.join(entrant.name for entrant in found)}; "
+            f"{counted(len(runs), 'run')} of {counted(options.iterations, 'iteration')} ({', '.join(names)}; "
             f"seeds {', '.join(map(str, options.seeds))}), {options.jobs} at once, in {options.out}",
             error=True,
         )
