@@ -156,7 +156,7 @@ def test_the_recipe_is_refused_before_training(inside, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"lora_rank": 3, "lora_alpha": 4}, "lora_A.default.weight, has shape (2, 32) there and (3, 32) here."),
+        ({"lora_rank": 3, "lora_alpha": 4}, "lora_A.default.weight, which has shape (2, 32) there and (3, 32) here."),
         ({"lora_rank": None, "lora_alpha": None}, "is trained here only."),
         ({"lora_targets": ["attn.to_q", "attn.to_k", "ff.net.2"]}, "is trained there only."),
         ({"lora_alpha": 8}, "trained with lora_alpha=4, this run has 8: the same adapter would count 2 times as much."),
