@@ -198,13 +198,12 @@ class RecipeCLI(LightningCLI):
 
     def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
         refuse_twins(chosen)
-        wanted: list[type[Callback]] = [our_callbacks.RunSummary]
-        has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
-        if self.config.trainer.enable_progress_bar is not False and not has_bar:
-            wanted.append(our_callbacks.ProgressBar)
+        wanted: dict[type[Callback], type[Callback]] = {our_callbacks.RunSummary: our_callbacks.RunSummary}
+        if self.config.trainer.enable_progress_bar is not False:
+            wanted[ProgressBar] = our_callbacks.ProgressBar
         reports = [callback for callback in chosen if isinstance(callback, our_callbacks.Report)]
         others = [callback for callback in chosen if callback not in reports]
-        added = [cls() for cls in wanted if not any(isinstance(callback, cls) for callback in chosen)]
+        added = [cls() for kind, cls in wanted.items() if not any(isinstance(callback, kind) for callback in chosen)]
         callbacks: list[Callback] = [RunFolder(self.ckpt_path), self.carried, self.guard, *others, *added]
         callbacks += reports or [our_callbacks.Report()]  # it shows what the others have written
         own = [callback for callback in chosen if isinstance(callback, RunCheckpoint)]

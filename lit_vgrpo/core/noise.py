@@ -37,13 +37,12 @@ def unit_noise(generators: Sequence[torch.Generator], shape: Sequence[int]) -> T
     with torch.inference_mode(False):  # which other threads do not know of
         noise = torch.empty(len(generators), *shape, device="cpu")
 
-    def draw(generator: torch.Generator, row: Tensor) -> None:
+    def draw(row: Tensor, generator: torch.Generator) -> None:
         row.normal_(generator=generator)
 
     if noise.numel() < WORTH_A_THREAD or torch.get_num_threads() == 1:
-        for generator, row in zip(generators, noise, strict=True):
-            draw(generator, row)
-        return noise
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        list(threads.map(draw, generators, noise))
+        list(map(draw, noise, generators))
+    else:
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(draw, noise, generators))
     return noise

@@ -125,7 +125,7 @@ class RunCheckpoint(Checkpoint):
         self.saved = None
 
     def _leave(self) -> None:
-        # Not where the checkpoint is written: the loggers write their row first.
+        # Not where the checkpoint is written: the hooks after it run first.
         if self._leaving:
             raise SIGTERMException
 

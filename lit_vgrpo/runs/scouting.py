@@ -31,6 +31,7 @@ class Choice:
         conditioning: this rank's prompts, encoded.
         metrics: of all scouts, over all ranks.
         errors: by reward, the last failure.
+        seconds: wall time by phase: ``scouts_rollout``, ``scouts_decode``, ...
     """
 
     noise_ids: Tensor
@@ -38,6 +39,7 @@ class Choice:
     conditioning: Conditioning
     metrics: dict[str, float]
     errors: dict[str, str]
+    seconds: dict[str, float]
 
     def redrawn(self, request: RolloutRequest) -> RolloutRequest:
         """Return the request for this rank's images, from the noise of the chosen scouts."""
@@ -69,22 +71,19 @@ class Scouting:
         Raises:
             RewardError: every scout failed, or any that must not.
         """
-        module, seconds = self.module, dict[str, float]()
-        self._choice = self._send(batch, seconds)
+        module, choice = self.module, self._send(batch)
         request = batch.request(module.seed, at_most(batch.images, module.rollout_batch_size))
-        if self._choice is not None:
-            request = self._choice.redrawn(request)
+        if choice is not None:
+            request = choice.redrawn(request)
         queue = self.queue if module.objective.needs_reward else None
         images = RolloutScoring(module.policy, queue, request, module.all_ranks)
-        images.seconds |= seconds
+        if choice is not None:
+            images.seconds |= choice.seconds
+        self._choice = choice
         return images
 
-    def _send(self, batch: PromptBatch, seconds: dict[str, float]) -> Choice | None:
-        """Sample and score the scouts of an iteration and choose among them; ``None`` without scouts.
-
-        Args:
-            seconds: wall time by phase; that of the scouts is added as ``scouts_rollout``, ``scouts_decode``, ...
-        """
+    def _send(self, batch: PromptBatch) -> Choice | None:
+        """Sample and score the scouts of an iteration and choose among them; ``None`` without scouts."""
         spec = self.module.objective.rollout_spec(batch.iteration)
         if spec.scouts is None or not self.module.objective.needs_reward:
             return None
@@ -95,7 +94,6 @@ class Scouting:
         with module.ledger.phase("scouts"):
             scouts = scoring.sample(module.objective.send_scouts)
         scores = scoring.scores()
-        seconds.update({f"scouts_{name}": value for name, value in scoring.seconds.items()})
         scores.refuse_failures(batch.iteration, self.any_failure, "scouts")
         rewards = in_order(scores.total, module.all_ranks(scouts.image_ids), request.group_size)
         chosen = extremes(rewards, batch.group_size)
@@ -111,6 +109,7 @@ class Scouting:
                 "failed": float(rewards.isnan().sum()),
             },
             errors=scores.errors,
+            seconds={f"scouts_{name}": value for name, value in scoring.seconds.items()},
         )
 
     def compare(self, record: IterationRecord, image_ids: Tensor) -> IterationRecord:
