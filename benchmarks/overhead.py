@@ -29,7 +29,7 @@ from lit_vgrpo.commands.run import build
 
 def now() -> Tensor:
     """Wall and CPU time in seconds."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
 

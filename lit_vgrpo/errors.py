@@ -105,8 +105,15 @@ def unknown_option(key: str, owner: str, options: Iterable[str]) -> str:
 
     >>> unknown_option("model.objective.num_mc_sample", "VGRPO", ["num_mc_samples", "clip"])
     'model.objective.num_mc_sample is not an option of VGRPO. Did you mean num_mc_samples?'
+    >>> unknown_option("model.objective.rollout.steps:4", "RolloutSpec", ["steps"])
+    'model.objective.rollout.steps:4 has no space after its colon. Write {steps: 4}.'
     """
-    return f"{key} is not an option of {owner}. {suggestion(key.rsplit('.', 1)[-1], options)}"
+    name = key.rsplit(".", 1)[-1]
+    word, colon, value = name.partition(":")
+    options = list(options)
+    if colon and word in options:
+        return f"{key} has no space after its colon. Write {{{word}: {value}}}."
+    return f"{key} is not an option of {owner}. {suggestion(name, options)}"
 
 
 def with_key(key: str, options: Iterable[str], error: object) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.advantages import group_statistics
 from lit_vgrpo.core.noise import unit_noise
 from lit_vgrpo.core.times import TimePool
 
@@ -115,10 +115,9 @@ def coefficient_of_variation(values: Tensor, group_ids: Tensor | None = None) ->
     Source:
         The paper's diagnostic, overall and within groups.
     """
-    if group_ids is None:
-        return float(values.std(correction=0) / values.mean().abs().clamp(min=1e-12))
-    shares = [coefficient_of_variation(values[group_ids == g]) for g in torch.unique(group_ids)]
-    return float(np.mean(shares))
+    one_group = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+    mean, std, count, _ = group_statistics(values, one_group if group_ids is None else group_ids)
+    return float((std / mean.abs().clamp(min=1e-12) / count).sum() / (1 / count).sum())
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float | None) -> Tensor:

@@ -184,7 +184,7 @@ def _statistics(scores: Tensor, applies: Tensor, group_ids: Tensor) -> dict[str,
     valid = asked[~asked.isnan()]
     return {
         "mean": float(valid.mean()),
-        "std": float(valid.std(correction=0)),
+        "std": float((valid - valid.mean()).square().mean().sqrt()),  # torch.std warns where there are no images
         "no_spread": no_spread_share(asked, group_ids[applies]),
         "failed": float(asked.isnan().sum()),
     }

@@ -48,7 +48,7 @@ def test_a_good_recipe_has_no_error():
         ({"limit": None}, "model.limit=null has the wrong type. Give an int."),
         (
             {"objective": {"class_path": "VGRPO", "init_args": {"rollout": "euler"}}},
-            "model.objective.rollout='euler' must be a mapping of the options of RolloutSpec.",
+            "model.objective.rollout=euler is not a mapping of RolloutSpec's options. Write {solver: ..., steps: ...}.",
         ),
         ({"kind": "tow"}, "model.kind=tow is not a choice. Did you mean two?"),
         ({"seed": 4}, "model.seed follows seed_everything. Set seed_everything=4 instead."),

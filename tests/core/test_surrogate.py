@@ -64,3 +64,8 @@ def test_coefficient_of_variation_within_groups_ignores_what_differs_between_the
     values = torch.tensor([1.0, 1.0, 9.0, 9.0])
     assert coefficient_of_variation(values) == pytest.approx(0.8)
     assert coefficient_of_variation(values, torch.tensor([0, 0, 1, 1])) == 0
+
+
+def test_every_group_counts_once_whatever_its_size():
+    values = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0])
+    assert coefficient_of_variation(values, torch.tensor([4, 4, 7, 7, 7])) == pytest.approx(0.25)
