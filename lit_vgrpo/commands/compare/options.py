@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -168,6 +169,17 @@ class CompareOptions(Options):
         self.evaluate_every = min(self.evaluate_every, self.iterations)
         self.jobs = self.jobs or (min(2, os.cpu_count() or 1) if trainer.get("accelerator") == "cpu" else 1)
         self.out = self.out or Path("runs", f"{'sweep' if self.sweep else 'compare'}-{self.command.recipe.stem}")
+        self._refuse_anothers_results()
+
+    def _refuse_anothers_results(self) -> None:
+        own = self.command.recipe.stem
+        for name in ("compare.json", "sweep.json"):
+            try:
+                other = json.loads((self.out / name).read_text())["recipe"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # no results there, or none that anything could be lost of
+            if other != own:
+                raise UserError(f"--out {self.out} holds the results of {other}. Give {own} a folder of its own.")
 
     @property
     def seeds(self) -> list[int]:

@@ -39,6 +39,14 @@ def test_defaults_come_from_the_recipe():
     assert options.out == Path("runs/compare-tiny_shapes")
 
 
+def test_another_recipes_results_are_not_overwritten(tmp_path):
+    (tmp_path / "compare.json").write_text('{"recipe": "tiny_ocr"}')
+    with pytest.raises(UserError, match="holds the results of tiny_ocr. Give tiny_shapes a folder of its own"):
+        parsed("--out", str(tmp_path))
+    (tmp_path / "compare.json").write_text('{"recipe": "tiny_shapes"}')
+    assert parsed("--out", str(tmp_path)).out == tmp_path
+
+
 def test_a_sweep_uses_other_seeds_and_fewer_iterations():
     options = parsed("--sweep")
     assert options.seeds == [100]
