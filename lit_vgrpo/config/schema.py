@@ -130,14 +130,14 @@ class _Walk:
 
     def arguments(self, cls: type, given: Any, key: str, is_made: bool = False) -> Any:
         """Check the arguments of a class; build it if it is from this package."""
-        if not isinstance(given, Mapping):
-            example = ", ".join(f"{name}: ..." for name in list(_parameters(cls)[0])[:2])
-            self.errors.append(f"{key}={given} is not a mapping of {cls.__name__}'s options. Write {{{example}}}.")
-            return UNBUILT
         before = len(self.errors)
         parameters, open_ended = _parameters(cls)
         if is_made:
             parameters.pop(next(iter(parameters)))
+        if not isinstance(given, Mapping):
+            example = ", ".join(f"{name}: ..." for name in list(parameters)[:2])
+            self.errors.append(f"{key}={given} is not a mapping of {cls.__name__}'s options. Write {{{example}}}.")
+            return UNBUILT
         hints = _hints(cls)
         kwargs: dict[str, Any] = {}
         for name, value in given.items():

@@ -87,7 +87,7 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 def _wall_s() -> float:
     """Return the time in seconds after synchronising the GPU, which only queues work when a call returns."""
-    if torch.cuda.is_initialized():  # unlike is_available, which looks for a driver every time
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 

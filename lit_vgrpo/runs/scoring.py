@@ -182,9 +182,10 @@ def _statistics(scores: Tensor, applies: Tensor, group_ids: Tensor) -> dict[str,
     """Return the statistics of the images that a reward applies to."""
     asked = scores[applies]
     valid = asked[~asked.isnan()]
+    mean = valid.mean()
     return {
-        "mean": float(valid.mean()),
-        "std": float((valid - valid.mean()).square().mean().sqrt()),  # torch.std warns where there are no images
+        "mean": float(mean),
+        "std": float((valid - mean).square().mean().sqrt()),  # torch.std warns where there are no images
         "no_spread": no_spread_share(asked, group_ids[applies]),
         "failed": float(asked.isnan().sum()),
     }
