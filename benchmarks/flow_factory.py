@@ -140,7 +140,7 @@ def run_ours(method: str, folder: Path, compiled: bool) -> dict[str, Any]:
     """Run our recipe with the same sizes."""
     import lightning as L
 
-    from lit_vgrpo.commands.run import build
+    from lit_vgrpo.launch.build import build
 
     (folder / "brightness.py").write_text("def score(images, prompts):\n    return images.mean((1, 2, 3))\n")
     sys.path.insert(0, str(folder))

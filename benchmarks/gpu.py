@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from lit_vgrpo.core.rollout import RolloutRequest
+from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext
 
 HERE = Path(__file__).parent
@@ -93,7 +93,7 @@ class Place:
         Raises:
             RuntimeError: it ended with another status than 0.
         """
-        from lit_vgrpo.commands.run import run
+        from lit_vgrpo.cli.run import run
 
         folder = self.folder / name
         status = run([recipe, self.accelerator, f"run_dir={folder}", *words])
@@ -256,8 +256,8 @@ def _fewer(place: Place) -> tuple[str, ...]:
 
 
 def _peak(place: Place, *words: str) -> Row:
-    from lit_vgrpo.commands.estimate.estimate import estimate
-    from lit_vgrpo.commands.run import build
+    from lit_vgrpo.apps.memory.estimate import estimate
+    from lit_vgrpo.launch.build import build
 
     given = [*real_recipe(place), *words]
     cli = build([*given, f"run_dir={place.folder / 'estimated'}"], make_folder=False)
@@ -350,7 +350,7 @@ def race(place: Place) -> Iterator[tuple[str, Callable[[], Row]]]:
 
 
 def _compared(place: Place, methods: str, words: list[str]) -> Row:
-    from lit_vgrpo.commands.compare.command import compare
+    from lit_vgrpo.apps.compare.command import compare
 
     out = place.folder / "race"
     given = ["tiny_shapes", place.accelerator, "--methods", methods, *words, "--target", "0.7", "--jobs", "1"]

@@ -77,12 +77,12 @@ def build(place: Path) -> dict[str, str]:
 
 
 def measure(case: dict[str, Any]) -> dict[str, int]:
-    from lit_vgrpo.commands.estimate.estimate import peak_of_pass
-    from lit_vgrpo.memory.live import LiveMemory
-    from lit_vgrpo.memory.meta import policy_on_meta
-    from lit_vgrpo.memory.passes import Pass
+    from lit_vgrpo.apps.memory.estimate import peak_of_pass
+    from lit_vgrpo.apps.memory.meta import policy_on_meta
     from lit_vgrpo.policies import SD3Policy, UNetPolicy
     from lit_vgrpo.system.memory import measured_memory
+    from lit_vgrpo.training.live_memory import LiveMemory
+    from lit_vgrpo.training.memory_passes import Pass
 
     torch.manual_seed(0)
     family = {"SD3": SD3Policy, "UNet": UNetPolicy}[case["family"]]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.callbacks.summary import peak_memory_bytes
-from lit_vgrpo.commands.run import build
+from lit_vgrpo.launch.build import build
 
 
 def now() -> Tensor:

@@ -22,8 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo.distributed.checkpoint_file import read
 from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.training.checkpoint_file import read
 
 MODULE = """
 import time

@@ -38,15 +38,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.core.noise import STREAM_ROLLOUT, image_generators
-from lit_vgrpo.core.rollout import Conditioning, Experience, Rollout
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.types import Conditioning, Experience, Rollout
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.optimizers.optimizer import OptimizerConfig
 from lit_vgrpo.policies import FluxPolicy, Policy, SD3Policy
 from lit_vgrpo.policies.speed import compile_network
 from lit_vgrpo.system.memory import measured_memory
 from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.training.optimizer import OptimizerConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
 from real_architectures import FLUX_DEV, SD35_MEDIUM

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo import RolloutSpec, SD3Policy
-from lit_vgrpo.core.rollout import RolloutRequest
 from lit_vgrpo.core.sampling import roll_out
 from lit_vgrpo.core.scouts import extremes, rank_correlation
+from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.rewards import ShapesReward, Weighted
 from lit_vgrpo.system.paths import resolve_path
 

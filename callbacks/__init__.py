@@ -8,9 +8,9 @@ from lit_vgrpo.callbacks.fid import FID
 from lit_vgrpo.callbacks.hack_alarm import RewardHackAlarm
 from lit_vgrpo.callbacks.progress import ProgressBar
 from lit_vgrpo.callbacks.report import Report
+from lit_vgrpo.callbacks.reward_logger import RewardLogger
 from lit_vgrpo.callbacks.samples import SampleGrid
 from lit_vgrpo.callbacks.summary import RunSummary
-from lit_vgrpo.runs.reward_logger import RewardLogger
 
 __all__ = [
     "EMA",

@@ -15,7 +15,7 @@ from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.core.sharding import local
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.runs.best_evaluation import TRAINED, NewestEvaluation
+from lit_vgrpo.training.best_evaluation import TRAINED, NewestEvaluation
 
 COLLAPSED = "collapsed"
 

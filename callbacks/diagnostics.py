@@ -10,11 +10,11 @@ import torch
 
 from lit_vgrpo.core.ranges import Count, PositiveInt, Range, checked
 from lit_vgrpo.core.surrogate import coefficient_of_variation
-from lit_vgrpo.distributed.fsdp2 import FSDP2
-from lit_vgrpo.distributed.zero import ZeRO
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.objectives.forward import ForwardObjective
 from lit_vgrpo.objectives.gradient_noise import snr_by_time
+from lit_vgrpo.training.fsdp2 import FSDP2
+from lit_vgrpo.training.zero import ZeRO
 
 MOST_TIMES = 10
 """Times that the gradient is measured at, spread over the sampler's own."""

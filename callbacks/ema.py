@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.distributed.trainer_internals import callbacks_of
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.training.trainer_internals import callbacks_of
 
 
 @checked

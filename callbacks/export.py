@@ -9,12 +9,15 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lit_vgrpo.callbacks.ema import averaged_weights
+from lit_vgrpo.apps.report.model_card import add_card
+from lit_vgrpo.callbacks.ema import EMA, averaged_weights
 from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, write_error, write_folder_atomically
+from lit_vgrpo.training.saved_weights import AVERAGE, TRAINED
+from lit_vgrpo.training.trainer_internals import callbacks_of
 
 
 class Export(L.Callback):
@@ -48,6 +51,12 @@ class Export(L.Callback):
             if trainer.is_global_zero:
                 self._write(policy, Path(trainer.default_root_dir), weights)
         trainer.strategy.barrier("export")
+
+    def add_card(self, trainer: L.Trainer, policy: Policy, run: Path) -> None:
+        """Add the model card to an export; call it when the last evaluation's numbers are known."""
+        if (folder := run / self.folder).is_dir():
+            variant = AVERAGE if callbacks_of(trainer, EMA) else TRAINED
+            add_card(folder, run, policy, folder, variant, trainer.current_epoch)
 
     def _write(self, policy: Policy, root: Path, weights: Mapping[str, Tensor] | None) -> None:
         folder = root / self.folder

@@ -10,15 +10,15 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_vgrpo.core.gather import raise_together
 from lit_vgrpo.core.ranges import BatchSize, PositiveInt, Range, checked
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import HeldOutDataset, held_out_error
 from lit_vgrpo.data.prompts import read_prompts
-from lit_vgrpo.distributed.gather import raise_together
 from lit_vgrpo.errors import counted
 from lit_vgrpo.metrics import FrechetDistance, KeptFeatures, Reference, feature_network, kernel_distance
 from lit_vgrpo.metrics.reference import reference_errors, reference_statistics
-from lit_vgrpo.runs.heldout import HeldOutModule
+from lit_vgrpo.training.evaluation import HeldOutModule
 
 FIRST_OWN_IMAGE = 1 << 30
 """Number of the first image of ``prompts``, far above the held-out images' numbers: no initial noise is shared."""

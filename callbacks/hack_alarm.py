@@ -10,11 +10,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_vgrpo.callbacks.divergence import Divergence, Measurement, finite_mean
 from lit_vgrpo.callbacks.diversity import HeldOutDiversity
 from lit_vgrpo.callbacks.stop import StopsRun
+from lit_vgrpo.core.gather import raise_together
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.distributed.gather import raise_together
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.runs.best_evaluation import TRAINED, UNTRAINED, NewestEvaluation
+from lit_vgrpo.training.best_evaluation import TRAINED, UNTRAINED, NewestEvaluation
 
 Action = Literal["warn", "stop"]
 DIVERSITY = "heldout/diversity"

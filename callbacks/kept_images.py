@@ -11,16 +11,16 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_vgrpo.apps.report.kept import IMAGES_NAME, SCORES_NAME, folder_of
+from lit_vgrpo.apps.report.selection import Choice, choose
+from lit_vgrpo.core.gather import objects_of_all_ranks
 from lit_vgrpo.core.pictures import PICTURE, read_picture
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.rows import PROMPT
-from lit_vgrpo.distributed.gather import objects_of_all_ranks
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.reports.kept import IMAGES_NAME, SCORES_NAME, folder_of
-from lit_vgrpo.reports.selection import Choice, choose
-from lit_vgrpo.runs.heldout import HeldOutModule
 from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.training.evaluation import HeldOutModule
 
 SIDE = 256
 """Longer side of a kept image, at most, in pixels."""

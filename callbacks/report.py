@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_vgrpo.apps.report.kept import REPORT_NAME
+from lit_vgrpo.apps.report.page import write_report
 from lit_vgrpo.callbacks.kept_images import KeptImages
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.reports.kept import REPORT_NAME
-from lit_vgrpo.reports.page import write_report
 
 When = Literal["evaluations", "end", "never"]
 MOST_SHARE = 0.05

@@ -14,13 +14,13 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
+from lit_vgrpo.apps.report.samples import LAYOUT, TO_EDIT
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.core.pictures import references_of, stacked_references
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.rows import Rows
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.reports.samples import LAYOUT, TO_EDIT
 
 LABEL_HEIGHT = 18
 GAP = 4

@@ -7,8 +7,8 @@ from pathlib import Path
 import lightning as L
 
 from lit_vgrpo.errors import say
-from lit_vgrpo.runs.checkpoint import RunCheckpoint
-from lit_vgrpo.runs.folder import BEST, CHECKPOINTS, CONFIG_NAME
+from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.folder import BEST, CHECKPOINTS, CONFIG_NAME
 
 
 class StopsRun(L.Callback):

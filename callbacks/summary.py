@@ -14,12 +14,12 @@ import torch
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.callbacks.stop import StopsRun
-from lit_vgrpo.distributed.trainer_internals import callbacks_of
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.runs.resume import SUMMARY_NAME
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.training.resume import SUMMARY_NAME
+from lit_vgrpo.training.trainer_internals import callbacks_of
 
 PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
 

@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 # Imported on first use: the command's help and the plain-loop parts must not wait for Lightning.
 _HOMES = {
     "VGRPOModule": "lit_vgrpo.module",
-    "OptimizerConfig": "lit_vgrpo.optimizers.optimizer",
+    "OptimizerConfig": "lit_vgrpo.training.optimizer",
     "PromptDataModule": "lit_vgrpo.data",
     "PromptSource": "lit_vgrpo.data",
     "VGRPO": "lit_vgrpo.objectives",
@@ -34,7 +34,7 @@ _HOMES = {
     "SDXLPolicy": "lit_vgrpo.policies",
     "UNetPolicy": "lit_vgrpo.policies",
     "ZImagePolicy": "lit_vgrpo.policies",
-    "RolloutSpec": "lit_vgrpo.core.rollout",
+    "RolloutSpec": "lit_vgrpo.core.types",
 }
 quiet_imports()
 __all__ = ["__version__", *_HOMES]

@@ -2,7 +2,7 @@
 
 import sys
 
-from lit_vgrpo.cli import main
+from lit_vgrpo.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,35 +11,35 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_vgrpo.callbacks.reward_logger import RewardLogger
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.nonfinite import NonFinite
 from lit_vgrpo.core.ranges import BatchSize, Seed, checked
 from lit_vgrpo.core.records import IterationRecord, timed
-from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
+from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.distributed.registry import keeps_plain_weights
 from lit_vgrpo.objectives.base import Objective, PrepareContext
-from lit_vgrpo.optimizers.optimization import Optimization
-from lit_vgrpo.optimizers.optimizer import OptimizerCallable, OptimizerConfig
-from lit_vgrpo.optimizers.schedule import LRSchedulerCallable
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import Reward
-from lit_vgrpo.runs.heldout import HeldOutModule
-from lit_vgrpo.runs.iteration import Continuation, Iteration
-from lit_vgrpo.runs.limits import keep_iterations_whole, sizes_of, training_warnings, unfit_callbacks
-from lit_vgrpo.runs.micro_batch import accumulate, settle
-from lit_vgrpo.runs.resume_guard import ResumeGuard
-from lit_vgrpo.runs.reward_logger import RewardLogger
-from lit_vgrpo.runs.saved_weights import refuse_other_weights, trained_only
-from lit_vgrpo.runs.scoring import IterationScores, RolloutScoring
-from lit_vgrpo.runs.scouting import Scouting
-from lit_vgrpo.runs.settings import ModuleSettings
-from lit_vgrpo.runs.start import load_policy
-from lit_vgrpo.runs.update_guard import UpdateGuard
+from lit_vgrpo.rollout.iteration import Continuation, Iteration
+from lit_vgrpo.rollout.scores import IterationScores, RolloutScoring
+from lit_vgrpo.rollout.scouts import Scouting
+from lit_vgrpo.training.evaluation import HeldOutModule
+from lit_vgrpo.training.limits import keep_iterations_whole, sizes_of, training_warnings, unfit_callbacks
+from lit_vgrpo.training.micro_batch import accumulate, settle
+from lit_vgrpo.training.optimization import Optimization
+from lit_vgrpo.training.optimizer import OptimizerCallable, OptimizerConfig
+from lit_vgrpo.training.resume_guard import ResumeGuard
+from lit_vgrpo.training.saved_weights import refuse_other_weights, trained_only
+from lit_vgrpo.training.schedule import LRSchedulerCallable
+from lit_vgrpo.training.settings import ModuleSettings
+from lit_vgrpo.training.start import load_policy
+from lit_vgrpo.training.strategies import keeps_plain_weights
+from lit_vgrpo.training.update_guard import UpdateGuard
 
 
 @checked

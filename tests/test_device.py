@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_vgrpo.commands.run import build
 from lit_vgrpo.core.records import Stopwatch, timed
 from lit_vgrpo.core.sharding import write
+from lit_vgrpo.launch.build import build
 from lit_vgrpo.system.memory import device_name, idle_gpu
 
 

@@ -7,7 +7,7 @@ import pytest
 from helpers import make_data, make_module, make_trainer, weights
 
 from lit_vgrpo.config.parts import built_part
-from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.objectives import Objective
 

@@ -22,8 +22,8 @@ from lit_vgrpo import (
     UNetPolicy,
 )
 from lit_vgrpo.callbacks import EMA
-from lit_vgrpo.core.rollout import group_layout
 from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.types import group_layout
 from lit_vgrpo.data.datasets import IterationDataset
 
 ON_UNET = {

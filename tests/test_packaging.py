@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_both_commands_are_ours():
     scripts = {
-        e.name: e.value for e in metadata.entry_points(group="console_scripts") if e.value == "lit_vgrpo.cli:main"
+        e.name: e.value for e in metadata.entry_points(group="console_scripts") if e.value == "lit_vgrpo.cli.main:main"
     }
     assert set(scripts) == {"lightning", "lit-vgrpo"}
 

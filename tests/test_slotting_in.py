@@ -27,7 +27,7 @@ from lit_vgrpo.callbacks import (
     SampleGrid,
     SurrogateDiagnostics,
 )
-from lit_vgrpo.commands.run import build
+from lit_vgrpo.launch.build import build
 
 ROOT = Path(__file__).parents[1]
 
@@ -177,7 +177,7 @@ PLAIN_LOOP = """
 import sys
 import torch
 from lit_vgrpo.core.advantages import group_advantages
-from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
+from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.vgrpo import VGRPO
 from lit_vgrpo.policies import SD3Policy
@@ -242,7 +242,7 @@ def test_the_parts_import_no_lightning(parts):
 @pytest.mark.slow  # make lint shows it too: imports point down
 def test_the_module_reads_no_recipe():
     """Building from plain Python needs none of our command."""
-    done = run_python("import lit_vgrpo.module, sys; assert 'lit_vgrpo.commands.run' not in sys.modules")
+    done = run_python("import lit_vgrpo.module, sys; assert 'lit_vgrpo.cli.run' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 

@@ -18,7 +18,7 @@ ENTRY = re.compile(r"(?:    )?(\w+): (.*)")
 ROOT = Path(__file__).parents[1]
 PARTS = {
     "model": "lit_vgrpo.module:VGRPOModule",
-    "model.optimizer": "lit_vgrpo.optimizers.optimizer:OptimizerConfig",
+    "model.optimizer": "lit_vgrpo.training.optimizer:OptimizerConfig",
     "data": "lit_vgrpo.data.module:PromptDataModule",
 }
 """By the key of a part of a recipe: the class of its options."""

@@ -25,7 +25,7 @@ from lit_vgrpo.system.paths import CONFIG_NAME, shipped_root
 
 RESUME = "--resume"
 STAGES = "stages"
-"""Key that makes a file a curriculum, see :mod:`lit_vgrpo.commands.curriculum`."""
+"""Key that makes a file a curriculum, see :mod:`lit_vgrpo.apps.curriculum.curriculum`."""
 NO_OVERLAYS = ("compare", "assets", "prompts", "starter")
 """Shipped folders without overlays: a comparison's have a different format, and the starter is copied."""
 SECTIONS = ("model", "data", "trainer")

@@ -12,8 +12,8 @@ from torch import Tensor
 from lit_vgrpo.core.batches import filled
 from lit_vgrpo.core.noise import STREAM_GROUP_NOISE, STREAM_ROLLOUT, STREAM_SDE, image_generators, unit_noise
 from lit_vgrpo.core.probability_paths import ProbabilityPath
-from lit_vgrpo.core.rollout import Conditioning, Rollout, RolloutRequest, RolloutSpec, Trajectory
 from lit_vgrpo.core.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
+from lit_vgrpo.core.types import Conditioning, Rollout, RolloutRequest, RolloutSpec, Trajectory
 
 BatchHook = Callable[[slice, Tensor], None]
 """Called with a batch's slice of the images and its final latents ``(b, C, h, w)``."""

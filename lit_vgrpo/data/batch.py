@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pictures import references_of
-from lit_vgrpo.core.rollout import RolloutRequest
+from lit_vgrpo.core.types import RolloutRequest
 
 
 @dataclass

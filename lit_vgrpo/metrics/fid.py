@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lit_vgrpo.distributed.gather import sum_over_ranks
+from lit_vgrpo.core.gather import sum_over_ranks
 
 
 class FrechetDistance:

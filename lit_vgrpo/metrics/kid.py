@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from lit_vgrpo.distributed.gather import rows_of_all_ranks
+from lit_vgrpo.core.gather import rows_of_all_ranks
 
 
 class KeptFeatures:

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lit_vgrpo.core.gather import objects_of_all_ranks, raise_together, rank_and_world_size
 from lit_vgrpo.core.pictures import PROGRAM_FORMAT
-from lit_vgrpo.distributed.gather import objects_of_all_ranks, raise_together, rank_and_world_size
 from lit_vgrpo.metrics.features import FeatureNetwork, InceptionFeatures, Pixels
 from lit_vgrpo.metrics.fid import FrechetDistance
 from lit_vgrpo.metrics.kid import KeptFeatures

@@ -9,10 +9,10 @@ from torch import Tensor
 from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.noise import STREAM_TIMES, seeded_generator
 from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
-from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics
+from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.forward import DrawnTimesObjective
 from lit_vgrpo.objectives.pairs import (

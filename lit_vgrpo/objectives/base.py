@@ -17,11 +17,11 @@ from torch import Tensor
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.ranges import GuidanceScale, checked
-from lit_vgrpo.core.rollout import Experience, Rollout, RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sampling import BatchHook, roll_out
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import Pairs
+from lit_vgrpo.core.types import Experience, Rollout, RolloutRequest, RolloutSpec
 from lit_vgrpo.policies.base import Policy
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_vgrpo.core.advantages import AdvantageStd
 from lit_vgrpo.core.noise import STREAM_STEPS, image_generators
 from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.core.rollout import Rollout, RolloutSpec
+from lit_vgrpo.core.types import Rollout, RolloutSpec
 from lit_vgrpo.objectives.chain import ChainObjective
 
 

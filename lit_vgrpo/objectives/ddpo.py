@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from lit_vgrpo.core.advantages import AdvantageStd
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives.chain import ChainObjective
 
 

@@ -11,10 +11,10 @@ from lit_vgrpo.core.noise import STREAM_DATA, image_generators
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import PositiveFloat, Range, checked
-from lit_vgrpo.core.rollout import Experience, Rollout, RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sampling import BatchHook
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
+from lit_vgrpo.core.types import Experience, Rollout, RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.objectives.pairs import predict_pairs, rollout_pairs
 from lit_vgrpo.policies.base import Policy

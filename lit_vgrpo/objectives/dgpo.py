@@ -13,10 +13,10 @@ from lit_vgrpo.core.noise import STREAM_TIMES, seeded_generator
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.probability_paths import expand
 from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, Range, checked
-from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
+from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.forward import ForwardObjective
 from lit_vgrpo.objectives.groups import are_whole, cut_group, group_weights, groups_of, joined

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageStd
 from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.core.rollout import Experience
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
+from lit_vgrpo.core.types import Experience
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.lagged import LaggedObjective
 from lit_vgrpo.objectives.pairs import distance_to

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lit_vgrpo.core.noise import STREAM_STEPS, seeded_generator
 from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
-from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.solvers import Transition
 from lit_vgrpo.core.surrogate import mean_over_pixels
+from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.chain import ChainObjective
 
 PUBLISHED_CLIP = {"cps": 1e-5}

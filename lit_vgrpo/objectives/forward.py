@@ -7,9 +7,9 @@ from torch import Tensor
 
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import ClosedUnitInterval, Count, GuidanceScale, PositiveFloat, Range
-from lit_vgrpo.core.rollout import Experience, Rollout, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.times import ContinuousTimes, SamplerTimes
+from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
 from lit_vgrpo.objectives.anchor import AnchoredObjective, distance_to_copy
 from lit_vgrpo.objectives.base import PrepareContext, require
 from lit_vgrpo.objectives.pairs import TimeSource, mean_over_pairs, predict_pairs, stored_predictions

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.noise import seeded_generator
-from lit_vgrpo.core.rollout import Experience
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.surrogate import Pairs, denoising_error
+from lit_vgrpo.core.types import Experience
 from lit_vgrpo.objectives.forward import ForwardObjective
 from lit_vgrpo.objectives.pairs import predict_pairs
 from lit_vgrpo.policies.base import Policy

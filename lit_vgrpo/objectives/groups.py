@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.probability_paths import expand
-from lit_vgrpo.core.rollout import Experience
+from lit_vgrpo.core.types import Experience
 
 
 def group_weights(

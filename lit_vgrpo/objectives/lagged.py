@@ -9,9 +9,9 @@ import torch
 
 from lit_vgrpo.core.noise import STREAM_TIMES, image_generators
 from lit_vgrpo.core.ranges import NonNegativeFloat, Range
-from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
+from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.forward import ForwardObjective
 from lit_vgrpo.objectives.pairs import pairs_at

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lit_vgrpo.core.noise import STREAM_PAIRS, image_generators, unit_noise
 from lit_vgrpo.core.probability_paths import Space, expand
-from lit_vgrpo.core.rollout import Experience, Rollout
 from lit_vgrpo.core.surrogate import Pairs, draw_pairs, mean_over_pixels, surrogate
 from lit_vgrpo.core.times import ContinuousTimes, SamplerTimes, TimePool
+from lit_vgrpo.core.types import Experience, Rollout
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies.base import Policy
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from lit_vgrpo.core.advantages import soft_clip
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
-from lit_vgrpo.core.rollout import Experience, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import clipped_surrogate, denoising_error, mean_over_pixels, ratio_metrics
+from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.anchor import distance_to_copy
 from lit_vgrpo.objectives.base import PrepareContext, require
 from lit_vgrpo.objectives.forward import DrawnTimesObjective

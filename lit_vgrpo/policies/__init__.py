@@ -1,7 +1,7 @@
 """Denoising models as policies, one file per model family."""
 
 from lit_vgrpo.core.probability_paths import RectifiedFlow, VariancePreserving
-from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.flux import FluxPolicy
 from lit_vgrpo.policies.flux2 import Flux2Policy

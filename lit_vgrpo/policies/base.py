@@ -15,7 +15,7 @@ from lit_vgrpo.core.batches import in_batches
 from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.noise import unit_noise
 from lit_vgrpo.core.pictures import picture_digest
-from lit_vgrpo.core.rollout import Conditioning, RolloutSpec, is_of_prompt
+from lit_vgrpo.core.types import Conditioning, RolloutSpec, is_of_prompt
 from lit_vgrpo.policies.contract import PolicyContract, PutStart
 from lit_vgrpo.policies.export import save_policy
 from lit_vgrpo.policies.fold import FoldedLora, is_folded_for_sampling
@@ -54,7 +54,7 @@ class Policy(PolicyContract):
 
         Raises:
             LoadError: the checkpoint is missing, damaged or of another family, or an option does not fit it.
-            RuntimeError: ``start_from`` is given, which :func:`lit_vgrpo.runs.start.load_policy` knows.
+            RuntimeError: ``start_from`` is given, which :func:`lit_vgrpo.training.start.load_policy` knows.
         """
         for error in self.check():
             raise LoadError(error)
@@ -86,7 +86,7 @@ class Policy(PolicyContract):
         if self.start_from is not None and put_start is None:
             raise RuntimeError(
                 f"start_from={self.start_from} names a run, which a policy cannot read itself. "
-                "Call lit_vgrpo.runs.start.load_policy(policy) instead of policy.load()."
+                "Call lit_vgrpo.training.start.load_policy(policy) instead of policy.load()."
             )
         if (error := misfit(self, parts_in_memory(pipeline))) is not None:
             raise LoadError(error)

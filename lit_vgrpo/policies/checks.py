@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.rollout import Conditioning, RolloutSpec, is_of_prompt, lengthened
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.types import Conditioning, RolloutSpec, is_of_prompt, lengthened
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.pipeline_call import call_of, pipeline_with, scheduler_of_the_pipeline

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.probability_paths import ProbabilityPath
 from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, PositiveFloat, Range, Seed, checked
-from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.system.paths import resolve_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

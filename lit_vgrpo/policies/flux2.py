@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.contract import Parts
 from lit_vgrpo.policies.flow import FlowPolicy
 from lit_vgrpo.policies.pipeline_folder import INDEX, config_value

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.contract import Parts
 from lit_vgrpo.policies.flux import FluxPolicy, image_ids, packed
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.probability_paths import Space, VariancePreserving
-from lit_vgrpo.core.rollout import Conditioning
 from lit_vgrpo.core.solvers import VP_SDES
+from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.contract import Parts
 from lit_vgrpo.policies.misfits import channels_misfit, distillation, noise_misfit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pictures import picture_digest
-from lit_vgrpo.core.rollout import MASK, Conditioning, is_of_prompt, lengthened
+from lit_vgrpo.core.types import MASK, Conditioning, is_of_prompt, lengthened
 from lit_vgrpo.policies.contract import PolicyContract
 from lit_vgrpo.policies.embeddings import EmbeddingCache, Row
 from lit_vgrpo.policies.fingerprint import encoder_fingerprint

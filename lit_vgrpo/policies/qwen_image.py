@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.core.rollout import MASK, Conditioning
+from lit_vgrpo.core.types import MASK, Conditioning
 from lit_vgrpo.policies.flow import FlowPolicy
 from lit_vgrpo.policies.flux import packed, unpacked
 from lit_vgrpo.policies.pipeline_folder import Parts

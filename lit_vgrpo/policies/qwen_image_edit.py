@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil
-from lit_vgrpo.core.rollout import MASK, Conditioning, lengthened
+from lit_vgrpo.core.types import MASK, Conditioning, lengthened
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.flux import packed
 from lit_vgrpo.policies.prompt_encoder import masked_rows

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lit_vgrpo.core.rollout import Conditioning
+from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.latent_diffusion import LatentDiffusionPolicy
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.core.rollout import MASK, Conditioning
+from lit_vgrpo.core.types import MASK, Conditioning
 from lit_vgrpo.policies.flow import FlowPolicy
 from lit_vgrpo.policies.prompt_encoder import masked_rows
 from lit_vgrpo.policies.vae import latent_sides

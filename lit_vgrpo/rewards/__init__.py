@@ -2,7 +2,6 @@
 
 from lit_vgrpo.rewards.aesthetic import AestheticScore
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
-from lit_vgrpo.rewards.batch import RewardBatch
 from lit_vgrpo.rewards.clip import CLIPImageSimilarity, CLIPScore
 from lit_vgrpo.rewards.combine import Weighted, as_weighted
 from lit_vgrpo.rewards.connection import Connection
@@ -16,6 +15,7 @@ from lit_vgrpo.rewards.ocr import OCRReward
 from lit_vgrpo.rewards.pickscore import PickScore
 from lit_vgrpo.rewards.queue import ScoreQueue
 from lit_vgrpo.rewards.recolour import RecolourReward
+from lit_vgrpo.rewards.scores import Scores
 from lit_vgrpo.rewards.shapes import ShapesReward
 from lit_vgrpo.rewards.vlm_judge import VLMJudge
 from lit_vgrpo.rewards.vote import VoteReward
@@ -36,10 +36,10 @@ __all__ = [
     "PythonReward",
     "RecolourReward",
     "Reward",
-    "RewardBatch",
     "RewardError",
     "RewardOutage",
     "ScoreQueue",
+    "Scores",
     "ShapesReward",
     "VLMJudge",
     "VoteReward",

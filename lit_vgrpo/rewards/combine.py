@@ -16,7 +16,7 @@ from lit_vgrpo.core.pictures import stacked_references
 from lit_vgrpo.core.ranges import Finite, PositiveFloat, checked
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
-from lit_vgrpo.rewards.batch import ImageBatch, RewardBatch, image_batch
+from lit_vgrpo.rewards.scores import ImageBatch, Scores, image_batch
 
 # would collide with another metric's key, such as reward/mean or heldout/reward
 RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward", "untrained_reward", "diversity"})
@@ -209,7 +209,7 @@ class Weighted(Reward):
         for part in self.parts:
             part.reward.close()
 
-    def score(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> RewardBatch:
+    def score(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Scores:
         """Score a batch with every reward.
 
         Images are rounded to uint8 once, before all rewards. If a reward raises, its images are scored again one by
@@ -248,14 +248,14 @@ class Weighted(Reward):
             error = why or error
         return PartScores(scores, error, time.perf_counter() - start, part.reward.take_counts())
 
-    def summed(self, scores: Mapping[str, PartScores], rows: Sequence[Mapping[str, Any]]) -> RewardBatch:
+    def summed(self, scores: Mapping[str, PartScores], rows: Sequence[Mapping[str, Any]]) -> Scores:
         """Combine the rewards' scores."""
         applies = {
             part.name: torch.tensor([self._applies(part, row) for row in rows], dtype=torch.bool) for part in self.parts
         }
         parts = {name: own.scores for name, own in scores.items()}
         total = self.total(parts, applies)
-        return RewardBatch(
+        return Scores(
             total,
             parts,
             total.isfinite(),

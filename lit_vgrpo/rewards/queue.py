@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from lit_vgrpo.rewards.base import RewardError
-from lit_vgrpo.rewards.batch import ImageBatch, RewardBatch, image_batch
 from lit_vgrpo.rewards.combine import Part, PartScores, Weighted
+from lit_vgrpo.rewards.scores import ImageBatch, Scores, image_batch
 
 MOST_WAITING = 4
 """Maximum number of batches waiting per thread; more would only use memory."""
@@ -67,7 +67,7 @@ class ScoreQueue:
         kept = on_cpu if asking else replace(on_cpu, images=on_cpu.images[:0])
         self._pending.append(_Pending(kept, scores))
 
-    def take(self) -> RewardBatch:
+    def take(self) -> Scores:
         """Wait for the threads and return the scores of everything put in, in order, as one batch.
 
         Raises:
@@ -83,7 +83,7 @@ class ScoreQueue:
                 for entry, scores in zip(pending, own, strict=True):
                     entry.scores[part.name] = scores
         # in the order of the parts, not of completion
-        return RewardBatch.joined(
+        return Scores.joined(
             [
                 self.reward.summed(
                     {name: _done(entry.scores[name]) for name in self.reward.part_names}, entry.batch.rows

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.gather import rank_and_world_size
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import PositiveFloat, PositiveInt, Range, checked
-from lit_vgrpo.distributed.gather import rank_and_world_size
 from lit_vgrpo.errors import counted, say
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
 from lit_vgrpo.rewards.png import encode_png

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import ceil
 
-from lit_vgrpo.core.bradley_terry import choice_scores
+from lit_vgrpo.rewards.bradley_terry import choice_scores
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from processes import small_strategy
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.callbacks import EMA, FID
-from lit_vgrpo.distributed import registry as _  # noqa: F401  known to Lightning by name from here on
+from lit_vgrpo.training import strategies as _  # noqa: F401  known to Lightning by name from here on
 
 
 class Witness(L.Callback):

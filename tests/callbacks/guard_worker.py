@@ -16,10 +16,10 @@ from helpers import Brightness, make_data, make_module, make_trainer
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.callbacks import CollapseStop, RewardHackAlarm
 from lit_vgrpo.callbacks.kept_images import KeptImages
-from lit_vgrpo.commands.training import leave_together
 from lit_vgrpo.core.sharding import local
+from lit_vgrpo.launch.train import leave_together
 from lit_vgrpo.rewards import JPEGCompressibility, Weighted
-from lit_vgrpo.runs.checkpoint import RunCheckpoint
+from lit_vgrpo.training.checkpoint import RunCheckpoint
 
 
 class OnOneRank(RewardHackAlarm):

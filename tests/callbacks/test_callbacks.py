@@ -11,7 +11,7 @@ from safetensors import safe_open
 from lit_vgrpo import SD3Policy
 from lit_vgrpo.callbacks import EMA, Export, ProgressBar, RewardLogger, RunSummary, SampleGrid, SurrogateDiagnostics
 from lit_vgrpo.callbacks.samples import draw_grid
-from lit_vgrpo.runs.checkpoint import RunCheckpoint
+from lit_vgrpo.training.checkpoint import RunCheckpoint
 
 
 def train(folder, tmp_path, callbacks, iterations=3, data=None, trainer=None, ckpt=None, **options):

@@ -7,10 +7,10 @@ import torch
 from helpers import Brightness, make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import CollapseStop, RunSummary
-from lit_vgrpo.commands.run import build
-from lit_vgrpo.commands.training import train
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.launch.train import train
 from lit_vgrpo.rewards import Reward
-from lit_vgrpo.runs.checkpoint import RunCheckpoint
+from lit_vgrpo.training.checkpoint import RunCheckpoint
 
 
 class Scripted(Reward):

@@ -16,8 +16,8 @@ from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.metrics import feature_network
 from lit_vgrpo.metrics.diversity import diversity
 from lit_vgrpo.rewards import JPEGCompressibility, ShapesReward
-from lit_vgrpo.runs.best_evaluation import TRAINED, UNTRAINED
-from lit_vgrpo.runs.checkpoint import RunCheckpoint
+from lit_vgrpo.training.best_evaluation import TRAINED, UNTRAINED
+from lit_vgrpo.training.checkpoint import RunCheckpoint
 
 
 def at(trained, watched, iteration=0):

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from lit_vgrpo.cli import main
-from lit_vgrpo.commands.subcommands import SUBCOMMANDS
+from lit_vgrpo.cli.main import main
+from lit_vgrpo.cli.subcommands import SUBCOMMANDS
 
 
 def completed(line, folder):
@@ -22,7 +22,7 @@ def completed(line, folder):
         "COMP_LINE": line,
         "COMP_POINT": str(len(line)),
     }
-    code = "import sys; sys.argv[0] = 'lightning'; from lit_vgrpo.cli import main; main()"
+    code = "import sys; sys.argv[0] = 'lightning'; from lit_vgrpo.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], env=env, cwd=folder, capture_output=True, text=True
     )

@@ -10,9 +10,8 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lit_vgrpo import objectives, policies, rewards
-from lit_vgrpo.cli import main
-from lit_vgrpo.commands.recipe_cli import LINKED, TOP_LEVEL, TRAINER_DEFAULTS
-from lit_vgrpo.commands.subcommands import SUBCOMMANDS
+from lit_vgrpo.cli.main import main
+from lit_vgrpo.cli.subcommands import SUBCOMMANDS
 from lit_vgrpo.config.help import (
     CLASSES,
     PACKAGES,
@@ -27,6 +26,7 @@ from lit_vgrpo.config.help import (
 )
 from lit_vgrpo.config.recipe import find_recipe
 from lit_vgrpo.config.schema import options_of_class
+from lit_vgrpo.launch.recipe_cli import LINKED, TOP_LEVEL, TRAINER_DEFAULTS
 
 
 def found(place):
@@ -109,8 +109,8 @@ def test_help_shows_keys_and_an_example(capsys):
 def test_help_imports_nothing_heavy():
     code = """
 import sys
-from lit_vgrpo.cli import main
-from lit_vgrpo.commands.subcommands import SUBCOMMANDS
+from lit_vgrpo.cli.main import main
+from lit_vgrpo.cli.subcommands import SUBCOMMANDS
 for name in SUBCOMMANDS:
     main([name, "--help"])
 print({"torch", "lightning", "diffusers", "yaml", "numpy"} & set(sys.modules))

@@ -6,8 +6,8 @@ import shlex
 import pytest
 from helpers import repeating
 
-from lit_vgrpo.commands.run import build
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.launch.build import build
 
 KEY = re.compile(r"\b(?:model|data|trainer)(?:\.\w+|\[\d+\])+(?==| to\b)")
 SEVERAL = 'model.reward="{class_path: Weighted, init_args: {rewards: [JPEGCompressibility, PickScore]}}"'

@@ -6,8 +6,8 @@ from support.host_syncs import HostSyncs
 from support.pretended_gpu import pretended_gpu
 
 from lit_vgrpo import DGPO, RolloutSpec, SD3Policy, UNetPolicy
-from lit_vgrpo.core.rollout import RolloutRequest
 from lit_vgrpo.core.sampling import roll_out
+from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext
 
 SOLVERS = {

@@ -14,16 +14,16 @@ from lit_vgrpo.config.trainer_options import TRAINER_NUMBERS, trainer_errors
 from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.probability_paths import VariancePreserving
 from lit_vgrpo.core.ranges import Range, checked, options_of, range_errors
-from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.scouts import ScoutSpec
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.data.source import PromptSource
-from lit_vgrpo.distributed.fsdp2 import FSDP2
-from lit_vgrpo.distributed.zero import ZeRO
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.optimizers.optimizer import OptimizerConfig
 from lit_vgrpo.rewards.connection import Connection
-from lit_vgrpo.runs.checkpoint import RunCheckpoint
+from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.fsdp2 import FSDP2
+from lit_vgrpo.training.optimizer import OptimizerConfig
+from lit_vgrpo.training.zero import ZeRO
 
 TRIED = {
     "0": 0,

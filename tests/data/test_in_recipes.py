@@ -1,9 +1,9 @@
 import pytest
 from helpers import prompt_file
 
-from lit_vgrpo.commands.check import check
-from lit_vgrpo.commands.evaluate.command import heldout_rows
-from lit_vgrpo.commands.run import build
+from lit_vgrpo.cli.check import check
+from lit_vgrpo.cli.eval.command import heldout_rows
+from lit_vgrpo.launch.build import build
 
 SHIPPED = f"train: {prompt_file('shapes_train.jsonl')}"
 

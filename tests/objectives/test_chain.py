@@ -22,11 +22,11 @@ from policy_copies import load_copy
 from lit_vgrpo.core.advantages import group_advantages
 from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sampling import sample, sample_chain
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.solvers import FLOW_SDES, ODE_OF
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import DDPO, DanceGRPO, FlowGRPO, MixGRPO
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import RectifiedFlow, SD3Policy, UNetPolicy

@@ -15,7 +15,7 @@ from chain_in_float64 import (
     roll,
 )
 
-from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import DanceGRPO
 
 SPEC = RolloutSpec("dance_sde", 6, shared_noise=True)

@@ -17,7 +17,7 @@ from chain_in_float64 import (
 from helpers import repeating
 from policy_copies import load_copy
 
-from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import DDPO
 from lit_vgrpo.policies import UNetPolicy
 

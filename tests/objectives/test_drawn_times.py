@@ -17,8 +17,8 @@ from pair_methods import (
     spread_copies,
 )
 
-from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import AWM, DGPO, VGRPO, DiffusionNFT
 from lit_vgrpo.objectives.base import PrepareContext
 

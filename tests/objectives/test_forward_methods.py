@@ -15,7 +15,7 @@ from pair_methods import (
 )
 
 from lit_vgrpo.core.advantages import group_advantages
-from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import AWM, DGPO, DiffusionNFT
 from lit_vgrpo.objectives.base import PrepareContext
 

@@ -8,8 +8,8 @@ from policy_copies import load_copy
 
 from lit_vgrpo import AWM, DGPO, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec, SD3Policy
 from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.rollout import Experience
 from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.types import Experience
 from lit_vgrpo.objectives.base import PrepareContext
 
 ODE, SDE = RolloutSpec(steps=4, guidance=2.0), RolloutSpec("flow_sde", steps=4, guidance=2.0)

@@ -19,7 +19,7 @@ from helpers import repeating
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import MixGRPO
 
 STRATEGIES = ("progressive", "random", "decay", "frozen")

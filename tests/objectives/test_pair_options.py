@@ -17,8 +17,8 @@ from pair_methods import (
 )
 
 from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import AWM, VGRPO
 from lit_vgrpo.objectives.base import PrepareContext
 

@@ -8,9 +8,9 @@ import torch
 from policy_copies import load_copy
 
 from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import VGRPO, clipped_surrogate
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import UNetPolicy

@@ -17,9 +17,9 @@ from policy_copies import load_copy
 from torch import Tensor
 
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import Conditioning, Policy
 from lit_vgrpo.system.hub import LoadError
 

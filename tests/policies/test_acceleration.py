@@ -5,15 +5,15 @@ from torch._dynamo.testing import CompileCounter
 
 from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sampling import roll_out, sample
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.distributed.registry import FSDP2, ZeRO, rollout_error
+from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT, FlowGRPO
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, acceleration
 from lit_vgrpo.policies.acceleration import shared_view
 from lit_vgrpo.policies.fold import lora_layers
 from lit_vgrpo.policies.speed import compile_options, repeated_blocks
+from lit_vgrpo.training.strategies import FSDP2, ZeRO, rollout_error
 
 PROMPTS = ["a red circle on the left", "a blue square"]
 STEPS = 6

@@ -4,9 +4,9 @@ from torch import nn
 
 from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
 from lit_vgrpo.core.sampling import sample, sample_chain
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
+from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import DiffusionNFT
 from lit_vgrpo.policies import SD3Policy, UNetPolicy
 from lit_vgrpo.policies.fold import FoldedLora, fold_error, lora_layers, weight

@@ -10,8 +10,8 @@ import torch
 import yaml
 from policies import contract
 
-from lit_vgrpo.commands.check import check
-from lit_vgrpo.commands.run import run
+from lit_vgrpo.cli.check import check
+from lit_vgrpo.cli.run import run
 from lit_vgrpo.policies import verify
 from lit_vgrpo.policies.checks import Broken, checks_of
 

@@ -7,8 +7,8 @@ from policies.contract import PROMPTS, inputs
 from policies.families import LARGE
 
 from lit_vgrpo import VGRPO, RolloutSpec, VGRPOModule
-from lit_vgrpo.commands.estimate.estimate import Pass, peak_of_pass
-from lit_vgrpo.memory.meta import policy_on_meta
+from lit_vgrpo.apps.memory.estimate import Pass, peak_of_pass
+from lit_vgrpo.apps.memory.meta import policy_on_meta
 from lit_vgrpo.policies import Conditioning, Flux2Policy, QwenImagePolicy
 from lit_vgrpo.policies.checks import prompts_are_rows
 from lit_vgrpo.rewards import JPEGCompressibility

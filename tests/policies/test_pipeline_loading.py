@@ -13,12 +13,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file
 
-from lit_vgrpo.distributed.registry import scaling_error
-from lit_vgrpo.memory.meta import policy_on_meta
+from lit_vgrpo.apps.memory.meta import policy_on_meta
+from lit_vgrpo.apps.report.loading import from_pretrained
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
 from lit_vgrpo.policies.pipeline_folder import WEIGHTS
-from lit_vgrpo.reports.loading import from_pretrained
 from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.training.strategies import scaling_error
 
 COMMIT = "a" * 40
 

@@ -14,9 +14,9 @@ from policies.families import FAMILIES, SLOW
 
 from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sampling import sample, sample_chain
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import Conditioning
 
 COLOURS, SHAPES = ("red", "blue", "green", "yellow"), ("circle", "square", "triangle")

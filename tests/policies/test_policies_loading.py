@@ -8,8 +8,8 @@ import torch
 from helpers import repeating
 from policies import contract
 
-from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sampling import sample
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
 from lit_vgrpo.system.hub import LoadError
 

@@ -6,12 +6,12 @@ from helpers import make_data, make_module, make_trainer, repeating
 
 from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.rollout import RolloutSpec
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.distributed.registry import FSDP2, ZeRO, rollout_error
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import VGRPO, FlowGRPO
 from lit_vgrpo.policies import SD3Policy, speed
+from lit_vgrpo.training.strategies import FSDP2, ZeRO, rollout_error
 
 PROMPTS = ["a red circle on the left", "a blue square"]
 INT8 = RolloutSpec(steps=4, quantise="int8")

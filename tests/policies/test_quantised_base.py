@@ -6,17 +6,17 @@ from helpers import make_data, make_module, make_trainer, repeating
 from policies.contract import inputs
 
 from lit_vgrpo import VGRPO
-from lit_vgrpo.commands.export.command import export
-from lit_vgrpo.commands.run import run
-from lit_vgrpo.commands.sample.command import sample_images
-from lit_vgrpo.core.rollout import RolloutSpec
+from lit_vgrpo.apps.memory.meta import policy_on_meta
+from lit_vgrpo.cli.export import export
+from lit_vgrpo.cli.run import run
+from lit_vgrpo.cli.sample import sample_images
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.distributed.registry import FSDP2, ZeRO, quantisation_error
-from lit_vgrpo.memory.meta import policy_on_meta
-from lit_vgrpo.memory.shares import bytes_of, saved_by_quantisation, tensors_of
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import SD3Policy, quantised_base
 from lit_vgrpo.policies.quantised_base import QuantisedLinear
 from lit_vgrpo.policies.speed import block_linears
+from lit_vgrpo.training.memory_shares import bytes_of, saved_by_quantisation, tensors_of
+from lit_vgrpo.training.strategies import FSDP2, ZeRO, quantisation_error
 
 SHIPPED = "shipped:assets/tiny_sd3"
 MOST = {"nf4": 0.15, "int8": 0.03}

@@ -13,9 +13,8 @@ from torch._inductor import config as inductor
 
 from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.rollout import RolloutRequest, RolloutSpec
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.distributed.registry import whole_weights_error
+from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import VGRPO
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy
@@ -29,6 +28,7 @@ from lit_vgrpo.policies.speed import (
     use_channels_last,
 )
 from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.training.strategies import whole_weights_error
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "policy_speed.py"
 PROMPT = "a red circle on the left"
@@ -170,7 +170,7 @@ def test_without_a_compiler_it_is_said_before_anything_runs(sd3, monkeypatch):
 
 @pytest.mark.parametrize("option", ["compile", "fold_lora"])
 def test_a_strategy_that_shards_the_weights_is_refused_and_others_are_not(option):
-    from lit_vgrpo.distributed.registry import FSDP2, ZeRO
+    from lit_vgrpo.training.strategies import FSDP2, ZeRO
 
     policy = SD3Policy("any", lora_rank=2, **{option: True})
     for strategy in (FSDP2(), ZeRO(stage=3)):

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardBatch, RewardError, Weighted, as_weighted
+from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Scores, Weighted, as_weighted
 from lit_vgrpo.rewards.base import RewardOutage
 
 IMAGES = torch.linspace(0, 1, 4).view(4, 1, 1, 1).expand(4, 3, 8, 8).contiguous()
@@ -242,7 +242,7 @@ def test_a_row_names_the_rewards_that_apply_to_it():
     assert batch.total[[0, 1, 3]].tolist() == [0, 1, 33]
     assert batch.ok.tolist() == [True, True, False, True]  # the third failed, it was not left out
     assert batch.parts["a"].isnan().tolist() == [False, False, True, False]
-    joined = RewardBatch.joined([batch, batch])
+    joined = Scores.joined([batch, batch])
     assert joined.applies["b"].tolist() == [True, False, True, True] * 2
 
 
@@ -328,9 +328,9 @@ def test_counts_and_shapes_must_agree():
 
 
 def test_joined_batches_are_one():
-    first = RewardBatch(torch.tensor([1.0]), {"a": torch.tensor([1.0])}, torch.tensor([True]))
-    second = RewardBatch(torch.tensor([math.nan]), {"a": torch.tensor([math.nan])}, torch.tensor([False]), {"a": "why"})
-    both = RewardBatch.joined([first, second])
+    first = Scores(torch.tensor([1.0]), {"a": torch.tensor([1.0])}, torch.tensor([True]))
+    second = Scores(torch.tensor([math.nan]), {"a": torch.tensor([math.nan])}, torch.tensor([False]), {"a": "why"})
+    both = Scores.joined([first, second])
     assert both.ok.tolist() == [True, False]
     assert both.total.isnan().tolist() == both.parts["a"].isnan().tolist() == [False, True]
     assert both.errors == {"a": "why"}

@@ -6,8 +6,8 @@ import torch
 from policy_copies import load_copy
 
 from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.rollout import RolloutRequest
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import SD3Policy
 

@@ -3,8 +3,8 @@
 import torch
 
 from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.rollout import RolloutRequest
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]

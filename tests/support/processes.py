@@ -12,8 +12,8 @@ from pathlib import Path
 from forks import write_python
 
 PRELOADED = [
-    "lit_vgrpo.commands.run",
-    "lit_vgrpo.distributed.zero",
+    "lit_vgrpo.cli.run",
+    "lit_vgrpo.training.zero",
     "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
     "torch.distributed.fsdp",
     "peft",
@@ -45,7 +45,7 @@ def small_strategy(name):
 
     By default it keeps what is used again within 1e9 weights, and looking for that takes most of a small run.
     """
-    from lit_vgrpo.distributed.registry import ZeRO
+    from lit_vgrpo.training.strategies import ZeRO
 
     if name is None or not name.startswith("zero3"):
         return name

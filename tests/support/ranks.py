@@ -20,8 +20,8 @@ from processes import small_strategy
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import EMA
-from lit_vgrpo.commands.training import leave_together
 from lit_vgrpo.core.snapshots import Snapshot
+from lit_vgrpo.launch.train import leave_together
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 STRATEGY = os.environ.get("STRATEGY", "ddp")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.commands.run import run
+from lit_vgrpo.cli.run import run
 
 
 @contextmanager

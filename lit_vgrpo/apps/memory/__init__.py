@@ -1,0 +1,1 @@
+"""``lightning check --memory``: the memory that a recipe needs, computed without weights."""

@@ -1,0 +1,1 @@
+"""The command ``lightning``: one module or folder per subcommand."""

@@ -1,0 +1,120 @@
+"""Policy of a run with its saved weights, without rewards, data and trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lit_vgrpo import objectives, policies  # noqa: F401  imported so that their classes go by short names
+from lit_vgrpo.config.arguments import Options, flag, is_override, option
+from lit_vgrpo.config.parts import built_part
+from lit_vgrpo.config.recipe import Command, read_recipe
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.paths import import_from_here
+from lit_vgrpo.system.process import report_on_first
+from lit_vgrpo.training.folder import CONFIG_NAME
+from lit_vgrpo.training.saved_run import find_checkpoint, find_run, last_good
+from lit_vgrpo.training.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedWeights
+from lit_vgrpo.training.start import load_policy
+
+
+@dataclass(kw_only=True)
+class RunOptions(Options):
+    """Options of a subcommand that reads a run, which the first word without a ``=`` names.
+
+    Attributes:
+        run: The run folder.
+        checkpoint: Checkpoint to read; ``None`` takes the last good one.
+        ema: Read the averaged weights.
+    """
+
+    ema: bool = flag()
+    named: str | None = option(name="checkpoint")
+    run: Path = field(init=False)
+    checkpoint: Path | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = next((word for word in self.words if not is_override(word)), None)
+        if named is None:
+            raise UserError(f"No run given. Try: lightning {self.subcommand} runs/tiny_shapes")
+        self.words.remove(named)
+        self.run, self.checkpoint = find_run(named)
+        if self.named is not None:
+            self.checkpoint = find_checkpoint(self.named, self.run)
+
+    @property
+    def variant(self) -> str:
+        """Set of weights to read."""
+        return AVERAGE if self.ema else TRAINED
+
+
+def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], what: str) -> dict[str, Any]:
+    """Return the recipe of a run as plain values, with overrides applied.
+
+    Args:
+        run: Run folder.
+        words: Overrides, ``key=value``.
+        used: Parts of the recipe that may be overridden, such as ``model.policy``.
+        what: What is done with them, for messages.
+
+    Raises:
+        UserError: A word is no such override, or the recipe cannot be read.
+    """
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if not equals:
+            raise UserError(f"{word} is unexpected: {what} takes one run. Write settings as key=value.")
+        if not key.startswith(tuple(f"{part}." for part in used)) and key not in used:
+            raise UserError(f"{key} has no effect on {what}, which uses only settings of {', '.join(used)}.")
+    import_from_here()
+    return read_recipe(Command.parse([str(run / CONFIG_NAME), *words]))
+
+
+def saved_weights(run: Path, checkpoint: Path | None, *variants: str) -> SavedWeights:
+    """Read a checkpoint of a run, by default the last good one.
+
+    Raises:
+        UserError: There is none, or it does not hold the variants.
+    """
+    saved = SavedWeights.read(checkpoint or last_good(run, report_on_first))
+    for variant in variants:
+        saved.require(variant)
+    return saved
+
+
+def build_policy(recipe: dict[str, Any]) -> Policy:
+    """Build the policy of a recipe without loading it.
+
+    Raises:
+        UserError: With every error that can be found without loading.
+    """
+    policy = built_part(recipe, "model.policy", Policy)
+    if policy is None:
+        raise UserError("The run's recipe has no model.policy. Is it the config.yaml of a run?")
+    return policy
+
+
+def load_saved_policy(policy: Policy, saved: SavedWeights | None, variant: str) -> Policy:
+    """Load a policy and its saved weights.
+
+    Args:
+        saved: May be ``None`` for the reference, whose weights a policy is loaded with.
+
+    Raises:
+        UserError: Something cannot be loaded, or the checkpoint belongs to another policy.
+    """
+    policy.ignore_speed()
+    if variant != REFERENCE:
+        policy.ignore_start()
+    try:
+        load_policy(policy)
+    except (LoadError, ModuleNotFoundError) as error:
+        raise UserError(str(error)) from error
+    if variant != REFERENCE:
+        assert saved is not None
+        saved.put_into(policy, variant)
+    return policy

@@ -1,0 +1,1 @@
+"""``lightning score`` and ``lightning check-reward``: rewards on image files."""

@@ -1,1 +1,0 @@
-"""The subcommands of ``lightning``: one module or folder each."""

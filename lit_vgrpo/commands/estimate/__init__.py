@@ -1,1 +1,0 @@
-"""Memory that a recipe needs, from configuration files alone."""

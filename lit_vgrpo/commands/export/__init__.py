@@ -1,1 +1,0 @@
-"""``lightning export``: a run's weights as diffusers reads them."""

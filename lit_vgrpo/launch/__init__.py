@@ -1,0 +1,1 @@
+"""Builds module, data and trainer from a recipe, and trains them."""

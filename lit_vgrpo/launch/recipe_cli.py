@@ -1,0 +1,309 @@
+"""Module, data and trainer of a recipe, with the loggers and callbacks of a run folder."""
+
+from __future__ import annotations
+
+import random
+from enum import Enum
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lit_vgrpo import callbacks as our_callbacks
+from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so that their classes go by short names
+from lit_vgrpo.config.environment import with_texts
+from lit_vgrpo.config.help import TOP
+from lit_vgrpo.config.recipe import Command, parser_config, texts_from_environment
+from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, options_of_class
+from lit_vgrpo.config.tree import Place
+from lit_vgrpo.core.ranges import Seed
+from lit_vgrpo.data.module import PromptDataModule
+from lit_vgrpo.errors import UserError, one_line, with_full_keys
+from lit_vgrpo.launch.callback_checks import callback_errors, refuse_twins
+from lit_vgrpo.launch.prompt_checks import UnscorablePrompts, picture_errors
+from lit_vgrpo.launch.run_parts import as_list, read_checkpoint, refuse_finished, run_loggers
+from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.system.memory import device_name, idle_gpu
+from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.system.process import is_first_process, report_on_first
+from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.folder import CONFIG_NAME, FolderLock, RunFolder, release, reserve
+from lit_vgrpo.training.inputs import inputs_of
+from lit_vgrpo.training.limits import limit_error
+from lit_vgrpo.training.optimizer import OptimizerConfig
+from lit_vgrpo.training.recipe_changes import RecipeInCheckpoint, refuse_changes
+from lit_vgrpo.training.resume import Resumption, last_good_checkpoint, resumed_folder
+from lit_vgrpo.training.resume_guard import ResumeGuard
+
+TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
+LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
+TOP_LEVEL: dict[str, Any] = {
+    "name": str | None,
+    "run_dir": str | None,
+    "ckpt_path": str | None,
+    "allow_changes": bool,
+    "seed_everything": bool | Seed,
+    "trainer": Trainer,
+    "model": VGRPOModule,
+    "data": PromptDataModule,
+}
+# For the default of Lightning's Timer, an Enum, in config.yaml.
+yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
+
+
+@cache
+def _drawn_seed() -> int:
+    return random.SystemRandom().randrange(2**31)
+
+
+def fixed_seed(seed_everything: bool | int) -> int:
+    """Return the seed of rollouts and prompts: a number as it is, a drawn one for ``true``, 0 for ``false``."""
+    if seed_everything is True:
+        return _drawn_seed()
+    return int(seed_everything)
+
+
+class RecipeCLI(LightningCLI):
+    """Module, data and trainer of a recipe, with the loggers and callbacks of a run folder.
+
+    Args:
+        command: Recipe, overlays and overrides.
+        make_folder: Create the run folder, instead of only naming it.
+    """
+
+    def __init__(self, command: Command, make_folder: bool = True) -> None:
+        self.command = command
+        self.make_folder = make_folder
+        self.folder = Path()
+        self.lock = FolderLock()
+        self.checkpoints = RunCheckpoint()
+        self.resumption: Resumption | None = None
+        self.carried = RecipeInCheckpoint()
+        self.guard = ResumeGuard(allow_changes=False)
+        self.allowed_changes: list[str] = []
+        self.unscorable: list[UnscorablePrompts] = []
+        # Only save_hyperparameters reads it, which neither class calls; to make it takes a tenth of the building time.
+        self.config_dump: dict[str, Any] = {}
+        with parser_config(command) as (config, self.note):
+            super().__init__(
+                VGRPOModule,
+                PromptDataModule,
+                save_config_callback=None,
+                trainer_defaults=TRAINER_DEFAULTS,
+                seed_everything_default=0,
+                parser_kwargs={"parser_mode": "omegaconf+", "exit_on_error": False, "allow_abbrev": False},
+                args=command.parser_args(config),
+                run=False,
+                auto_configure_optimizers=False,
+            )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        for name in ("name", "run_dir", "ckpt_path", "allow_changes"):
+            parser.add_argument(f"--{name}", type=TOP_LEVEL[name], default=TOP[name][0])
+        for target, source in LINKED.items():
+            parser.link_arguments(source, target, compute_fn=fixed_seed)
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)
+        if self.config.seed_everything is True:
+            self.config.seed_everything = _drawn_seed()
+        if self.config.name is None:
+            method = self.command.other_objective if self.note is not None else None
+            # The run of another method is not to be taken for one of the recipe's own.
+            suffix = "" if method is None else f"_{method.rpartition('.')[2]}"
+            self.config.name = f"{self.command.recipe.stem}{suffix}"
+        if self.config.trainer.default_root_dir is not None:
+            raise UserError("trainer.default_root_dir is set by the command. Use run_dir=... instead.")
+        if self.command.resume:
+            typed = dict(self.command.overrides).get("run_dir")
+            # A config.yaml may have moved, with its folder, away from the run_dir that it names.
+            named = None if self.command.recipe.name == CONFIG_NAME else self.config.run_dir
+            folder = resumed_folder(self.command.recipe, typed or named)
+            self.resumption = last_good_checkpoint(folder, report_on_first)
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """Checkpoint to continue from: that of the resumed run folder, or the one the user named."""
+        if self.resumption is not None and self.resumption.checkpoint is not None:
+            return str(self.resumption.checkpoint)
+        return self.config.ckpt_path
+
+    @override
+    def instantiate_classes(self) -> None:
+        trains = self.make_folder  # before it is narrowed to the first rank
+        super().instantiate_classes()
+        try:
+            if trains or self.ckpt_path is not None:
+                self.carried.carry(self.plain_recipe(), self._texts)
+            self._check_checkpoint()
+        except UserError:
+            self.give_back()
+            raise
+
+    def plain_recipe(self) -> dict[str, Any]:
+        """Return the recipe as plain values, with defaults as the classes resolve them."""
+        recipe: dict[str, Any] = yaml.safe_load(self._dump)
+        if isinstance(self.model.optimization.optimizer, OptimizerConfig):
+            optimizer = vars(self.model.optimization.optimizer).items()
+            recipe["model"]["optimizer"] = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer}
+        recipe["model"] |= {
+            "advantage_std": self.model.advantage_std,
+            "advantage_aggregate": self.model.advantage_aggregate,
+        }
+        clipping = recipe["trainer"].get("gradient_clip_algorithm") or "norm"
+        recipe["trainer"] |= {"precision": self.trainer.precision, "gradient_clip_algorithm": clipping}
+        return recipe
+
+    def _check_checkpoint(self) -> None:
+        path = self.ckpt_path
+        if path is None:
+            return
+        what = f"ckpt_path={path}" if self.resumption is None else path
+        checkpoint = read_checkpoint(Path(path), what)
+        inputs, allowed = inputs_of(self.model, self.datamodule), self.config.allow_changes
+        self.allowed_changes = refuse_changes(checkpoint, self.plain_recipe(), inputs, allowed, what, self._texts)
+        self.guard.expect(inputs, allowed, self.allowed_changes)
+        if self.resumption is None:
+            refuse_finished(checkpoint, self.trainer, what)
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        base = self._asked_folder
+        self.make_folder = self.make_folder and is_first_process()
+        self.folder = self.resumption.folder if self.resumption is not None else base
+        if self.make_folder:
+            self.folder = reserve(self.folder, self.resumption is not None)
+            self.lock.take(self.folder)
+        try:
+            return self._trainer_in(self.folder)
+        except (MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
+            self.give_back()
+            raise UserError(f"trainer: {one_line(error)}") from error
+
+    def _trainer_in(self, folder: Path) -> Trainer:
+        settings = self.config_init.trainer
+        return super().instantiate_trainer(
+            default_root_dir=str(folder),
+            logger=run_loggers(settings.logger, folder, self.resumption),
+            callbacks=self._callbacks(as_list(settings.callbacks, Callback)),
+        )
+
+    def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
+        refuse_twins(chosen)
+        wanted: dict[type[Callback], type[Callback]] = {our_callbacks.RunSummary: our_callbacks.RunSummary}
+        if self.config.trainer.enable_progress_bar is not False:
+            wanted[ProgressBar] = our_callbacks.ProgressBar
+        reports = [callback for callback in chosen if isinstance(callback, our_callbacks.Report)]
+        others = [callback for callback in chosen if callback not in reports]
+        added = [cls() for kind, cls in wanted.items() if not any(isinstance(callback, kind) for callback in chosen)]
+        callbacks: list[Callback] = [RunFolder(self.ckpt_path), self.carried, self.guard, *others, *added]
+        callbacks += reports or [our_callbacks.Report()]  # it shows what the others have written
+        own = [callback for callback in chosen if isinstance(callback, RunCheckpoint)]
+        if own:
+            self.checkpoints = own[0]
+        elif self.config.trainer.enable_checkpointing is not False:
+            if any(isinstance(callback, ModelCheckpoint) for callback in chosen):
+                self.checkpoints = RunCheckpoint(every_n_iterations=0)
+            callbacks.append(self.checkpoints)
+        return callbacks
+
+    def errors(self) -> list[str]:
+        """Return all errors that can be found without loading weights."""
+        ranks = self.trainer.world_size
+        chosen = as_list(self.config_init.trainer.callbacks, Callback)
+        of_callbacks = callback_errors(chosen, self.model, self.datamodule, ranks)
+        sizes, has_heldout = self.datamodule.sizes, self.datamodule.has_heldout
+        of_model = self.model.settings.errors_under(self.trainer.strategy, sizes, ranks, has_heldout)
+        options = options_of_class(PromptDataModule)
+        of_data = [with_full_keys("data", options, error) for error in self.datamodule.check(ranks)]
+        of_data = of_data or self._picture_errors()
+        if not of_data:
+            self.unscorable = self.find_unscorable()
+        strict = self.model.failed_images == "stop"
+        of_prompts = [error for found in self.unscorable for error in found.refused(strict)]
+        if not sizes.errors(ranks):
+            of_model += [error for error in [limit_error(self.trainer, sizes)] if error]
+        return [*of_model, *of_data, *of_prompts, *of_callbacks]
+
+    def find_unscorable(self) -> list[UnscorablePrompts]:
+        """Return the training and held-out prompts that the rewards cannot score; the prompt files must be readable."""
+        trained_on = self.datamodule.training_rows() if self.model.objective.needs_reward else []
+        found = [UnscorablePrompts.of(self.model.reward, trained_on)]
+        if self.datamodule.has_heldout:
+            held_out = self.datamodule.heldout_rows()
+            found.append(UnscorablePrompts.of(self.model.observed, held_out, "held-out prompts"))
+        return found
+
+    def _picture_errors(self) -> list[str]:
+        """Return why the policy cannot use the rows' pictures, or their absence."""
+        policy = self.model.policy
+        errors = picture_errors(policy, self.datamodule.training_rows())
+        if self.datamodule.has_heldout:
+            errors += picture_errors(policy, self.datamodule.heldout_rows(), "held-out prompts")
+        return errors[:1]
+
+    def plan(self) -> str:
+        """Return a table of the batch sizes at this world size."""
+        sizes = self.datamodule.sizes
+        passes = self.model.objective.passes_per_image(sizes, self.model.policy)
+        return sizes.plan(self.trainer.world_size).table(passes)
+
+    def about_prompts(self) -> list[str]:
+        """Return lines on the prompts that were read, and on those that a reward cannot score."""
+        return [*self.datamodule.describe(), *(line for found in self.unscorable for line in found.lines())]
+
+    def opening(self) -> list[str]:
+        """Return the lines to print before training."""
+        lines = [self.note] if self.note is not None else []
+        lines += [f"Changed: {change}" for change in self.allowed_changes]
+        device = self.trainer.strategy.root_device
+        asked = self._asked_folder
+        taken = "" if self.resumption is not None or self.folder == asked else f" ({asked} is an earlier run's)"
+        lines += [self.plan(), *self.about_prompts(), f"Device: {device_name(device)}"]
+        lines.append(f"Run folder: {self.folder}{taken}")
+        if (gpu := idle_gpu(device)) is not None:
+            lines.append(f"WARNING: {gpu} is not used. To train on it: trainer.accelerator=gpu")
+        if self.resumption is not None:
+            lines.append(self.resumption.opening)
+        return lines
+
+    @property
+    def _asked_folder(self) -> Path:
+        return Path(self.config.run_dir or Path("runs") / self.config.name).expanduser()
+
+    def save_recipe(self) -> None:
+        """Write ``config.yaml``, itself a recipe; a resumed run keeps its own.
+
+        What comes from the environment stays as written, and is read anew by whatever reads the file.
+        """
+        if not self.make_folder or (self.resumption is not None and (self.folder / CONFIG_NAME).exists()):
+            return
+        header = f"# lightning run {self.folder / CONFIG_NAME}\n"
+        text = self._dump
+        if self._texts:
+            text = yaml.safe_dump(with_texts(yaml.safe_load(text), self._texts), sort_keys=False, allow_unicode=True)
+        write_atomically(self.folder / CONFIG_NAME, header + text)
+
+    @cached_property
+    def _texts(self) -> dict[Place, str]:
+        return texts_from_environment(self.command)
+
+    @cached_property
+    def _dump(self) -> str:
+        config = self.config.clone()
+        config.allow_changes = False  # it holds for one checkpoint only
+        return str(self.parser.dump(config, skip_none=False, skip_check=True))  # parse_arguments() has checked it
+
+    def give_back(self) -> None:
+        """Remove the run folder if nothing was written to it."""
+        self.lock.release()
+        if self.make_folder:
+            release(self.folder)

@@ -1,0 +1,163 @@
+"""Training of a built recipe, up to its exit status and last lines."""
+
+from __future__ import annotations
+
+import math
+import signal
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_vgrpo.callbacks import Export, Report, RunSummary
+from lit_vgrpo.data import PromptError
+from lit_vgrpo.errors import UserError, counted, one_line, report, say
+from lit_vgrpo.rewards.base import RewardError
+from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.process import is_first_process
+from lit_vgrpo.training.resume import how_to_resume, last_words
+from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end, callbacks_of
+from lit_vgrpo.training.watchdog import GRACE_S, watched
+
+if TYPE_CHECKING:
+    from lit_vgrpo.launch.recipe_cli import RecipeCLI
+
+FINISHED, FAILED, MISTAKE = 0, 1, 2
+WRITTEN = ("report.html", "summary.json", "metrics.csv", "samples", "checkpoints", "export")
+
+
+def train(cli: RecipeCLI) -> int:
+    """Fit, and report how training ended.
+
+    Returns:
+        0; 1 when training failed or its end could not be saved; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
+
+    Raises:
+        UserError: Lightning refused the checkpoint or the recipe before training began.
+    """
+    checkpoints = cli.checkpoints
+    with watched(cli.trainer) as watch:
+        try:
+            with checkpoints.listening(watch):
+                if cli.resumption is not None and cli.resumption.is_at_end(cli.trainer):
+                    call_train_hooks_at_end(cli.trainer)  # the evaluation, export and summary of the end
+                cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.ckpt_path)
+        except (SystemExit, KeyboardInterrupt):
+            if not checkpoints.interrupted and not checkpoints.terminated:
+                raise
+        except (RewardError, PromptError, FloatingPointError) as error:
+            report([str(error)])
+            _say_it_failed(cli)
+            return FAILED
+        except LoadError as error:
+            raise UserError(str(error)) from error
+        except Exception as error:
+            if not checkpoints.training:
+                message = _refusal(cli, error)
+                if message is None:
+                    raise
+                raise message from error
+            if not watch.says_who_died():
+                traceback.print_exception(error)
+                _say_it_failed(cli)
+            watch.stop(GRACE_S)
+            return FAILED
+        else:
+            leave_together()
+    return _how_it_went(cli)
+
+
+def leave_together() -> None:
+    """Wait for all ranks, then close their process group; a rank that exits alone may abort the others' threads."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _finish_report(cli: RecipeCLI) -> None:
+    for page in callbacks_of(cli.trainer, Report):
+        page.finish(cli.folder)
+
+
+def _add_model_cards(cli: RecipeCLI) -> None:
+    """Add the model card to what the run exported at its end; only now are the last evaluation's numbers known."""
+    for export in callbacks_of(cli.trainer, Export):
+        export.add_card(cli.trainer, cli.model.policy, cli.folder)
+
+
+def _say_it_failed(cli: RecipeCLI) -> None:
+    if is_first_process():
+        _finish_report(cli)
+        say(f"Training failed. {last_words(cli.folder)}", error=True)
+
+
+def _refusal(cli: RecipeCLI, error: Exception) -> UserError | None:
+    """Return an error before training as a UserError, or ``None`` if it is not the user's."""
+    if isinstance(error, MisconfigurationException):
+        return UserError(str(error))
+    if isinstance(error, AttributeError | TypeError):
+        # A callback of Lightning's that needs another kind of module.
+        return UserError(f"trainer: {one_line(error)}") if _raised_in(error, {"lightning"}) else None
+    if not isinstance(error, RuntimeError | ValueError | KeyError):
+        return None
+    if cli.ckpt_path is not None:
+        return UserError(f"Cannot continue from ckpt_path={cli.ckpt_path}: {one_line(error)}")
+    # Errors of other packages are bugs, not checks of settings.
+    is_refusal = not isinstance(error, KeyError) and _raised_in(error, {"lightning", "lit_vgrpo", "callbacks"})
+    return UserError(str(error)) if is_refusal else None
+
+
+def _raised_in(error: Exception, packages: set[str]) -> bool:
+    """Return True if the last frame outside of ``nn.Module`` is in one of the packages."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    files = [file for file in files if file.parts[-4:] != ("torch", "nn", "modules", "module.py")]
+    return bool(files) and bool(packages & set(files[-1].parts))
+
+
+def _how_it_went(cli: RecipeCLI) -> int:
+    checkpoints = cli.checkpoints
+    stopped = checkpoints.interrupted or checkpoints.terminated
+    status = checkpoints.status or 128 + (signal.SIGTERM if checkpoints.terminated else signal.SIGINT)
+    unwritten = [
+        summary.unwritten for summary in callbacks_of(cli.trainer, RunSummary) if summary.unwritten is not None
+    ]
+    if is_first_process():
+        _finish_report(cli)
+        if not stopped:
+            _add_model_cards(cli)
+            _say_rewards(cli)
+        if unwritten:
+            say(f"What could be written is in {cli.folder}.")
+            report([f"{line} Free some disk space, then continue the run with --resume." for line in unwritten])
+        elif checkpoints.unsaved is None:
+            made = [name for name in WRITTEN if (cli.folder / name).exists()]
+            say(f"Everything is in {cli.folder}: {', '.join(made)}.")
+            if not stopped and "report.html" in made:
+                say(f"The result, and the commands for what comes next: {cli.folder / 'report.html'}")
+        if stopped:
+            word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"
+            path = checkpoints.saved
+            what = f"{path} is saved." if path is not None else "nothing new was saved."
+            say(f"{word}: {what} {how_to_resume(cli.folder)}", error=True)
+    if checkpoints.unsaved is not None or unwritten or (not stopped and _nothing_was_scored(cli)):
+        return FAILED
+    return status if stopped else FINISHED
+
+
+def _say_rewards(cli: RecipeCLI) -> None:
+    for summary in callbacks_of(cli.trainer, RunSummary):
+        start, end = (scores.get("heldout/reward") for scores in (summary.heldout_start, cli.model.heldout))
+        if start is not None and end is not None:
+            number = counted(cli.trainer.current_epoch, "iteration")
+            say(f"Held-out reward {start:.3f} before, {end:.3f} after {number}.")
+
+
+def _nothing_was_scored(cli: RecipeCLI) -> bool:
+    """Return True and report it if the final held-out reward is NaN, so that the result is not known."""
+    if not math.isnan(cli.model.heldout.get("heldout/reward", 0.0)):
+        return False
+    if is_first_process():
+        report([f"No held-out image could be scored at the end. Fix the reward, then run: lightning eval {cli.folder}"])
+    return True

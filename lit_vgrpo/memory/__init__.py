@@ -1,1 +1,0 @@
-"""Memory that a step takes, and the micro-batch size that fits."""

@@ -1,1 +1,0 @@
-"""Optimizers and learning-rate schedules, by options or by class."""

@@ -1,0 +1,1 @@
+"""The images of one iteration: sampled, scored and compared."""

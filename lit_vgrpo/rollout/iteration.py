@@ -1,0 +1,204 @@
+"""The current iteration: what its updates need, and how a resumed run continues it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.core.records import IterationRecord
+from lit_vgrpo.core.surrogate import Pairs
+from lit_vgrpo.core.types import Conditioning, Experience, group_layout
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.data.module import PromptDataModule
+
+Gather = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Iteration:
+    """One iteration on this rank, from its rollout to its last update.
+
+    Attributes:
+        experience: this rank's images, in the order of the updates.
+        image_ids: global index of each image, ``(B,)``, in that order.
+        record: the metrics that callbacks read.
+        micros: the experience in micro-batches.
+        num_updates: optimizer steps of the iteration.
+        updates_done: those taken or left out so far.
+    """
+
+    experience: Experience
+    image_ids: Tensor
+    record: IterationRecord
+    micro_batch_size: int
+    num_updates: int
+    updates_done: int = 0
+    micros: list[Experience] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.micros = self.experience.micro_batches(self.micro_batch_size)
+
+    @classmethod
+    def of(cls, experience: Experience, image_ids: Tensor, record: IterationRecord, batch: PromptBatch) -> Iteration:
+        """Return the iteration with its images in the order of the batch's updates.
+
+        Args:
+            experience: the images in rollout order, as are ``image_ids`` and the record's groups.
+        """
+        if batch.order is None:
+            return cls(experience, image_ids, record, batch.micro_batch_size, batch.updates)
+        order = torch.tensor(batch.order)
+        record = replace(record, local_group_ids=record.local_group_ids[order])
+        own = experience.select(order.to(experience.latents.device))
+        return cls(own, image_ids[order], record, batch.micro_batch_size, batch.updates)
+
+    @property
+    def is_over(self) -> bool:
+        """``True`` once the last update is done."""
+        return self.updates_done == self.num_updates
+
+    @property
+    def place(self) -> str:
+        """The current update, for messages."""
+        return f"in update {self.updates_done + 1} of iteration {self.record.iteration}"
+
+    def micros_of_update(self, batch: PromptBatch) -> list[Experience]:
+        """Return the micro-batches of the update that a step belongs to."""
+        first = batch.update * batch.micro_batches_per_update % len(self.micros)
+        return self.micros[first : first + batch.micro_batches_per_update]
+
+    def micro_of_step(self, batch: PromptBatch) -> Experience:
+        """Return the micro-batch of a step; without ``split_updates`` every update repeats all micro-batches."""
+        return self.micros[batch.step % len(self.micros)]
+
+    def end_update(self, took_step: bool) -> None:
+        """Count an update; the record counts only those that took their step."""
+        self.updates_done += 1
+        if took_step:
+            self.record.add_update()
+
+    def state_dict(self, all_ranks: Gather) -> dict[str, Any]:
+        """Return all ranks' images as CPU tensors, so that any number of ranks can continue.
+
+        Args:
+            all_ranks: concatenates every rank's ``(B, ...)`` in rank order; collective.
+        """
+        own, record = self.experience, self.record
+        state: dict[str, Any] = {
+            "updates_done": self.updates_done,
+            "image_ids": all_ranks(self.image_ids),
+            "latents": all_ranks(own.latents),
+            "advantages": all_ranks(own.advantages),
+            "extras": {name: all_ranks(value) for name, value in sorted(own.extras.items())},
+            **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors, all_ranks), strict=True)),
+            "pairs": None,
+            "record": {
+                "iteration": record.iteration,
+                "rewards": record.rewards,
+                "group_ids": record.group_ids,
+                "parts": record.parts,
+                "errors": record.errors,
+                "images": record.images,
+                "seconds": record.seconds,
+                "has_advantage": record.has_advantage,
+                "updates": record.updates,
+                "scouts": record.scouts,
+                "edits": record.edits,
+            },
+        }
+        if own.pairs is not None:
+            values = {"times": own.pairs.times, "noise": own.pairs.noise}
+            state["pairs"] = dict(zip(("rows", "values"), _table(own.pairs.rows, values, all_ranks), strict=True))
+        return state
+
+    @classmethod
+    def restored(cls, state: dict[str, Any], batch: PromptBatch, device: torch.device) -> Iteration:
+        """Return this rank's share of a saved iteration; its metrics cover the remaining updates.
+
+        Raises:
+            RuntimeError: the state is of another iteration, or of other sizes.
+        """
+        _, wanted = group_layout(batch.slots, batch.group_size, batch.members)
+        if batch.order is not None:
+            wanted = wanted[torch.tensor(batch.order)]
+        saved = state["image_ids"].argsort()
+        position = torch.searchsorted(state["image_ids"][saved], wanted).clamp(max=len(saved) - 1)
+        position = saved[position]
+        if state["record"]["iteration"] != batch.iteration or not torch.equal(state["image_ids"][position], wanted):
+            raise RuntimeError(
+                f"The checkpoint was saved within iteration {state['record']['iteration']}, with other prompts or "
+                f"sizes than those of iteration {batch.iteration} now. Resume with its own recipe (RUN/config.yaml)."
+            )
+        rows, conditioning = _compact(state["rows"][position], state["conditioning"], device)
+        pairs = None
+        if state["pairs"] is not None:
+            pair_rows, values = _compact(state["pairs"]["rows"][position], state["pairs"]["values"], device)
+            pairs = Pairs(values["times"], values["noise"], pair_rows)
+        experience = Experience(
+            latents=state["latents"][position].to(device),
+            advantages=state["advantages"][position].to(device),
+            conditioning=Conditioning(conditioning),
+            rows=rows,
+            pairs=pairs,
+            extras={name: value[position].to(device) for name, value in state["extras"].items()},
+        )
+        record = IterationRecord(**state["record"], local_group_ids=wanted // batch.group_size, is_whole=False)
+        return cls(experience, wanted, record, batch.micro_batch_size, batch.updates, state["updates_done"])
+
+
+def _table(rows: Tensor, values: dict[str, Tensor], all_ranks: Gather) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return all ranks' rows and the values they index, as one table."""
+    length = torch.tensor([len(next(iter(values.values())))])
+    longest = int(all_ranks(length).max())
+    padded = {
+        name: torch.cat([value, value.new_zeros(longest - len(value), *value.shape[1:])])
+        for name, value in sorted(values.items())
+    }
+    joined = all_ranks(rows)
+    first = torch.arange(len(joined) // len(rows)).repeat_interleave(len(rows)) * longest
+    return joined + first, {name: all_ranks(value) for name, value in padded.items()}
+
+
+def _compact(rows: Tensor, values: dict[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the rows and only the values that they index."""
+    used, rows = torch.unique(rows, return_inverse=True)
+    return rows.to(device), {name: value[used].to(device) for name, value in values.items()}
+
+
+class Continuation:
+    """The unfinished iteration of a checkpoint, until training continues it on any number of ranks.
+
+    Args:
+        saved: :meth:`Iteration.state_dict`; ``None`` where the checkpoint was saved between two iterations.
+        progress: ``epoch_loop.batch_progress`` in the checkpoint, before the trainer loads it.
+    """
+
+    def __init__(self, saved: dict[str, Any] | None, progress: dict[str, Any]) -> None:
+        self._saved, self._progress = saved, progress
+
+    def rewind(self, datamodule: PromptDataModule, world_size: int) -> None:
+        """Let trainer and data module continue after the last whole update; needs the final micro-batch size."""
+        progress, self._progress = self._progress, {"is_last_batch": True}
+        if progress["is_last_batch"]:
+            return
+        updates_done = 0 if self._saved is None else self._saved["updates_done"]
+        steps = updates_done * datamodule.sizes.plan(world_size).micro_batches_per_update
+        # The sampler starts at the right step, which Lightning does not know.
+        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
+        progress["current"] = dict.fromkeys(progress["current"], steps)
+        progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
+        datamodule.start_at(steps)
+
+    def take_up(self, batch: PromptBatch, device: torch.device) -> Iteration | None:
+        """Return this rank's share of the iteration on the first call, then ``None``.
+
+        Raises:
+            RuntimeError: the recipe has other prompts or sizes than the checkpoint's.
+        """
+        saved, self._saved = self._saved, None
+        return None if saved is None else Iteration.restored(saved, batch, device)

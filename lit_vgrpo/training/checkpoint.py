@@ -1,0 +1,322 @@
+"""Checkpoints of a run, and its reaction to Ctrl-C, SIGTERM and a closed terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lit_vgrpo.core.ranges import NonNegativeInt, checked
+from lit_vgrpo.errors import one_line, say, suggestion
+from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
+from lit_vgrpo.system.signals import StopRequests
+from lit_vgrpo.system.streams import say_from_handler
+from lit_vgrpo.training.best_evaluation import AUTO, BestEvaluation, NewestEvaluation
+from lit_vgrpo.training.checkpoint_file import put_in_place
+from lit_vgrpo.training.evaluation import HeldOutModule
+from lit_vgrpo.training.folder import BEST, CHECKPOINTS
+from lit_vgrpo.training.trainer_internals import log_epoch_now
+from lit_vgrpo.training.watchdog import Watch
+
+LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
+FIRST_CTRL_C = "\nFinishing this {}, then saving. Ctrl-C again stops at once.\n"
+
+
+@checked
+class RunCheckpoint(Checkpoint):
+    """Saves ``last.ckpt`` periodically and at the end, ``best.ckpt``, and ``interrupted.ckpt`` on Ctrl-C and SIGTERM.
+
+    After the first Ctrl-C the run finishes its iteration, saves and stops. After SIGTERM or SIGHUP on any rank, or
+    Ctrl-C under torchrun, it finishes only its micro-batch. A second signal stops at once and, on a single rank, saves
+    mid-iteration; a third does not wait for that. Files are written atomically: a failed save leaves the earlier
+    checkpoints as they were, and training continues.
+
+    Args:
+        every_n_iterations: iterations between saves of ``last.ckpt``; 0 leaves them to another callback.
+        keep_previous: keep the last but one as ``previous.ckpt``, in case ``last.ckpt`` gets damaged.
+        best: held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` takes the untrained reward
+            where the recipe names one, else the trained one. null keeps no best checkpoint; neither does ``auto``
+            where another callback saves.
+
+    Attributes:
+        interrupted: Ctrl-C was pressed.
+        terminated: SIGTERM, SIGHUP or torchrun's SIGINT came.
+        status: exit status for the signals that came, as in a shell; ``None`` without one.
+        saved: checkpoint of the current state; ``None`` once training has continued.
+        unsaved: why the latest save failed; ``None`` if it succeeded.
+
+    Raises:
+        ValueError: ``every_n_iterations`` is negative, or ``best`` is better when lower.
+    """
+
+    def __init__(
+        self, every_n_iterations: NonNegativeInt = 10, keep_previous: bool = True, best: str | None = AUTO
+    ) -> None:
+        super().__init__()
+        self.every_n_iterations = every_n_iterations
+        self.keep_previous = keep_previous
+        self.best = None if best is None else BestEvaluation(best)
+        self.interrupted = False
+        self.terminated = False
+        self.training = False
+        self.saved: Path | None = None
+        self.unsaved: str | None = None
+        self.status: int | None = None
+        self._requests: _Requests | None = None
+        self._leaving = False
+        self._is_through = False
+        self._newest = NewestEvaluation()
+
+    # --- signals ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def listening(self, watch: Watch | None = None) -> Iterator[None]:
+        """Handle SIGINT, SIGTERM and SIGHUP inside the block, and restore the handlers after it.
+
+        Args:
+            watch: knows which ranks are stopped, and ends this process where the main thread cannot.
+        """
+        requests = _Requests(self, watch or Watch())
+        with requests.listening():
+            self._requests = requests
+            try:
+                yield
+            finally:
+                self._requests = None
+
+    def ask_to_stop(self, status: int, waits: bool) -> None:
+        """Let the run save and end after its iteration if it ``waits``, else after its micro-batch."""
+        self.interrupted, self.terminated = self.interrupted or waits, self.terminated or not waits
+        self.status = status
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_requests": None}  # spawned ranks handle no signals
+
+    # --- hooks, in the order they fire -----------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning's own handler, set just before, runs a collective, which may hang.
+        if self._requests is not None and self._requests.on_signal in getattr(
+            signal.getsignal(signal.SIGTERM), "signal_handlers", ()
+        ):
+            signal.signal(signal.SIGTERM, self._requests.on_signal)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.training = True
+        self._leave()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.training = True
+        self._leave()
+        self.saved = None
+
+    def _leave(self) -> None:
+        # Not where the checkpoint is written: the hooks after it run first.
+        if self._leaving:
+            raise SIGTERMException
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._requests is not None:
+            self._requests.hold()  # half an update must not be saved
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._requests is not None:
+            self._requests.release()
+        # After any micro-batch: an update may take longer than the job has left, and the checkpoint holds its images.
+        if self._any_rank(trainer, self.terminated):
+            self.terminated = True
+            self._save(trainer, INTERRUPTED)
+            # After the last step the iteration ends first, perhaps with an evaluation, whose result must not be lost.
+            self._leaving = not trainer.is_last_batch
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._any_rank(trainer, self.terminated):  # which leaves time for one checkpoint only
+            self._keep_best(trainer, pl_module)
+        if self._is_final(trainer):
+            self._is_through = True
+            if self._is_due(trainer):
+                self._save(trainer, LAST)
+        elif self._is_asked_to_stop(trainer):
+            self._save(trainer, INTERRUPTED)
+            self._stop(trainer)
+        elif self._is_due(trainer):
+            self._save(trainer, LAST)
+            if self._is_asked_to_stop(trainer):  # while it was being written
+                self._stop(trainer)
+
+    def _is_asked_to_stop(self, trainer: Trainer) -> bool:
+        self.terminated = self._any_rank(trainer, self.terminated)
+        self.interrupted = self._any_rank(trainer, self.interrupted)
+        return self.terminated or self.interrupted
+
+    def _stop(self, trainer: Trainer) -> None:
+        self._leaving = self.terminated
+        trainer.should_stop = not self.terminated
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._keep_best(trainer, pl_module)  # a final evaluation may have run
+        self.training = False
+        if self._is_through:
+            self.terminated = self.interrupted = False  # the signal came while the run was ending by itself
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._requests is not None:
+            self._requests.release(heed=False)
+            self._requests.hear_ctrl_c()
+        # Saving is collective, and the other ranks may be waiting elsewhere.
+        alone = trainer.world_size == 1
+        asked = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        if asked and self.training and self.saved is None and alone and not self._leaving:
+            self._save(trainer, INTERRUPTED)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.best is None or self.best.name is None else {"best": self.best.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.best is not None and "best" in state_dict:
+            self.best.load_state_dict(state_dict["best"])
+
+    # --- saving ----------------------------------------------------------------------------------------------------
+
+    def _keep_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save ``best.ckpt`` if there is a new evaluation of the current weights and it is the best so far."""
+        assert isinstance(pl_module, HeldOutModule)
+        if self.best is None or not self._newest.is_new(pl_module.heldout_step, trainer.global_step):
+            return
+        if self.best.metric == AUTO and self.every_n_iterations == 0:
+            return
+        if not self.best.is_in(pl_module.heldout):
+            metric, known = self.best.metric, suggestion(self.best.metric, pl_module.heldout)
+            rank_zero_warn(f"No evaluation measured best={metric}, so no {BEST} is kept. {known}")
+        if not trainer.strategy.broadcast(self.best.improved_by(pl_module.heldout)):
+            return
+        before, unsaved = self.best.state_dict(), self.unsaved
+        self.best.take(pl_module.heldout, pl_module.evaluations[-1].iteration)
+        if self._save(trainer, BEST) is None:
+            self.best.load_state_dict(before)
+        self.unsaved = unsaved  # it is about last.ckpt
+
+    def _is_final(self, trainer: Trainer) -> bool:
+        epochs_done = trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1
+        steps_done = 0 <= trainer.max_steps <= trainer.global_step
+        return epochs_done or trainer.should_stop or steps_done
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        if self.every_n_iterations == 0:
+            return False
+        return (trainer.current_epoch + 1) % self.every_n_iterations == 0 or self._is_final(trainer)
+
+    def _save(self, trainer: Trainer, name: str) -> Path | None:
+        """Write a checkpoint; all ranks must call it, and all get the same result.
+
+        Returns:
+            The file; ``None`` if it could not be written.
+        """
+        path = Path(trainer.default_root_dir) / CHECKPOINTS / name
+        if trainer.is_last_batch:
+            log_epoch_now(trainer)
+        with self._requests.held() if self._requests is not None else nullcontext():
+            # As Trainer.save_checkpoint (lightning 2.6.6), without its barrier, where the others would wait for a rank
+            # that failed.
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            self.unsaved = trainer.strategy.broadcast(self._write(trainer, checkpoint, path))
+            if name != BEST:
+                self.saved = None if self.unsaved is not None else path
+        if self.unsaved is None:
+            return path
+        if trainer.is_global_zero:
+            is_last_try = name == INTERRUPTED or self._is_final(trainer)
+            then = (
+                "Free some disk space, then continue the run with --resume"
+                if is_last_try
+                else "The next save tries again"
+            )
+            if name == BEST:
+                then = "The next better evaluation tries again"
+            say(f"{self.unsaved} {then}.", error=True)
+        return None
+
+    def _write(self, trainer: Trainer, checkpoint: dict[str, Any], path: Path) -> str | None:
+        """Write the file; return an error message if that fails."""
+        draft = path.with_name(DRAFT_PREFIX + path.name)
+        try:
+            trainer.strategy.save_checkpoint(checkpoint, draft)
+            if trainer.is_global_zero:
+                keep = self.keep_previous and path.name == LAST
+                put_in_place(draft, path, path.with_name(PREVIOUS) if keep else None)
+        except (OSError, RuntimeError) as error:
+            if not isinstance(error, OSError) and "PytorchStreamWriter" not in str(error):
+                raise
+            draft.unlink(missing_ok=True)
+            return _what_failed(path, error)
+        return None
+
+    @staticmethod
+    def _any_rank(trainer: Trainer, flag: bool) -> bool:
+        return trainer.strategy.reduce_boolean_decision(flag, all=False)
+
+
+def _what_failed(path: Path, error: Exception) -> str:
+    folder = next(parent for parent in path.parents if parent.exists())
+    reason = getattr(error, "strerror", None) or one_line(error)
+    room = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
+    kept = [name for name in (LAST, PREVIOUS, BEST, INTERRUPTED) if path.with_name(name).exists()]
+    stays = f"Earlier checkpoints are kept: {', '.join(kept)}." if kept else "There is no earlier checkpoint."
+    return f"Cannot save {path}: {reason} ({room}). {stays}"
+
+
+class _Requests(StopRequests):
+    """Signals to a run: the first lets it save and stop, a second ends it."""
+
+    def __init__(self, checkpoints: RunCheckpoint, watch: Watch) -> None:
+        super().__init__()
+        self._checkpoints, self._watch = checkpoints, watch
+        self._has_raised = False
+        self._has_30_s = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun then kills what it has forwarded a signal to
+
+    @override
+    def can_wait(self) -> bool:
+        return self._checkpoints.training
+
+    @override
+    def answer(self, signum: int) -> None:
+        if signum == signal.SIGINT:
+            say_from_handler(FIRST_CTRL_C.format("micro-batch" if self._has_30_s else "iteration"))
+
+    @override
+    def obey(self, signum: int) -> None:
+        self._checkpoints.ask_to_stop(128 + self.signals[0], waits=signum == signal.SIGINT and not self._has_30_s)
+        if self.is_urgent and not self._has_raised:
+            self._has_raised = True
+            raise KeyboardInterrupt if signum == signal.SIGINT else SIGTERMException
+
+    @override
+    def hindrance(self) -> str | None:
+        return self._watch.hindrance(self.is_urgent)
+
+    @override
+    def end(self, signum: int, reason: str) -> None:
+        self._watch.end(128 + signum, reason)

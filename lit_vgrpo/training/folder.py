@@ -1,0 +1,121 @@
+"""The folder of a run, which no other run writes to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.system.paths import CONFIG_NAME as CONFIG_NAME
+from lit_vgrpo.training.trainer_internals import move_root_dir
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
+
+CHECKPOINTS = "checkpoints"
+BEST = "best.ckpt"
+
+
+def candidates(base: Path) -> Iterator[Path]:
+    """Yield ``base``, ``base-2``, ``base-3``, ...
+
+    >>> from itertools import islice
+    >>> [path.name for path in islice(candidates(Path("runs/demo")), 3)]
+    ['demo', 'demo-2', 'demo-3']
+    """
+    yield base
+    yield from (base.with_name(f"{base.name}-{number}") for number in count(2))
+
+
+def reserve(base: Path, is_resumed: bool = False) -> Path:
+    """Create the first free folder of :func:`candidates`; safe when several runs start at once.
+
+    Args:
+        is_resumed: take the folder itself, even if it exists.
+
+    Raises:
+        UserError: the folder cannot be created.
+    """
+    if not base.name and not is_resumed:
+        raise UserError(f"run_dir={base} has no folder name. Set run_dir=runs/my_run.")
+    try:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        for folder in candidates(base):
+            try:
+                folder.mkdir(exist_ok=is_resumed)
+            except FileExistsError:
+                continue
+            return folder
+    except OSError as error:
+        raise UserError(
+            f"Cannot create the run folder {base}: {error.strerror}. Set run_dir=/another/folder."
+        ) from error
+    raise AssertionError("unreachable: the candidates never end")
+
+
+class FolderLock:
+    """Locks a folder against other runs until this process ends, however it ends."""
+
+    def __init__(self) -> None:
+        self._handle: int | None = None
+
+    def take(self, folder: Path) -> None:
+        """Lock a folder; raise UserError if another process has it."""
+        if fcntl is None:
+            return
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise UserError(f"Another process is still writing to {folder}. Wait for it, or stop it.") from error
+        except OSError:  # a file system without locks
+            os.close(handle)
+            return
+        self._handle = handle
+
+    def release(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def release(folder: Path) -> None:
+    """Remove a folder to which nothing was written."""
+    with suppress(OSError):
+        folder.rmdir()
+
+
+class RunFolder(Callback):
+    """Broadcasts the folder that rank 0 created; until ``setup`` the other ranks have the name that was asked for.
+
+    Args:
+        ckpt_path: checkpoint that this rank resumes from.
+
+    Raises:
+        RuntimeError: the ranks found different checkpoints.
+    """
+
+    def __init__(self, ckpt_path: str | None = None) -> None:
+        self.ckpt_path = ckpt_path
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        folder = trainer.strategy.broadcast(trainer.default_root_dir)
+        move_root_dir(trainer, folder)
+        agreed = trainer.strategy.broadcast(self.ckpt_path)
+        if trainer.strategy.reduce_boolean_decision(agreed != self.ckpt_path, all=False):
+            raise RuntimeError(
+                f"The ranks do not see the same checkpoints: rank 0 continues from {agreed}, "
+                f"rank {trainer.global_rank} from {self.ckpt_path}. Use a run folder that all machines share."
+            )

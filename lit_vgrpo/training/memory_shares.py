@@ -1,0 +1,134 @@
+"""Memory that a rank always holds for weights, gradients and optimizer state, under each strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.quantised_base import quantised_bytes
+from lit_vgrpo.policies.speed import block_linears
+from lit_vgrpo.training.fsdp2 import FSDP2, blocks_of
+from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
+from lit_vgrpo.training.zero import ZeRO
+
+SMALLEST_8BIT = 4096
+"""Smallest number of elements for which 8-bit Adam stores a tensor's moments in 8 bits."""
+LIVE_PARAMETERS = 10**9
+"""Elements that ZeRO-3 keeps gathered at once: DeepSpeed's ``stage3_max_live_parameters``."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Bytes on one rank.
+
+    Attributes:
+        parts: Memory held from the first update on, by name.
+        trained: One copy of the trained weights.
+        step: Additional memory of AdamW's step.
+    """
+
+    parts: dict[str, int]
+    trained: int
+    step: int
+
+
+def shares(
+    policy: Policy, optimizer: OptimizerConfig | CustomOptimizer, strategy: Strategy, world_size: int, on_gpu: bool
+) -> Shares:
+    """Return the memory of the network and optimizer on one rank.
+
+    Args:
+        policy: Loaded, on any device.
+        on_gpu: Whether the rank uses a GPU, where AdamW steps all weights at once and offloading frees memory.
+    """
+    trained = list(trainable_parameters(policy).values())
+    frozen = [p for p in policy.network.parameters() if not p.requires_grad]
+    size, rest, state = bytes_of(trained), bytes_of(frozen), moments(trained, optimizer)
+    rest -= saved_by_quantisation(policy)
+    buffers = bytes_of(policy.network.buffers())  # which no strategy shards
+    is_zero, is_fsdp = isinstance(strategy, ZeRO), isinstance(strategy, FSDP2)
+    stage = strategy.stage if isinstance(strategy, ZeRO) else 0
+    sharded = is_fsdp or stage == 3
+    of_weights = world_size if sharded else 1
+    of_gradients = world_size if sharded or stage == 2 else 1
+    of_state = world_size if sharded or is_zero else 1
+    parts = {
+        "trained weights": size // of_weights,
+        "frozen weights": rest // of_weights + buffers,
+        "gradients": size // of_gradients,
+        "AdamW's moments": state // of_state,
+    }
+    if isinstance(strategy, ZeRO):
+        parts["ZeRO's own copy of the trained weights"] = size // world_size
+        # The reduction bucket, allocated whole however few the gradients are; gathering is done in place.
+        parts["ZeRO's bucket"] = 4 * strategy.config["zero_optimization"]["reduce_bucket_size"]  # type: ignore[index]
+        if strategy.offload and on_gpu:
+            parts |= dict.fromkeys(("AdamW's moments", "ZeRO's own copy of the trained weights", "gradients"), 0)
+            if stage == 3:
+                parts |= {"trained weights": 0, "frozen weights": buffers}
+    elif world_size > 1 and not is_fsdp:
+        parts["DDP's buckets"] = size
+    if sharded and world_size > 1:
+        parts["weights gathered for a pass"] = _gathered(policy.network, stage)
+    steps_here = on_gpu and not (isinstance(strategy, ZeRO) and strategy.offload)
+    step = size // of_state if steps_here and not _is_8bit(optimizer) else 0
+    return Shares(parts, size // of_weights, step)
+
+
+def saved_by_quantisation(policy: Policy) -> int:
+    """Return the bytes that a quantised base takes less than the weights of a policy on the meta device."""
+    if policy.quantisation is None:
+        return 0
+    weights = [layer.weight for layer in block_linears(policy.network).values()]
+    return sum(bytes_of([one]) - quantised_bytes(policy.quantisation, one.numel()) for one in weights)
+
+
+def restored_at_once(policy: Policy) -> int:
+    """Return the bytes of the largest quantised weight, which a pass restores one at a time."""
+    if policy.quantisation is None:
+        return 0
+    return max((bytes_of([layer.weight]) for layer in block_linears(policy.network).values()), default=0)
+
+
+def copy_in_8_bits(policy: Policy) -> int:
+    """Return the bytes of the copy that 8-bit rollouts multiply with: a byte per weight and a scale per output."""
+    return sum(layer.weight.numel() + 4 * len(layer.weight) for layer in block_linears(policy.network).values())
+
+
+def _gathered(network: nn.Module, stage: int) -> int:
+    whole = bytes_of(network.parameters())
+    if stage == 3:
+        return min(whole, whole * LIVE_PARAMETERS // max(1, sum(p.numel() for p in network.parameters())))
+    blocks = [bytes_of(block.parameters()) for block in blocks_of(network)]
+    # The current block, the prefetched one, and everything outside blocks.
+    return whole - sum(blocks) + 2 * max(blocks, default=0)
+
+
+def moments(trained: Iterable[Tensor], optimizer: OptimizerConfig | CustomOptimizer) -> int:
+    """Return the bytes of AdamW's two moments, an upper bound for most other optimizers."""
+    narrow = _is_8bit(optimizer)
+    return sum(p.numel() * (2 if narrow and p.numel() >= SMALLEST_8BIT else 8) for p in trained)
+
+
+def _is_8bit(optimizer: OptimizerConfig | CustomOptimizer) -> bool:
+    return optimizer.kind == "adamw8bit"
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Return a module's parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the total bytes of unsharded tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def shown(size: int) -> str:
+    """Format a number of bytes."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,219 @@
+"""``data.micro_batch_size: auto``: the most images that fit into memory in one forward and backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lit_vgrpo.core.sharding import local
+from lit_vgrpo.core.sizes import Plan, Sizes, divisors
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.errors import say
+from lit_vgrpo.objectives.base import PrepareContext
+from lit_vgrpo.policies.placement import place
+from lit_vgrpo.rewards.model import ModelReward
+from lit_vgrpo.system.memory import available_bytes, measured_memory
+from lit_vgrpo.training.dummy_rollout import dummy_rollout
+from lit_vgrpo.training.evaluation import HeldOutModule
+from lit_vgrpo.training.fsdp2 import FSDP2
+from lit_vgrpo.training.live_memory import LiveMemory
+from lit_vgrpo.training.memory_passes import demand
+from lit_vgrpo.training.memory_shares import moments, shown
+from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
+
+SAFE_SHARE = 0.9
+"""Share of the free memory to use; the rest is for temporary buffers of kernels."""
+LARGEST_JUMP = 4
+"""Largest ratio of the next trial's size to the largest size that fitted."""
+TOO_MUCH = 2**62
+
+
+def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
+    """Set the trainer's ``accumulate_grad_batches`` to the micro-batches of an update.
+
+    Raises:
+        ValueError: the recipe sets another number.
+    """
+    needed, asked = sizes.plan(trainer.world_size).micro_batches_per_update, trainer.accumulate_grad_batches
+    if asked not in (1, needed):
+        raise ValueError(
+            f"trainer.accumulate_grad_batches={asked} is set by the sizes. Leave it out; use data.micro_batch_size."
+        )
+    trainer.accumulate_grad_batches = needed
+
+
+def settle(module: HeldOutModule, optimizer: OptimizerConfig | CustomOptimizer) -> None:
+    """Choose the micro-batch size if it is ``"auto"``, the same on all ranks, and report it.
+
+    Raises:
+        RuntimeError: not even one image fits.
+    """
+    trainer: Any = module.trainer
+    sizes: Sizes = trainer.datamodule.sizes
+    if sizes.micro_batch_size != "auto":
+        return
+    share = sizes.images_per_share(trainer.world_size)
+    trial = Trial(
+        module, optimizer, sizes.plan(trainer.world_size), next(iter(trainer.datamodule.training_rows()))["prompt"]
+    )
+    room = -trial.most_of_ranks(-trial.room())
+    with trial.without_trace():
+        trial.run(1)  # libraries allocate workspaces on first use
+        size, taken = largest_that_fits(divisors(share), room, lambda images: trial.most_of_ranks(trial.taken(images)))
+    trainer.datamodule.settle(size)
+    trainer.accumulate_grad_batches = 1
+    accumulate(trainer, trainer.datamodule.sizes)
+    if trainer.is_global_zero:
+        fit = f"{size} of {share} images per update fit"
+        say(f"micro_batch_size: {fit}: {shown(taken)} of {shown(room)} free")
+    for logger in module.loggers:
+        logger.log_metrics({"train/micro_batch_size": float(size)}, step=trainer.global_step)
+
+
+def largest_that_fits(sizes: list[int], room: int, taken: Callable[[int], int]) -> tuple[int, int]:
+    """Return the largest size tried that takes no more than ``room``, and what it took.
+
+    Memory is the maximum of several linear functions of the size, so a line through two sizes can only underestimate
+    it: the next trial is where that line meets ``room``, but at most :data:`LARGEST_JUMP` times the last size.
+
+    Args:
+        sizes: ascending, the first of them 1.
+        taken: bytes of a trial; ``TOO_MUCH`` where it failed.
+
+    Raises:
+        RuntimeError: not even the first fits.
+
+    >>> largest_that_fits([1, 2, 3, 4, 6, 12], 70, lambda size: 10 * size + 5)
+    (6, 65)
+    """
+    found = {sizes[0]: taken(sizes[0])}
+    if found[sizes[0]] > room:
+        raise RuntimeError(
+            f"data.micro_batch_size=auto: not even one image fits into {shown(room)} of free memory. "
+            "Set model.policy.gradient_checkpointing=true, or a smaller height and width."
+        )
+    candidates = sizes[1:]
+    while candidates:
+        last = max(found)
+        reach = candidates[:1]  # a line needs two sizes
+        if len(found) > 1:
+            before = max(size for size in found if size < last)
+            slope = (found[last] - found[before]) / (last - before)
+            reach = [size for size in candidates if size <= max(LARGEST_JUMP * last, candidates[0])]
+            reach = [size for size in reach if found[last] + slope * (size - last) <= room]
+        if not reach:
+            break
+        size, needed = reach[-1], taken(reach[-1])
+        if needed <= room:
+            found[size] = needed
+        candidates = [other for other in candidates if (other > size) == (needed <= room) and other != size]
+    return max(found), found[max(found)]
+
+
+@dataclass
+class Trial:
+    """Trial steps of the method on dummy images, without effect on weights, method and counts.
+
+    Args:
+        plan: the plan with one image per micro-batch.
+        prompt: prompt whose embedding is used for all images.
+    """
+
+    module: HeldOutModule
+    optimizer: OptimizerConfig | CustomOptimizer
+    plan: Plan
+    prompt: str
+
+    def __post_init__(self) -> None:
+        policy, objective = self.module.policy, self.module.objective
+        self.device = policy.device
+        self.home = objective.rollout_device or self.device
+        self.conditioning = policy.encode([self.prompt], policy.blank_references(1)).to(self.home)
+        self._place_helpers()
+        self.weights = list(trainable_parameters(policy).values())
+
+    def _place_helpers(self) -> None:
+        """Load the VAE and the rewards' models onto the device, as in training."""
+        place([self.module.policy.pipeline.vae], self.device)
+        for reward in self.module.observed.rewards:
+            reward.load()
+            if isinstance(reward, ModelReward):
+                reward(torch.zeros(0, 3, 1, 1, device=self.device), [], [])  # without images it only moves its model
+
+    def room(self) -> int:
+        """Return the bytes that a step may take: free memory less what training will allocate later and keep."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info(self.device)[0]
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        else:
+            free = available_bytes() // max(1, self.module.trainer.num_devices)
+        latent = 4 * torch.Size(self.module.policy.latent_shape).numel()
+        kept = demand(self.module.objective, self.module.policy, self.plan).kept * latent
+        later = moments([local(weight) for weight in self.weights], self.optimizer)
+        return int(SAFE_SHARE * free) - later - (round(kept) if self.home.type == self.device.type else 0)
+
+    def most_of_ranks(self, value: int) -> int:
+        """Return the largest value of any rank; all ranks must ask."""
+        return int(self.module.all_ranks(torch.tensor([value])).max())
+
+    @contextmanager
+    def without_trace(self) -> Iterator[None]:
+        """Restore the counts and the random generators after the block."""
+        counts = self.module.ledger.state_dict()
+        devices = [self.device] if self.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices):
+                yield
+        finally:
+            self.module.ledger.load_state_dict(counts)
+
+    def taken(self, images: int) -> int:
+        """Return the additional peak bytes of a step on this many images; ``TOO_MUCH`` if it fails."""
+        try:
+            if self.device.type == "cuda":
+                with measured_memory() as use:
+                    self.run(images)
+                return use.gpu or 0
+            # Not resident memory: what the first trial has freed is reused by the next.
+            with LiveMemory() as live:
+                self.run(images)
+            return live.peak
+        except torch.OutOfMemoryError:
+            if isinstance(self.module.trainer.strategy, FSDP2):
+                raise  # the other ranks wait in a collective
+        torch.cuda.empty_cache()
+        return TOO_MUCH
+
+    def run(self, images: int) -> None:
+        """Run one micro-batch, from its stored predictions to its gradients.
+
+        With ``split_updates`` it is one of a later share: the first has no passes of the old policy, hence less memory.
+        """
+        policy, objective = self.module.policy, self.module.objective
+        rollout = dummy_rollout(
+            objective, policy.path, self.conditioning, policy.latent_shape, images, self.plan.group_size
+        )
+        advantages = torch.linspace(-1, 1, images, device=self.home)
+        updates = self.plan.updates_per_iteration
+        plugin = self.module.trainer.precision_plugin
+        with torch.enable_grad(), plugin.train_step_context() if plugin is not None else nullcontext():
+            experience = objective.prepare(PrepareContext(policy, rollout, advantages, images, updates))
+            (micro,) = experience.micro_batches(images)
+            objective.before_update(policy, [micro])
+            loss, _ = objective.loss(policy, micro.to(self.device))
+        self._differentiate(loss)
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        if not isinstance(self.module.trainer.strategy, FSDP2):
+            # Not backward(), which triggers the strategy's gradient hooks.
+            torch.autograd.grad(loss, self.weights, allow_unused=True)
+            return
+        loss.backward()  # the gathered weights of a pass are not the optimizer's parameters
+        for weight in self.weights:
+            weight.grad = None

@@ -1,0 +1,215 @@
+"""``--resume``: the checkpoint of a run folder to continue from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lit_vgrpo.errors import UserError, counted
+from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
+from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read, read_sound
+from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME
+
+SUMMARY_NAME = "summary.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run at a checkpoint.
+
+    Attributes:
+        iterations: finished iterations.
+        optimizer_steps: finished updates.
+        images: images sampled, over all ranks.
+        batches: micro-batches, unfinished iterations included.
+        logged: iterations with a row in the loggers: one more than finished ones where only the end is missing.
+    """
+
+    iterations: int
+    optimizer_steps: int
+    images: int
+    batches: int
+    logged: int
+
+    @classmethod
+    def of(cls, checkpoint: dict[str, Any]) -> Progress:
+        loop = checkpoint["loops"]["fit_loop"]
+        epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
+        return cls(
+            # At the end of an iteration the loop has counted it as processed; as completed only after the checkpoint.
+            iterations=epochs["processed"],
+            optimizer_steps=checkpoint["global_step"],
+            images=checkpoint["lit_vgrpo"]["images_seen"],
+            batches=batches["total"]["ready"],
+            logged=epochs["ready"] if batches["is_last_batch"] else epochs["processed"],
+        )
+
+    def __str__(self) -> str:
+        return f"{counted(self.iterations, 'iteration')}, {counted(self.optimizer_steps, 'optimizer step')}"
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return (self.optimizer_steps, self.images, self.batches)
+
+    def is_finished(self, max_epochs: int | None, max_steps: int) -> bool:
+        """Return ``True`` if these limits of the trainer are reached."""
+        epochs_done = max_epochs is not None and 0 <= max_epochs <= self.iterations
+        return epochs_done or 0 <= max_steps <= self.optimizer_steps
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run that continues in its own folder.
+
+    Attributes:
+        folder: the run folder.
+        checkpoint: the file to continue from; ``None`` starts from the beginning.
+        progress: progress at that checkpoint.
+    """
+
+    folder: Path
+    checkpoint: Path | None = None
+    progress: Progress | None = None
+
+    @property
+    def done(self) -> str:
+        """The progress in words."""
+        assert self.progress is not None
+        return str(self.progress)
+
+    @property
+    def opening(self) -> str:
+        """The line to print when the run continues."""
+        if self.checkpoint is None:
+            return "No checkpoint yet: starting from the beginning."
+        return f"Continuing from {self.checkpoint} ({self.done})."
+
+    def is_at_end(self, trainer: Trainer) -> bool:
+        """Return ``True`` if the last iteration is done."""
+        return self.progress is not None and self.progress.is_finished(trainer.max_epochs, trainer.max_steps)
+
+    def is_over(self, trainer: Trainer) -> bool:
+        """Return ``True`` if the run has ended: the summary is written last."""
+        if not self.is_at_end(trainer):
+            return False
+        summary = read_summary(self.folder) or {}
+        assert self.progress is not None
+        return (summary.get("outcome"), summary.get("iterations")) == ("finished", self.progress.iterations)
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Return a run's ``summary.json``, or ``None`` if it is missing or unreadable."""
+    try:
+        summary = json.loads((folder / SUMMARY_NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def resumed_folder(recipe: Path, run_dir: str | None) -> Path:
+    """Return the run folder that ``--resume`` continues.
+
+    Args:
+        recipe: the recipe on the command line.
+        run_dir: the folder on the command line, or in the recipe.
+
+    Raises:
+        UserError: the recipe is not in a run folder, and none was given.
+    """
+    if run_dir is not None:
+        return Path(run_dir).expanduser()
+    folder = recipe.parent
+    if recipe.name == CONFIG_NAME:
+        return folder
+    raise UserError(
+        f"--resume continues a run folder, and {recipe} is not the {CONFIG_NAME} of one. "
+        f"Try: lightning run RUN_DIR/{CONFIG_NAME} --resume, or add run_dir=RUN_DIR."
+    )
+
+
+def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption:
+    """Find the most advanced sound checkpoint of a run folder; every rank finds the same one.
+
+    A sound checkpoint agrees with its checksums and has no weight that is NaN or infinite.
+
+    Args:
+        folder: the run folder.
+        say: called with a line for every file that is skipped.
+
+    Raises:
+        UserError: there are checkpoints, but none is sound: starting from the beginning would overwrite them.
+    """
+    found: list[tuple[Progress, float, Path]] = []
+    files = _files(folder)
+    for path in files:
+        try:
+            progress = Progress.of(read(path))
+            found.append((progress, path.stat().st_mtime, path))
+        except (CheckpointDamage, FileNotFoundError) as damage:
+            if not os.path.lexists(path):  # a running process has just renamed it
+                return last_good_checkpoint(folder, say)
+            say(f"Skipped {path}: it {damage}.")
+        except (KeyError, TypeError):
+            say(f"Skipped {path}: it holds no progress.")
+    for progress, _, path in sorted(found, key=lambda entry: (entry[0].order, entry[1], entry[2].name), reverse=True):
+        try:
+            read_sound(path)
+        except CheckpointDamage as damage:
+            if not os.path.lexists(path):
+                return last_good_checkpoint(folder, say)
+            say(f"Skipped {path}: it {damage}.")
+            continue
+        return Resumption(folder, path, progress)
+    if files:
+        raise UserError(
+            f"None of the checkpoints of {folder} is sound ({len(files)} found). Copy a sound one to "
+            f"{folder / CHECKPOINTS}; or, to start from the beginning, move the damaged ones away."
+        )
+    return Resumption(folder)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint that was written last, sound or not."""
+    files = [path for path in _files(folder) if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def how_to_resume(folder: Path) -> str:
+    """Return the command that continues a run.
+
+    >>> how_to_resume(Path("runs/demo"))
+    'Continue: lightning run runs/demo/config.yaml --resume'
+    """
+    return f"Continue: lightning run {folder / CONFIG_NAME} --resume"
+
+
+def last_words(folder: Path) -> str:
+    """Return a line on the last checkpoint of a run that has ended, and how to continue."""
+    checkpoint = newest_checkpoint(folder)
+    left = "Nothing was saved yet." if checkpoint is None else f"The last checkpoint is {checkpoint}."
+    return f"{left} {how_to_resume(folder)}"
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the checkpoints, including those that Lightning writes before SLURM requeues a job.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    found = [*_listed(folder / CHECKPOINTS, ""), *_listed(folder, "hpc_ckpt_")]
+    return sorted(path for path in found if not path.name.startswith(DRAFT_PREFIX))
+
+
+def _listed(folder: Path, prefix: str) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.suffix == ".ckpt" and path.name.startswith(prefix)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:  # glob() would return nothing
+        raise UserError(f"Cannot look for checkpoints in {folder}: {error.strerror}.") from error

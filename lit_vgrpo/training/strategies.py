@@ -1,0 +1,222 @@
+"""Names of the strategies in recipes, and checks of what does not work under each."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.training.fsdp2 import FSDP2
+from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
+from lit_vgrpo.training.portable_checkpoints import PortableCheckpoints
+from lit_vgrpo.training.zero import ZeRO
+
+__all__ = ["FSDP2", "ZeRO", "keeps_plain_weights", "register", "strategy_error", "strategy_errors"]
+
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta")
+"""torch's optimizers whose state holds a tensor of the weight's shape, or a scalar, per weight."""
+
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+USABLE = ", ".join(PRECISIONS)
+
+
+class PolicyOptions(Protocol):
+    """The options of a policy that some strategies rule out."""
+
+    dtype: torch.dtype
+    compile_network: bool
+    fold_lora: bool | None
+    quantisation: Literal["nf4", "int8"] | None
+
+
+def strategy_errors(
+    strategy: Strategy,
+    policy: PolicyOptions,
+    optimizer: OptimizerConfig | CustomOptimizer,
+    sizes: Sizes,
+    rollout: RolloutSpec | None = None,
+) -> list[str]:
+    """Return one line for each part of a run that does not work under a strategy."""
+    found = (
+        strategy_error(strategy),
+        precision_error(strategy),
+        plugin_error(strategy),
+        optimizer_error(strategy, optimizer),
+        whole_weights_error(strategy, policy),
+        quantisation_error(strategy, policy),
+        rollout_error(strategy, rollout),
+        scaling_error(strategy, policy),
+        micro_batch_error(strategy, sizes),
+    )
+    return [error for error in found if error is not None]
+
+
+def keeps_plain_weights(strategy: Strategy) -> bool:
+    """Return whether the optimizer gets whole tensors whose gradients are not scaled, as a fused one needs.
+
+    Under autocast Lightning refuses to clip for a fused optimizer, which might unscale the gradients itself.
+    """
+    is_plain = type(strategy) in (SingleDeviceStrategy, DDPStrategy)
+    return is_plain and not isinstance(strategy.precision_plugin, MixedPrecision)
+
+
+def strategy_error(strategy: Strategy) -> str | None:
+    """Return why a run cannot use a strategy, or ``None``."""
+    name = type(strategy).__name__
+    advice = {DeepSpeedStrategy: "zero2", FSDPStrategy: "fsdp2", ModelParallelStrategy: "fsdp2"}
+    if not isinstance(strategy, PortableCheckpoints):
+        for kind, ours in advice.items():
+            if isinstance(strategy, kind):
+                return f"trainer.strategy={name} writes checkpoints that only it can read. Use trainer.strategy={ours}."
+        return None
+    precision = strategy.precision_plugin.precision
+    if precision != "32-true":
+        return (
+            f"trainer.precision={precision} would cast the trained weights under {name}. "
+            "Leave it out and set model.policy.dtype=bfloat16."
+        )
+    return None
+
+
+def precision_error(strategy: Strategy) -> str | None:
+    """Return why a run cannot use the trainer's precision, or ``None``.
+
+    All precisions but autocast cast the trained weights, and not the policy's other parts, which keep their dtypes.
+    """
+    precision = strategy.precision_plugin.precision
+    if isinstance(strategy, PortableCheckpoints) or precision in PRECISIONS:
+        return None
+    instead = "Leave it out" if precision == "64-true" else "Leave it out and set model.policy.dtype=bfloat16"
+    return f"trainer.precision={precision} would cast the trained weights alone. {instead}, or use one of: {USABLE}."
+
+
+def plugin_error(strategy: Strategy) -> str | None:
+    """Return why a plugin cannot write a run's checkpoints, or ``None``."""
+    if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+        return (
+            "trainer.plugins=AsyncCheckpointIO returns before a checkpoint is on disk, and RunCheckpoint must know "
+            "that it is complete. Leave it out."
+        )
+    return None
+
+
+def optimizer_error(strategy: Strategy, optimizer: OptimizerConfig | CustomOptimizer) -> str | None:
+    """Return why an optimizer does not work under a strategy, or ``None``."""
+    name = type(strategy).__name__
+    if optimizer.kind == "adamw" or not isinstance(strategy, PortableCheckpoints):
+        return None
+    if isinstance(optimizer, OptimizerConfig):
+        return (
+            f"model.optimizer.kind={optimizer.kind} works on whole weights, and {name} shards them or "
+            "their moments. Leave it out, or use trainer.strategy=ddp."
+        )
+    if optimizer.check():
+        return None
+    cls = type(optimizer.trial())
+    fits = ELEMENTWISE if isinstance(strategy, FSDP2) else ("AdamW",)
+    if cls.__name__ in fits and cls.__module__.startswith("torch.optim"):
+        return None
+    return (
+        f"model.optimizer={cls.__name__} keeps state that {name} cannot put into a checkpoint. "
+        f"Use torch's {', '.join(fits)}, or trainer.strategy=ddp."
+    )
+
+
+def whole_weights_error(strategy: Strategy, policy: PolicyOptions) -> str | None:
+    """Return which speed option of a policy needs whole weights that a strategy shards, or ``None``.
+
+    Compiled blocks are untested with the hooks by which FSDP2 and ZeRO-3 gather weights.
+    """
+    asked = [name for name, is_on in (("compile", policy.compile_network), ("fold_lora", policy.fold_lora)) if is_on]
+    if not asked or not _shards_weights(strategy):
+        return None
+    return (
+        f"model.policy.{asked[0]}=true needs whole weights on every rank, and {type(strategy).__name__} shards them. "
+        "Leave it out, or use trainer.strategy=zero2."
+    )
+
+
+def quantisation_error(strategy: Strategy, policy: PolicyOptions) -> str | None:
+    """Return why a quantised network does not work under a strategy, or ``None``.
+
+    FSDP2 and ZeRO-3 shard weights of one floating-point type; under ZeRO-1 and ZeRO-2 it is untested.
+    """
+    if policy.quantisation is None or not isinstance(strategy, PortableCheckpoints):
+        return None
+    return (
+        f"model.policy.quantisation={policy.quantisation} works on one device and under DDP, not under "
+        f"{type(strategy).__name__}. Leave it out, or use trainer.strategy=ddp."
+    )
+
+
+def rollout_error(strategy: Strategy, rollout: RolloutSpec | None) -> str | None:
+    """Return why a rollout's accelerator does not work under a strategy, or ``None``.
+
+    Its view of the network would bypass the hooks by which FSDP2 and ZeRO-3 gather weights.
+    """
+    if rollout is None or not _shards_weights(strategy):
+        return None
+    specs = {"": rollout} if rollout.scouts is None else {"": rollout, "scouts.": rollout.of_scouts}
+    for part, spec in specs.items():
+        for name, value in (("cache", spec.cache and spec.cache.kind), ("quantise", spec.quantise)):
+            if value is not None:
+                return (
+                    f"model.objective.rollout.{part}{name}={value} needs whole weights on every rank, and "
+                    f"{type(strategy).__name__} shards them. Leave it out, or use trainer.strategy=zero2."
+                )
+    return None
+
+
+def _shards_weights(strategy: Strategy) -> bool:
+    return isinstance(strategy, FSDP2) or (isinstance(strategy, ZeRO) and strategy.stage == 3)
+
+
+def scaling_error(strategy: Strategy, policy: PolicyOptions) -> str | None:
+    """Return why a policy cannot be trained in float16, or ``None``.
+
+    The loss is a mean over about 1e5 latent values, so most gradients underflow in float16 (smallest number: 6e-8)
+    unless the loss is scaled before the backward pass.
+    """
+    if policy.dtype != torch.float16 or getattr(strategy.precision_plugin, "scaler", None) is not None:
+        return None
+    return (
+        "model.policy.dtype=float16: gradients underflow, because nothing scales the loss. Use "
+        "model.policy.dtype=bfloat16, or, on a GPU without it, trainer.precision=16-mixed, which scales it."
+    )
+
+
+def micro_batch_error(strategy: Strategy, sizes: Sizes) -> str | None:
+    """Return why ``micro_batch_size="auto"`` does not work under a strategy, or ``None``."""
+    if sizes.micro_batch_size != "auto" or not isinstance(strategy, ZeRO):
+        return None
+    return (
+        "data.micro_batch_size=auto does not work under ZeRO, whose engine fixes the number of micro-batches when it "
+        "is set up. Set a number, or use trainer.strategy=ddp or fsdp2."
+    )
+
+
+def register() -> None:
+    """Register the strategies with Lightning by name, as in ``trainer.strategy=zero2``."""
+    for stage in (1, 2, 3):
+        StrategyRegistry.register(f"zero{stage}", ZeRO, f"DeepSpeed ZeRO-{stage}", override=True, stage=stage)
+    for stage in (2, 3):
+        text = f"DeepSpeed ZeRO-{stage} with CPU offload"
+        StrategyRegistry.register(f"zero{stage}_offload", ZeRO, text, override=True, stage=stage, offload=True)
+    StrategyRegistry.register("fsdp2", FSDP2, "Fully sharded data parallel, torch's second version", override=True)
+
+
+register()

@@ -1,0 +1,226 @@
+"""DeepSpeed ZeRO as a Lightning strategy; its private names are those of lightning 2.6.6 and deepspeed 0.19.8."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lit_vgrpo.core.ranges import PositiveInt, checked
+from lit_vgrpo.core.sharding import cut, local
+from lit_vgrpo.training.optimizer_state import resumed_group
+from lit_vgrpo.training.portable_checkpoints import PortableCheckpoints
+
+
+class StoredPrecision(DeepSpeedPrecision):
+    """Keeps the policy's storage dtypes; Lightning's own plugin casts a frozen bfloat16 base to float32."""
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+    @override
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        # DeepSpeed's engine bypasses the module's backward, which skips an iteration without advantages.
+        if not model.is_idle:
+            model.trainer.model.backward(tensor, *args, **kwargs)
+
+
+@checked
+class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
+    """DeepSpeed ZeRO over the policy's network, with torch's AdamW; also on CPUs over gloo, for tests.
+
+    Args:
+        stage: 1 shards the optimizer state, 2 also gradients, 3 also the weights, frozen ones included.
+        offload: keep the optimizer state, and in stage 3 the weights, in CPU memory.
+        bucket_size: elements per reduction or gathering.
+        zero_options: further entries of DeepSpeed's ``zero_optimization``.
+
+    Raises:
+        ValueError: ``stage`` is not 1, 2 or 3.
+    """
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 2,
+        offload: bool = False,
+        bucket_size: PositiveInt = 50_000_000,
+        zero_options: dict[str, Any] | None = None,
+    ) -> None:
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+        zero: dict[str, Any] = {
+            "stage": stage,
+            "reduce_bucket_size": bucket_size,
+            "allgather_bucket_size": bucket_size,
+            "stage3_prefetch_bucket_size": bucket_size,
+        }
+        if offload:
+            on_cpu = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+            zero["offload_optimizer"] = on_cpu
+            if stage == 3:
+                zero["offload_param"] = on_cpu
+        config = {
+            "zero_optimization": {**zero, **(zero_options or {})},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own needs compiling and computes a different AdamW
+            "train_micro_batch_size_per_gpu": 1,  # only for its log
+        }
+        super().__init__(config=config)
+        self.stage = stage
+        self.offload = offload
+
+    # --- set-up ----------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        # Lightning's own refuses everything but GPUs.
+        DDPStrategy.setup_environment(self)
+
+    @override
+    def setup_distributed(self) -> None:
+        if isinstance(self.accelerator, CUDAAccelerator):
+            super().setup_distributed()
+            return
+        import deepspeed
+
+        if deepspeed.get_accelerator().device_name() != "cpu":
+            raise RuntimeError("DeepSpeed takes this machine's GPUs. To use its CPUs, set DS_ACCELERATOR=cpu before.")
+        # On CPUs DeepSpeed would compile its shared-memory collectives for minutes.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        device = super().root_device
+        return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        # The pipeline loads whole, with text encoders and VAE; deepspeed.initialize then shards the network.
+        yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.precision_plugin = StoredPrecision("32-true")
+        super().setup(trainer)
+        if self.stage == 3:
+            # core/sharding.py calls it after it has written to the weights.
+            for parameter in self.deepspeed_engine.module.parameters():
+                parameter.forget_gathered = self.deepspeed_engine.optimizer.empty_partition_cache
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        # With True, the hooks of an optimizer step would run for every micro-batch.
+        return False
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        yield  # the accumulation boundary in backward() decides when to reduce
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        accumulates = self.lightning_module.trainer.fit_loop._should_accumulate()
+        self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulates)
+        # Lightning has already divided the loss by the number of micro-batches.
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    def last_gradient_norm(self) -> float | None:
+        """Return the gradient norm of the last update before clipping; ``None`` before the first."""
+        norm = self.deepspeed_engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    # --- the optimizer's state -------------------------------------------------------------------------------------
+
+    @property
+    def _partitions(self) -> list[Tensor]:
+        """Flat float32 weights that AdamW steps."""
+        zero: Any = self.deepspeed_engine.optimizer
+        return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return AdamW's ``state_dict``, whole on rank 0; all ranks must call it."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        adam = self.deepspeed_engine.optimizer.optimizer
+        trained = list(self._trained.values())
+        group = {k: v for k, v in adam.param_groups[0].items() if k != "params" and not k.startswith("_")}
+        group["params"] = list(range(len(trained)))
+        state: dict[int, dict[str, Tensor]] = {}
+        if adam.state:
+            first = adam.state[self._partitions[0]]
+            place = "cpu" if self.is_global_zero else "meta"
+            for index, parameter in enumerate(trained):
+                state[index] = {"step": first["step"].detach().cpu().clone()}
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[index][key] = safe_get_full_optimizer_state(parameter, key).to(place)
+        return {"state": state, "param_groups": [group]}
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        saved = checkpoint["optimizer_states"][0]
+        zero: Any = self.deepspeed_engine.optimizer
+        adam = zero.optimizer
+        group = resumed_group(adam.param_groups[0], saved["param_groups"][0])
+        adam.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
+        if not saved["state"]:
+            return
+        # AdamW creates its state in its first step.
+        for partition in self._partitions:
+            adam.state[partition] = {
+                "step": saved["state"][0]["step"].clone(),
+                "exp_avg": torch.zeros_like(partition),
+                "exp_avg_sq": torch.zeros_like(partition),
+            }
+        if self.stage < 3:
+            zero._lazy_init_hp_params_optimizer_state()
+        for index, parameter in enumerate(self._trained.values()):
+            for key in ("exp_avg", "exp_avg_sq"):
+                value = saved["state"][index][key]
+                if self.stage == 3:
+                    safe_set_local_optimizer_state(parameter, cut(parameter, value), key)
+                else:
+                    safe_set_full_optimizer_state(parameter, value, key)
+
+
+@torch.no_grad()
+def local_gradients(parameters: Iterable[Any]) -> list[Tensor]:
+    """Return this rank's gradients, or its shards of them, as they are when an optimizer step is due.
+
+    ZeRO has reduced them by then and keeps them outside ``.grad``; other strategies' are taken from there.
+    """
+    found: list[Tensor | None] = []
+    for parameter in parameters:
+        if hasattr(parameter, "ds_tensor"):  # ZeRO-3
+            from deepspeed.utils import safe_get_local_grad
+
+            found.append(safe_get_local_grad(parameter))
+        elif hasattr(parameter, "_hp_mapping"):  # ZeRO-1 and 2, which have public access only to whole gradients
+            part = parameter._hp_mapping  # None where all of it belongs to other ranks
+            found.append(part and part.get_lp_grad_fragment(parameter._index_in_param_group))
+        elif parameter.grad is not None:
+            found.append(local(parameter.grad))
+    return [gradient for gradient in found if gradient is not None]

@@ -1,0 +1,247 @@
+"""Real races of small runs, through the verb."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import yaml
+
+from lit_vgrpo.apps.compare.command import compare
+from lit_vgrpo.apps.compare.options import CompareOptions
+from lit_vgrpo.apps.compare.plan import entrants, runs_of
+from lit_vgrpo.apps.compare.progress import Display, Status, totals
+from lit_vgrpo.apps.compare.runner import clear_the_way, is_finished, last_error, locked
+
+
+@pytest.fixture
+def other(tmp_path):
+    """An overlay of one's own: V-GRPO with two updates."""
+    return overlay(tmp_path, "other", {"num_mc_samples": 1, "clip": 0.01}, {"updates_per_iteration": 2})
+
+
+def overlay(folder, name, init_args, data=None, sweep=None):
+    content = {
+        "published": {
+            "model": {"objective": {"class_path": "VGRPO", "init_args": init_args}},
+            "data": {"updates_per_iteration": 1, **(data or {})},
+        },
+        "sweep": sweep or {},
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def planned(recipe, *words):
+    options = CompareOptions.parse([str(recipe), *words])
+    return runs_of(options, entrants(options))
+
+
+def make_finished(run, **changes):
+    """Write the files of a finished run."""
+    run.folder.mkdir(parents=True)
+    evaluations = [an_evaluation(0, 0.5)]
+    summary = {"outcome": "finished", "iterations": run.iterations, "evaluations": evaluations, **changes}
+    (run.folder / "summary.json").write_text(json.dumps(summary))
+    run.fingerprint_file.write_text(run.fingerprint)
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_two_methods_race_one_fails_and_a_second_call_runs_nothing(tiny_recipe, tmp_path, other, capsys):
+    (tmp_path / "breaks.py").write_text(
+        "from lit_vgrpo import VGRPO\n\n\nclass Breaks(VGRPO):\n"
+        "    def prepare(self, *args, **kwargs):\n        raise RuntimeError('no luck today')\n"
+    )
+    (tmp_path / "bad.yaml").write_text("published: {model: {objective: breaks.Breaks}}\n")
+    words = [str(tiny_recipe), "--settings", "published", "--seeds", "1", "--iterations", "2"]
+    words += ["--evaluate-every", "1", "--jobs", "2", "--target", "0.001", "--out", "race", "--methods"]
+    assert compare([*words, f"bad.yaml,vgrpo,{other}"]) == 1
+    race = tmp_path / "race"
+    out, err = capsys.readouterr()
+    assert "bad-published-seed0 failed: RuntimeError: no luck today" in err
+    assert "bad published, seed 0, failed: RuntimeError: no luck today" in out
+    assert "1 of 3 runs failed. The same command runs them again." in err
+    assert out.count("| vgrpo ") == out.count("| other ") == 2
+    assert "vgrpo-published-seed0: held-out " in err
+
+    runs = ("vgrpo-published-seed0", "other-published-seed0")
+    stamps = {path: path.stat().st_mtime_ns for run in runs for path in (race / "runs" / run).rglob("*")}
+    assert compare([*words, f"vgrpo,{other}"]) == 0
+    assert stamps == {path: path.stat().st_mtime_ns for run in runs for path in (race / "runs" / run).rglob("*")}
+    assert "2/2 runs done (2 from before)" in capsys.readouterr().err
+
+    saved = json.loads((race / "compare.json").read_text())
+    first, second = (method["runs"][0]["evaluations"] for method in saved["methods"])
+    assert [e["iteration"] for e in first] == [e["iteration"] for e in second] == [0, 1, 2]
+    assert first[0]["reward"] == second[0]["reward"]  # the same start, prompts and noise
+    assert first[2]["images"] == second[2]["images"] == 2 * 4
+    assert first[2]["passes"] == 2 * 4 * (2 + 4)
+    assert second[2]["passes"] == 2 * 4 * (2 + 1 + 2 * 1)
+    assert first[2]["forward_equivalents"] == 2 * 4 * (2 + 3 * 4)  # a pass with gradient counts three times
+    assert second[2]["forward_equivalents"] == 2 * 4 * (2 + 1 + 3 * 2 * 1)
+    assert second[1]["phases"]["update"] == {"with_grad": 4 * 2, "without_grad": 0}
+    assert (race / "compare.png").stat().st_size > 10_000
+    assert len((race / "compare.csv").read_text().splitlines()) == 1 + 2 * 3
+    recipe = yaml.safe_load((race / "recipes" / "other-published.yaml").read_text())
+    assert recipe["data"]["updates_per_iteration"] == 2
+
+
+def test_a_sweep_goes_on_from_finished_runs(tiny_recipe, tmp_path, capsys):
+    path = overlay(tmp_path, "mine", {"num_mc_samples": 1}, sweep={"model.objective.soft_clip": [3.0, None]})
+    words = [str(tiny_recipe), "--methods", str(path), "--sweep", "--out", "sweep"]
+    for run, reward in zip(planned(*words), (0.5, 0.7), strict=True):
+        assert run.name == f"mine-{run.settings}-seed100"
+        make_finished(run, evaluations=[an_evaluation(0, 0.2), an_evaluation(5, reward)])
+    assert compare(words) == 0
+    out, err = capsys.readouterr()
+    assert "2 runs of 1 iteration (mine 2 points; seeds 100)" in err
+    assert "2/2 runs done (2 from before)" in err
+    assert "mine: soft_clip=null, final reward 0.700" in out
+    assert "    tuned:\n" in out
+    assert {p.name for p in (tmp_path / "sweep").glob("sweep.*")} == {"sweep.md", "sweep.csv", "sweep.json"}
+
+
+def an_evaluation(iteration, reward):
+    return {"iteration": iteration, "reward": reward} | dict.fromkeys(
+        ("images", "passes", "forward_equivalents", "train_seconds", "cpu_seconds"), iteration
+    )
+
+
+def test_what_counts_as_finished(tiny_recipe):
+    words = ["--methods", "vgrpo", "--settings", "published", "--seeds", "6", "--iterations", "3", "--out", "x"]
+    whole, short, failed, bare, strange, old = planned(tiny_recipe, *words)
+    make_finished(whole)
+    make_finished(short, iterations=2)
+    make_finished(failed, outcome="failed")
+    make_finished(bare, evaluations=[])
+    make_finished(strange)
+    make_finished(old, evaluations=[{k: v for k, v in an_evaluation(0, 0.5).items() if k != "forward_equivalents"}])
+    strange.fingerprint_file.write_text("of another recipe")
+    assert [is_finished(run) for run in (whole, short, failed, bare, strange, old)] == [True] + 5 * [False]
+    longer = planned(tiny_recipe, *words[:6], "--iterations", "4", "--out", "x")
+    assert not is_finished(longer[0])
+    other_sizes = planned(tiny_recipe, "data.group_size=4", *words)
+    assert not is_finished(other_sizes[0])
+
+
+def test_only_an_unfinished_run_is_thrown_away(tiny_recipe):
+    words = ["--methods", "vgrpo", "--settings", "published", "--seeds", "3", "--iterations", "3", "--out", "x"]
+    unfinished, finished, foreign = planned(tiny_recipe, *words)
+    make_finished(unfinished, outcome="interrupted")
+    make_finished(finished)
+    foreign.folder.mkdir()
+    (foreign.folder / "thesis.txt").write_text("mine")
+    assert clear_the_way(unfinished) is None
+    assert not unfinished.folder.exists()
+    aside = clear_the_way(finished)
+    assert aside.name == f"{finished.name}.old1"
+    assert (aside / "summary.json").is_file()
+    assert (clear_the_way(foreign) / "thesis.txt").is_file()
+
+
+@pytest.mark.usefixtures("forked_python")
+def test_ctrl_c_ends_the_runs_and_says_how_to_continue(tiny_recipe, tmp_path, capsys):
+    words = [str(tiny_recipe), "--methods", "vgrpo", "--settings", "published", "--seeds", "1"]
+    log = tmp_path / "race" / "logs" / "vgrpo-published-seed0.log"
+    children, before_it = [], set(_children(os.getpid()))  # such as what other tests' ranks are forked from
+
+    def press_when_it_trains():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (log.is_file() and "Run folder" in log.read_text()):
+            time.sleep(0.1)
+        children.extend(set(_children(os.getpid())) - before_it)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    finger = threading.Thread(target=press_when_it_trains)
+    finger.start()
+    before = signal.getsignal(signal.SIGINT)
+    assert compare([*words, "--iterations", "5000", "--out", "race"]) == 130
+    finger.join()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "Stopped. What is finished is kept; continue: lightning compare " in capsys.readouterr().err
+    assert len(children) == 1
+    assert not os.path.exists(f"/proc/{children[0]}")
+
+
+def _children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
+
+
+def test_a_folder_in_use_is_refused(tiny_recipe, tmp_path, capsys):
+    words = ["--methods", "vgrpo", "--settings", "published", "--out", "race"]
+    with locked(tmp_path / "race"):
+        assert compare([str(tiny_recipe), *words]) == 2
+    assert "Another process is still writing to race." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "vgrop"], "vgrop is not a method. Did you mean vgrpo? Use one of "),
+        (["model.optimizr.lr=1"], "model.optimizr is not an option of VGRPOModule. Did you mean optimizer?"),
+        (["--sed", "3"], "--sed is not an option of compare. Did you mean seeds?"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(tiny_recipe, tmp_path, capsys, words, message):
+    assert compare([str(tiny_recipe), *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_last_error_of_a_log(tmp_path):
+    log = tmp_path / "x.log"
+    log.write_text("iteration 1\nTraceback (most recent call last):\n  File x\n    y\nValueError: two\n  words\nbye\n")
+    assert last_error(log, 1) == "ValueError: two"
+    log.write_text("plan\n\nEvery image of iteration 3 failed.\n\n")
+    assert last_error(log, 1) == "Every image of iteration 3 failed."
+    log.write_text("")
+    assert last_error(log, 2) == "Exit status 2 and no output."
+    assert last_error(log, -9).startswith("Ended by SIGKILL. Out of memory?")
+
+
+def test_progress_is_read_from_the_table(tiny_recipe, capsys):
+    (run,) = planned(
+        tiny_recipe, "--methods", "vgrpo", "--settings", "published", "--seeds", "1", "--iterations", "4", "--out", "x"
+    )
+    status = Status(run)
+    status.read()
+    assert status.iteration == 0
+    run.folder.mkdir()
+    rows = ["epoch,heldout/reward,reward/mean,step", ",0.25,,0", "0,,0.5,1", "1,0.75,,3", "1,,0.625,3", "2,,0.6"]
+    (run.folder / "metrics.csv").write_text("\n".join(rows))
+    status.read()
+    assert (status.iteration, status.reward, status.heldout) == (3, 0.6, 0.75)
+    assert status.text() == "[############....]   3/4  reward 0.600  held-out 0.750"
+    status.state = "running"
+    waiting = Status(run)
+    assert totals([status, waiting], 30.0) == "0/2 runs done, 1 running, 0:30, about 0:50 left"
+
+
+def test_a_terminal_gets_lines_that_are_redrawn(tiny_recipe, monkeypatch):
+    (run,) = planned(
+        tiny_recipe, "--methods", "vgrpo", "--settings", "published", "--seeds", "1", "--iterations", "4", "--out", "x"
+    )
+
+    class Terminal(list):
+        isatty = staticmethod(lambda: True)
+        flush = staticmethod(lambda: None)
+        write = list.append
+
+    monkeypatch.setenv("COLUMNS", "40")
+    screen = Terminal()
+    status = Status(run, state="running")
+    display = Display([status], screen)
+    display.refresh()
+    lines = screen[-1].splitlines()
+    assert len(lines) == 2
+    assert max(map(len, lines)) < 40
+    display.refresh()
+    assert screen[-2] == "\x1b[2F\x1b[J"
+    display.say("a line that stays")
+    assert screen[-3:-1] == ["a line that stays", "\n"]

@@ -1,0 +1,255 @@
+"""The memory estimate against what real networks, optimizers and methods hold."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from all_methods import METHODS, VARIANTS
+from helpers import repeating
+from real_architectures import FLUX_DEV, SD35_MEDIUM, write_architecture
+
+from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
+from lit_vgrpo.apps.memory.estimate import Pass, estimate, peak_of_pass
+from lit_vgrpo.apps.memory.meta import AutocastOnMeta, NotHere, policy_on_meta
+from lit_vgrpo.apps.memory.room import remedy
+from lit_vgrpo.cli.check import check
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.types import RolloutRequest
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.objectives.base import PrepareContext
+from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
+from lit_vgrpo.training.fsdp2 import FSDP2
+from lit_vgrpo.training.live_memory import LiveMemory
+from lit_vgrpo.training.memory_passes import demand
+from lit_vgrpo.training.memory_shares import bytes_of, shares, tensors_of
+from lit_vgrpo.training.zero import ZeRO
+
+FAMILIES = {"sd3": SD3Policy, "unet": UNetPolicy, "sdxl": SDXLPolicy, "flux": FluxPolicy}
+
+DECODED_ALONE = "model.policy.decode_batch_size=1"  # else the VAE takes more than training does
+
+
+OPTIONS = [
+    {},
+    {"lora_rank": 4, "dtype": "bfloat16"},
+    {"gradient_checkpointing": True},
+    {"lora_rank": 4, "gradient_checkpointing": True},
+]
+FIRST = {"sd3": (0, 1, 2, 3), "unet": (0, 3), "sdxl": (1, 2), "flux": (1,)}
+"""Each option on a transformer and on a UNet, each family once; the other cases are slow."""
+CASES = [
+    pytest.param(
+        family,
+        options,
+        id=f"{family}-{' '.join(options) or 'full'}",
+        marks=[] if number in FIRST[family] else [pytest.mark.slow],
+    )
+    for family in FAMILIES
+    for number, options in enumerate(OPTIONS)
+]
+
+
+@pytest.fixture
+def make(request):
+    """``make(family, **options)``: a policy of a family."""
+
+    def made(family, **options):
+        folder = request.getfixturevalue(f"{family}_folder")()
+        return FAMILIES[family](str(folder), height=32, width=32, **options)
+
+    return made
+
+
+def real_pass(policy, rows):
+    """The bytes that are counted in a real forward and backward pass, where gradients are there already."""
+    cond = policy.encode(["a"])
+    for weight in trainable_parameters(policy).values():
+        weight.grad = torch.zeros_like(weight)
+    with LiveMemory() as live:
+        z, t = torch.randn(rows, *policy.latent_shape), torch.rand(rows)
+        policy(z, t, cond.select(torch.zeros(rows, dtype=torch.int64))).sum().backward()
+    return live.peak
+
+
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_a_step_takes_what_a_real_one_takes(make, family, options):
+    """Weights, gradients and moments to the byte; activations within 5 %."""
+    twin, policy = policy_on_meta(make(family, **options), "cpu"), make(family, **options).load()
+    assert {p.device.type for p in twin.parameters()} == {"meta"}
+    assert peak_of_pass(twin, Pass(4, 1.0, True)) == pytest.approx(real_pass(policy, 4), rel=0.05)
+    config = OptimizerConfig()
+    parts = shares(twin, config, None, 1, on_gpu=False).parts
+    trained = trainable_parameters(policy).values()
+    optimizer = config.build(trained)
+    optimizer.step()
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert parts["trained weights"] == bytes_of(trained)
+    assert parts["gradients"] == bytes_of(p.grad for p in trained)
+    assert parts["AdamW's moments"] == bytes_of(moments)
+    assert parts["frozen weights"] == bytes_of(p for p in tensors_of(policy.network) if not p.requires_grad)
+
+
+def test_a_gpus_autocast_keeps_norms_in_float32(tiny_sd3):
+    own, gpus = (
+        peak_of_pass(policy_on_meta(SD3Policy(str(tiny_sd3), dtype="bfloat16"), kind), Pass(4, 1.0, True))
+        for kind in ("cpu", "cuda")
+    )
+    whole = peak_of_pass(policy_on_meta(SD3Policy(str(tiny_sd3)), "cuda"), Pass(4, 1.0, True))
+    assert own < gpus < whole
+
+
+def test_attention_keeps_no_matrix_of_all_pairs():
+    query = torch.empty(1, 1, 512, 8, device="meta", requires_grad=True)
+    with AutocastOnMeta(), LiveMemory() as live:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert live.peak < 512 * 512
+
+
+@pytest.mark.parametrize("name", repeating(METHODS, slow=VARIANTS))
+def test_a_method_asks_for_what_it_says(tiny_sd3, name):
+    """The passes are those of its table of costs, and what it keeps is what it really prepares."""
+    make, updates, _ = METHODS[name]
+    objective, policy = make(), SD3Policy(str(tiny_sd3), max_sequence_length=1).load()
+    sizes = Sizes(2, 4, updates, 4)
+    found = demand(objective, policy, sizes.plan(1))
+    assert objective.copies == {}
+    passes = objective.passes_per_image(sizes, policy)
+    factor = policy.guidance_factor(found.trained.guidance)
+    assert found.trained.rows * factor * sizes.uses_per_image == 4 * passes["update"]
+    objective.setup(policy)
+    assert found.copies == tuple(sorted(objective.copies))
+    with LiveMemory() as live:
+        rollout = objective.roll_out(policy, RolloutRequest(["a", "b"], [{}, {}], [0, 1], 4, 0, 0))
+        advantages = torch.linspace(-1, 1, 8)
+        kept = (
+            rollout,
+            objective.prepare(PrepareContext(policy, rollout, advantages, micro_batch_size=4, updates=updates)),
+        )
+    latent = torch.Size(policy.latent_shape).numel() * 4
+    assert len(kept) == 2
+    embeddings = bytes_of(rollout.conditioning.tensors.values())
+    # The sampler's last latents and the trajectory's end are one tensor in the end, and two here.
+    assert found.kept == pytest.approx((live.live - embeddings) / latent, rel=0.1, abs=9)
+
+
+def test_shares_of_their_own_are_prepared_as_in_a_run(tiny_sd3, monkeypatch):
+    """The first update of an iteration has no passes of the old policy, and no images to store them for."""
+    policy, later = SD3Policy(str(tiny_sd3), max_sequence_length=1).load(), []
+
+    class Recording(VGRPO):
+        def prepare(self, context):
+            later.append(None if context.later is None else context.later.tolist())
+            return super().prepare(context)
+
+    sizes = Sizes(2, 4, 2, 4, split_updates=True)
+    split = demand(Recording(RolloutSpec(steps=6), clip=0.01), policy, sizes.plan(1))
+    assert later == [[4, 5, 6, 7], None]  # the iteration, and one micro-batch of the later share
+    whole = demand(VGRPO(RolloutSpec(steps=6), clip=0.01), policy, Sizes(2, 4, 2, 4).plan(1))
+    assert (split.stored, split.trained, split.kept) == (whole.stored, whole.trained, whole.kept)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weights", "gradients", "state"),
+    [(None, 1, 1, 1), (ZeRO(1), 1, 1, 4), (ZeRO(2), 1, 4, 4), (ZeRO(3), 4, 4, 4), (FSDP2(), 4, 4, 4)],
+)
+def test_strategies_share_out_what_they_shard(tiny_sd3, strategy, weights, gradients, state):
+    policy = policy_on_meta(SD3Policy(str(tiny_sd3), lora_rank=4))
+    whole, part = (shares(policy, OptimizerConfig(), one, world, True) for one, world in ((None, 1), (strategy, 4)))
+    for name, of in {"trained weights": weights, "gradients": gradients, "AdamW's moments": state}.items():
+        assert part.parts[name] == whole.parts[name] // of, name
+    buffers = bytes_of(policy.network.buffers())
+    assert 0 < buffers < whole.parts["frozen weights"]
+    assert part.parts["frozen weights"] - buffers == (whole.parts["frozen weights"] - buffers) // weights
+    assert part.trained == part.parts["trained weights"]
+    extra = part.parts.keys() - whole.parts.keys()
+    assert bool(extra)  # buckets, gathered weights, a copy of ZeRO's own
+    assert all(part.parts[name] > 0 for name in extra)
+
+
+def test_the_published_sizes_come_out(sd3_folder, flux_folder, tmp_path):
+    """SD 3.5 medium has about 2.2 billion parameters and FLUX.1-dev 11.9; no weight is read or made."""
+    options = {"lora_rank": 32, "dtype": "bfloat16", "height": 512, "width": 512}
+    medium = write_architecture(tmp_path / "sd35", sd3_folder(t5=True), SD35_MEDIUM)
+    flux = write_architecture(tmp_path / "flux", flux_folder(), FLUX_DEV)
+    for policy, billions, adapter in (
+        (SD3Policy(str(medium), **options), 2.24, 18.9e6),
+        (FluxPolicy(str(flux), **options), 11.9, 53e6),
+    ):
+        twin = policy_on_meta(policy)
+        trained = sum(p.numel() for p in trainable_parameters(twin).values())
+        assert (sum(p.numel() for p in twin.network.parameters()) - trained) / 1e9 == pytest.approx(billions, rel=0.01)
+        assert trained == pytest.approx(adapter, rel=0.3)
+        assert sum(p.numel() for p in twin.encoders()[-1].parameters()) / 1e9 == pytest.approx(4.76, rel=0.01)
+
+
+def test_check_prints_the_estimate(tiny_recipe, capsys):
+    assert check([str(tiny_recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "+ forward and backward of a micro-batch" in out
+    assert "peak, in " in out
+    assert "Available: this machine's free memory, " in out
+
+
+def test_a_recipe_that_is_too_large_is_refused_with_what_to_type(tiny_recipe, capsys, monkeypatch):
+    monkeypatch.setattr("lit_vgrpo.apps.memory.room.available_bytes", lambda: 2**20)
+    assert check([str(tiny_recipe), DECODED_ALONE]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("The recipe needs about ")
+    assert error.endswith(
+        "1.0 MiB is available (this machine's free memory). Set model.policy.gradient_checkpointing=true."
+    )
+
+
+def test_scouts_take_their_noise_and_latents(tiny_recipe):
+    scouts = "model.objective.rollout.scouts={factor: 3, steps: 1}"
+    cli = build([str(tiny_recipe), scouts, "model.rollout_batch_size=2"], make_folder=False)
+    found = estimate(cli)
+    images = cli.datamodule.sizes.plan(1).images_per_rank
+    latents = 4 * 3 * images * torch.Size(policy_on_meta(cli.model.policy).latent_shape).numel()
+    assert found.phases["scouts"] - found.phases["rollout"] == 2 * latents
+
+
+def test_the_advice_lowers_the_need(tiny_recipe):
+    typed, needs = [], []
+    for _ in range(2):
+        cli = build([str(tiny_recipe), DECODED_ALONE, *typed], make_folder=False)
+        found = estimate(cli)
+        needs.append(found.peak)
+        typed.append(remedy(cli, found, torch.device("cpu")).removeprefix("Set ").removesuffix("."))
+    assert typed[0] == "model.policy.gradient_checkpointing=true"
+    assert typed[1] != typed[0]
+    assert needs[1] < needs[0]
+
+
+def test_without_the_configurations_it_says_so(tiny_recipe, tiny_sd3, tmp_path, capsys):
+    shutil.copytree(tiny_sd3, tmp_path / "some")
+    (tmp_path / "some" / "transformer" / "config.json").unlink()
+    assert check([str(tiny_recipe), f"model.policy.checkpoint={tmp_path / 'some'}"]) == 0
+    assert f"memory: not estimated, {tmp_path / 'some'} is not here" in capsys.readouterr().out
+
+
+def test_what_a_folder_names_beside_its_libraries_is_not_imported(tiny_sd3, tmp_path, monkeypatch):
+    folder = tmp_path / "pipeline"
+    shutil.copytree(tiny_sd3, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "transformer": ["trap_of_a_folder", "Network"]}))
+    (tmp_path / "trap_of_a_folder.py").write_text("open('sprung', 'w').close()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotHere):
+        policy_on_meta(SD3Policy(str(folder)))
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_live_memory_counts_storages_until_they_are_freed():
+    with LiveMemory() as live:
+        x = torch.zeros(1000)
+        y = x.view(10, 100)[2:].add_(1)
+        assert live.live == 4000
+        z = x + 1
+        del x, y
+        assert (live.live, live.peak) == (4000, 8000)
+        del z
+        assert live.live == 0

@@ -1,0 +1,157 @@
+"""The rewards' models in the estimate, and the GPU that it is compared with."""
+
+import pytest
+import torch
+from scorer_files import write_aesthetic, write_image_reward
+
+from lit_vgrpo import OptimizerConfig
+from lit_vgrpo.apps.memory import estimate as stages
+from lit_vgrpo.apps.memory.estimate import estimate
+from lit_vgrpo.apps.memory.meta import policy_on_meta
+from lit_vgrpo.apps.memory.room import Room, gpu_memory_of, memory_report, reserve_of, room_of
+from lit_vgrpo.apps.memory.scorers import scorers
+from lit_vgrpo.cli.check import check
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.policies import SD3Policy
+from lit_vgrpo.rewards import (
+    AestheticScore,
+    CLIPImageSimilarity,
+    HPSv2,
+    ImageReward,
+    PickScore,
+    PythonReward,
+    Reward,
+    ShapesReward,
+)
+from lit_vgrpo.training.memory_shares import bytes_of, shares, tensors_of
+from lit_vgrpo.training.zero import ZeRO
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Own(Reward):
+    name = "own"
+
+    def __call__(self, images, prompts, rows):
+        return images.mean(dim=(1, 2, 3))
+
+
+@pytest.mark.parametrize("kind", ["clip", "clip bfloat16", "aesthetic", "aesthetic bfloat16", "blip"])
+def test_a_rewards_model_is_as_large_as_when_it_is_loaded(tiny_clip, tmp_path, kind):
+    dtype = "bfloat16" if kind.endswith("bfloat16") else "float32"
+    if kind.startswith("clip"):
+        reward = PickScore(str(tiny_clip), dtype=dtype)
+    elif kind.startswith("aesthetic"):
+        reward = AestheticScore(str(write_aesthetic(tmp_path, width=32)), str(tiny_clip), dtype=dtype)
+    else:
+        reward = ImageReward(str(write_image_reward(tmp_path)))
+    found, unknown = scorers([reward], CPU)
+    reward.load()
+    assert unknown == []
+    # Index buffers have no part in what is read off weights.
+    assert found == pytest.approx(bytes_of(tensors_of(reward._model)), rel=0.005)
+
+
+def test_published_checkpoints_that_are_not_here_are_known():
+    """Two models of ViT-H, one of them in half precision: 986 million parameters each."""
+    assert scorers([PickScore(), HPSv2(dtype="bfloat16")], GPU) == (6 * 986_109_441, [])
+    assert scorers([PickScore(), PickScore(device="cuda:1"), HPSv2(device="cpu")], GPU) == (4 * 986_109_441, [])
+    assert scorers([AestheticScore()], GPU) == (4 * (303_966_208 + 927_969), [])
+    assert scorers([CLIPImageSimilarity()], GPU) == (4 * 427_616_513, [])
+
+
+def test_what_is_not_known_is_named():
+    rewards = [Own(), PickScore("some/other"), HPSv2(model="ViT-B-32"), ShapesReward(), PythonReward("builtins:len")]
+    size, unknown = scorers(rewards, GPU)
+    assert size == 0
+    assert unknown == ["own", "pickscore", "hpsv2", rewards[-1].name]
+
+
+def test_a_gpu_can_be_given(tiny_recipe, capsys):
+    """Its reserve is kept back, and the recipe is estimated as on a GPU."""
+    words = [str(tiny_recipe), "model.policy.offload_encoders=true"]
+    assert check([*words, "--memory", "2GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "Available: the given GPU, 2.00 GiB minus 1.00 GiB for CUDA, its libraries and fragmentation." in out
+    assert "text encoders" not in out
+    assert check([*words, "--memory=1GB"]) == 2
+    assert "0.0 MiB is available (the given GPU). Set " in capsys.readouterr().err
+    assert check(words) == 0
+    out = capsys.readouterr().out
+    assert "text encoders" in out
+    assert "Compare with a GPU: --memory 80GiB." in out
+
+
+@pytest.mark.parametrize("words", [["--memory"], ["--memory=80TB"], ["--memory", "0"], ["--memory", "large"]])
+def test_no_size_of_a_gpu(tiny_recipe, capsys, words):
+    assert check([str(tiny_recipe), *words]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.endswith(" is not a GPU size. Write it as --memory 80GiB.")
+
+
+def test_sizes_of_gpus():
+    assert gpu_memory_of("24") == gpu_memory_of("24 GB") == gpu_memory_of("24GiB") == 24 * 2**30
+    assert reserve_of(8 * 2**30) == 2**30
+    assert reserve_of(80 * 2**30) == 4 * 2**30
+    assert Room("a", GPU, 80 * 2**30, 4 * 2**30).free == 76 * 2**30
+
+
+def test_another_error_does_not_hide_the_estimate(tiny_recipe, capsys):
+    assert check([str(tiny_recipe), "data.train=none.txt", "--memory=1GiB"]) == 2
+    out, err = capsys.readouterr()
+    assert "peak, in " in out
+    assert len(err.splitlines()) == 2
+
+
+def test_rewards_of_held_out_images_count(tiny_recipe, tiny_clip):
+    words = [str(tiny_recipe), "model.heldout_reward=PickScore", f"model.heldout_reward.checkpoint={tiny_clip}"]
+    cli = build(words, make_folder=False)
+    found = estimate(cli)
+    assert found.parts["reward models"] == scorers([PickScore(str(tiny_clip))], CPU)[0] > 0
+    assert room_of(cli).device.type == "cpu"
+    assert memory_report(cli)[1] == []
+
+
+def test_what_a_setting_changes(tiny_recipe):
+    """Each part or phase that a setting is for, on a GPU."""
+
+    def of(*words):
+        found = estimate(build([str(tiny_recipe), *words], make_folder=False), GPU)
+        return {**found.parts, **found.phases}
+
+    base = of()
+    weights, encoders = base["trained weights"], base["text encoders"]
+    assert base["copies of the trained weights"] == 0  # the reference stays in the CPU's memory
+    assert base[stages.STEP] == weights
+    assert base["VAE"] > 0
+    # Settings of which no two change the same part or phase are estimated at once.
+    found = of(
+        "model.policy.offload_encoders=true",
+        "trainer.callbacks=EMA",
+        "model.rollout_device=cpu",
+        "model.optimizer.kind=adamw8bit",
+        "model.rollout_batch_size=1",
+        "model.objective.num_mc_samples=4",
+    )
+    assert found["text encoders"] == 0
+    assert found[stages.ENCODING] == base[stages.ENCODING] + encoders
+    assert found["copies of the trained weights"] == weights
+    assert found["stored latents"] == 0
+    assert found["AdamW's moments"] < 0.6 * base["AdamW's moments"]
+    assert found[stages.STEP] == 0
+    assert found[stages.ROLLOUT] < base[stages.ROLLOUT] / 2
+    assert found[stages.TRAINING] > 1.5 * base[stages.TRAINING]
+    found = of("model.objective.rollout.guidance=2", "model.policy.decode_batch_size=1")
+    assert found[stages.ROLLOUT] > 1.5 * base[stages.ROLLOUT]
+    assert found[stages.DECODING] < base[stages.DECODING]
+
+
+def test_what_zero_offloads_leaves_the_gpu(tiny_sd3):
+    policy = policy_on_meta(SD3Policy(str(tiny_sd3), lora_rank=4))
+    second, third = (shares(policy, OptimizerConfig(), ZeRO(stage, offload=True), 4, True) for stage in (2, 3))
+    for found in (second, third):
+        assert found.step == found.parts["gradients"] == found.parts["AdamW's moments"] == 0
+        assert found.parts["ZeRO's bucket"] == 4 * 50_000_000
+    buffers = bytes_of(policy.network.buffers())
+    assert second.parts["frozen weights"] > buffers == third.parts["frozen weights"]
+    assert third.parts["trained weights"] == 0

@@ -1,0 +1,280 @@
+"""``lightning vote``: the page's server, beside a run and with a recipe."""
+
+import csv
+import signal
+import socket
+import sqlite3
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from processes import PYTHON
+from saved_runs import assert_one_line
+
+from lit_vgrpo.apps.vote.app import make_app
+from lit_vgrpo.apps.vote.command import VoteOptions, has_ended, vote
+from lit_vgrpo.cli.run import run
+from lit_vgrpo.rewards.vote_groups import Demand
+from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
+
+RUN = Path("runs/tiny")
+PAUSE_S = 25
+SETTINGS = ["model.reward=VoteReward", "model.heldout_reward=JPEGCompressibility"]
+
+
+@pytest.fixture
+def store(tmp_path):
+    found = VoteStore(tmp_path / FILE_NAME)
+    found.publish([("a", "<b>a cat</b>", {f"a{number}": b"png" for number in range(4)})], Demand())
+    return found
+
+
+def client_of(store, **settings):
+    return TestClient(make_app(store, **settings), base_url="http://127.0.0.1")
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def vote_over_http(port, done, name="ann", pause_s=0):
+    """Vote for the first image that is shown, until ``done`` is set; returns the thread and the comparisons.
+
+    Args:
+        pause_s: after the first vote.
+    """
+    voted = []
+
+    def work():
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as page:
+            while not done.is_set():
+                try:
+                    seen = page.get("/next", params={"voter": name}).json()["comparison"]
+                    if seen is None:
+                        time.sleep(0.05)
+                        continue
+                    assert page.get(f"/image/{seen['images'][0]}").content.startswith(b"\x89PNG")
+                    sent = {"voter": name, "comparison": seen["id"], "image": seen["images"][0]}
+                    assert page.post("/vote", json=sent).status_code == 200
+                    voted.append(seen["prompt"])
+                    done.wait(pause_s if len(voted) == 1 else 0)
+                except httpx.TransportError:
+                    time.sleep(0.05)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, voted
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+def test_votes_are_stored_skipped_and_undone(store):
+    client = client_of(store)
+    first = client.get("/next", params={"voter": "ann"}).json()
+    assert first["comparison"]["prompt"] == "<b>a cat</b>"
+    assert first["progress"]["given"] == 0
+    number, images = first["comparison"]["id"], first["comparison"]["images"]
+    after = client.post("/vote", json={"voter": "ann", "comparison": number, "image": images[1]}).json()
+    assert after["comparison"] is None
+    assert after["progress"]["given"] == 1
+    assert store.scores([1])[0][images[1]] > 0
+    back = client.post("/undo", json={"voter": "ann"}).json()
+    assert back["comparison"] == first["comparison"]
+    assert client.post("/vote", json={"voter": "ann", "comparison": number, "image": None}).json()["progress"][
+        "skipped"
+    ]
+    wrong = client.post("/vote", json={"voter": "bob", "comparison": 99, "image": images[0]})
+    assert (wrong.status_code, wrong.json()) == (
+        409,
+        {"detail": "This vote is for images that do not exist. It was not stored."},
+    )
+    for bad in ({"voter": " ", "comparison": 1, "image": "a"}, {"voter": "a" * 41, "comparison": 1, "image": "a"}, {}):
+        assert client.post("/vote", json=bad).status_code == 422
+    assert client.get("/image/none").status_code == 404
+
+
+def test_each_voter_sees_an_order_of_their_own_which_a_seed_repeats(store):
+    def orders(seed):
+        client = client_of(store, seed=seed)
+        return [client.get("/next", params={"voter": f"v{n}"}).json()["comparison"]["images"] for n in range(8)]
+
+    assert orders(0) == orders(0)
+    assert orders(0) != orders(1)
+    assert len({tuple(order) for order in orders(0)}) > 3
+
+
+def test_other_sites_other_hosts_and_strangers_are_refused(store):
+    sent = {"voter": "ann", "comparison": 1, "image": None}
+    client = client_of(store)
+    assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
+    for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert client.post("/vote", json=sent, headers=headers).status_code == 403
+    assert client.post("/undo", content='{"voter": "ann"}', headers={"Content-Type": "text/plain"}).status_code == 415
+    assert client.post("/undo", json=sent, headers={"Origin": "http://127.0.0.1"}).status_code == 409  # taken, no vote
+    shared = client_of(store, token="secret")
+    assert shared.get("/next", params={"voter": "ann"}).status_code == 401
+    assert shared.get("/?token=wrong").status_code == 401
+    assert shared.get("/?token=secret").url.path == "/"
+    assert shared.get("/next", params={"voter": "ann"}).status_code == 200
+
+
+def test_the_page_names_no_other_host_and_a_damaged_file_is_said(store):
+    client = client_of(store)
+    for address in ("/", "/script.js", "/style.css"):
+        answer = client.get(address)
+        assert answer.status_code == 200
+        assert "://" not in answer.text
+        assert answer.headers["Content-Security-Policy"].startswith("default-src 'self'")
+    store.path.write_bytes(b"damage" * 1000)
+    answer = client.get("/next", params={"voter": "ann"})
+    assert answer.status_code == 503
+    assert "is damaged" in answer.json()["detail"]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def accepts(port):
+    """The process that is killed is forked by another, and may end a moment later."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_recipe_is_trained_on_votes_and_a_killed_one_asks_only_for_the_rest(tiny_recipe, capsys):
+    port = free_port()
+    words = ["vote", "tiny.yaml", *SETTINGS, f"--port={port}", "data.group_size=4"]
+    with subprocess.Popen([PYTHON, "-m", "lit_vgrpo", *words], stdout=subprocess.PIPE, text=True) as first:
+        page = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        seen = None
+        while seen is None:
+            try:
+                seen = page.get("/next", params={"voter": "ann"}).json()["comparison"]
+            except httpx.TransportError:
+                assert first.poll() is None
+            time.sleep(0.05)
+        page.post("/vote", json={"voter": "ann", "comparison": seen["id"], "image": seen["images"][2]})
+        first.kill()
+    while accepts(port):
+        time.sleep(0.05)
+    done = threading.Event()
+    thread, voted = vote_over_http(port, done)
+    try:
+        assert vote([str(RUN / "config.yaml"), "--resume", f"--port={port}"]) == 0
+    finally:
+        done.set()
+        thread.join()
+    assert len(voted) == 3  # of 2 iterations with 2 groups
+    assert seen["prompt"] not in voted[:1]
+    with sqlite3.connect(RUN / FILE_NAME) as db:
+        images = db.execute("SELECT image, png FROM votes JOIN images ON images.id = image").fetchall()
+    assert len(images) == 4
+    assert images[0][0] == seen["images"][2]
+    assert {png for _, png in images} == {None}
+    with (RUN / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("reward/votes/given")]
+    assert [float(row["reward/votes/given"]) for row in rows] == [2, 2]
+    assert float(rows[0]["reward/votes/std"]) > 0
+    assert "heldout/JPEGCompressibility" not in rows[0]
+    assert f"Vote at http://127.0.0.1:{port}/ on this machine only. Ctrl-C stops it." in capsys.readouterr().out
+
+    with subprocess.Popen([PYTHON, "-m", "lit_vgrpo", "vote", str(RUN), "--port=0"], stdout=-1, text=True) as over:
+        found = httpx.get(f"{over.stdout.readline().split()[2]}next", params={"voter": "ann"}).json()
+        over.send_signal(signal.SIGINT)
+    assert (found["comparison"], found["is_over"]) == (None, True)
+
+
+def test_a_run_has_ended_by_its_summary_unless_it_asks_again(store):
+    folder = store.path.parent
+    summary = folder / "summary.json"
+    assert not has_ended(folder, store)
+    for outcome, is_over in (("finished", True), ("collapsed", True), ("interrupted", False), ("failed", False)):
+        summary.write_text(f'{{"outcome": "{outcome}"}}')
+        assert has_ended(folder, VoteStore(store.path)) == is_over, outcome
+    summary.write_text('{"outcome": "finished"}')
+    time.sleep(0.02)  # a file system's clock
+    store.publish([("b", "a dog", {f"b{number}": b"png" for number in range(4)})], Demand())
+    assert not has_ended(folder, store)
+
+
+@pytest.mark.slow
+def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
+    port, done = free_port(), threading.Event()
+    thread, voted = vote_over_http(port, done, pause_s=PAUSE_S)
+    strategy = "{class_path: lightning.pytorch.strategies.DDPStrategy, init_args: {timeout: '0:00:%d'}}"
+    ranks = ["trainer.devices=2", f"trainer.strategy={strategy % (PAUSE_S - 5)}"]
+    words = ["vote", "tiny.yaml", *SETTINGS, f"--port={port}", *ranks]
+    job = subprocess.run([PYTHON, "-m", "lit_vgrpo", *words], capture_output=True, text=True, timeout=300)
+    done.set()
+    thread.join()
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("Vote at http") == job.stdout.count("Waiting for ") == 1
+    assert len(voted) == 4
+    with sqlite3.connect(RUN / FILE_NAME) as db:
+        assert db.execute("SELECT owner, is_open, count(*) FROM groups GROUP BY 1, 2 ORDER BY 1").fetchall() == [
+            (0, 0, 2),
+            (1, 0, 2),
+        ]
+    with (RUN / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("reward/votes/given")]
+    assert [(float(row["reward/votes/given"]), float(row["reward/votes/voters"])) for row in rows] == [(2, 1), (2, 1)]
+
+
+def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
+    own = [PYTHON, "-m", "lit_vgrpo"]
+    with subprocess.Popen([*own, "run", "tiny.yaml", *SETTINGS], stdout=subprocess.PIPE, stderr=-1, text=True) as job:
+        line = ""
+        while "Waiting for 2 votes on" not in line:
+            line = job.stdout.readline()
+            assert line, job.stderr.read()
+        with subprocess.Popen(
+            [*own, "vote", str(RUN), "--port=0"], stdout=subprocess.PIPE, stderr=-1, text=True
+        ) as page:
+            address = page.stdout.readline().split()[2]
+            seen = httpx.get(f"{address}next", params={"voter": "ann"}).json()
+            assert seen["progress"]["needed"] == 2
+            httpx.post(f"{address}vote", json={"voter": "ann", "comparison": seen["comparison"]["id"], "image": None})
+            page.send_signal(signal.SIGINT)
+            out, err = page.communicate(timeout=60)
+        assert (page.returncode, err) == (0, "")
+        assert out == f"Stopped. Every vote is in {RUN / FILE_NAME}; still needed: 1.\n"
+        job.send_signal(signal.SIGINT)
+        out, err = job.communicate(timeout=60)
+    assert job.returncode == 130
+    assert "interrupted.ckpt is saved. Continue: lightning run" in err
+    assert "Traceback" not in err
+
+
+def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for words, line in [
+        ([], "No run or recipe given. Try: lightning vote runs/my_run"),
+        (["empty"], "empty is not a run folder: it has no config.yaml."),
+        (["tiny.yml"], "tiny.yml is not a recipe: no such file, and not a shipped name."),
+        (["tiny.yaml", *SETTINGS, "--port=99999"], "--port 99999 is too large. Use 65535 or less."),
+        (["tiny.yaml"], "The reward of tiny.yaml does not ask people. Set model.reward=VoteReward"),
+        (["tiny.yaml", SETTINGS[0]], "model.reward asks people, who do not score held-out images."),
+        (["tiny.yaml", "--token-env=HOME"], "--token-env has no effect on this machine alone."),
+    ]:
+        assert_one_line(vote, words, capsys, line)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = f"Cannot listen on 127.0.0.1:{port}: Address already in use."
+        assert_one_line(vote, ["tiny.yaml", *SETTINGS, f"--port={port}"], capsys, line)
+    assert not RUN.exists()
+    assert run(["tiny.yaml", "trainer.max_epochs=1"]) == 0
+    capsys.readouterr()
+    assert_one_line(vote, [str(RUN), "--port=0"], capsys, "The reward of runs/tiny does not ask people.")
+    assert_one_line(
+        vote, [str(RUN), "trainer.max_epochs=3"], capsys, "trainer.max_epochs=3 has no effect on a run folder"
+    )
+    shared = VoteOptions.parse(["tiny.yaml", "--host=0.0.0.0"])
+    assert len(shared.token) > 15

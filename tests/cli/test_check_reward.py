@@ -1,0 +1,231 @@
+"""``lightning check-reward`` on the tiny pipeline."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from lit_vgrpo.cli.main import main
+from lit_vgrpo.cli.score.check_reward import check_reward, training_rows
+from lit_vgrpo.cli.score.report import aligned
+from lit_vgrpo.cli.score.trial import findings, trial_table, trials
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.rewards import JPEGCompressibility, Reward, Weighted
+
+OWN = """
+def constant(images, prompts):
+    return [0.25] * len(images)
+
+def half(images, prompts):
+    return [None if number % 2 else float(image.mean()) for number, image in enumerate(images)]
+"""
+
+
+@pytest.fixture
+def recipe(tiny_recipe, monkeypatch):
+    Path("trial_rewards.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    return str(tiny_recipe)
+
+
+def cells(out):
+    """The table's rows by their first cell."""
+    return {line.split()[0]: line.split() for line in out.splitlines() if line}
+
+
+# --- the verb --------------------------------------------------------------------------------------------------------
+
+
+def test_images_of_the_recipes_own_policy_are_scored(recipe, capsys):
+    heldout = "model.heldout_reward={python: trial_rewards:constant}"
+    status = main(["check-reward", recipe, heldout, "--num-prompts", "2", "--images-per-prompt", "3"])
+    said = capsys.readouterr()
+    assert said.out.startswith("6 images made by the recipe's policy in ")
+    table = cells(said.out)
+    assert table["reward"][:2] == ["reward", "weight"]
+    jpeg = table["jpeg"]
+    assert jpeg[1] == "1"
+    mean, std, low, high = map(float, jpeg[2:6])
+    assert low < mean < high < 0 < std
+    assert jpeg[6:8] == ["0", "0%"]
+    assert table["constant"][1] == "0"
+    assert table["total"][1:6] == [f"{value:.4f}" for value in (mean, std, low, high)] + ["0"]
+    assert "Rewards of an iteration, 4 images per rank: about " in said.out
+    assert status == 1
+    assert said.err.splitlines() == [
+        "constant is constant (0.25) on 6 images, so nothing is learned from it. "
+        "Check the prompts, or try more with --num-prompts."
+    ]
+    assert not Path("runs").exists()
+
+
+def test_a_folder_of_images_needs_no_policy(recipe, capsys):
+    for number in range(4):
+        Image.effect_noise((16 + 8 * (number // 2), 16), 20 + 40 * number).save(f"{number}.png")
+    words = [recipe, "model.policy.checkpoint=/nowhere", "--images", "."]
+    assert check_reward(words) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("4 images of ., 2 for each of the first training prompts\n")
+    assert cells(said.out)["jpeg"][6:8] == ["0", "0%"]
+    assert said.err == ""
+    assert check_reward(words[:2]) == 2
+    assert "/nowhere" in capsys.readouterr().err
+
+
+def test_failures_and_a_constant_are_said_and_are_a_failure(recipe, capsys):
+    rewards = [f"{{python: trial_rewards:{name}}}" for name in ("constant", "half")]
+    Path("own.yaml").write_text(
+        f"model: {{reward: {{class_path: Weighted, init_args: {{rewards: [{', '.join(rewards)}]}}}}}}"
+    )
+    assert check_reward([recipe, "own.yaml", "--num-prompts", "2"]) == 1
+    said = capsys.readouterr()
+    table = cells(said.out)
+    assert (table["constant"][2:8], table["half"][6]) == (["0.2500", "0.0000", "0.2500", "0.2500", "0", "100%"], "2")
+    lines = said.err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("half failed for 2 of 4 images: ")
+    assert lines[1].startswith("constant is constant (0.25) on 4 images, so nothing is learned from it.")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.group_size=1"], "data.group_size=1 has no group"),
+        (["model.rewrad=ShapesReward"], "Did you mean reward?"),
+        (["model.reward=PickScore", "model.reward.checkpoint=/nowhere", "model.reward.processor=/nowhere"], "/nowhere"),
+        (["--num-prompts", "none"], "--num-prompts none is not a whole number. Use an integer such as 4."),
+        (["--images", "nowhere"], "nowhere does not exist."),
+        (["--image", "x"], "--image is not an option of check-reward. Did you mean images?"),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_made(recipe, capsys, words, said):
+    assert check_reward([recipe, *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+
+
+def test_prompts_that_a_reward_cannot_score_are_said_and_none_is_made_where_all_are(recipe, capsys):
+    Path("cats.txt").write_text("a cat\na dog\n")
+    words = [recipe, "model.reward=ShapesReward", "data.heldout=null"]
+    assert check_reward([*words, "data.train=cats.txt"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert 'cannot score 2 of 2 prompts. The first: Prompt "a cat" names no' in err
+    Path("cats.txt").write_text("a cat\na red circle on the left\n")
+    assert check_reward([*words, "data.train=cats.txt"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert 'cannot score 1 of 2 prompts. The first: Prompt "a cat" names no' in lines[0]
+    assert "shapes failed for 4 of 8 images: " in lines[1]
+
+
+def test_more_prompts_than_an_iteration_has_are_those_of_the_next(recipe):
+    cli = build([recipe], make_folder=False)
+    dataset = cli.datamodule.train_dataloader().dataset
+    expected = [row["prompt"] for step in (0, len(dataset), 2 * len(dataset)) for row in dataset[step].rows]
+    assert [row["prompt"] for row in training_rows(cli, 5)] == expected[:5]
+
+
+# --- what a trial says -----------------------------------------------------------------------------------------------
+
+
+class Given(Reward):
+    """Scores that the rows hold."""
+
+    name = "given"
+
+    def __call__(self, images, prompts, rows):
+        self.failure = "the row has none"
+        return torch.tensor([row["score"] for row in rows])
+
+
+def tried(scores, each=2, reward=None):
+    rows = [{"prompt": "a", "score": score} for score in scores]
+    images = [torch.zeros(1, 3, 8, 8 + 4 * (number % 3)) for number in range(len(rows))]
+    return trials(reward or Weighted([Given()]), images, rows, torch.arange(len(rows)) // each, 4)
+
+
+def test_the_numbers_of_a_part():
+    part, total = tried([0.0, 1.0, 1.0, 1.0, math.nan, 2.0, math.nan, math.nan])
+    assert (part.failed, total.failed) == (3, 3)
+    assert part.flat_share == 0.5  # of the two prompts with two scores
+    assert part.row()[:8] == ["given", "1", "1.0000", "0.6325", "0.0000", "2.0000", "3", "50%"]
+    assert part.memory is not None
+    assert total.memory is None
+    assert findings([part, total]) == ["given failed for 3 of 8 images: the row has none"]
+
+
+def test_groups_without_spread_are_said_of_the_sum():
+    parts = tried([0.0, 0.0, 1.0, 1.0])
+    assert [part.flat_share for part in parts] == [1.0, 1.0]
+    assert findings(parts) == [
+        "No prompt has images that differ in reward, so there is no gradient. Try --images-per-prompt 8."
+    ]
+
+
+def test_one_image_a_prompt_and_none_scored():
+    parts = tried([0.0, 1.0], 1)
+    assert parts[0].flat_share is None
+    assert findings(parts) == []
+    parts = tried([math.nan, math.nan])
+    assert parts[0].row()[2:8] == ["-", "-", "-", "-", "2", "-"]
+    assert findings(parts) == ["given failed for 2 of 2 images: the row has none"]
+
+
+def test_a_part_is_judged_on_the_images_that_it_applies_to():
+    class Named(Given):
+        name = "named"
+
+    rows = [{"prompt": "a", "score": float(n), "rewards": "named" if n < 2 else "given"} for n in range(5)]
+    images = [torch.zeros(1, 3, 8, 8)] * 5
+    reward = Weighted([Given(), Named()])
+    given, named, total = trials(reward, images, rows, torch.arange(5) // 2, 4)
+    assert given.scores.tolist() == [2, 3, 4]
+    assert given.groups.tolist() == [1, 1, 2]
+    assert named.scores.tolist() == [0, 1]
+    assert total.failed == 0
+
+
+def test_seconds_leave_the_first_call_out():
+    calls = []
+
+    class Counting(JPEGCompressibility):
+        def __call__(self, images, prompts, rows):
+            calls.append(len(images))
+            return super().__call__(images, prompts, rows)
+
+    rows = [{"prompt": "a"}] * 6
+    trials(Weighted([Counting()]), [torch.rand(1, 3, 8, 8)] * 6, rows, torch.arange(6), 4)
+    assert calls == [4, 4, 2]
+
+
+MEMORY = """
+import torch
+from lit_vgrpo.system.memory import measured_memory
+held = [torch.ones(30, 2**20)]
+with measured_memory() as first:
+    held.append(torch.ones(20, 2**20))
+    held.clear()
+with measured_memory() as second:
+    held.append(torch.ones(10, 2**20))
+print(first.resident / 2**20, second.resident / 2**20)
+"""
+
+
+def test_memory_is_that_of_the_block_at_its_peak():
+    # in a process of its own: what other tests left behind may be given back meanwhile
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=120, check=True)
+    first, second = map(float, done.stdout.split()[-2:])
+    assert 75 <= first <= 140
+    assert 35 <= second <= 70  # and not what the block before took
+
+
+def test_the_table_is_aligned():
+    parts = tried([0.0, 1.0])
+    widths = {len(line) for line in trial_table(parts).splitlines()[:2]}
+    assert len(widths) == 1
+    assert aligned([["a", "b"], ["cc", "ddd"]]) == "a     b\ncc  ddd"

@@ -1,0 +1,386 @@
+"""``lightning eval``: the run's own numbers, the same on any number of ranks, with intervals that can be trusted."""
+
+import csv
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import grey_level, in_order, make_module
+from PIL import Image
+from processes import PYTHON
+from saved_runs import assert_one_line, folder_with, train
+
+from lit_vgrpo.cli.eval.command import EvaluateOptions, evaluate
+from lit_vgrpo.cli.eval.report import results, table, write
+from lit_vgrpo.cli.eval.scores import ImageScores
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.training.folder import CONFIG_NAME
+from lit_vgrpo.training.saved_weights import SavedWeights
+
+VARIANTS = ["trained", "EMA", "reference"]
+SAME = 4 * grey_level()  # a grey level in one of the quarters whose means are the features
+IMAGES = 9  # an odd number, so that two ranks have unequal shares
+RECIPE = """
+seed_everything: 7
+trainer:
+  max_epochs: 2
+  accelerator: cpu
+  devices: 1
+  callbacks:
+    - {class_path: EMA, init_args: {decay: 0.5}}
+    - {class_path: FID, init_args: {reference: real, features: net.pt, kid: true}}
+model:
+  policy: {class_path: SD3Policy, init_args: {checkpoint: CHECKPOINT, max_sequence_length: 1}}
+  objective:
+    class_path: VGRPO
+    init_args: {num_mc_samples: 2, anchor_weight: 1.0, anchor_decay: 0.3, rollout: {steps: 2}}
+  reward:
+    class_path: Weighted
+    init_args:
+      rewards: [helpers.Brightness, JPEGCompressibility, {class_path: ShapesReward, init_args: {check: colour}}]
+      weights: [1, 0, 0]
+  optimizer: {lr: 1.0e-2}
+data:
+  train: train.txt
+  heldout: heldout.txt
+  heldout_images_per_prompt: 3
+  eval_batch_size: 3
+  prompts_per_iteration: 2
+  group_size: 2
+  micro_batch_size: 4
+"""
+
+
+class Pools(torch.nn.Module):
+    """A small feature network: colours of a 2 x 2 grid."""
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.adaptive_avg_pool2d(pixels / 255, 2).flatten(1)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_sd3):
+    """A folder with a finished run of two iterations, runs/tiny, and the same one without callbacks, runs/plain."""
+    place = tmp_path_factory.mktemp("evaluate")
+    with folder_with(place, RECIPE, tiny_sd3, in_order(["a red circle on the left", "a blue square at the top"])):
+        # no colour in the last prompt: its images have no score for that
+        heldout = ["a green circle on the right", "a red square at the bottom", "something else"]
+        Path("heldout.txt").write_text("\n".join(in_order(heldout)))
+        Path("real").mkdir()
+        for number, picture in enumerate(np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)):
+            Image.fromarray(picture).save(f"real/{number}.png")
+        torch.jit.script(Pools()).save("net.pt")
+        train()
+        train("name=plain", "trainer.callbacks=[]")
+    return place
+
+
+@pytest.fixture
+def inside(trained, monkeypatch):
+    """The same folder as the working directory; what an evaluation wrote is removed afterwards."""
+    monkeypatch.chdir(trained)
+    yield trained
+    for path in trained.glob("runs/*/eval*"):
+        path.unlink()
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained):
+    """The report and the rows of one evaluation of all sets of weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(trained)
+        assert evaluate(["runs/tiny", "--ema", "--reference", "--out=whole.json"]) == 0
+    return json.loads((trained / "whole.json").read_text()), rows(trained / "whole.csv")
+
+
+def rows(path):
+    with Path(path).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def means(report, variant):
+    return {name: found["mean"] for name, found in report["variants"][variant]["means"].items()}
+
+
+def summary(name):
+    return json.loads(Path(f"runs/{name}/summary.json").read_text())
+
+
+def files(folder):
+    paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+# --- the numbers -----------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_are_those_of_the_run(inside, evaluated):
+    report, _ = evaluated
+    end = summary("tiny")
+    assert list(report["variants"]) == VARIANTS
+    assert means(report, "EMA")["reward"] == pytest.approx(end["heldout_reward_end"], abs=SAME)
+    assert means(report, "reference")["reward"] == pytest.approx(end["heldout_reward_start"], abs=SAME)
+    assert means(report, "trained")["reward"] == pytest.approx(summary("plain")["heldout_reward_end"], abs=SAME)
+    assert len({means(report, variant)["reward"] for variant in VARIANTS}) == 3
+    found = {**means(report, "EMA"), **report["variants"]["EMA"]["distances"]}
+    assert end["heldout_metrics_end"].pop("failed") == 3  # the last prompt names no colour
+    for name, value in {**end["reward_parts_end"], **end["heldout_metrics_end"]}.items():
+        assert found[name] == pytest.approx(value, abs=SAME), name
+    assert list(end["reward_parts_end"]) == list(report["rewards"])
+    assert end["heldout_metrics_end"].keys() == {f"fid@{IMAGES}", f"kid@{IMAGES}"}
+
+
+def test_the_json_says_what_was_evaluated(inside, evaluated):
+    report, _ = evaluated
+    assert report["checkpoint"] == {"file": "runs/tiny/checkpoints/last.ckpt", "iteration": 2, "optimizer_steps": 2}
+    assert report["prompts"] == {
+        "file": "heldout.txt",
+        "sha256": hashlib.sha256(Path("heldout.txt").read_bytes()).hexdigest(),
+        "count": 3,
+        "images_per_prompt": 3,
+        "images": IMAGES,
+    }
+    assert report["seed"] == 7
+    assert report["world_size"] == 1
+    assert "torch" in report["versions"]
+    assert report["missing"] == {}
+    held_out = {name: about["held_out"] for name, about in report["rewards"].items()}
+    assert held_out == {"brightness": False, "jpeg": True, "colour": True}
+    shown = table(report).splitlines()
+    assert max(map(len, shown)) <= 100
+    assert any(line.startswith("jpeg (held out) ") for line in shown)
+    assert any(line.startswith("brightness  ") for line in shown)
+
+
+def test_failed_images_are_counted_and_left_out(evaluated):
+    report, scores = evaluated
+    colour = report["variants"]["trained"]["means"]["colour"]
+    assert (colour["count"], colour["failed"]) == (6, 3)
+    assert report["variants"]["trained"]["means"]["reward"]["failed"] == 0
+    assert [row["colour"] for row in scores if row["prompt"] == "something else"] == [""] * 9
+    assert any(line.split() == ["failed", "3", "3", "3"] for line in table(report).splitlines())
+
+
+def test_every_interval_holds_its_mean(evaluated):
+    report, _ = evaluated
+    found = [own["means"] for own in report["variants"].values()] + list(report["difference_to_reference"].values())
+    assert len(found) == 5
+    for numbers in found:
+        assert {"reward", "diversity"} <= numbers.keys()
+        for name, number in numbers.items():
+            assert number["low"] <= number["mean"] <= number["high"], name
+        assert numbers["reward"]["low"] < numbers["reward"]["high"]
+
+
+def test_the_csv_has_a_line_for_every_image(evaluated):
+    report, scores = evaluated
+    assert list(scores[0]) == ["prompt", "image", "variant", "reward", "brightness", "jpeg", "colour"]
+    for variant in VARIANTS:
+        own = [row for row in scores if row["variant"] == variant]
+        assert [int(row["image"]) for row in own] == list(range(IMAGES))
+        assert np.mean([float(row["jpeg"]) for row in own]) == pytest.approx(means(report, variant)["jpeg"], abs=SAME)
+    start = {row["image"]: float(row["reward"]) for row in scores if row["variant"] == "reference"}
+    pairs = [float(row["reward"]) - start[row["image"]] for row in scores if row["variant"] == "EMA"]
+    assert report["difference_to_reference"]["EMA"]["reward"]["mean"] == pytest.approx(np.mean(pairs), abs=SAME)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp2"))]
+)
+def test_two_ranks_find_the_same(inside, evaluated, strategy):
+    report, scores = evaluated
+    words = ["runs/tiny", "--ema", "--reference", "--out=two.json", "trainer.devices=2", f"trainer.strategy={strategy}"]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [PYTHON, "-m", "lit_vgrpo", "eval", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        two = json.loads(Path("two.json").read_text())
+        assert two["world_size"] == 2
+        assert sorted(path.name for path in inside.glob("two*")) == ["two.csv", "two.json"]
+        for variant in VARIANTS:
+            assert means(two, variant) == pytest.approx(means(report, variant), abs=SAME)
+            for name, value in report["variants"][variant]["distances"].items():
+                assert two["variants"][variant]["distances"][name] == pytest.approx(value, abs=SAME)
+        for ours, theirs in zip(scores, rows("two.csv"), strict=True):
+            for name, text in ours.items():
+                if name in ("prompt", "variant", "image") or text == "":
+                    assert theirs[name] == text
+                else:
+                    assert float(theirs[name]) == pytest.approx(float(text), abs=SAME)
+    finally:
+        for path in inside.glob("two*"):
+            path.unlink()
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def scored(total, features=None):
+    total = torch.tensor(total)
+    return ImageScores(list(range(len(total))), ["p"] * len(total), total, {"part": 2 * total}, {}, features)
+
+
+def test_differences_are_taken_image_by_image():
+    start, end = scored([0.0, 1.0, 5.0, math.nan]), scored([1.0, 2.0, math.nan, 3.0])
+    found = results({"trained": end, "reference": start}, images_per_prompt=2)
+    difference = found["difference_to_reference"]
+    assert list(difference) == ["trained"]
+    # pairs: 1 and 1; the other two images failed on one side each
+    assert difference["trained"]["reward"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "count": 2, "failed": 2}
+    assert difference["trained"]["part"]["mean"] == 2.0
+    assert found["variants"]["trained"]["means"]["reward"]["mean"] == 2.0
+
+
+def test_an_interval_resamples_prompts_and_not_images():
+    # within a prompt all images are alike, so that sixteen images say no more than two prompts do
+    found = results({"trained": scored([0.0] * 8 + [1.0] * 8)}, images_per_prompt=8)["variants"]["trained"]["means"]
+    assert (found["reward"]["low"], found["reward"]["mean"], found["reward"]["high"]) == (0.0, 0.5, 1.0)
+
+
+def test_diversity_is_the_distance_within_a_prompt():
+    across, up, unsound = [1.0, 0.0], [0.0, 1.0], [math.nan, 0.0]
+    features = torch.tensor([across, up, unsound, across, across, across, unsound, up, unsound])
+    found = results({"trained": scored([1.0] * 9, features)}, images_per_prompt=3)["variants"]["trained"]["means"]
+    # distances 1 and 0; the third prompt has one sound image
+    assert found["diversity"] == {"mean": 0.5, "low": 0.0, "high": 1.0, "count": 2, "failed": 1}
+
+
+def test_shares_of_ranks_are_put_in_order():
+    first, second = scored([0.0, 1.0]), scored([2.0, 3.0])
+    first.image_ids, second.image_ids = [3, 1], [0, 2]
+    joined = ImageScores.joined([first, second])
+    assert joined.image_ids == [0, 1, 2, 3]
+    assert joined.total.tolist() == [2.0, 1.0, 3.0, 0.0]
+    assert joined.parts["part"].tolist() == [4.0, 2.0, 6.0, 0.0]
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_the_run_changes_and_no_evaluation_is_overwritten(inside, capsys):
+    before = files("runs/tiny")
+    assert evaluate(["runs/tiny"]) == 0
+    assert list(json.loads(Path("runs/tiny/eval.json").read_text())["variants"]) == ["trained"]
+    first = files("runs/tiny")
+    assert first.keys() - before.keys() == {"runs/tiny/eval.json", "runs/tiny/eval.csv"}
+    Path("train.txt").rename("away.txt")  # the training prompts are not needed
+    try:
+        assert evaluate(["runs/tiny/config.yaml", "data.heldout_images_per_prompt=1"]) == 0
+    finally:
+        Path("away.txt").rename("train.txt")
+    second = files("runs/tiny")
+    assert second.keys() - first.keys() == {"runs/tiny/eval-2.json", "runs/tiny/eval-2.csv"}
+    assert {path: second[path] for path in first} == first
+    assert "Written: runs/tiny/eval-2.json and runs/tiny/eval-2.csv" in capsys.readouterr().out
+    report = json.loads(Path("runs/tiny/eval-2.json").read_text())
+    assert report["overrides"] == ["data.heldout_images_per_prompt=1"]
+    assert report["missing"] == {
+        "diversity": "there is only one image per prompt. Set data.heldout_images_per_prompt=4."
+    }
+    assert sorted(path.name for path in inside.iterdir() if path.name.startswith("runs")) == ["runs"]
+
+
+@pytest.mark.parametrize("name", ["eval.csv", "eval.json"])
+def test_a_file_that_is_there_is_kept(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    written = write({}, {"trained": scored([1.0])}, tmp_path / "eval.json")
+    assert [path.name for path in written] == ["eval-2.json", "eval-2.csv"]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_fid_and_diversity_that_the_recipe_does_not_have(inside, evaluated):
+    report, _ = evaluated
+    base = ["runs/plain", "--out=runs/plain/eval-x.json"]
+    assert evaluate([*base, "--fid-reference", "real", "--features", "net.pt"]) == 0
+    found = json.loads(Path("runs/plain/eval-x.json").read_text())["variants"]["trained"]
+    assert found["distances"] == pytest.approx(report["variants"]["trained"]["distances"], abs=SAME)
+    assert found["means"]["diversity"]["mean"] == pytest.approx(means(report, "trained")["diversity"], abs=SAME)
+    assert evaluate(base) == 0
+    without = json.loads(Path("runs/plain/eval-x-2.json").read_text())
+    assert without["missing"].keys() == {"fid", "diversity"}
+    assert "No diversity: there is no feature network. Give --features" in table(without)
+
+
+def test_a_torn_checkpoint_is_skipped_and_can_be_named_no_more(inside, capsys):
+    good, torn = Path("runs/tiny/checkpoints/last.ckpt"), Path("runs/tiny/checkpoints/torn.ckpt")
+    torn.write_bytes(good.read_bytes()[:2000])
+    try:
+        assert evaluate(["runs/tiny", "data.heldout_images_per_prompt=1"]) == 0
+        assert "Skipped runs/tiny/checkpoints/torn.ckpt" in capsys.readouterr().err
+        assert evaluate(["runs/tiny", "--checkpoint", "torn.ckpt"]) == 2
+        assert "is torn, or no checkpoint. Give another: --checkpoint FILE." in capsys.readouterr().err
+    finally:
+        torn.unlink()
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["runs/tny"], "runs/tny is not a run. Did you mean runs/tiny?"),
+        (["runs"], "runs is not a run folder: it has no config.yaml. Use one of: runs/plain, runs/tiny."),
+        (
+            ["tiny.yaml"],
+            "tiny.yaml is not part of a run: it is not a run's config.yaml or checkpoint. Did you mean ",
+        ),
+        ([], "No run given. Try: lightning eval runs/tiny_shapes"),
+        (["runs/tiny", "--emma"], "--emma is not an option of eval. Did you mean ema?"),
+        (["runs/tiny", "--out"], "--out has no value. Write --out VALUE."),
+        (["runs/tiny", "--out=x.csv"], "--out x.csv is not a JSON file. Use --out x.json."),
+        (["runs/tiny", "--checkpoint=lst.ckpt"], "--checkpoint lst.ckpt does not exist. Did you mean last.ckpt?"),
+        (["runs/tiny", "ckpt_path=x"], "ckpt_path has no effect on an evaluation. Use --checkpoint FILE."),
+        (["runs/tiny", "run_dir=x"], "run_dir has no effect on an evaluation. Use --out FILE.json."),
+        (["runs/tiny", "data.heldout=null"], "The run's recipe has no held-out prompts. Set data.heldout=prompts.txt."),
+        (["runs/tiny", "data.heldout=none.txt"], "none.txt does not exist."),
+        (["runs/tiny", "data.heldut=a.txt"], "data.heldut is not an option of PromptDataModule. Did you mean heldout?"),
+        (["runs/plain", "--ema"], "last.ckpt holds no average: the run had no EMA callback. Leave out --ema."),
+        (["runs/tiny", "--features=none.pt"], "none.pt does not exist."),
+        (["runs/tiny", "--fid-reference=none"], "reference=none is neither a folder nor"),
+        (["runs/tiny", "model.policy.lora_rank=2"], "is a checkpoint of another policy: "),
+    ],
+)
+def test_mistakes_are_one_line(inside, capsys, words, line):
+    assert_one_line(evaluate, words, capsys, line)
+    assert not list(Path("runs").glob("*/eval*"))
+
+
+def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
+    shutil.copy(f"runs/tiny/{CONFIG_NAME}", tmp_path)
+    assert evaluate([str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no checkpoint yet. Train it: " in capsys.readouterr().err
+
+
+def test_weights_of_another_shape_are_refused(inside, tiny_sd3):
+    saved = SavedWeights.read(Path("runs/tiny/checkpoints/last.ckpt"))
+    module = make_module(tiny_sd3)
+    module.configure_model()
+    saved.refuse_misfit("trained", module.policy)
+    name = next(iter(saved.tensors["EMA"]))
+    here = tuple(saved.tensors["EMA"][name].shape)
+    saved.tensors["EMA"][name] = torch.zeros(1, 1)
+    said = f"1 trained tensor would not fit, such as {name}, which has shape (1, 1) there and {here} here."
+    with pytest.raises(UserError, match=re.escape(said)):
+        saved.refuse_misfit("EMA", module.policy)
+
+
+def test_a_checkpoint_names_its_run(inside):
+    path = Path("runs/tiny/checkpoints/last.ckpt")
+    options = EvaluateOptions.parse([str(path), "strategy/zero2", "--data.eval_batch_size", "4", "--reference"])
+    assert (options.run, options.checkpoint) == (Path("runs/tiny"), path)
+    assert options.variants == ["trained", "reference"]
+    assert options.words == ["strategy/zero2", "data.eval_batch_size=4"]
+    assert EvaluateOptions.parse(["runs/tiny", "--checkpoint", "last.ckpt"]).checkpoint == path

@@ -1,0 +1,380 @@
+"""``lightning export``: what diffusers alone draws with it, in a process of its own, is what our sampler draws."""
+
+import contextlib
+import io
+import json
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from diffusers import DiffusionPipeline
+from processes import PLAIN
+from safetensors import safe_open
+from safetensors.torch import load_file
+from saved_runs import assert_one_line
+
+from lit_vgrpo.cli.export import export
+from lit_vgrpo.cli.run import run
+from lit_vgrpo.cli.sample import image_of
+from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of, saved_weights
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.policies import Policy, SD3Policy, UNetPolicy
+from lit_vgrpo.policies.export import save_kohya, save_merged
+from lit_vgrpo.training.checkpoint_file import read, write
+from lit_vgrpo.training.folder import CONFIG_NAME
+from lit_vgrpo.training.saved_weights import SavedWeights
+
+PROMPT, SEED, STEPS, GUIDANCE = "a red circle on the left", 3, 3, 2.0
+LORA = {"lora_rank": 2, "lora_alpha": 4}
+RECIPE = """
+seed_everything: 7
+trainer: {accelerator: cpu, devices: 1, logger: false, enable_progress_bar: false}
+model:
+  objective: {class_path: VGRPO, init_args: {num_mc_samples: 1, rollout: {steps: 2}}}
+  reward: JPEGCompressibility
+data: {train: train.txt, prompts_per_iteration: 1, group_size: 2, micro_batch_size: 2}
+"""
+# What a pipeline of these families must be told to sample as the policies do.
+TRAILING = {"class": "DDIMScheduler", "timestep_spacing": "trailing", "clip_sample": False, "set_alpha_to_one": True}
+FAMILIES = {
+    "sd3": ("SD3Policy", {"max_sequence_length": 4}, {}),
+    "unet": ("UNetPolicy", {}, TRAILING),
+    "sdxl": ("SDXLPolicy", {}, TRAILING),
+    "flux": ("FluxPolicy", {"max_sequence_length": 8, "height": 32, "width": 32}, {}),
+}
+CASES = {  # name of the folder -> family, kind of the run, options of the verb
+    **{f"{family}_{kind}": (family, kind, []) for family in FAMILIES for kind in ("lora", "full")},
+    "sd3_ema": ("sd3", "lora", ["--ema"]),
+    "sd3_merged": ("sd3", "lora", ["--ema", "--merge"]),
+    "flux_merged": ("flux", "lora", ["--merge"]),
+    "unet_kohya": ("unet", "lora", ["--format", "kohya"]),
+    "sdxl_kohya": ("sdxl", "lora", ["--format=kohya"]),
+}
+REPEATS = ("sd3_full", "unet_lora", "sdxl_lora", "sdxl_full", "sdxl_kohya", "flux_lora", "flux_full")
+"""Cases that another family covers too; make test-all runs them all."""
+AVERAGED = ("sd3_lora", "sd3_ema", "sd3_merged")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, sd3_folder, unet_folder, sdxl_folder, flux_folder):
+    """A folder with a run of every family, LoRA and full weights: ``runs/sd3_lora``, ...; of each path one is real."""
+    place = tmp_path_factory.mktemp("export")
+    checkpoints = {"sd3": sd3_folder(), "unet": unet_folder(), "sdxl": sdxl_folder(), "flux": flux_folder()}
+    policies = {}
+    for family, (cls, options, _) in FAMILIES.items():
+        arguments = {"checkpoint": str(checkpoints[family]), **options}
+        policies[f"{family}_lora"] = {"class_path": cls, "init_args": {**arguments, **LORA}}
+        policies[f"{family}_full"] = {"class_path": cls, "init_args": arguments}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        Path("train.txt").write_text(f"{PROMPT}\n")
+        average = "trainer.callbacks+={class_path: EMA, init_args: {decay: 0.5}}"
+        train("sd3_lora", policies.pop("sd3_lora"), "trainer.max_epochs=2", "model.optimizer.lr=0.2", average)
+        train("unet_full", policies.pop("unet_full"), "trainer.max_epochs=1", "model.optimizer.lr=0.01")
+        for name, policy in policies.items():
+            save_stirred(name, policy)
+    return place
+
+
+def train(name, policy, *words):
+    recipe = yaml.safe_load(RECIPE)
+    recipe["model"]["policy"] = policy
+    recipe["model"]["objective"]["init_args"]["rollout"]["solver"] = solver_of(name.split("_")[0])
+    Path(f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+    assert run([f"{name}.yaml", *words]) == 0
+
+
+def save_stirred(name, node):
+    """A run folder as the real one's, with a policy whose weights are stirred instead of trained."""
+    config = yaml.safe_load(Path("runs/unet_full/config.yaml").read_text())
+    config["model"]["policy"] = node
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    (folder / CONFIG_NAME).write_text(yaml.safe_dump(config))
+    policy = build_policy(config).load()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainable_parameters(policy).values():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    checkpoint = read(Path("runs/unet_full/checkpoints/last.ckpt"))
+    checkpoint["state_dict"] = {f"policy.{n}": p.detach() for n, p in trainable_parameters(policy).items()}
+    write(checkpoint, folder / "checkpoints" / "last.ckpt")
+
+
+@pytest.fixture
+def inside(place, monkeypatch):
+    monkeypatch.chdir(place)
+    return place
+
+
+def loaded(run_folder, variant):
+    run_folder = Path(run_folder)
+    policy = build_policy(recipe_of(run_folder, [], ["model.policy"], "a test"))
+    saved = saved_weights(run_folder, None, variant) if variant != "reference" else None
+    return load_saved_policy(policy, saved, variant)
+
+
+def own_image(policy, family):
+    return image_of(policy, RolloutSpec(solver_of(family), STEPS, GUIDANCE), {"prompt": PROMPT}, SEED)
+
+
+def solver_of(family):
+    return "ddim" if FAMILIES[family][2] else "euler"
+
+
+@pytest.fixture(scope="module")
+def drawn(place, tmp_path_factory, request):
+    """The exports of the tests that were chosen, by name: image of plain diffusers, our sampler's, and the start's."""
+    folder, jobs, images, starts = tmp_path_factory.mktemp("drawn"), [], {}, {}
+    chosen = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        for name in (name for name in CASES if name in chosen.union(AVERAGED)):
+            family, kind, options = CASES[name]
+            source, to = f"runs/{family}_{kind}", folder / name
+            policy = loaded(source, "EMA" if "--ema" in options else "trained")
+            if family not in starts:
+                starts[family] = own_image(loaded(source, "reference"), family)
+            images[name] = own_image(policy, family), starts[family]
+            jobs.append(job_of(name, family, policy, folder, printed(source, "--to", str(to), *options)))
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        script = str(Path(__file__).parents[1] / "support" / "plain_diffusers.py")
+        done = subprocess.run([PLAIN, script, folder / "jobs.json"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: (torch.load(folder / f"{name}.image"), *images[name]) for name in images}
+
+
+def printed(*words):
+    """Return the lines of Python that the command prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert export(list(words)) == 0
+    return out.getvalue().splitlines()[1:]
+
+
+def job_of(name, family, policy, folder, lines):
+    noise = policy.prior([torch.Generator().manual_seed(SEED)])
+    if family == "flux":  # its pipeline takes noise as the network sees it
+        noise = policy.pipeline._pack_latents(noise, *noise.shape)
+    torch.save({"latents": noise}, folder / f"{name}.noise")
+    call = {"prompt": PROMPT, "num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "height": 32, "width": 32}
+    if family in ("sd3", "flux"):
+        call["max_sequence_length"] = policy.max_sequence_length
+    files = {"tensors": str(folder / f"{name}.noise"), "image": str(folder / f"{name}.image")}
+    return {"lines": lines, "call": call, "scheduler": dict(FAMILIES[family][2]), **files}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATS)) for name in CASES])
+def test_plain_diffusers_draws_what_our_sampler_draws(drawn, name):
+    theirs, ours, start = drawn[name]
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=2e-4)
+    assert (ours - start).abs().max() > 0.02  # what was trained shows
+
+
+def test_the_average_is_another_adapter(drawn):
+    assert (drawn["sd3_ema"][0] - drawn["sd3_lora"][0]).abs().max() > 0.01
+    torch.testing.assert_close(drawn["sd3_merged"][0], drawn["sd3_ema"][0], rtol=1e-3, atol=2e-4)
+
+
+# --- files: what a program that looks at no header makes of an adapter ------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_scale_of_an_adapter_is_in_its_tensors(inside, tmp_path, family):
+    """B @ A of the file is the update that was trained, although alpha is not the rank."""
+    policy = loaded(f"runs/{family}_lora", "trained")
+    assert (policy.lora_rank, policy.lora_alpha) == (2, 4)
+    policy.save(tmp_path)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    found = updates(load_file(file), ".lora_A", ".lora_B")
+    assert_same_updates(found, policy, lambda name: f"{policy.network_name}.{name}")
+    with safe_open(file, "pt") as opened:
+        header = json.loads(opened.metadata()["lora_adapter_metadata"])
+    assert header[f"{policy.network_name}.lora_alpha"] == header[f"{policy.network_name}.r"] == 2
+
+
+@pytest.mark.parametrize(("family", "base"), [("unet", "sd_v1"), ("sdxl", "sdxl_base_v1-0")])
+def test_the_names_of_kohya(inside, tmp_path, family, base):
+    policy = loaded(f"runs/{family}_lora", "trained")
+    save_kohya(policy, tmp_path / "a.safetensors")
+    tensors = load_file(tmp_path / "a.safetensors")
+    alphas = {tensors.pop(name).item() for name in [name for name in tensors if name.endswith(".alpha")]}
+    assert alphas == {2}  # the rank, which makes the scale 1
+    found = updates(tensors, ".lora_down", ".lora_up")
+    assert_same_updates(found, policy, lambda name: f"lora_unet_{name.replace('.', '_')}")
+    with safe_open(tmp_path / "a.safetensors", "pt") as opened:
+        header = opened.metadata()
+    assert (header["ss_base_model_version"], header["ss_v2"]) == (base, "False")
+
+
+def updates(tensors, down, up):
+    """B @ A by the name of the layer."""
+    layers = {name.removesuffix(f"{down}.weight") for name in tensors if down in name}
+    assert tensors.keys() == {f"{layer}{side}.weight" for layer in layers for side in (down, up)}
+    return {layer: tensors[f"{layer}{up}.weight"] @ tensors[f"{layer}{down}.weight"] for layer in layers}
+
+
+def assert_same_updates(found, policy, named):
+    layers = {name: layer for name, layer in policy.network.named_modules() if hasattr(layer, "lora_A")}
+    expected = {named(name): layer.get_delta_weight("default").detach() for name, layer in layers.items()}
+    assert found.keys() == expected.keys()
+    for name, update in expected.items():
+        torch.testing.assert_close(found[name], update, msg=name)
+    assert any(update.any() for update in expected.values())
+
+
+@pytest.mark.parametrize("file", ["pytorch_lora_weights.safetensors", "kohya.safetensors"])
+def test_every_kind_of_layer_is_read_back(unet_folder, tmp_path, file):
+    """Linear layers in and out of the attention, and convolutions, whose weights lie with the channels last."""
+    targets = ["to_q", "to_out.0", "ff.net.2", "conv1", "proj_in", "time_emb_proj", "conv_in"]
+    options = {"lora_rank": 3, "lora_alpha": 4, "lora_targets": targets, "channels_last": True}
+    policy = UNetPolicy(str(unet_folder()), **options).load()
+    plain = UNetPolicy(str(unet_folder())).load()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainable_parameters(policy).values():
+            parameter.normal_(std=0.1)
+    if file.startswith("kohya"):
+        save_kohya(policy, tmp_path / file)
+    else:
+        policy.save(tmp_path)
+    noise, t, cond = torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5), policy.encode([PROMPT])
+    with torch.no_grad():
+        trained, start = policy(noise, t, cond), plain(noise, t, cond)
+        plain.pipeline.load_lora_weights(str(tmp_path / file))
+        torch.testing.assert_close(plain(noise, t, cond), trained, rtol=1e-4, atol=1e-5)
+    assert (trained - start).abs().max() > 0.1
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_is_whole_and_readable(inside, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert export(["runs/sd3_full", "--to", str(tmp_path / "empty")]) == 0
+    assert f"Written: {tmp_path / 'empty'} (pipeline in float32): trained weights of " in (capsys.readouterr().out)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+    assert not [path for path in (tmp_path / "empty").rglob("*") if path.is_file() and not path.stat().st_mode & 0o044]
+    saved = SavedWeights.read(Path("runs/sd3_full/checkpoints/last.ckpt")).tensors["trained"]
+    written = load_file(tmp_path / "empty" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(written[name.removeprefix("network.")], tensor) for name, tensor in saved.items())
+
+
+def test_a_stopped_export_leaves_nothing(inside, tmp_path, monkeypatch, capsys):
+    save = Policy.save
+
+    def stopped(policy, folder, **options):
+        save(policy, folder, **options)
+        assert list(folder.iterdir())
+        assert not (tmp_path / "a" / "out").exists()  # all is written before the folder has its name
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Policy, "save", stopped)
+    assert export(["runs/sd3_lora", "--to", str(tmp_path / "a" / "out")]) == 130
+    assert capsys.readouterr().err == "Stopped: nothing was written.\n"
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_full_disk_is_one_line(inside, tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        assert export(["runs/sd3_full", "--to", str(tmp_path / "out")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    err = capsys.readouterr().err
+    assert err.startswith(f"Cannot write {tmp_path / 'out'}: ")
+    assert "File too large" in err
+    assert err.endswith(" Choose another folder: --to DIR.\n")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_merging_loses_no_small_update(sd3_folder, tmp_path):
+    """Updates far below a step of bfloat16's grid are in the float32 weights that are written."""
+    policy = SD3Policy(str(sd3_folder()), max_sequence_length=4, dtype="bfloat16", lora_rank=2, lora_alpha=6).load()
+    name = "transformer_blocks.0.attn.to_q"
+    before = policy.network.get_submodule(name).base_layer.weight.detach().clone()
+    with torch.no_grad():
+        for parameter in trainable_parameters(policy).values():
+            parameter.normal_(std=2e-3)
+        own = policy.network.get_submodule(name)
+        update = 3 * own.lora_B["default"].weight @ own.lora_A["default"].weight
+    save_merged(policy, tmp_path)
+    after = load_file(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")[f"{name}.weight"]
+    assert (before.dtype, after.dtype) == (torch.bfloat16, torch.float32)
+    assert ((before + update).bfloat16() != before).float().mean() < 0.1  # as bfloat16 little would be left
+    torch.testing.assert_close(after - before, update, rtol=0, atol=2e-8)
+
+
+@pytest.mark.parametrize("kind", ["full", "partial", "merged"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_path, kind, dtype):
+    """Trained in bfloat16, with a frozen part and text encoders of that type."""
+    trained = {"full": {}, "partial": {"train_only": ["proj_out.*"]}, "merged": {"lora_rank": 2}}[kind]
+    policy = SD3Policy(str(sd3_folder(True)), max_sequence_length=8, dtype="bfloat16", **trained).load()
+    before = {name: (value.data_ptr(), value.dtype) for name, value in policy.pipeline.text_encoder.named_parameters()}
+    if kind == "merged":
+        save_merged(policy, tmp_path, dtype)
+    else:
+        policy.save(tmp_path, dtype=dtype)
+    after = {name: (value.data_ptr(), value.dtype) for name, value in policy.pipeline.text_encoder.named_parameters()}
+    assert after == before  # a run that exports goes on with what it had
+    files = sorted(tmp_path.glob("*/*.safetensors"))
+    assert len(files) == 5  # network, VAE, three text encoders
+    types = {value.dtype for file in files for value in load_file(file).values() if value.is_floating_point()}
+    assert types == {dtype}
+    # what holds float32 needs to be told nothing
+    told = {} if dtype == torch.float32 else {"torch_dtype": dtype}
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path, **told)
+    pipeline.set_progress_bar_config(disable=True)
+    image = pipeline(PROMPT, num_inference_steps=1, height=32, width=32, max_sequence_length=8, output_type="pt").images
+    assert image.isfinite().all()
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "No run given. Try: lightning export runs/tiny_shapes"),
+        (["runs/sd3_lra", "--to=x"], "runs/sd3_lra is not a run. Did you mean runs/sd3_lora?"),
+        (["runs/sd3_lora"], "No output folder given. Add --to DIR, for example --to exports/sd3_lora"),
+        (["runs/sd3_lora", "--to"], "--to has no value. Write --to VALUE."),
+        (["runs/sd3_lora", "--to", "runs"], "--to runs is not empty, and nothing is overwritten. Choose a new folder."),
+        (["runs/sd3_lora", "--to", "train.txt"], "--to train.txt is a file, and nothing is overwritten."),
+        (["runs/sd3_lora", "--to=train.txt/x"], "Cannot write train.txt/x: "),
+        (["runs/sd3_lora", "--to=x", "--marge"], "--marge is not an option of export. Did you mean merge?"),
+        (["runs/sd3_lora", "--to=x", "--checkpoint=lst.ckpt"], "lst.ckpt does not exist. Did you mean last.ckpt?"),
+        (["runs/sd3_lora", "--to=x", "more"], "more is unexpected: an export takes one run."),
+        (
+            ["runs/sd3_lora", "--to=x", "data.seed=1"],
+            "data.seed has no effect on an export, which uses only settings of model.policy.",
+        ),
+        (["runs/sd3_lora", "--to=x", "model.policy.lora_rnk=1"], "model.policy.lora_rnk is not an option of SD3Policy"),
+        (["runs/sd3_lora", "--to=x", "model.policy.checkpoint=none/at/all"], "none/at/all"),
+        (["runs/sd3_lora", "--to=x", "model.policy.lora_rank=3"], "has shape (2, 32) there and (3, 32) here."),
+        (["runs/sd3_full", "--to=x", "--merge"], "--merge has nothing to merge: runs/sd3_full trained the "),
+        (["runs/sd3_full", "--to=x", "--format=kohya"], "--format kohya applies to a LoRA: runs/sd3_full trained "),
+        (["runs/sd3_lora", "--to=x", "--format=kohya"], "SD3Policy has a transformer. Leave it out: ComfyUI reads "),
+        (["runs/unet_lora", "--to=x", "--format=koya"], "--format koya is not a LoRA format. Did you mean kohya?"),
+        (["runs/unet_lora", "--to=x", "--format=kohya", "--merge"], "and --merge leaves none. Leave out one of them."),
+        (["runs/unet_lora", "--to=x", "--dtype=fp16"], "--dtype fp16 is not known. Use float32, bfloat16, float16."),
+        (["runs/unet_full", "--to=x", "--ema"], "holds no average: the run had no EMA callback. Leave out --ema."),
+    ],
+)
+def test_mistakes_are_one_line(inside, capsys, words, line):
+    assert_one_line(export, words, capsys, line)
+    assert not Path("x").exists()
+
+
+def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
+    shutil.copy(f"runs/sd3_lora/{CONFIG_NAME}", tmp_path)
+    assert export([str(tmp_path), "--to=x"]) == 2
+    assert f"{tmp_path} holds no checkpoint yet. Train it: " in capsys.readouterr().err
+    assert not Path("x").exists()

@@ -1,0 +1,106 @@
+"""Runs of the larger families: resumed ones end like undisturbed ones, and plain diffusers draws what they trained."""
+
+import json
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from helpers import SMALL_PICTURES, picture_prompts, repeating
+from processes import BARE
+
+from lit_vgrpo import policies
+from lit_vgrpo.cli.export import export
+from lit_vgrpo.cli.run import run
+from lit_vgrpo.cli.sample import image_of
+from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of, saved_weights
+from lit_vgrpo.core.pictures import references_of
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.data import read_prompts
+from lit_vgrpo.policies.pipeline_call import call_of
+from lit_vgrpo.training.checkpoint_file import read
+
+FAMILIES = {
+    "kontext": ("KontextPolicy", 16),
+    "qwen_image": ("QwenImagePolicy", 48),
+    "qwen_image_edit": ("QwenImageEditPolicy", 48),
+    "flux2": ("Flux2Policy", 48),
+    "z_image": ("ZImagePolicy", 48),
+}
+MERGED = "qwen_image"
+SIDE, SEED, STEPS, GUIDANCE = 32, 3, 3, 2.0
+RECIPE = """
+seed_everything: 7
+trainer: {accelerator: cpu, devices: 1, callbacks: [{class_path: EMA, init_args: {decay: 0.5}}]}
+model:
+  objective: {class_path: VGRPO, init_args: {num_mc_samples: 1, kl_weight: 0.5, rollout: {steps: 2, guidance: 2.0}}}
+  reward: JPEGCompressibility
+  optimizer: {lr: 0.1, warmup_steps: 0}
+data: {prompts_per_iteration: 2, group_size: 4, updates_per_iteration: 2, micro_batch_size: 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, large_folder, flux_folder):
+    """``runs(family)``: a folder with the runs ``whole``, of two iterations, and ``half``, resumed after one."""
+
+    @cache
+    def made(family):
+        policy, length = FAMILIES[family]
+        folder = tmp_path_factory.mktemp(family)
+        checkpoint = flux_folder(False, True) if family == "kontext" else large_folder(family)
+        options = {"checkpoint": str(checkpoint), "max_sequence_length": length, "height": SIDE, "width": SIDE}
+        edits = getattr(policies, policy).edits
+        recipe = yaml.safe_load(RECIPE)
+        recipe["model"]["policy"] = {"class_path": policy, "init_args": {**options, "lora_rank": 2, "lora_alpha": 4}}
+        recipe["data"]["train"] = picture_prompts(folder, SIDE) if edits else "shipped:prompts/shapes_train.jsonl"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+            assert run(["recipe.yaml", "run_dir=whole", "trainer.max_epochs=2"]) == 0
+            assert run(["recipe.yaml", "run_dir=half", "trainer.max_epochs=1"]) == 0
+            assert run(["half/config.yaml", "--resume", "trainer.max_epochs=2"]) == 0
+        return folder
+
+    return made
+
+
+@pytest.mark.parametrize("family", repeating(FAMILIES, slow=[*FAMILIES][1:]))
+def test_a_resumed_run_ends_like_one_undisturbed(runs, family):
+    whole, half = (read(runs(family) / name / "checkpoints" / "last.ckpt") for name in ("whole", "half"))
+    assert whole["global_step"] == half["global_step"] == 4
+    for state in ("state_dict", "callbacks", "optimizer_states"):
+        torch.testing.assert_close(half[state], whole[state], rtol=0, atol=0)
+    trained = [value for name, value in whole["state_dict"].items() if "lora_B" in name]  # from 0
+    assert sum((value.abs().max() > 0.01).item() for value in trained) > 0.8 * len(trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "options"), [*((family, []) for family in FAMILIES), (MERGED, ["--merge"])])
+def test_plain_diffusers_draws_what_a_run_trained(runs, tmp_path, monkeypatch, capsys, family, options):
+    monkeypatch.chdir(runs(family))
+    recipe = recipe_of(Path("whole"), [], ["model.policy"], "a test")
+    row, spec = read_prompts(recipe["data"]["train"])[0], RolloutSpec("euler", STEPS, GUIDANCE)
+    start = image_of(load_saved_policy(build_policy(recipe), None, "reference"), spec, row, SEED)
+    policy = load_saved_policy(build_policy(recipe), saved_weights(Path("whole"), None, "trained"), "trained")
+    ours = image_of(policy, spec, row, SEED)
+    edited = references_of([row])
+    pictures = None if edited is None else torch.stack(edited).float() / 255
+    noise = policy.prior([torch.Generator().manual_seed(SEED)])
+    torch.save(call_of(policy, [row["prompt"]], noise, STEPS, GUIDANCE, pictures), tmp_path / "call")
+    capsys.readouterr()
+    assert export(["whole", "--to", str(tmp_path / "out"), *options]) == 0
+    lines = [*SMALL_PICTURES, *capsys.readouterr().out.splitlines()[1:]]
+    files = {"tensors": str(tmp_path / "call"), "image": str(tmp_path / "image")}
+    (tmp_path / "jobs.json").write_text(json.dumps([{"lines": lines, "call": {}, "scheduler": {}, **files}]))
+    script = Path(__file__).parents[1] / "support" / "plain_diffusers.py"
+    done = subprocess.run([BARE, script, tmp_path / "jobs.json"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = torch.load(tmp_path / "image")
+    print(
+        f"{policy.pipeline_class} {options}: differs by {((theirs - ours).abs().max() / ours.abs().max()).item():.0e}"
+    )
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=2e-4)
+    assert (ours - start).abs().max() > 0.02  # what was trained shows

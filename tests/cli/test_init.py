@@ -1,0 +1,96 @@
+"""``lightning init``: the folder it writes runs as it is, and with its two marked lines changed it is a real recipe."""
+
+import importlib.util
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from processes import PYTHON
+from stand_ins import StandIns
+
+from lit_vgrpo.cli.init import FILES, init
+from lit_vgrpo.cli.main import main
+from lit_vgrpo.system.paths import shipped_root
+from lit_vgrpo.tiny.shapes import PALETTE, render
+
+MARKED = re.compile(r"^( *# CHANGE \d of 2:.*\n)( *)(\w+: .*)\n *# (\3|\w+: .*)\n", re.MULTILINE)
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "first"]) == 0
+    assert "cd first && lightning run recipe.yaml" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path / "first")
+    return tmp_path / "first"
+
+
+def call(*words):
+    done = subprocess.run([PYTHON, "-m", "lit_vgrpo", *words], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_it_runs_as_it_is(written):
+    assert {path.name for path in written.iterdir()} == {*FILES}
+    less = ["trainer.max_epochs=1", "data.prompts_per_iteration=2", "data.heldout_images_per_prompt=1"]
+    status, out = call("run", "recipe.yaml", *less)
+    assert status == 0, out
+    summary = json.loads((written / "runs" / "first" / "summary.json").read_text())
+    assert (summary["outcome"], summary["iterations"], summary["images"]) == ("finished", 1, 16)
+    assert "reward/score" in (written / "runs" / "first" / "metrics.csv").read_text().splitlines()[0]
+
+
+def test_two_marked_lines_make_it_a_real_recipe(written, tmp_path):
+    recipe = written / "recipe.yaml"
+    text, count = MARKED.subn(r"\1\2\4\n", recipe.read_text())
+    assert count == 2
+    assert "tiny_sd3" not in text
+    assert "lr: 3.0e-4" in text
+    recipe.write_text(text)
+    with_weights = f"model.policy.checkpoint={StandIns(tmp_path, None).policy('SD3Policy')}"
+    status, out = call("check", "recipe.yaml", with_weights, "trainer.accelerator=cpu")
+    assert status == 0, out
+
+
+def test_nothing_is_overwritten(written, capsys):
+    (written / "runs").mkdir()
+    for name, said in ((str(written), "is not empty"), ("recipe.yaml", "is a file")):
+        assert main(["init", name]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err) == ("", f"{name} {said}, and nothing is overwritten. Choose a new folder.\n")
+    before = (shipped_root() / "starter" / "train.txt").read_text()
+    assert (written / "train.txt").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "takes the name of one new folder"),
+        (["a", "b"], "takes the name of one new folder"),
+        (["two words"], "'two words' cannot name a run"),
+        (["a", "--force"], "--force is not an option of init."),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_one_line(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert init(words) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert not list(Path().iterdir())
+
+
+def test_the_reward_knows_the_colours():
+    spec = importlib.util.spec_from_file_location("starter_reward", shipped_root() / "starter" / "reward.py")
+    reward = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reward)
+    assert reward.COLOURS == PALETTE
+    images = torch.stack([render("red", "circle", "on the left"), torch.ones(3, 32, 32)])
+    prompts = ["a red circle on the left", "a blue circle on the left", "a cat"]
+    scores = reward.score(images[[0, 0, 0, 1]], [*prompts, prompts[0]], [{}] * 4)
+    assert scores[0] > 0.8
+    assert scores[1] < 0.2
+    assert scores[2:] == [None, 0.0]

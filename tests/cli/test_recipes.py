@@ -1,0 +1,253 @@
+"""Every shipped recipe parses, passes the check and runs two iterations, the large ones on small stand-ins."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from stand_ins import StandIns, judge
+
+from lit_vgrpo import SD3Policy
+from lit_vgrpo.apps.curriculum.curriculum import Curriculum, is_curriculum
+from lit_vgrpo.cli.check import check
+from lit_vgrpo.cli.main import main
+from lit_vgrpo.cli.run import run
+from lit_vgrpo.config.header import LEVELS, Header
+from lit_vgrpo.config.recipe import Command
+
+ROOT = Path(__file__).parents[2] / "recipes"
+FILES = [path for path in sorted(ROOT.rglob("*.yaml")) if path.parent.name not in ("compare", "strategy", "starter")]
+CURRICULA = [path for path in FILES if is_curriculum(path)]
+RECIPES = [path for path in FILES if path not in CURRICULA]  # overlays have their own tests
+
+# By recipe: network passes an image, with and without gradient; at the steps of SIZES.
+PASSES = {
+    "flux2_klein_pickscore": {"rollout": (0, 8), "update": (4, 0)},
+    "flux_multireward": {"rollout": (0, 8), "old": (0, 3), "update": (4, 0)},
+    "kontext_edit": {"rollout": (0, 8), "update": (4, 0)},
+    "qwen_image_pickscore": {"rollout": (0, 8), "update": (4, 0)},
+    "sd15_aesthetic": {"rollout": (0, 8), "update": (4, 0)},
+    "sd35m_stage1": {"rollout": (0, 8), "update": (4, 0)},
+    "sd35m_stage2": {"rollout": (0, 8), "update": (10, 0)},
+    "sd35m_stage3": {"rollout": (0, 8), "update": (4, 0)},
+    "sd35m_stage4": {"rollout": (0, 8), "update": (10, 0)},
+    "sd35m_stage5": {"rollout": (0, 8), "old": (0, 10), "update": (10, 0)},
+    "sd3_pickscore": {"rollout": (0, 40), "update": (4, 0)},
+    "sd3_pickscore_awm": {"rollout": (0, 14), "reference": (0, 6), "ema": (0, 6), "update": (6, 0)},
+    "sd3_pickscore_dgpo": {"rollout": (0, 20), "reference": (0, 4), "old": (0, 4), "update": (4, 0)},
+    "sd3_pickscore_flowgrpo": {"rollout": (0, 20), "reference": (0, 18), "update": (18, 0)},
+    "sd3_pickscore_nft": {"rollout": (0, 10), "old": (0, 9), "reference": (0, 9), "update": (9, 0)},
+    "sdxl_preference": {"rollout": (0, 8), "update": (4, 0)},
+    "tiny_edit": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
+    "tiny_ocr": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
+    "tiny_ocr_pretrain": {"update": (2, 0)},
+    "tiny_shapes": {"rollout": (0, 10), "anchor": (0, 2), "update": (2, 0)},
+    "tiny_shapes_pretrain": {"update": (2, 0)},
+    "tiny_unet": {"rollout": (0, 10), "anchor": (0, 4), "update": (4, 0)},
+    "tiny_unet_pretrain": {"update": (1, 0)},
+    "z_image_pickscore": {"rollout": (0, 8), "update": (4, 0)},
+}
+UPDATES = {"flux_multireward": 4, "sd35m_stage5": 2, "sd3_pickscore_flowgrpo": 2}
+LESS = [
+    "trainer.max_epochs=2",
+    "trainer.accelerator=cpu",
+    "data.prompts_per_iteration=2",
+    "data.group_size=2",
+    "data.heldout_limit=1",
+    "data.heldout_images_per_prompt=1",
+]
+FEW_STEPS, FEW_EVALUATION_STEPS = "model.objective.rollout.steps=8", "model.evaluation.steps=4"
+SMALL = ["model.policy.height=128", "model.policy.width=128"]
+SMALL_UNET = ["model.policy.height=256", "model.policy.width=256"]  # fewer pixels end before the network's last level
+SMALLEST = ["model.policy.height=32", "model.policy.width=32"]
+SIZES = {
+    **{f"{model}_pickscore": [FEW_STEPS, *SMALLEST] for model in ("flux2_klein", "qwen_image", "z_image")},
+    "flux_multireward": [FEW_STEPS, *SMALL],
+    "kontext_edit": [FEW_STEPS, *SMALLEST],
+    "sdxl_preference": [FEW_STEPS, *SMALL_UNET],
+    "sd15_aesthetic": [FEW_STEPS, *SMALL_UNET],
+    **{
+        f"sd35m_stage{number}": [FEW_STEPS, *SMALL] for number in range(1, 6)
+    },  # 40 steps are those of sd3_pickscore too
+    **{f"sd3_pickscore_{method}": [FEW_EVALUATION_STEPS, *SMALL] for method in ("awm", "dgpo", "flowgrpo", "nft")},
+}
+# By recipe: what costs most of its time, and what takes its place in make test; test-all runs the recipe's own too.
+CHEAPER = {
+    "sd3_pickscore": [FEW_EVALUATION_STEPS, *SMALL],
+    "sd35m_stage5": ["model.reward.detect=false"],
+}
+REPEATS = (
+    *("sd35m_stage3", "sd35m_stage4", "tiny_shapes_pretrain", "tiny_unet_pretrain"),
+    *("sd35m_stage1", "sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
+    *("qwen_image_pickscore", "flux2_klein_pickscore", "sd15_aesthetic"),
+    *("sd3_pickscore_nft", "kontext_edit"),
+)
+"""Stages 1 to 4 are sd3_pickscore and 5 with other rewards; pre-trainings differ in their pictures, pair methods in
+their loss, and recipes of the large families in their network; sd15_aesthetic is tiny_unet with another reward, and
+kontext_edit is tiny_edit with another network."""
+CHECKED = ("sd3_pickscore", "tiny_ocr_pretrain")
+"""A large recipe and one without a reward; the others run, and memory/test_estimate.py knows every family."""
+SHOWN = ("evaluation", "samples")
+"""Phases that nothing is trained on."""
+BLIND = ("sd35m_stage2", "sd35m_stage4", "sd35m_stage5", "tiny_ocr", "tiny_edit")
+"""Random pictures seldom hold the objects or the text asked for, so that all of so few groups may lack spread."""
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory):
+    with judge() as server:
+        yield StandIns(tmp_path_factory.mktemp("stand_ins"), server)
+
+
+def test_there_are_recipes():
+    assert set(PASSES) == {path.stem for path in RECIPES}
+    assert [path.stem for path in CURRICULA] == ["sd35m_curriculum"]
+
+
+@pytest.mark.parametrize("recipe", FILES, ids=lambda path: path.stem)
+def test_is_short_and_says_its_command(recipe):
+    lines = recipe.read_text().splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 128
+    assert f"lightning run {recipe.stem}" in "\n".join(lines[:4])
+
+
+@pytest.mark.parametrize("recipe", FILES, ids=lambda path: path.stem)
+def test_says_what_it_needs_and_what_its_settings_rest_on(recipe):
+    header = Header.of_file(recipe)
+    assert header.needs
+    level, _, command = header.evidence.partition(" (")
+    assert level in LEVELS
+    assert bool(command) == (level == LEVELS[0])
+    assert not command or (command.startswith(f"lightning run {recipe.stem}") and command.endswith(")"))
+
+
+def test_a_list_names_every_recipe_with_its_evidence(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")  # entries wrap to the terminal
+    assert main(["recipes"]) == 0
+    entries = capsys.readouterr().out.split("\n\n")
+    assert [entry.partition(":")[0] for entry in entries] == [path.stem for path in FILES]
+    assert all("\n  needs     " in entry and "\n  evidence  " in entry for entry in entries)
+    assert main(["recipes", "sd15_aesthetic"]) == 0
+    assert capsys.readouterr().out == (
+        "sd15_aesthetic: SD 1.5 + V-GRPO + LAION's aesthetic predictor on the variance-preserving path, LoRA r16\n"
+        "  needs     weights of SD 1.5, CLIP ViT-L/14 and the predictor, and a 40 GB GPU; lightning check estimates "
+        "30 GiB plus\n            the reward models\n  evidence  ours, not measured\n"
+    )
+    assert main(["recipes", "tiny_shape"]) == 2
+    assert "Did you mean tiny_shapes?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "Evidence: measured here (lightning run tiny_shapes)."),
+        (["data.group_size=8"], "Evidence (before your changes): measured here (lightning run tiny_shapes)."),
+    ],
+)
+def test_a_check_says_the_evidence(words, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert check(["tiny_shapes", *words]) == 0
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def cases(slow):
+    """A case for every recipe, named after it; those named in ``slow`` are for make test-all."""
+    return [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in slow)) for path in RECIPES]
+
+
+def sized(recipe, stand_ins):
+    """The command's words: all settings are the recipe's own but for the paths and the amount of work."""
+    return [recipe.stem, *stand_ins.words(recipe), *LESS, *SIZES.get(recipe.stem, [])]
+
+
+@pytest.mark.parametrize("recipe", cases({path.stem for path in RECIPES} - {*CHECKED}))
+def test_passes_the_check(recipe, stand_ins, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert check(sized(recipe, stand_ins)) == 0
+
+
+@pytest.mark.parametrize("recipe", cases({*REPEATS, *CHEAPER}))
+def test_runs_two_iterations(recipe, stand_ins, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    runs_two_iterations(recipe, sized(recipe, stand_ins), tmp_path, capfd)
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem in CHEAPER], ids=lambda path: path.stem)
+def test_runs_two_cheaper_iterations(recipe, stand_ins, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    words = [*sized(recipe, stand_ins), *CHEAPER[recipe.stem]]
+    runs_two_iterations(recipe, words, tmp_path, capfd)
+
+
+def runs_two_iterations(recipe, words, tmp_path, capfd):
+    assert run(words) == 0
+    folder = tmp_path / "runs" / recipe.stem
+    summary = json.loads((folder / "summary.json").read_text())
+    updates = UPDATES.get(recipe.stem, 1)
+    counted = (summary["outcome"], summary["iterations"], summary["optimizer_steps"], summary["images"])
+    assert counted == ("finished", 2, 2 * updates, 8)
+    counts = {"with_grad": 0, "without_grad": 0}
+    trained = {phase: found for phase, found in summary["network_passes"].items() if phase not in SHOWN}
+    passes = {phase: {**counts, **found} for phase, found in trained.items()}
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    done = [float(row["policy/updates"]) > 0 for row in rows if row["policy/updates"]]
+    assert len(done) == 2
+    assert recipe.stem in BLIND or all(done)  # an iteration without any advantage rolls out and does no more
+    planned = {
+        phase: {"with_grad": images * with_grad, "without_grad": images * without}
+        for phase, (with_grad, without) in PASSES[recipe.stem].items()
+        if (images := 8 if phase == "rollout" else 4 * sum(done))
+    }
+    assert passes == planned
+    norms = [float(row["policy/grad_norm"]) for row in rows if row.get("policy/grad_norm")]
+    assert len(norms) == sum(done)
+    assert all(norm > 0 for norm in norms)
+    assert "truncated" not in capfd.readouterr().err
+
+
+def test_sd3_pickscore_exports_its_lora(stand_ins, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = ROOT / "sd3_pickscore.yaml"
+    assert run([str(recipe), *stand_ins.words(recipe), *LESS, *SMALL, "trainer.max_epochs=1", FEW_STEPS]) == 0
+    folder = tmp_path / "runs" / "sd3_pickscore"
+    assert {path.stem for path in (folder / "samples").glob("*.png")} == {"before", "after"}
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["model"]["policy"]["init_args"]["lora_rank"] == 32
+    pipeline = SD3Policy(str(stand_ins.policy("SD3Policy"))).load().pipeline
+    pipeline.load_lora_weights(str(folder / "export"))
+
+
+def test_sd3_pickscore_without_weights_is_one_clear_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(["sd3_pickscore"]) == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert errors[0].startswith("Cannot load stabilityai/stable-diffusion-3.5-medium: ")
+    assert "hf download stabilityai/stable-diffusion-3.5-medium" in errors[0]
+    assert "model.policy.checkpoint=/a/local/folder" in errors[0]
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_the_curriculum_says_a_missing_file_of_several_stages_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert check(["sd35m_curriculum"]) == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert errors[0].startswith("Stages 1, 2, 3, 4, 5: Cannot load stabilityai/stable-diffusion-3.5-medium: ")
+    assert any(line.startswith("Stages 1, 3: Cannot load xswu/HPSv2: ") for line in errors)
+    assert any(line.startswith("Stages 2, 4: Cannot load facebook/mask2former") for line in errors)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_curriculum_has_the_published_steps():
+    steps = []
+    for stage in Curriculum.of(Command.parse(["sd35m_curriculum"])).stages:
+        recipe = yaml.safe_load(stage.recipe.read_text())
+        steps.append(recipe["trainer"]["max_epochs"] * recipe["data"].get("updates_per_iteration", 1))
+    assert steps == [150, 200, 150, 50, 30]
+
+
+@pytest.mark.parametrize("kind", ["tiny_sd3", "tiny_unet", "tiny_ocr", "tiny_edit"])
+def test_shipped_pipelines_are_small(kind):
+    folder = ROOT / "assets" / kind
+    assert 1e6 < sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 8e6

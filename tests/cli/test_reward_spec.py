@@ -1,0 +1,105 @@
+import json
+import sys
+
+import pytest
+
+from lit_vgrpo.config.recipe import Command, parser_config, read_recipe
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.launch.reward_spec import build_reward
+from lit_vgrpo.rewards import JPEGCompressibility, PythonReward, ShapesReward
+
+RECIPE = """
+model:
+  reward:
+    class_path: Weighted
+    init_args:
+      rewards:
+        - python: own_rewards:score
+          images: pil
+        - ShapesReward
+      weights: [1.0, 0.5]
+  heldout_reward:
+    python: own_rewards:other
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_a_class_with_options():
+    reward = build_reward(["JPEGCompressibility", "quality=50"])
+    assert isinstance(reward.rewards[0], JPEGCompressibility)
+    assert reward.rewards[0].quality == 50
+    assert isinstance(build_reward(["lit_vgrpo.rewards.ShapesReward"]).rewards[0], ShapesReward)
+
+
+def test_a_class_of_the_current_folder(tmp_path, monkeypatch):
+    lines = ["from lit_vgrpo.rewards import ShapesReward", "class Mine(ShapesReward):", "    pass"]
+    (tmp_path / "rewards_of_this_folder.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert type(build_reward(["rewards_of_this_folder.Mine"]).rewards[0]).__name__ == "Mine"
+
+
+def test_a_function_with_options():
+    (reward,) = build_reward(["python:own_rewards:score", "images=pil", "options={'gain': 2}"]).rewards
+    assert isinstance(reward, PythonReward)
+    assert (reward.function, reward.images, reward.options) == ("own_rewards:score", "pil", {"gain": 2})
+
+
+def test_a_recipe_with_its_held_out_reward(recipe):
+    reward = build_reward([str(recipe)])
+    assert reward.weight_of == {"score": 1.0, "shapes": 0.5, "other": 0.0}
+    assert reward.rewards[0].images == "pil"
+    assert build_reward(["tiny_shapes"]).part_names == ["colour", "shape", "place"]
+
+
+def test_overrides_of_a_recipe(recipe):
+    reward = build_reward([str(recipe), "model.reward=python:own_rewards:third"])
+    assert reward.part_names == ["third", "other"]
+    for inline in ("[python:own_rewards:a, ShapesReward]", "[{python: 'own_rewards:a', images: pil}, ShapesReward]"):
+        words = [str(recipe), f"model.reward={{class_path: Weighted, init_args: {{rewards: {inline}}}}}"]
+        assert build_reward(words).part_names == ["a", "shapes", "other"]
+
+
+def test_the_short_form_reaches_the_parser_expanded(recipe):
+    command = Command.parse([str(recipe), "model.reward=python:own_rewards:third"])
+    assert json.loads(command.overrides[0][1])["class_path"] == "PythonReward"
+    with parser_config(command) as (path, _):
+        assert "python:" not in path.read_text()
+    assert read_recipe(command)["model"]["reward"]["init_args"] == {"function": "own_rewards:third"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "No reward given"),
+        (["PickScor"], "reward=PickScor is not an importable Reward. Did you mean PickScore?"),
+        (["JPEGCompressibility", "quality=0"], "reward.quality=0 is too small. Use 1 to 95."),
+        (["JPEGCompressibility", "qualty=5"], "reward.qualty is not an option of JPEGCompressibility"),
+        (["JPEGCompressibility", "photo.png"], "photo.png is no option of a reward"),
+        (["python:own_rewards"], "Write my_module:my_function"),
+        (["no_such.yaml"], "no_such.yaml is not a recipe"),
+    ],
+)
+def test_mistakes_are_lines(words, said):
+    with pytest.raises(UserError) as caught:
+        build_reward(words)
+    assert said in str(caught.value)
+
+
+def test_a_recipe_without_a_reward(tmp_path):
+    path = tmp_path / "none.yaml"
+    path.write_text("data: {}\n")
+    with pytest.raises(UserError, match=r"no model\.reward"):
+        build_reward([str(path)])
+
+
+def test_a_held_out_reward_that_is_trained_on(recipe):
+    recipe.write_text(RECIPE.replace("own_rewards:other", "own_rewards:score"))
+    with pytest.raises(UserError, match=r'model\.heldout_reward has a "score", as model\.reward does'):
+        build_reward([str(recipe)])

@@ -1,0 +1,302 @@
+"""``lightning run``: overrides, errors, run folders, resuming, Ctrl-C."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from helpers import prompt_file
+from lightning.pytorch.callbacks import ProgressBar
+from processes import PYTHON
+
+from lit_vgrpo.cli.run import run
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.launch.recipe_cli import fixed_seed
+from lit_vgrpo.objectives import VGRPO
+
+
+def metrics(folder):
+    with (Path(folder) / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_overrides_reach_inside_interpolations(tiny_recipe):
+    cli = build([str(tiny_recipe), "data.group_size=4", "model.objective.num_mc_samples=3"], make_folder=False)
+    assert cli.datamodule.sizes.micro_batch_size == 4
+    assert isinstance(cli.model.objective, VGRPO)
+    assert cli.model.objective.num_mc_samples == 3
+
+
+def test_seed_everything_seeds_model_and_data(tiny_recipe):
+    cli = build([str(tiny_recipe), "seed_everything=11"], make_folder=False)
+    assert cli.model.seed == cli.datamodule.seed == 11
+    drawn = build([str(tiny_recipe), "seed_everything=true"], make_folder=False)
+    assert drawn.model.seed == drawn.config.seed_everything == fixed_seed(True)
+    assert build([str(tiny_recipe), "seed_everything=false"], make_folder=False).model.seed == 0
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "model.objective.num_mc_sample=4",
+            "model.objective.num_mc_sample is not an option of VGRPO. Did you mean num_mc_",
+        ),
+        ("trainer.max_epoch=4", "trainer.max_epoch is not an option of Trainer. Did you mean max_epochs?"),
+        ("modl.x=4", "modl is not an option of a recipe. Did you mean model?"),
+        ("trainer.max_epochs=four", "trainer.max_epochs=four is not a whole number. Use 1 or more, or -1, or null."),
+        ("model.policy=SD3Polcy", "model.policy=SD3Polcy is not an importable Policy. Did you mean SD3Policy?"),
+        ("trainer.callbacks+=EMAA", "trainer.callbacks[0]=EMAA is not an importable Callback. Did you mean EMA?"),
+        ("model.advantage_std=globl", "model.advantage_std=globl is not a choice. Did you mean global?"),
+        ("model.seed=4", "model.seed follows seed_everything. Set seed_everything=4 instead."),
+        ("model.objective.rollout.steps=0", "model.objective.rollout.steps=0 is too small."),
+        ("data.group_size=1", "data.group_size=1 "),
+        ("data.train=none.txt", "none.txt does not exist."),
+        ("data.micro_batch_size=3", "data.micro_batch_size=3 cannot split"),
+        ("model.policy.checkpoint=/none", "model.policy.checkpoint=/none is not a folder."),
+        ("model.policy.checkpoint=shipped:../x", "model.policy: shipped:../x leaves the shipped recipes folder"),
+        ("trainer.precision=17", "trainer.precision=17 is not a choice."),
+        ("trainer.precision=bf16-true", "trainer.precision=bf16-true would cast the trained weights alone. Leave it"),
+        ("trainer.precision=64", "trainer.precision=64-true would cast the trained weights alone. Leave it out, or "),
+        ("trainer.plugins=HalfPrecision", "trainer.precision=16-true would cast the trained weights alone."),
+        ("trainer.plugins=AsyncCheckpointIO", "trainer.plugins=AsyncCheckpointIO returns before a checkpoint is on"),
+        ("trainer.default_root_dir=x", "trainer.default_root_dir is set by the command. Use run_dir=... instead."),
+        ("ckpt_path=none.ckpt", "ckpt_path=none.ckpt does not exist."),
+        ("ckpt_path=tiny.yaml", "ckpt_path=tiny.yaml is torn, or no checkpoint"),
+        ("run_dir=tiny.yaml/x", "Cannot create the run folder tiny.yaml/x: "),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(tiny_recipe, capfd, override, line):
+    assert run([str(tiny_recipe), override]) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+    assert out == ""
+    assert not list(Path().glob("runs/*"))
+
+
+def test_several_mistakes_are_several_lines(tiny_recipe, capfd):
+    assert run([str(tiny_recipe), "trainer.devices=3", "model.policy=UNetPolicy"]) == 2
+    found = capfd.readouterr().err
+    assert "is a StableDiffusion3Pipeline, UNetPolicy needs StableDiffusionPipeline" in found
+    assert "model.objective.rollout.solver=euler is not a solver of UNetPolicy" in found
+    assert "prompts_per_iteration=2 cannot be split over 3 ranks." in found
+    assert not list(Path().glob("runs/*"))
+
+
+def test_what_is_missing_is_named(tmp_path, capsys):
+    path = tmp_path / "empty.yaml"
+    path.write_text("model: {reward: ShapesReward}\ndata: {train: p.txt}\n")
+    assert run([str(path)]) == 2
+    found = capsys.readouterr().err.splitlines()
+    assert "model.policy is missing: VGRPOModule needs it. Add model.policy with class_path, one of: " in found[0]
+    assert [line.split(" ")[0] for line in found[1:]] == [
+        "model.objective",
+        "data.prompts_per_iteration",
+        "data.group_size",
+    ]
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_a_folder_that_is_itself_a_recipe(tiny_recipe, capsys):
+    assert run([str(tiny_recipe), "trainer.max_epochs=1", "--data.group_size=4"]) == 0
+    folder = Path("runs/tiny")
+    assert "Run folder: runs/tiny" in capsys.readouterr().out
+    assert {"config.yaml", "metrics.csv", "summary.json", "checkpoints"} <= {path.name for path in folder.iterdir()}
+    assert list((folder / "tensorboard").glob("events*"))
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["data"]["micro_batch_size"] == 4
+    assert saved["data"]["train"] == prompt_file("shapes_train.jsonl")
+    assert "seed" not in saved["model"]
+
+    assert run([str(folder / "config.yaml")]) == 0
+    again = Path("runs/tiny-2")
+    assert [row["reward/mean"] for row in metrics(again)] == [row["reward/mean"] for row in metrics(folder)]
+    assert yaml.safe_load((again / "config.yaml").read_text()) == saved
+
+
+def test_a_reward_of_ones_own_in_the_working_directory(tiny_recipe, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    Path("my_own_reward.py").write_text(
+        "from lit_vgrpo.rewards import Reward\n"
+        "class Redness(Reward):\n"
+        "    name = 'redness'\n"
+        "    def __call__(self, images, prompts, rows):\n"
+        "        return images[:, 0].mean(dim=(1, 2))\n"
+    )
+    assert run([str(tiny_recipe), "trainer.max_epochs=1", "model.reward=my_own_reward.Redness"]) == 0
+    assert metrics("runs/tiny")[0].keys() >= {"reward/redness"}
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "trainer.strategy=deepspeed",
+            "trainer.strategy=DeepSpeedStrategy writes checkpoints that only it can read.",
+        ),
+        ("trainer.accelerator=gpu", "trainer.accelerator=gpu: torch finds no GPU on this machine."),
+    ],
+)
+def test_a_strategy_that_cannot_run_here_is_one_line(tiny_recipe, override, line):
+    # In a process of its own: a strategy leaves its rank in the environment.
+    process = start(str(tiny_recipe), override)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 2, output
+    assert output.splitlines()[-1].startswith(line), output
+    assert "Traceback" not in output
+    assert not Path("runs/tiny").exists()
+
+
+def test_two_runs_with_resume_equal_one(tiny_recipe):
+    assert run([str(tiny_recipe), "trainer.max_epochs=2", "name=whole"]) == 0
+    assert run([str(tiny_recipe), "trainer.max_epochs=1", "name=half"]) == 0
+    checkpoint = "ckpt_path=runs/half/checkpoints/last.ckpt"
+    assert run(["runs/half/config.yaml", checkpoint, "trainer.max_epochs=2", "name=rest"]) == 0
+    ends = [torch.load(f"runs/{name}/checkpoints/last.ckpt", weights_only=True) for name in ("whole", "rest")]
+    assert ends[0]["state_dict"].keys() == ends[1]["state_dict"].keys()
+    for name, value in ends[0]["state_dict"].items():
+        assert torch.equal(value, ends[1]["state_dict"][name]), name
+
+
+def test_another_progress_bar_replaces_ours(tiny_recipe):
+    cli = build([str(tiny_recipe), "trainer.callbacks=[RichProgressBar]"])
+    bars = [callback for callback in cli.trainer.callbacks if isinstance(callback, ProgressBar)]
+    assert [type(bar).__name__ for bar in bars] == ["RichProgressBar"]
+    cli.give_back()
+
+
+@pytest.mark.parametrize(
+    ("callback", "line"),
+    [
+        ("trainer.callbacks=BackboneFinetuning", "trainer: 'VGRPOModule' object has no attribute 'backbone'"),
+        (
+            "trainer.callbacks=BatchSizeFinder",
+            "trainer.callbacks: BatchSizeFinder looks for a batch_size, which an iteration has not. Use data.micro",
+        ),
+    ],
+)
+def test_a_callback_for_other_modules_is_one_line(tiny_recipe, capfd, callback, line):
+    assert run([str(tiny_recipe), callback]) == 2
+    err = capfd.readouterr().err
+    assert line in err
+    assert "Traceback" not in err
+
+
+def test_what_is_behind_a_checkpoint_is_not_done_again(tiny_recipe, capfd):
+    timed = "trainer.callbacks=[{class_path: Timer, init_args: {duration: '00:01:00:00'}}]"
+    assert run([str(tiny_recipe), "data.heldout=null", timed]) == 0
+    for limit in ("trainer.max_epochs=1", "trainer.max_epochs=2", "trainer.max_steps=1"):
+        capfd.readouterr()
+        checkpoint = "ckpt_path=runs/tiny/checkpoints/last.ckpt"
+        assert run(["runs/tiny/config.yaml", checkpoint, "trainer.max_epochs=9", limit]) == 2
+        done = f"{checkpoint} is the state after 2 iterations, 2 optimizer steps."
+        assert capfd.readouterr().err == f"{done} {limit} leaves nothing to do: set it higher.\n"
+        assert not Path("runs/tiny-2").exists()
+
+
+def test_continuing_without_held_out_prompts(tiny_recipe, capsys):
+    assert run([str(tiny_recipe), "trainer.max_epochs=1"]) == 0
+    checkpoint = "ckpt_path=runs/tiny/checkpoints/last.ckpt"
+    assert run(["runs/tiny/config.yaml", checkpoint, "data.heldout=null", "trainer.max_epochs=2"]) == 0
+    assert capsys.readouterr().out.count("Held-out reward") == 1
+
+
+def test_loggers_and_checkpoints_can_be_chosen(tiny_recipe):
+    arguments = ["trainer.logger=false", "trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false"]
+    assert run([str(tiny_recipe), "trainer.max_epochs=1", *arguments]) == 0
+    assert not Path("runs/tiny/checkpoints").exists()
+    assert not Path("runs/tiny/tensorboard").exists()
+    assert metrics("runs/tiny")
+    cli = build([str(tiny_recipe), "trainer.callbacks+=ModelCheckpoint", "trainer.callbacks+=RewardLogger"])
+    names = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    assert names.count("RewardLogger") == names.count("ModelCheckpoint") == 1
+    assert cli.checkpoints.every_n_iterations == 0
+
+
+def test_a_reward_that_always_fails_ends_in_its_own_words(tiny_recipe, tmp_path, capfd, monkeypatch):
+    (tmp_path / "failing.py").write_text(
+        "from lit_vgrpo.rewards import Reward\n"
+        "class Failing(Reward):\n"
+        "    name = 'failing'\n"
+        "    def __call__(self, images, prompts, rows):\n"
+        "        raise RuntimeError('the camera is off')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run([str(tiny_recipe), "model.reward=failing.Failing", "model.evaluate_at_start=false"]) == 1
+    err = capfd.readouterr().err
+    assert "the camera is off" in err
+    assert "Traceback" not in err
+
+
+def test_a_checkpoint_of_another_recipe_is_one_line(tiny_recipe, capfd):
+    assert run([str(tiny_recipe), "trainer.max_epochs=1", "model.policy.lora_rank=2", "name=lora"]) == 0
+    capfd.readouterr()
+    assert run([str(tiny_recipe), "ckpt_path=runs/lora/checkpoints/last.ckpt"]) == 2
+    err = capfd.readouterr().err
+    assert "Cannot continue from ckpt_path=runs/lora/checkpoints/last.ckpt: " in err
+    assert "model.policy.lora_rank: 2 in the checkpoint, null now" in err
+    assert "Traceback" not in err
+
+
+def test_one_word_swaps_the_method_and_its_settings_are_its_own(tiny_recipe, capsys):
+    text = tiny_recipe.read_text().replace("num_mc_samples: 2", "num_mc_samples: 2, kl_weight: 1.0, anchor_decay: 0.3")
+    tiny_recipe.write_text(text)
+    assert run([str(tiny_recipe), "model.objective=DiffusionNFT", "trainer.max_epochs=1"]) == 0
+    assert "DiffusionNFT starts from its own defaults" in capsys.readouterr().out
+    objective = yaml.safe_load(Path("runs/tiny_DiffusionNFT/config.yaml").read_text())["model"]["objective"]
+    assert objective["init_args"]["kl_weight"] == 1e-4
+    assert objective["init_args"]["rollout"]["steps"] == 2
+    assert run([str(tiny_recipe), "model.objective=MixGRPO"]) == 2
+    assert "Use flow_sde or cps or dance_sde" in capsys.readouterr().err
+
+
+# --- Ctrl-C and several ranks, in processes of their own -------------------------------------------------------------
+
+
+def start(*args):
+    command = [PYTHON, "-m", "lit_vgrpo", "run", *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ})
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_saves_a_checkpoint_that_continues(tiny_recipe, times, capfd):
+    process = start(str(tiny_recipe), "trainer.max_epochs=100000", "data.heldout=null")
+    rows = Path("runs/tiny/metrics.csv")
+    deadline = time.monotonic() + 120
+    while not (rows.exists() and len(rows.read_text().splitlines()) > 2) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    checkpoint = Path("runs/tiny/checkpoints/interrupted.ckpt")
+    assert f"{checkpoint} is saved. Continue: lightning run runs/tiny/config.yaml --resume" in output
+    assert "Traceback" not in output
+    done = torch.load(checkpoint, weights_only=True)["epoch"]
+    limit = f"trainer.max_epochs={done + 3}"
+    assert run(["runs/tiny/config.yaml", f"ckpt_path={checkpoint}", limit]) == 0
+    summary = json.loads(Path("runs/tiny-2/summary.json").read_text())
+    assert summary["iterations"] == done + 3
+
+
+def test_two_ranks_share_one_folder(tiny_recipe):
+    process = start(str(tiny_recipe), "trainer.devices=2", "trainer.strategy=ddp")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert [path.name for path in Path("runs").iterdir()] == ["tiny"]
+    assert json.loads(Path("runs/tiny/summary.json").read_text())["world_size"] == 2
+    assert Path("runs/tiny/checkpoints/last.ckpt").is_file()

@@ -1,0 +1,55 @@
+"""Gather over two ranks: ``ranks_worker.py SPEC.json``; each rank writes its result."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lit_vgrpo.core.gather import raise_together
+from lit_vgrpo.metrics import FrechetDistance, KeptFeatures, feature_network, reference_statistics
+
+
+def main(spec, rank):
+    rendezvous = f"file://{spec['out']}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    features = torch.tensor(spec["features"], dtype=torch.float64)
+    numbers = list(range(len(features)))
+    share = numbers[:4] if rank == 0 else numbers[4:]
+    sums, kept = FrechetDistance(features.shape[1]), KeptFeatures(features.shape[1])
+    for is_real in (False, True):
+        sums.update(features[share], real=is_real)
+    kept.add(features[share], [len(features) - number for number in share])
+    sums.add_up_ranks()
+    _, cov, count = sums.reference_moments()
+    found = {"count": [sums.count, count], "cov": cov.tolist(), "kept": kept.gathered().tolist()}
+    sums.set_reference(torch.zeros(features.shape[1]).double(), cov)
+    found["distance"] = sums.compute().item()
+    # a rank without any image takes part like the others
+    some, none = KeptFeatures(2), FrechetDistance(2)
+    if rank == 0:
+        some.add(torch.ones(1, 2), [0])
+        none.update(torch.ones(1, 2), real=False)
+    none.add_up_ranks()
+    found["one"] = [some.gathered().tolist(), none.count]
+    network = feature_network(spec["script"])
+    reference = reference_statistics(spec["real"], network, keep_features=True)
+    reference.save(Path(spec["out"], f"{rank}.npz"))
+    found["errors"] = []
+    attempts = (
+        lambda: reference_statistics(spec["torn"], network),
+        lambda: raise_together(KeyError("rank 1") if rank == 1 else None),
+    )
+    for attempt in attempts:
+        try:
+            attempt()
+        except (ValueError, KeyError) as error:
+            found["errors"].append(f"{type(error).__name__} {error}")
+    Path(spec["out"], f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), int(os.environ["RANK"]))

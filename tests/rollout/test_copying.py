@@ -1,0 +1,35 @@
+"""The guard against copying the picture to edit."""
+
+import torch
+from PIL import Image
+
+from lit_vgrpo.rollout.copying import COPY, CopyGuard, copying_warning, largest_change, similarity
+from lit_vgrpo.tiny.edits import random_edits
+
+
+def test_similarities_to_the_picture_and_within_the_group(tmp_path):
+    Image.new("RGB", (128, 96), (255, 255, 255)).save(tmp_path / "white.png")
+    rows = [{"prompt": "grey", "image": str(tmp_path / "white.png")}] * 4
+    levels = torch.tensor([1.0, 1.0, 0.5, 0.25])
+    guard = CopyGuard()
+    images = levels.view(4, 1, 1, 1).expand(4, 3, 96, 128)
+    guard.add(images[:3], rows[:3])
+    guard.add(images[3:], rows[3:])
+    found = guard.scores(2)
+    torch.testing.assert_close(found["similarity_to_reference"], levels)
+    torch.testing.assert_close(found["similarity_in_group"], torch.tensor([1.0, 1.0, 0.75, 0.75]))
+    assert found["copies"].tolist() == [1, 1, 0, 0]
+    assert guard.scores(1)["similarity_in_group"].isnan().all()
+    assert CopyGuard().scores(2) == {}
+
+
+def test_a_small_edit_is_no_copy():
+    before, after, _ = random_edits(8, torch.Generator().manual_seed(0))
+    assert similarity(before, after).max() > 0.98
+    assert largest_change(before, after).min() > COPY
+    assert largest_change(before, (before + 0.02).clamp(max=1)).max() < COPY
+
+
+def test_a_warning_if_most_images_are_copies():
+    assert copying_warning(torch.tensor([1.0, 0.0]), 3) is None
+    assert copying_warning(torch.tensor([1.0, 1.0, 0.0]), 3).startswith("67% of the images of iteration 3 equal")

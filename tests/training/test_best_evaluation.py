@@ -1,0 +1,158 @@
+"""The best checkpoint of a run, and who looks at it."""
+
+import math
+import resource
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import make_data, make_module, make_trainer
+
+from lit_vgrpo.callbacks import RunSummary
+from lit_vgrpo.cli.check import CHECKPOINTS_AT_ONCE
+from lit_vgrpo.cli.eval.command import EvaluateOptions
+from lit_vgrpo.cli.run import run
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.training.best_evaluation import BestEvaluation
+from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.resume import last_good_checkpoint
+
+
+class Says:
+    """Looks at held-out images and finds what a list says."""
+
+    def __init__(self, name, values):
+        self.name, self.values = name, list(values)
+
+    def update(self, images, batch):
+        pass
+
+    def compute(self, module):
+        return {self.name: self.values.pop(0)}
+
+
+def train(folder, tmp_path, saver, values, name="heldout/untrained_reward", iterations=4, ckpt=None, **options):
+    module = make_module(folder, **options.pop("module", {}))
+    module.heldout_observers.append(Says(name, values))
+    callbacks = [RunSummary(), saver]
+    trainer = make_trainer(tmp_path, iterations, callbacks, enable_checkpointing=True, **options)
+    trainer.fit(module, datamodule=make_data(), ckpt_path=ckpt)
+    return trainer
+
+
+def best_of(folder, name="best.ckpt"):
+    """Optimizer steps of a checkpoint, and the best value in its state."""
+    saved = torch.load(folder / "checkpoints" / name, weights_only=True)
+    states = [state["best"] for state in saved["callbacks"].values() if "best" in state]
+    assert len(states) == 1
+    return saved["global_step"], states[0]
+
+
+def test_the_highest_while_training_is_kept_and_nan_never_is(tiny_sd3, tmp_path):
+    """The start is better than all, but no checkpoint of training."""
+    saver = RunCheckpoint()
+    train(tiny_sd3, tmp_path, saver, [9.0, 0.1, math.nan, 0.5, 0.4])
+    step, best = best_of(tmp_path)
+    assert step == 3
+    assert best == {"name": "heldout/untrained_reward", "value": 0.5, "iteration": 3}
+    assert best_of(tmp_path, "last.ckpt")[1] == best
+
+
+def test_without_an_untrained_reward_the_trained_one_decides(tiny_sd3, tmp_path):
+    train(tiny_sd3, tmp_path, RunCheckpoint(), range(9), "heldout/other", 1)
+    assert best_of(tmp_path)[1]["name"] == "heldout/reward"
+
+
+def test_a_metric_of_its_own(tiny_sd3, tmp_path):
+    train(tiny_sd3, tmp_path, RunCheckpoint(0, best="heldout/other"), [0, 3, 2, 1], "heldout/other", 3)
+    assert best_of(tmp_path) == (1, {"name": "heldout/other", "value": 3, "iteration": 1})
+
+
+@pytest.mark.parametrize("saver", [RunCheckpoint(best=None), RunCheckpoint(0)])
+def test_none_is_kept_where_none_is_wanted_or_another_callback_saves(tiny_sd3, tmp_path, saver):
+    train(tiny_sd3, tmp_path, saver, range(9), iterations=1)
+    assert not (tmp_path / "checkpoints/best.ckpt").exists()
+
+
+def test_a_metric_that_is_not_measured_is_said(tiny_sd3, tmp_path):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(tiny_sd3, tmp_path, RunCheckpoint(best="heldout/rewrad"), range(9), iterations=1)
+    lines = [str(warning.message) for warning in said if "best=" in str(warning.message)]
+    assert lines == [
+        "No evaluation measured best=heldout/rewrad, so no best.ckpt is kept. Did you mean heldout/reward?"
+    ]
+
+
+def test_a_distance_is_no_reward():
+    with pytest.raises(ValueError, match="best=heldout/fid@64 is better when lower"):
+        RunCheckpoint(best="heldout/fid@64")
+
+
+def test_the_evaluation_at_the_end_counts_too(tiny_sd3, tmp_path):
+    """Three iterations, an evaluation after the second, and one at the end."""
+    train(tiny_sd3, tmp_path, RunCheckpoint(), [9, 1, 2], iterations=3, check_val_every_n_epoch=2)
+    assert best_of(tmp_path) == (3, {"name": "heldout/untrained_reward", "value": 2, "iteration": 3})
+
+
+def test_a_resumed_run_does_not_forget(tiny_sd3, tmp_path):
+    train(tiny_sd3, tmp_path, RunCheckpoint(), [0, 5, 1], iterations=2)
+    last = tmp_path / "checkpoints/last.ckpt"
+    saver = RunCheckpoint()
+    train(tiny_sd3, tmp_path, saver, [4, 3], iterations=4, ckpt=last)
+    assert best_of(tmp_path)[0] == 1
+    train(tiny_sd3, tmp_path, RunCheckpoint(), [6, 7], iterations=6, ckpt=last)
+    assert best_of(tmp_path)[0] == 6
+
+
+def test_another_metric_starts_over():
+    best = BestEvaluation()
+    best.take({"heldout/reward": 20.0}, 1)
+    assert not best.improved_by({"heldout/reward": 20.0})
+    assert best.improved_by({"heldout/reward": 21.0})
+    assert best.improved_by({"heldout/reward": 1.0, "heldout/untrained_reward": 0.2})
+
+
+def test_one_that_cannot_be_written_leaves_the_one_before(tiny_sd3, tmp_path, capfd):
+    class Refusing(RunCheckpoint):
+        def _write(self, trainer, checkpoint, path):
+            if path.name != "best.ckpt" or trainer.current_epoch != 1:
+                return super()._write(trainer, checkpoint, path)
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # as a full disk
+            try:
+                return super()._write(trainer, checkpoint, path)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    saver = Refusing(every_n_iterations=1)
+    train(tiny_sd3, tmp_path, saver, [0, 1, 3, 2], iterations=2)
+    assert best_of(tmp_path)[0] == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("Cannot save")]
+    assert len(said) == 1
+    assert said[0].startswith(f"Cannot save {tmp_path}/checkpoints/best.ckpt: File too large (")
+    assert "Earlier checkpoints are kept: last.ckpt, best.ckpt." in said[0]
+    assert said[0].endswith("The next better evaluation tries again.")
+    assert saver.best.value == 1
+    assert saver.unsaved is None  # the end of the run was
+    assert best_of(tmp_path, "last.ckpt")[1]["value"] == 1
+
+
+def test_resuming_takes_it_where_it_is_furthest(tiny_recipe):
+    saving = "trainer.callbacks=[{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]"
+    assert run([str(tiny_recipe), "run_dir=run", saving]) == 0
+    folder = Path("run/checkpoints")
+    (folder / "last.ckpt").replace(folder / "best.ckpt")  # further than what is left, and written later
+    assert last_good_checkpoint(Path("run"), print).checkpoint == folder / "best.ckpt"
+    assert EvaluateOptions.parse(["run", "--checkpoint", "best.ckpt"]).checkpoint == folder / "best.ckpt"
+    (folder / "previous.ckpt").replace(folder / "best.ckpt")
+    assert last_good_checkpoint(Path("run"), print).checkpoint == folder / "best.ckpt"
+
+
+def test_the_disk_must_have_room_for_all_of_them(tiny_recipe):
+    cli = build([str(tiny_recipe), "run_dir=run"])
+    cli.checkpoints.every_n_iterations = 1
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    kept = list((cli.folder / "checkpoints").iterdir())
+    assert len(kept) + 1 == CHECKPOINTS_AT_ONCE  # and the one that is being written

@@ -1,0 +1,349 @@
+"""Checkpoints of a run; Ctrl-C itself is tried through the command in test_cli.py."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import repeating
+from processes import PYTHON
+
+from lit_vgrpo import VGRPOModule
+from lit_vgrpo.cli.run import run
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.launch.train import train
+from lit_vgrpo.training import checkpoint
+from lit_vgrpo.training.checkpoint import FIRST_CTRL_C, RunCheckpoint
+from lit_vgrpo.training.checkpoint_file import put_in_place, verify
+from lit_vgrpo.training.metrics_table import read_table
+
+
+def test_the_handler_is_put_back():
+    before = signal.getsignal(signal.SIGINT)
+    with RunCheckpoint().listening():
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_before_the_first_iteration_ctrl_c_stops_at_once():
+    checkpoint = RunCheckpoint()
+    with checkpoint.listening(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert checkpoint.interrupted
+    assert checkpoint.saved is None
+
+
+def test_the_first_ctrl_c_waits_and_the_second_does_not(capfd):
+    checkpoint = RunCheckpoint()
+    checkpoint.training = True
+    with checkpoint.listening():
+        signal.raise_signal(signal.SIGINT)
+        assert checkpoint.interrupted
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert "Ctrl-C again stops at once" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_while_a_checkpoint_is_written_counts(tiny_recipe, capfd, times):
+    cli = build([str(tiny_recipe), "trainer.max_epochs=50", "data.heldout=null"])
+    cli.checkpoints.every_n_iterations = 2
+    save = cli.trainer.strategy.save_checkpoint
+
+    def save_while_it_is_pressed(*args):
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        save(*args)
+
+    cli.trainer.strategy.save_checkpoint = save_while_it_is_pressed
+    assert train(cli) == 130
+    path = cli.folder / "checkpoints" / "last.ckpt"
+    assert [path] == list(path.parent.iterdir())  # no second file for what this one holds, and no draft
+    verify(path)
+    assert torch.load(path, weights_only=True)["global_step"] == 2
+    err = capfd.readouterr().err.splitlines()
+    assert FIRST_CTRL_C.format("iteration").strip() in err
+    assert err[-1] == f"Interrupted: {path} is saved. Continue: lightning run runs/tiny/config.yaml --resume"
+
+
+def test_a_second_ctrl_c_leaves_an_update_whole(tiny_recipe):
+    cli = build([str(tiny_recipe), "trainer.max_epochs=50", "data.heldout=null"])
+
+    class Pressing(VGRPOModule):
+        def on_before_optimizer_step(self, optimizer):
+            super().on_before_optimizer_step(optimizer)
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+    cli.model.__class__ = Pressing
+    assert train(cli) == 130
+    saved = torch.load(cli.folder / "checkpoints" / "interrupted.ckpt", weights_only=True)
+    assert saved["global_step"] == 1
+    assert saved["optimizer_states"][0]["state"][0]["step"] == 1
+    assert cli.trainer.current_epoch == 0
+
+
+@pytest.mark.parametrize("when", ["iteration", "middle"])
+def test_an_interrupted_run_saves_and_ends(tiny_recipe, when):
+    cli = build([str(tiny_recipe), "trainer.max_epochs=50", "data.heldout=null"])
+    step = type(cli.model).training_step
+
+    class Interrupting(type(cli.model)):
+        def training_step(self, batch, batch_idx):
+            if batch.iteration == 2 and batch.is_first:
+                signal.raise_signal(signal.SIGINT)
+                if when == "middle":
+                    signal.raise_signal(signal.SIGINT)
+            return step(self, batch, batch_idx)
+
+    cli.model.__class__ = Interrupting
+    checkpoint = cli.checkpoints
+    if when == "iteration":
+        with checkpoint.listening():
+            cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+        assert cli.trainer.current_epoch == 3
+    else:
+        with checkpoint.listening(), pytest.raises(SystemExit):
+            cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+        assert cli.trainer.current_epoch == 2
+    folder = cli.folder / "checkpoints"
+    assert checkpoint.saved == folder / "interrupted.ckpt"
+    assert [path.name for path in folder.iterdir()] == ["interrupted.ckpt"]
+
+
+def test_last_is_saved_every_so_often_and_at_the_end(tiny_recipe):
+    cli = build([str(tiny_recipe), "trainer.max_epochs=3", "data.heldout=null"])
+    cli.checkpoints.every_n_iterations = 2
+    saved = []
+    save = cli.trainer.strategy.save_checkpoint
+    cli.trainer.strategy.save_checkpoint = lambda *args: (saved.append(cli.trainer.current_epoch + 1), save(*args))
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert saved == [2, 3]
+    folder = cli.folder / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "previous.ckpt"]
+    steps = [torch.load(folder / name, weights_only=True)["global_step"] for name in ("previous.ckpt", "last.ckpt")]
+    assert steps == [2, 3]
+
+
+def test_a_recipe_chooses_when_to_save(tiny_recipe):
+    saving = "trainer.callbacks=[{class_path: RunCheckpoint, init_args: {every_n_iterations: 1, keep_previous: false}}]"
+    cli = build([str(tiny_recipe), saving])
+    assert [callback for callback in cli.trainer.callbacks if isinstance(callback, RunCheckpoint)] == [cli.checkpoints]
+    assert cli.checkpoints.every_n_iterations == 1
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert {path.name for path in (cli.folder / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
+
+
+# --- SIGTERM ---------------------------------------------------------------------------------------------------------
+
+
+def at_step(when, action):
+    """A module class that does something at the start of one step: ``(iteration, step)``."""
+
+    class Acting(VGRPOModule):
+        def training_step(self, batch, batch_idx):
+            if (batch.iteration, batch.step) == when:
+                action()
+            return super().training_step(batch, batch_idx)
+
+    return Acting
+
+
+UPDATES = [
+    "data.updates_per_iteration=2",
+    "data.micro_batch_size=2",
+    "data.group_size=2",
+    "data.prompts_per_iteration=2",
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Where the last checkpoint of a run without a signal is kept, once there was one."""
+    return tmp_path_factory.mktemp("undisturbed") / "last.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("step", "updates_done", "patient"),
+    # Two micro-batches an update. The last time it is killed within the evaluation that follows.
+    repeating([(0, 4, True), (1, 5, True), (3, 6, True), (3, 6, False)], slow=[(1, 5, True), (3, 6, True)]),
+)
+def test_sigterm_saves_after_the_micro_batch_under_way_and_the_run_goes_on_bit_for_bit(
+    tiny_recipe, capfd, undisturbed, step, updates_done, patient
+):
+    words = [str(tiny_recipe), *UPDATES, "trainer.max_epochs=4", "trainer.callbacks=[EMA]"]
+    if not undisturbed.exists():
+        assert run([*words, "run_dir=whole"]) == 0
+        shutil.copy("whole/checkpoints/last.ckpt", undisturbed)
+    cli = build([*words, "run_dir=cut"])
+    cli.model.__class__ = at_step((2, step), lambda: signal.raise_signal(signal.SIGTERM))
+    if not patient:
+        cli.model.on_validation_start = lambda: sys.exit() if cli.checkpoints.terminated else None
+    cli.save_recipe()
+    before = signal.getsignal(signal.SIGTERM)
+    assert train(cli) == 143
+    cli.give_back()
+    assert signal.getsignal(signal.SIGTERM) == before
+    err = capfd.readouterr().err.strip()
+    assert err.splitlines()[-1] == (
+        "Terminated: cut/checkpoints/interrupted.ckpt is saved. Continue: lightning run cut/config.yaml --resume"
+    )
+    assert "Traceback" not in err
+    assert torch.load("cut/checkpoints/interrupted.ckpt", weights_only=True)["global_step"] == updates_done
+    assert json.loads((cli.folder / "summary.json").read_text())["outcome"] == "interrupted"
+    assert run(["cut/config.yaml", "--resume"]) == 0
+    ends = [torch.load(path, weights_only=True) for path in (undisturbed, "cut/checkpoints/last.ckpt")]
+    for name, value in ends[0]["state_dict"].items():
+        assert torch.equal(value, ends[1]["state_dict"][name]), name
+    averages = [end["callbacks"][next(key for key in end["callbacks"] if key.startswith("EMA"))] for end in ends]
+    for name, value in averages[0]["average"].items():
+        assert torch.equal(value, averages[1]["average"][name]), name
+    assert [row["epoch"] for row in iterations_logged("cut")] == ["0", "1", "2", "3"]
+
+
+def iterations_logged(folder):
+    """The iterations' rows of the table, without the evaluations'."""
+    return [row for row in read_table(Path(folder) / "metrics.csv")[1] if row["reward/mean"]]
+
+
+def test_killed_once_a_checkpoint_is_in_place_a_run_lacks_no_row(tiny_recipe, monkeypatch):
+    words = [str(tiny_recipe), "trainer.max_epochs=3", "data.heldout=null"]
+    every = "trainer.callbacks=[{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]"
+    rows = []
+
+    def put(draft, path, previous):
+        rows.append([row["epoch"] for row in iterations_logged(path.parents[1])])
+        put_in_place(draft, path, previous)
+
+    monkeypatch.setattr(checkpoint, "put_in_place", put)
+    assert run([*words, every, "run_dir=run"]) == 0
+    assert rows == [["0"], ["0", "1"], ["0", "1", "2"]]
+    assert [(row["epoch"], row["step"]) for row in iterations_logged("run")] == [("0", "0"), ("1", "1"), ("2", "2")]
+
+
+def test_sigterm_in_the_last_iteration_lets_the_run_end(tiny_recipe):
+    cli = build([str(tiny_recipe), "data.heldout=null"])
+    cli.model.__class__ = at_step((1, 1), lambda: signal.raise_signal(signal.SIGTERM))
+    assert train(cli) == 0
+    assert torch.load("runs/tiny/checkpoints/last.ckpt", weights_only=True)["global_step"] == 2
+
+
+def test_before_training_sigterm_stops_at_once(tiny_recipe, capfd):
+    cli = build([str(tiny_recipe)])
+    cli.model.on_fit_start = lambda: signal.raise_signal(signal.SIGTERM)
+    assert train(cli) == 143
+    assert "Terminated: nothing new was saved. Continue: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_second_signal_to_terminate_stops_within_the_micro_batch_and_saves(tiny_recipe, monkeypatch, name, status):
+    monkeypatch.setattr("lit_vgrpo.system.signals.REPEAT_S", 0.0)
+    cli = build([str(tiny_recipe), *UPDATES, "trainer.max_epochs=4", "data.heldout=null"])
+
+    def twice():
+        for _ in range(2):
+            signal.raise_signal(signal.Signals[name])
+        pytest.fail("it went on")
+
+    cli.model.__class__ = at_step((2, 1), twice)
+    assert train(cli) == status
+    assert cli.checkpoints.saved == cli.folder / "checkpoints" / "interrupted.ckpt"
+
+
+def test_a_terminal_that_closes_sends_sighup_more_than_once(tiny_recipe):
+    cli = build([str(tiny_recipe), *UPDATES, "trainer.max_epochs=4", "data.heldout=null"])
+    sent = []
+
+    def close():
+        for name in ("SIGHUP", "SIGHUP", "SIGTERM"):
+            signal.raise_signal(signal.Signals[name])
+            sent.append(name)
+
+    cli.model.__class__ = at_step((2, 1), close)
+    assert train(cli) == 129
+    assert len(sent) == 3  # the micro-batch went on
+    assert cli.checkpoints.saved == cli.folder / "checkpoints" / "interrupted.ckpt"
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+FILLING = """
+import resource
+from lightning.pytorch import Callback
+
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+class Filling(Callback):
+    # Files stop growing at this size, as on a full disk.
+    def __init__(self, start: int, stop: int, size: int):
+        self.start, self.stop, self.size = start, stop, size
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == self.start:
+            limit(self.size)
+        if trainer.current_epoch == self.stop:
+            limit(resource.RLIM_INFINITY)
+"""
+
+
+@pytest.mark.parametrize(("stop", "ranks"), [(3, 1), *(pytest.param(9, n, marks=pytest.mark.slow) for n in (1, 2))])
+def test_a_full_disk_leaves_what_was_saved(tiny_recipe, tmp_path, stop, ranks):
+    (tmp_path / "filling.py").write_text(FILLING)
+    callbacks = "{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}, {class_path: filling.Filling, "
+    words = [
+        f"trainer.callbacks=[{callbacks}init_args: {{start: 2, stop: {stop}, size: 200000}}}}]",
+        "trainer.max_epochs=4",
+    ]
+    words += ["trainer.devices=2", "trainer.strategy=ddp"] if ranks == 2 else []
+    command = [PYTHON, "-m", "lit_vgrpo", "run", str(tiny_recipe), "data.heldout=null", *words]
+    done = subprocess.run(command, text=True, timeout=240, capture_output=True, check=False)
+    failed = [line for line in done.stderr.splitlines() if line.startswith("Cannot save")]
+    assert len(failed) == (1 if stop == 3 else 2), done.stderr
+    assert "Cannot save runs/tiny/checkpoints/last.ckpt: File too large (" in failed[0]
+    kept = "Earlier checkpoints are kept: last.ckpt, previous.ckpt. "
+    assert failed[0].endswith(f"{kept}The next save tries again.")
+    assert stop == 3 or failed[1].endswith(f"{kept}Free some disk space, then continue the run with --resume.")
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (0 if stop == 3 else 1), done.stderr
+    folder = Path("runs/tiny/checkpoints")
+    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "previous.ckpt"]
+    steps = [torch.load(folder / name, weights_only=True)["global_step"] for name in ("previous.ckpt", "last.ckpt")]
+    assert steps == ([2, 4] if stop == 3 else [1, 2])
+
+
+@pytest.mark.parametrize("stop", repeating([3, 9], slow=[3]))
+def test_a_disk_without_room_for_a_byte_costs_lines_and_no_training(tiny_recipe, tmp_path, stop):
+    (tmp_path / "filling.py").write_text(FILLING)
+    filling = f"{{class_path: filling.Filling, init_args: {{start: 2, stop: {stop}, size: 0}}}}"
+    grid = "{class_path: SampleGrid, init_args: {every_n_iterations: 3}}"
+    saving = "{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}"
+    words = [f"trainer.callbacks=[{filling}, {grid}, {saving}, Export]", "trainer.max_epochs=4"]
+    command = [PYTHON, "-m", "lit_vgrpo", "run", str(tiny_recipe), *words]
+    done = subprocess.run(command, text=True, timeout=240, capture_output=True, check=False)
+    assert "Traceback" not in done.stderr
+    folder = Path("runs/tiny")
+    assert not [path for path in folder.rglob("*") if path.name.endswith(".tmp") or path.name.startswith("writing-")]
+    told = [row["epoch"] for row in read_table(folder / "metrics.csv")[1] if row["reward/mean"]]
+    for what in ("metrics.csv: ", "samples/iteration_00003.png: ", "checkpoints/last.ckpt: "):
+        assert f"Cannot write runs/tiny/{what}" in done.stderr or f"Cannot save runs/tiny/{what}" in done.stderr, what
+    if stop == 3:
+        assert done.returncode == 0, done.stderr
+        assert told == ["0", "1", "2", "3"]  # what had to wait was written
+        assert "Everything is in runs/tiny" in done.stdout
+        return
+    assert done.returncode == 1, done.stderr
+    assert told == ["0", "1"]
+    assert "Everything" not in done.stdout
+    again = "Free some disk space, then continue the run with --resume."
+    assert f"Cannot write runs/tiny/summary.json: File too large. {again}" in done.stderr.splitlines()
+    done = subprocess.run([*command[:4], str(folder / "config.yaml"), "--resume", f"trainer.callbacks=[{saving}]"])
+    assert done.returncode == 0
+    told = [row["epoch"] for row in read_table(folder / "metrics.csv")[1] if row["reward/mean"]]
+    assert told == ["0", "1", "2", "3"]

@@ -1,0 +1,86 @@
+"""A checkpoint is whole or not there, whoever asks for it to be written."""
+
+import errno
+import os
+import zipfile
+
+import pytest
+import torch
+
+from lit_vgrpo.training import checkpoint_file
+from lit_vgrpo.training.checkpoint_file import CheckpointDamage, FileCheckpointIO, put_in_place, read, verify
+
+CONTENT = {"state_dict": {"w": torch.arange(1000.0)}, "loops": {}, "global_step": 1, "optimizer_states": []}
+WHOLE = {**CONTENT, "lit_vgrpo": {}}
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "new" / "a.ckpt"
+    FileCheckpointIO().save_checkpoint(WHOLE, str(path))
+    verify(path)
+    assert torch.equal(read(path)["state_dict"]["w"], WHOLE["state_dict"]["w"])
+    assert [file.name for file in path.parent.iterdir()] == ["a.ckpt"]
+
+
+def test_damage_is_named_and_a_file_that_stays_as_it_was_is_compared_once(tmp_path, monkeypatch):
+    path, compared = tmp_path / "a.ckpt", []
+    weights = {"a": torch.zeros(100), "empty": torch.zeros(0), "b": torch.ones(100)}
+    moment = torch.rand(100)
+    content = {**WHOLE, "state_dict": weights, "lit_vgrpo": {"moments": [weights["a"], {1: moment}]}}
+    checkpoint_file.write(content, path)
+    testzip = zipfile.ZipFile.testzip
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda archive: compared.append(path) or testzip(archive))
+    verify(path)
+    verify(path)
+    assert len(compared) == 1
+    whole = path.read_bytes()
+    for tensor, name in ((weights["b"], "state_dict.b"), (moment, "lit_vgrpo.moments.1.1")):
+        damaged = bytearray(whole)
+        damaged[whole.index(tensor.numpy().tobytes())] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointDamage, match=f"is damaged: {name} is not what was written"):
+            verify(path)
+
+
+def test_a_disk_that_fills_up_leaves_the_old_file_alone(tmp_path, monkeypatch):
+    path = tmp_path / "a.ckpt"
+    FileCheckpointIO().save_checkpoint(WHOLE, path)
+    before = path.read_bytes()
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint_file.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        FileCheckpointIO().save_checkpoint({**WHOLE, "global_step": 2}, path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_a_torn_file_does_not_replace_a_good_previous_one(tmp_path):
+    path, previous, draft = (tmp_path / name for name in ("last.ckpt", "previous.ckpt", "writing-last.ckpt"))
+    for file, step in ((previous, 1), (path, 2), (draft, 3)):
+        checkpoint_file.write({**WHOLE, "global_step": step}, file)
+    path.write_bytes(path.read_bytes()[:-100])
+    put_in_place(draft, path, previous)
+    assert [read(file)["global_step"] for file in (previous, path)] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "is torn, or no checkpoint"),
+        (CONTENT, "has no lit_vgrpo"),
+        ({**WHOLE, "lit_vgrpo": pytest}, "is torn, or no checkpoint"),  # what weights_only does not load
+    ],
+)
+def test_what_is_no_checkpoint_of_ours(tmp_path, content, why):
+    path = tmp_path / "a.ckpt"
+    if content is None:
+        path.write_bytes(b"PK")
+    elif content.get("lit_vgrpo") is pytest:
+        torch.save({**WHOLE, "lit_vgrpo": pytest.approx}, path)
+    else:
+        torch.save(content, path)
+    with pytest.raises(CheckpointDamage, match=why):
+        read(path)

@@ -1,0 +1,177 @@
+"""Any optimizer and any schedule of torch's, from a recipe and from Python."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from helpers import make_data, make_module, make_trainer, repeating, weights
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.cli import ReduceLROnPlateau
+from lightning.pytorch.loggers import CSVLogger
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
+
+from lit_vgrpo import OptimizerConfig
+from lit_vgrpo.cli.check import check
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.training.metrics_table import read_table
+from lit_vgrpo.training.optimizer import CustomOptimizer
+from lit_vgrpo.training.strategies import FSDP2, ZeRO, optimizer_error
+
+SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+COSINE = partial(CosineAnnealingLR, T_max=8)
+ONE_CYCLE = partial(OneCycleLR, max_lr=1e-2, total_steps=8)
+CASES = {
+    "SGD, cosine": {"optimizer": SGD, "lr_scheduler": COSINE},
+    "NAdam, one cycle": {"optimizer": partial(torch.optim.NAdam, lr=1e-3), "lr_scheduler": ONE_CYCLE},
+    "our AdamW, steps": {"lr_scheduler": partial(StepLR, step_size=3, gamma=0.1)},
+    "RMSprop alone": {"optimizer": partial(torch.optim.RMSprop, lr=1e-4)},
+}
+
+
+def train(folder, tmp_path, iterations, ckpt=None, **options):
+    module = make_module(folder, evaluate_at_start=False, **options)
+    trainer = make_trainer(tmp_path, iterations)
+    trainer.fit(module, datamodule=make_data(heldout=None, updates_per_iteration=2), ckpt_path=ckpt)
+    return module, trainer
+
+
+def rate(trainer):
+    return trainer.optimizers[0].param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("case", repeating(CASES, slow=["RMSprop alone", "SGD, cosine"]))
+def test_two_and_two_iterations_are_four(tiny_sd3, tmp_path, case):
+    whole, trainer = train(tiny_sd3, tmp_path, 4, **CASES[case])
+    _, half = train(tiny_sd3, tmp_path, 2, **CASES[case])
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, again = train(tiny_sd3, tmp_path, 4, tmp_path / "half.ckpt", **CASES[case])
+    assert rate(again) == rate(trainer)
+    before, after = weights(whole), weights(resumed)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    start = whole.reference.state_dict()
+    assert any(not torch.equal(start[name], value) for name, value in before.items())
+
+
+def test_the_schedule_is_stepped_with_every_update_and_shown(tiny_sd3, tmp_path):
+    module = make_module(tiny_sd3, optimizer=SGD, lr_scheduler=COSINE)
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    trainer = make_trainer(tmp_path, 2, [LearningRateMonitor("step")], logger=logger)
+    trainer.fit(module, datamodule=make_data(updates_per_iteration=2, micro_batch_size=2))
+    _, rows = read_table(tmp_path / "lightning_logs" / "version_0" / "metrics.csv")
+    seen = [float(row["lr-SGD"]) for row in rows if row["lr-SGD"]]
+    assert sorted(set(seen), reverse=True) == pytest.approx(
+        [0.5e-2 * (1 + math.cos(math.pi * n / 8)) for n in range(4)]
+    )
+    assert rate(trainer) == pytest.approx(0.5e-2)
+
+
+def test_a_plateau_is_looked_for_after_every_iteration(tiny_sd3, tmp_path):
+    plateau = partial(ReduceLROnPlateau, monitor="heldout/reward", mode="max", patience=0, threshold=1e9, factor=0.5)
+    module = make_module(tiny_sd3, lr_scheduler=plateau)
+    trainer = make_trainer(tmp_path, 3)
+    trainer.fit(module, datamodule=make_data(updates_per_iteration=2))
+    assert rate(trainer) == pytest.approx(1e-2 / 4)  # the first evaluation is the best so far
+
+
+def test_a_lower_rate_counts_after_a_resume_and_another_schedule_is_named(tiny_sd3, tmp_path):
+    _, trainer = train(tiny_sd3, tmp_path, 1, **CASES["SGD, cosine"])
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    slower = {"optimizer": partial(torch.optim.SGD, lr=1e-3, momentum=0.5), "lr_scheduler": COSINE}
+    _, resumed = train(tiny_sd3, tmp_path, 2, tmp_path / "one.ckpt", **slower)
+    assert rate(resumed) == pytest.approx(0.5e-3)
+    assert resumed.optimizers[0].param_groups[0]["momentum"] == 0.5
+    longer = {"optimizer": SGD, "lr_scheduler": partial(CosineAnnealingLR, T_max=80)}
+    with pytest.warns(UserWarning, match="lr_scheduler continues with the checkpoint's T_max=8, not 80"):
+        train(tiny_sd3, tmp_path, 2, tmp_path / "one.ckpt", **longer)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tiny_sd3, tmp_path):
+    _, trainer = train(tiny_sd3, tmp_path, 1, **CASES["SGD, cosine"])
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    for options, way in ((CASES["RMSprop alone"], "its own recipe"), ({}, "its own recipe")):
+        with pytest.raises(ValueError, match=f"moments of a different optimizer. .*{way}"):
+            train(tiny_sd3, tmp_path, 2, tmp_path / "one.ckpt", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"optimizer": partial(torch.optim.SGD, lr=-1)}, "model.optimizer cannot be built: Invalid learning rate: -1"),
+        ({"optimizer": torch.optim.LBFGS}, "model.optimizer=LBFGS needs the loss several times"),
+        ({"lr_scheduler": CosineAnnealingLR}, "model.lr_scheduler cannot be built: .*T_max"),
+        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "has no metric to monitor"),
+        ({"optimizer": OptimizerConfig(warmup_steps=5), "lr_scheduler": COSINE}, "warmup_steps=5 and model.lr_sch"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_weights_are_loaded(tiny_sd3, tmp_path, options, error):
+    module = make_module(tiny_sd3, **options)
+    with pytest.raises(ValueError, match=error) as refused:
+        make_trainer(tmp_path, 1).fit(module, datamodule=make_data())
+    assert "\n" not in str(refused.value)
+    assert not module.policy.loaded
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "fits"),
+    [
+        (SGD, FSDP2, True),
+        (SGD, ZeRO, False),
+        (partial(torch.optim.AdamW, lr=1e-3), ZeRO, True),
+        (partial(torch.optim.Adafactor, lr=1e-3), FSDP2, False),
+    ],
+)
+def test_sharded_states_that_no_checkpoint_can_hold_are_refused(make, strategy, fits):
+    error = optimizer_error(strategy(), CustomOptimizer(make))
+    assert (error is None) == fits
+    assert fits or "cannot put into a checkpoint. Use torch's" in error
+
+
+RECIPE = """
+  optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.01, momentum: 0.9}}
+  lr_scheduler: {class_path: torch.optim.lr_scheduler.CosineAnnealingLR, init_args: {T_max: 8}}
+data:"""
+
+
+def test_a_recipe_names_them_by_class_path(tiny_recipe):
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("\ndata:", RECIPE))
+    cli = build([str(tiny_recipe)])
+    optimizer = cli.model.optimization.optimizer.trial()
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.01, 0.9)
+    assert isinstance(cli.model.optimization.schedule.make(optimizer), CosineAnnealingLR)
+    assert cli.plain_recipe()["model"]["optimizer"]["class_path"] == "torch.optim.SGD"
+    other = "model.optimizer={class_path: torch.optim.RMSprop, init_args: {lr: 0.02}}"
+    for settings in (str(tiny_recipe), "tiny_shapes"):  # which has AdamW's
+        changed = build([settings, other], make_folder=False).model.optimization.optimizer.trial()
+        assert isinstance(changed, torch.optim.RMSprop)
+        assert changed.defaults["lr"] == 0.02
+    cli.give_back()
+    assert check([str(tiny_recipe)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (
+            "model.optimizer.init_args.momentun=0.5",
+            "model.optimizer.momentun is not an option of SGD. Did",
+        ),
+        ("model.optimizer.init_args.lr=fast", "model.optimizer.lr=fast has the wrong type. Give a number"),
+        (
+            "model.optimizer.class_path=torch.optim.SDG",
+            "model.optimizer=torch.optim.SDG is not an importable OptimizerConfig or Opt",
+        ),
+        (
+            "model.lr_scheduler.class_path=torch.nn.Linear",
+            "model.lr_scheduler=torch.nn.Linear is not an importable LRScheduler",
+        ),
+        ("model.lr_scheduler.init_args.T_max=null", "model.lr_scheduler"),
+    ],
+)
+def test_a_mistake_in_them_is_one_line(tiny_recipe, capsys, change, error):
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("\ndata:", RECIPE))
+    assert check([str(tiny_recipe), change]) == 2
+    said = capsys.readouterr().err
+    assert error in said
+    assert "Traceback" not in said

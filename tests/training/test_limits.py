@@ -1,0 +1,163 @@
+"""An iteration is run whole, whatever limits the trainer has."""
+
+import warnings
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from helpers import make_data, make_module, make_trainer, weights
+from lightning.pytorch import callbacks
+
+from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.training.limits import limit_error
+
+
+class Ends(L.Callback):
+    """Asks for the end within the first iteration, as ``max_time`` does."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch.iteration == 0:
+            trainer.should_stop = True
+
+
+def counting(module):
+    """Counts the calls that belong to an iteration's two ends."""
+    calls = {"roll_out": 0, "after_iteration": 0}
+
+    def counted(name, call):
+        def count(*args, **kwargs):
+            calls[name] += 1
+            return call(*args, **kwargs)
+
+        return count
+
+    for name in calls:
+        setattr(module.objective, name, counted(name, getattr(module.objective, name)))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"),
+    [
+        ({"limit_train_batches": 1}, "limit_train_batches=1 would drop images"),
+        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5 would drop images"),
+        ({"limit_train_batches": 0}, "limit_train_batches=0 would drop images"),
+        ({"overfit_batches": 1}, "overfit_batches=1 would drop images"),
+        ({"overfit_batches": 1, "fast_dev_run": True}, "overfit_batches=1 would drop images"),
+        ({"max_steps": 3}, "max_steps=3 ends within an iteration of 2 updates .* Use 2 or 4."),
+        ({"max_steps": 1}, "Use 2."),
+    ],
+)
+def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, error):
+    module = make_module(tiny_sd3)
+    with pytest.raises(ValueError, match=error) as refused:
+        make_trainer(tmp_path, 1, **limit).fit(module, datamodule=make_data(updates_per_iteration=2))
+    assert "\n" not in str(refused.value)
+    assert not module.policy.loaded
+
+
+@pytest.mark.parametrize(
+    ("callback", "error"),
+    [
+        (callbacks.GradientAccumulationScheduler({0: 2}), "GradientAccumulationScheduler .* data.micro_batch_size."),
+        (callbacks.BatchSizeFinder(), "Use data.micro_batch_size=auto."),
+        (callbacks.LearningRateFinder(), "lightning compare --sweep."),
+        (callbacks.StochasticWeightAveraging(1e-3), "Use lit_vgrpo.callbacks.EMA."),
+        (callbacks.EMAWeightAveraging(), "EMAWeightAveraging .* Use lit_vgrpo.callbacks.EMA."),
+        (callbacks.ModelPruning("l1_unstructured", amount=0.1), "Leave it out."),
+    ],
+)
+def test_a_callback_of_lightnings_that_does_not_fit_is_refused(tiny_sd3, tmp_path, callback, error):
+    module = make_module(tiny_sd3)
+    with pytest.raises(ValueError, match=f"trainer.callbacks: .*{error}"):
+        make_trainer(tmp_path, 1, callbacks=[callback]).fit(module, datamodule=make_data())
+    assert not module.policy.loaded
+
+
+@pytest.mark.parametrize("limit", [{}, {"limit_train_batches": 4}, {"limit_train_batches": 9}, {"max_steps": 4}])
+def test_a_limit_that_cuts_none_is_kept(tmp_path, limit):
+    sizes = Sizes(2, 4, updates_per_iteration=2, micro_batch_size=4)
+    assert sizes.plan(1).steps_per_iteration == 4
+    assert limit_error(make_trainer(tmp_path, 1, **limit), sizes) is None
+
+
+@pytest.mark.parametrize("number", [True, 2])
+def test_fast_dev_run_is_that_many_whole_small_iterations(tiny_sd3, tmp_path, number):
+    module, data = (
+        make_module(tiny_sd3),
+        make_data(prompts_per_iteration=8, updates_per_iteration=2, micro_batch_size=2),
+    )
+    calls = counting(module)
+    trainer = make_trainer(tmp_path, 5, fast_dev_run=number)
+    trainer.fit(module, datamodule=data)
+    iterations = int(number)
+    assert calls == {"roll_out": iterations, "after_iteration": iterations}
+    assert (trainer.global_step, trainer.current_epoch) == (2 * iterations, iterations)
+    assert module.record.images == 4  # a prompt
+    assert data.sizes == Sizes(1, 4, 2, 2)
+    # What comes after a try has the sizes that were asked for.
+    trainer = make_trainer(tmp_path, 1)
+    trainer.fit(module, datamodule=data)
+    assert module.record.images == 32
+
+
+def test_a_run_whose_time_is_over_finishes_its_iteration(tiny_sd3, tmp_path):
+    module, whole = make_module(tiny_sd3), make_module(tiny_sd3)
+    calls = counting(module)
+    trainer = make_trainer(tmp_path, 3, [Ends()])
+    trainer.fit(module, datamodule=make_data(updates_per_iteration=2))
+    assert calls == {"roll_out": 1, "after_iteration": 1}
+    assert (trainer.global_step, trainer.current_epoch) == (2, 1)
+    assert "policy/loss" in trainer.callback_metrics
+    make_trainer(tmp_path, 1).fit(whole, datamodule=make_data(updates_per_iteration=2))
+    assert all((weights(module)[name] == value).all() for name, value in weights(whole).items())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "prompts"),
+    [
+        (Sizes(48, 24, 1, 8), 1, 1),
+        (Sizes(48, 24, 1, 16), 1, 2),
+        (Sizes(48, 24, 1, 4), 16, 2),
+        (Sizes(48, 24, 4, 2, split_updates=True), 1, 4),
+        (Sizes(6, 4, 4, 1, split_updates=True), 1, 1),
+        (Sizes(1, 4), 1, 1),
+    ],
+)
+def test_the_smallest_sizes_keep_the_micro_batch_and_the_shares(sizes, ranks, prompts):
+    smaller = sizes.smallest(ranks)
+    assert smaller.errors(ranks) == []
+    assert smaller.prompts_per_iteration == prompts
+    assert (smaller.group_size, smaller.micro_batch_size) == (sizes.group_size, sizes.micro_batch_size)
+
+
+def warnings_of(tiny_sd3, tmp_path, module_options=None, **trainer):
+    module = make_module(tiny_sd3, **(module_options or {}))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make_trainer(tmp_path, 1, **trainer).fit(module, datamodule=make_data())
+    said = [str(warning.message) for warning in found]
+    return module, [line for line in said if line.startswith(("trainer.precision", "trainer.gradient_clip"))]
+
+
+def test_mixed_precision_has_no_effect_and_says_so_once(tiny_sd3, tmp_path):
+    sgd = {"optimizer": partial(torch.optim.SGD, lr=1e-2)}  # AdamW has another kernel there
+    plain, said = warnings_of(tiny_sd3, tmp_path, sgd)
+    assert said == []
+    mixed, said = warnings_of(tiny_sd3, tmp_path, sgd, precision="bf16-mixed")
+    (line,) = said
+    assert "does not change how the policy computes: in float32, as model.policy.dtype says." in line
+    assert all(torch.equal(weights(mixed)[name], value) for name, value in weights(plain).items())
+
+
+@pytest.mark.parametrize(("clip", "algorithm"), [(1e-12, "norm"), (1e-7, "norm"), (1e-12, "value")])
+def test_clipping_that_leaves_nothing_says_so(tiny_sd3, tmp_path, clip, algorithm):
+    _, (line,) = warnings_of(tiny_sd3, tmp_path, gradient_clip_val=clip, gradient_clip_algorithm=algorithm)
+    assert line.startswith(f"trainer.gradient_clip_val={clip:g} leaves gradients of ")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(("clip", "algorithm"), [(0.05, "norm"), (1.0, "norm"), (1e-3, "value")])
+def test_clipping_that_trains_says_nothing(tiny_sd3, tmp_path, clip, algorithm):
+    assert warnings_of(tiny_sd3, tmp_path, gradient_clip_val=clip, gradient_clip_algorithm=algorithm)[1] == []

@@ -1,0 +1,262 @@
+"""A run that starts from a LoRA file: each program's naming gives the same picture, and what does not fit is said."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import make_module, repeating
+from huggingface_hub import constants
+from policies.contract import HEIGHT, WIDTH, inputs
+from policies.families import make_family
+from safetensors.torch import load_file, save_file
+
+from lit_vgrpo.cli.export import export
+from lit_vgrpo.cli.run import run
+from lit_vgrpo.core.sampling import sample
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.training.start import load_policy, policy_errors, start_fingerprint
+
+GREY_LEVEL = 1 / 255
+LAYERS = {  # of each family: name -> rank, alpha; those in one tuple share their down matrix, as fused layers do
+    "sd3": {
+        ("transformer_blocks.0.attn.to_q",): (2, 1.0),
+        ("transformer_blocks.1.attn.to_out.0",): (3, 6.0),
+        ("transformer_blocks.0.ff.net.0.proj",): (4, 4.0),
+    },
+    "flux": {
+        tuple(f"transformer_blocks.0.attn.to_{x}" for x in "qkv"): (2, 1.0),
+        ("transformer_blocks.0.attn.to_out.0",): (3, 6.0),
+        ("single_transformer_blocks.0.proj_out",): (4, 4.0),
+    },
+    "sdxl": {
+        ("mid_block.attentions.0.transformer_blocks.0.attn1.to_q",): (2, 1.0),
+        ("mid_block.attentions.0.transformer_blocks.0.attn2.to_v",): (3, 6.0),
+        ("mid_block.attentions.0.transformer_blocks.0.ff.net.2",): (4, 4.0),
+    },
+    "qwen_image": {
+        ("transformer_blocks.0.attn.to_q",): (2, 1.0),
+        ("transformer_blocks.0.attn.add_k_proj",): (3, 6.0),
+        ("transformer_blocks.1.img_mlp.net.2",): (4, 4.0),
+    },
+}
+OF_BFL = {
+    **{f"transformer_blocks.0.attn.to_{x}": "lora_unet_double_blocks_0_img_attn_qkv" for x in "qkv"},
+    "transformer_blocks.0.attn.to_out.0": "lora_unet_double_blocks_0_img_attn_proj",
+    "single_transformer_blocks.0.proj_out": "lora_unet_single_blocks_0_linear2",
+}
+NAMINGS = {
+    "sd3": ("ours", "diffusers", "kohya", "ai_toolkit"),
+    "flux": ("diffusers", "kohya", "ai_toolkit"),
+    "sdxl": ("diffusers", "kohya"),
+    "qwen_image": ("diffusers", "kohya", "ai_toolkit"),
+}
+RANK = {"lora_rank": 4, "lora_alpha": 6}
+
+
+class Loras:
+    """A LoRA of each family, in memory and as files, and the picture that it gives."""
+
+    def __init__(self, folder, make):
+        self.folder, self.family = folder, cache(make)
+        self.layers, self.picture = cache(self._layers), cache(self._picture)
+
+    def _layers(self, name):
+        """``{layer: (down, up, alpha)}``"""
+        modules = dict(self.family(name).shared.network.named_modules())
+        draw = torch.Generator().manual_seed(1)
+        found = {}
+        for layers, (rank, alpha) in LAYERS[name].items():
+            down = torch.randn(rank, modules[layers[0]].weight.shape[1], generator=draw)
+            for layer in layers:
+                found[layer] = down, 0.3 * torch.randn(len(modules[layer].weight), rank, generator=draw), alpha
+        return found
+
+    def _picture(self, name):
+        """With the LoRA in the network's weights, by hand."""
+        policy = self.family(name).load()
+        with torch.no_grad():
+            for layer, (down, up, alpha) in self.layers(name).items():
+                policy.network.get_submodule(layer).weight += alpha / len(down) * up @ down
+        return picture(policy)
+
+    def targets(self, name):
+        return sorted({layer.split("blocks.")[-1].split(".", 1)[1] for layer in self.layers(name)})
+
+    def started(self, name, start, **options):
+        trained = {**RANK, "lora_targets": self.targets(name), **options}
+        family = self.family(name)
+        sizes = {"height": HEIGHT, "width": WIDTH}
+        return family.policy_class(
+            str(family.folder), **{**sizes, **family.options, **trained, "start_from": str(start)}
+        )
+
+    def file(self, name, naming):
+        path, layers = self.folder / f"{name}_{naming}.safetensors", self.layers(name)
+        network, tensors, header = self.family(name).policy_class.network_name, {}, None
+        if naming == "ours":
+            policy = load_policy(self.started(name, self.file(name, "kohya")))
+            return policy.save(self.folder / name)
+        if naming == "kohya":
+            for layer, (down, up, alpha) in layers.items():
+                key = OF_BFL[layer] if name == "flux" else f"lora_unet_{layer.replace('.', '_')}"
+                if f"{key}.lora_up.weight" in tensors:
+                    up = torch.cat([tensors[f"{key}.lora_up.weight"], up])
+                tensors |= {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
+                tensors[f"{key}.alpha"] = torch.tensor(alpha)
+        elif naming == "ai_toolkit":
+            for layer, (down, up, alpha) in layers.items():
+                key, scale = f"diffusion_model.{layer}", alpha / len(down)
+                tensors |= {f"{key}.lora_A.weight": down.clone(), f"{key}.lora_B.weight": scale * up}
+        else:
+            for layer, (down, up, _) in layers.items():
+                tensors |= {f"{network}.{layer}.lora_A.weight": down.clone(), f"{network}.{layer}.lora_B.weight": up}
+            header = {
+                **{"r": 9, "lora_alpha": 9, "target_modules": list(layers)},
+                "rank_pattern": {layer: len(down) for layer, (down, _, _) in layers.items()},
+                "alpha_pattern": {layer: alpha for layer, (_, _, alpha) in layers.items()},
+            }
+            header = {"lora_adapter_metadata": json.dumps({f"{network}.{key}": value for key, value in header.items()})}
+        save_file(tensors, path, header)
+        return path
+
+
+def picture(policy):
+    noise, _, cond = inputs(policy)
+    return policy.decode(sample(policy, cond, torch.arange(2), RolloutSpec(policy.solvers[0], 3), noise)[0])
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory, sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder):
+    def make(name):
+        return make_family(name, sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder)
+
+    return Loras(tmp_path_factory.mktemp("loras"), make)
+
+
+CASES = [(name, naming) for name, known in NAMINGS.items() for naming in known]
+REPEATS = {("sd3", "ai_toolkit"), ("flux", "diffusers"), ("sdxl", "diffusers"), ("qwen_image", "diffusers")}
+
+
+@pytest.mark.parametrize(("name", "naming"), repeating(CASES, slow=REPEATS))
+def test_each_naming_gives_the_picture_of_the_merged_weights(loras, name, naming):
+    start = loras.file(name, naming)
+    assert policy_errors(loras.started(name, start)) == []
+    found = picture(load_policy(loras.started(name, start)))
+    difference = (found - loras.picture(name)).abs().max().item()
+    print(f"{name}, {naming}: {255 * difference:.4f} of 255")  # for docs/weights.md
+    assert difference <= GREY_LEVEL
+    assert (found - picture(loras.family(name).shared)).abs().max() > 10 * GREY_LEVEL
+
+
+def test_full_weights_take_it_in_and_other_ranks_stay_free(loras):
+    file = loras.file("sd3", "kohya")
+    merged = load_policy(loras.started("sd3", file, lora_rank=None, lora_alpha=None, lora_targets=None))
+    assert (picture(merged) - loras.picture("sd3")).abs().max() <= GREY_LEVEL
+    wide = load_policy(loras.started("sd3", file, lora_rank=7, lora_targets=[*loras.targets("sd3"), "attn.to_k"]))
+    assert (picture(wide) - loras.picture("sd3")).abs().max() <= GREY_LEVEL
+    assert {len(p) for name, p in trainable_parameters(wide).items() if "lora_A" in name} == {7}
+    assert start_fingerprint(wide) != start_fingerprint(loras.started("sd3", loras.file("sd3", "ai_toolkit")))
+
+
+def test_the_reference_is_the_lora_and_the_run_needs_it_only_to_resume(loras, tiny_recipe, capsys):
+    start = loras.file("sd3", "kohya")
+    module = make_module(
+        loras.family("sd3").folder,
+        policy_options={**RANK, "lora_targets": loras.targets("sd3"), "start_from": str(start)},
+    )
+    module.configure_model()
+    started = trainable_parameters(module.policy)
+    assert all(torch.equal(tensor, started[name]) for name, tensor in module.reference.tensors.items())
+    assert any(tensor.any() for name, tensor in module.reference.tensors.items() if "lora_B" in name)
+    here = Path("start.safetensors")
+    here.write_bytes(start.read_bytes())
+    targets = ",".join(loras.targets("sd3"))
+    words = [str(tiny_recipe), "name=first", "trainer.max_epochs=1", "model.policy.lora_rank=4"]
+    words += [f"model.policy.start_from={here}", f"model.policy.lora_targets=[{targets}]"]
+    assert run(words) == 0
+    here.rename("moved.safetensors")
+    assert export(["runs/first", "--to", "exported"]) == 0
+    assert run(["runs/first/config.yaml", "--resume", "trainer.max_epochs=2"]) == 2
+    assert "start.safetensors does not exist. Did you mean moved.safetensors?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (
+            "other",
+            {},
+            "does not fit SD3Transformer2DModel: 6 of its 6 tensors match no layer, the first is transformer.x0.",
+        ),
+        ("part", {}, "does not fit SD3Transformer2DModel: 2 of its 6 tensors match no layer, the first is "),
+        (
+            "text",
+            {},
+            "also changes text encoders, which no run trains or exports. Merge it: python -c 'import diffusers; ",
+        ),
+        ("lokr", {}, "is a LoKr, not a LoRA: transformer.x.lokr_w1. Merge it: "),
+        ("none", {}, "is not a LoRA: none of its 1 tensors is named lora_A or lora_down."),
+        ("nan", {}, "holds weights that are not finite."),
+        (
+            "",
+            {"lora_rank": 3},
+            "adapts 3 layers up to rank 4, more than this run would train. Set model.policy.lora_rank=4, ",
+        ),
+        (
+            "",
+            {"lora_targets": None},
+            "Set 'model.policy.lora_targets=[attn.to_out.0,attn.to_q,ff.net.0.proj]', or more.",
+        ),
+        (
+            "",
+            {"lora_rank": None, "lora_alpha": None, "lora_targets": None, "train_only": ["*.attn.*"]},
+            "train_only leaves",
+        ),
+        ("", {"start_weights": "ema"}, "model.policy.start_weights=ema has no effect on a LoRA file. Leave it out."),
+    ],
+)
+def test_what_does_not_fit_is_one_line_before_weights_load(loras, tmp_path, change, options, words):
+    tensors = load_file(loras.file("sd3", "diffusers"))
+    first = min(tensors)
+    if change == "other":
+        tensors = {
+            f"transformer.x{i}.{name.split('.', 2)[2]}": t for i, (name, t) in enumerate(sorted(tensors.items()))
+        }
+    elif change == "part":
+        tensors[first] = tensors[first][:, 1:].contiguous()
+    elif change == "nan":
+        tensors[first][0, 0] = torch.nan
+    elif change == "none":
+        tensors = {"a": torch.zeros(1)}
+    elif change:
+        tensors[{"text": "lora_te_a.lora_down.weight", "lokr": "transformer.x.lokr_w1"}[change]] = torch.zeros(1)
+    save_file(tensors, tmp_path / "a.safetensors")
+    (error,) = policy_errors(loras.started("sd3", tmp_path / "a.safetensors", **options))
+    assert words in error
+    assert ".weight.lora_" not in error
+    assert "\n" not in error
+
+
+def test_a_name_that_is_no_file_is_looked_for_on_the_hub(loras, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for start in ("owner/lora", "owner/lora/some/file.safetensors"):
+        assert policy_errors(loras.started("sd3", start)) == [
+            "Cannot load owner/lora: not in the local cache and HF_HUB_OFFLINE is set. Run: hf download owner/lora, or "
+            "set model.policy.start_from=/a/local/folder."
+        ]
+        with pytest.raises(LoadError, match="Cannot load owner/lora"):
+            load_policy(loras.started("sd3", start))
+    assert policy_errors(loras.started("sd3", "runs/lora"))[0].startswith(
+        "model.policy.start_from: runs/lora is not a run."
+    )
+    Path("many").mkdir()
+    for name in ("a", "b"):
+        save_file({"a": torch.zeros(1)}, f"many/{name}.safetensors")
+    assert "many has 2 files. " in policy_errors(loras.started("sd3", "many"))[0]
+    torch.save({}, "a.pt")
+    assert "a.pt is a pickle, which could run any code." in policy_errors(loras.started("sd3", "a.pt"))[0]

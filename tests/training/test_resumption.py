@@ -1,0 +1,236 @@
+"""``--resume``: the run goes on in its own folder, from the last checkpoint that is whole."""
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lit_vgrpo.cli.run import run
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.training.folder import FolderLock
+from lit_vgrpo.training.resume import last_good_checkpoint
+
+CALLBACKS = "trainer.callbacks=[EMA,{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]"
+
+
+def start(recipe, folder, iterations, *more):
+    return run([str(recipe), f"run_dir={folder}", f"trainer.max_epochs={iterations}", CALLBACKS, *more])
+
+
+def end(folder):
+    checkpoint = torch.load(Path(folder) / "checkpoints/last.ckpt", weights_only=True)
+    average = next(state for key, state in checkpoint["callbacks"].items() if key.startswith("EMA"))
+    return {**checkpoint["state_dict"], **{f"average.{key}": value for key, value in average["average"].items()}}
+
+
+def logged(folder):
+    with (Path(folder) / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    wanted = ("step", "epoch", "reward/mean", "heldout/reward", "policy/loss", "cost/images")
+    return [{key: row[key] for key in wanted} for row in rows]
+
+
+def assert_same_end(first, second):
+    ends = [end(first), end(second)]
+    assert ends[0].keys() == ends[1].keys()
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
+    assert logged(first) == logged(second)
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def test_a_run_goes_on_in_its_folder_past_a_torn_checkpoint_and_ends_like_one_undisturbed(tiny_recipe, capsys):
+    assert start(tiny_recipe, "whole", 4) == 0
+    assert start(tiny_recipe, "half", 3) == 0
+    config = Path("half/config.yaml").read_text()
+    cut_short(Path("half/checkpoints/last.ckpt"))
+    Path("half/checkpoints/writing-last.ckpt").write_bytes(b"half a file")
+    capsys.readouterr()
+    assert run(["half/config.yaml", "--resume", "trainer.max_epochs=4"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("Skipped half/checkpoints/last.ckpt: it is torn, or no checkpoint.") == 1
+    assert "Continuing from half/checkpoints/previous.ckpt (2 iterations, 2 optimizer steps)." in said.out
+    assert_same_end("whole", "half")
+    assert Path("half/config.yaml").read_text() == config
+    assert not Path("half-2").exists()
+    summaries = [json.loads(Path(folder, "summary.json").read_text()) for folder in ("whole", "half")]
+    for key in ("heldout_reward_start", "heldout_reward_end", "iterations", "images", "network_passes"):
+        assert summaries[0][key] == summaries[1][key], key
+    assert [entry["iteration"] for entry in summaries[1]["evaluations"]] == [0, 1, 2, 3, 4]
+
+
+def test_a_finished_run_says_so_and_touches_nothing(tiny_recipe, capsys):
+    assert start(tiny_recipe, "done", 2) == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("done").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert run(["done/config.yaml", "--resume"]) == 0
+    assert capsys.readouterr().err == (
+        "done is finished: 2 iterations, 2 optimizer steps. To continue, add trainer.max_epochs=N.\n"
+    )
+    assert before == {path: path.stat().st_mtime_ns for path in Path("done").rglob("*") if path.is_file()}
+
+    # Killed after its last iteration, before its last evaluation: what belongs to the end is made up for.
+    ends = json.loads(Path("done/summary.json").read_text())
+    Path("done/summary.json").unlink()
+    assert run(["done/config.yaml", "--resume", "trainer.callbacks=[EMA]"]) == 0
+    again = json.loads(Path("done/summary.json").read_text())
+    for key in ("outcome", "iterations", "optimizer_steps", "heldout_reward_start", "heldout_reward_end", "images"):
+        assert again[key] == ends[key], key
+
+
+def test_without_a_checkpoint_it_starts_from_the_beginning(tiny_recipe, capsys):
+    for _ in range(2):  # once without the folder, once with one that holds a recipe and a table alone
+        assert start(tiny_recipe, "new", 1, "--resume") == 0
+        assert "No checkpoint yet: starting from the beginning." in capsys.readouterr().out
+        assert [row["epoch"] for row in logged("new")] == ["", "0", "0"]
+        shutil.rmtree("new/checkpoints")
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, cut_short, Path.unlink])
+def test_damage_is_noticed(ran_twice, damage):
+    said = []
+    assert last_good_checkpoint(Path("run"), said.append).checkpoint == Path("run/checkpoints/last.ckpt")
+    assert not said
+    damage(Path("run/checkpoints/last.ckpt"))
+    found = last_good_checkpoint(Path("run"), said.append)
+    assert found.checkpoint == Path("run/checkpoints/previous.ckpt")
+    assert found.progress.iterations == 1
+    assert len(said) == (0 if damage is Path.unlink else 1)
+
+
+def test_the_checkpoint_that_is_furthest_wins_whatever_its_age(ran_twice):
+    shutil.copy("run/checkpoints/previous.ckpt", "run/checkpoints/epoch=0.ckpt")
+    assert last_good_checkpoint(Path("run"), print).checkpoint == Path("run/checkpoints/last.ckpt")
+
+
+def test_a_recipe_that_lies_in_no_run_folder(tiny_recipe, capsys):
+    assert run([str(tiny_recipe), "--resume"]) == 2
+    assert "Try: lightning run RUN_DIR/config.yaml --resume, or add run_dir=RUN_DIR." in capsys.readouterr().err
+
+
+def test_a_folder_that_is_in_use(tiny_recipe, capsys):
+    assert start(tiny_recipe, "run", 1, "data.heldout=null") == 0
+    lock = FolderLock()
+    lock.take(Path("run"))
+    assert run(["run/config.yaml", "--resume", "trainer.max_epochs=2"]) == 2
+    assert "Another process is still writing to run." in capsys.readouterr().err
+    lock.release()
+    assert run(["run/config.yaml", "--resume", "trainer.max_epochs=2"]) == 0
+
+
+# --- the recipe a checkpoint carries ---------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_recipe_is_refused_with_what_differs(tiny_recipe, capfd):
+    assert start(tiny_recipe, "run", 1, "data.heldout=null") == 0
+    capfd.readouterr()
+    checkpoint = "run/checkpoints/last.ckpt"
+    changed = ["model.optimizer.lr=0.001", "model.policy.lora_rank=2", "trainer.callbacks=[{class_path: EMA, "]
+    changed[-1] += "init_args: {decay: 0.5}}]"
+    for words in (["run/config.yaml", "--resume"], ["run/config.yaml", f"ckpt_path={checkpoint}", "name=new"]):
+        assert run([*words, *changed]) == 2
+        first, *lines, last = capfd.readouterr().err.splitlines()
+        assert first.endswith(f"{checkpoint}: it is a checkpoint of another recipe.")
+        assert sorted(lines) == [
+            "model.optimizer.lr: 0.0003 in the checkpoint, 0.001 now",
+            "model.policy.lora_rank: null in the checkpoint, 2 now",
+            "trainer.EMA.decay: 0.99 in the checkpoint, 0.5 now",
+        ]
+        assert "allow_changes=true" in last
+    assert not Path("runs").exists()
+    assert run(["run/config.yaml", "--resume", "trainer.max_epochs=2", changed[0], "allow_changes=true"]) == 0
+    assert "Changed: model.optimizer.lr: 0.0003 in the checkpoint, 0.001 now" in capfd.readouterr().out
+    saved = torch.load(checkpoint, weights_only=True)
+    assert saved["optimizer_states"][0]["param_groups"][0]["weight_decay"] == 1e-4
+    assert saved["lit_vgrpo_recipe"]["model"]["optimizer"]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    "free",
+    [
+        [
+            *("trainer.max_epochs=9", "trainer.strategy=ddp", "trainer.callbacks=[EMA,SampleGrid]"),
+            *("trainer.precision=32", "trainer.gradient_clip_algorithm=norm", "model.advantage_std=global"),
+            *("name=other", "data.micro_batch_size=1", "data.eval_batch_size=1", "model.rollout_batch_size=1"),
+        ],
+        [
+            *("model.policy.decode_batch_size=1", "model.policy.gradient_checkpointing=true", "data.heldout_limit=1"),
+            *("model.evaluate_at_start=false", "model.evaluation={steps: 1}", "seed_everything=7"),
+            *("model.optimizer={lr: 3.0e-4, weight_decay: 0.0001}", "model.objective.clip=null"),
+        ],
+    ],
+)
+def test_what_no_weight_depends_on_may_differ(tiny_recipe, ran_once, free):
+    build([str(tiny_recipe), "trainer.callbacks=[EMA]", f"ckpt_path={ran_once}", *free], make_folder=False)
+
+
+@pytest.fixture(scope="module")
+def two_iterations(tmp_path_factory, tiny_sd3):
+    from conftest import tiny_recipe_of
+
+    folder = tmp_path_factory.mktemp("two")
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(tiny_recipe_of(tiny_sd3))
+    assert start(recipe, folder / "run", 2, "data.heldout=null") == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def ran_twice(two_iterations, tmp_path, monkeypatch):
+    """The folder ``run`` in an empty working directory: two iterations."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(two_iterations, "run")
+
+
+@pytest.fixture(scope="module")
+def ran_once(two_iterations):
+    return two_iterations / "checkpoints/previous.ckpt"
+
+
+SECRETS = {"LR": "0.0004", "WHO": "hunter2", "PROMPTS": "hunter2.txt"}
+FROM_ENVIRONMENT = (
+    "model.optimizer.lr=${oc.env:LR}",
+    "name=of-${oc.env:WHO}",
+    "data.train=${oc.env:PROMPTS}",
+)
+
+
+def test_what_comes_from_the_environment_is_not_saved_and_is_read_anew(tiny_recipe, capfd, monkeypatch):
+    for name in ("hunter2.txt", "other.txt"):
+        Path(name).write_text(f"a red circle\na blue square\n{name}\n")
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    assert start(tiny_recipe, "run", 1, "data.heldout=null", *FROM_ENVIRONMENT) == 0
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert config["model"]["optimizer"]["lr"] == "${oc.env:LR}"
+    assert config["name"] == "of-${oc.env:WHO}"
+    assert config["data"]["train"] == "${oc.env:PROMPTS}"
+    held = [file for file in Path("run").rglob("*") if file.is_file() and b"hunter2" in file.read_bytes()]
+    assert not held
+    again = ["run/config.yaml", "--resume", "trainer.max_epochs=2"]
+    monkeypatch.setenv("PROMPTS", "other.txt")
+    capfd.readouterr()
+    assert run(again) == 2
+    changed = [line for line in capfd.readouterr().err.splitlines() if " in the checkpoint, " in line]
+    hashed = r"\$\{oc.env:PROMPTS\} \(value #\w{6}\)"
+    assert re.fullmatch(rf"data.train: {hashed} in the checkpoint, {hashed} now", changed[0])
+    monkeypatch.delenv("PROMPTS")
+    assert run(again) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["run/config.yaml: data.train: the variable PROMPTS is not set. Set it: export PROMPTS=..."]
+    monkeypatch.setenv("PROMPTS", SECRETS["PROMPTS"])
+    assert run([*again, "model.optimizer.lr=0.0004"]) == 0  # the same value, written out
