@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo import RolloutSpec, SD3Policy
-from lit_vgrpo.core.sampling import roll_out
+from lit_vgrpo.core.sampling import rollout_batches
 from lit_vgrpo.core.scouts import extremes, rank_correlation
 from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.rewards import ShapesReward, Weighted
@@ -36,13 +36,11 @@ def main() -> None:
         """Return the rewards of all images, ``(P, S)``."""
         found: list[Tensor] = []
 
-        def score(part: slice, latents: Tensor) -> None:
-            own = [rows[image // MOST] for image in range(part.start, part.start + len(latents))]
-            found.append(reward.score(policy.decode(latents), [row["prompt"] for row in own], own).total)
-
         prompts = [row["prompt"] for row in rows]
         request = RolloutRequest(prompts, rows, list(range(len(rows))), MOST, batch_size=64)
-        roll_out(policy, request, spec, on_batch=score)
+        for batch in rollout_batches(policy, request, spec):
+            own = [rows[group] for group in batch.group_ids.tolist()]
+            found.append(reward.score(policy.decode(batch.latents), [row["prompt"] for row in own], own).total)
         return torch.cat(found).view(len(rows), MOST)
 
     images = scored(FULL)

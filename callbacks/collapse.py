@@ -111,11 +111,11 @@ class CollapseStop(StopsRun):
         Needs the first iteration's rewards as the unit.
         """
         assert isinstance(module, VGRPOModule)
-        now = module.heldout.get(TRAINED, math.nan)
-        if not self._newest.is_new(module.heldout_step, trainer.global_step) or not math.isfinite(now):
+        now = module.evaluator.latest.get(TRAINED, math.nan)
+        if not self._newest.is_new(module.evaluator.step, trainer.global_step) or not math.isfinite(now):
             return None
         if now > self.best:
-            self.best, self.best_iteration, self.low_evaluations = now, module.evaluations[-1].iteration, 0
+            self.best, self.best_iteration, self.low_evaluations = now, module.evaluator.history[-1].iteration, 0
             return None
         if self.drop is None or self.unit is None:
             return None

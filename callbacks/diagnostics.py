@@ -69,7 +69,7 @@ class SurrogateDiagnostics(L.Callback):
             found = snr_by_time(
                 objective,
                 policy,
-                pl_module.micros,
+                pl_module.iteration.micros,
                 record.local_group_ids,
                 schedule[places],
                 self.snr_draws,

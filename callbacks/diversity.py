@@ -12,7 +12,7 @@ from lit_vgrpo.core.gather import rows_of_all_ranks
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.metrics.diversity import diversity
 from lit_vgrpo.metrics.features import FeatureNetwork, feature_network
-from lit_vgrpo.training.evaluation import HeldOutModule
+from lit_vgrpo.module import VGRPOModule
 
 PIXELS = "pixels"
 SIDE = 32
@@ -57,7 +57,7 @@ class HeldOutDiversity:
         self._features.append(found.cpu())  # non-finite for a non-finite image
         self._numbers += batch.slots
 
-    def compute(self, module: HeldOutModule) -> dict[str, float]:
+    def compute(self, module: VGRPOModule) -> dict[str, float]:
         """Return the diversity of all ranks' images, the same on every rank, and discard the images."""
         each = module.trainer.datamodule.heldout_images_per_prompt  # type: ignore[attr-defined]
         features = rows_of_all_ranks(torch.cat(self._features))

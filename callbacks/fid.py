@@ -18,7 +18,7 @@ from lit_vgrpo.data.prompts import read_prompts
 from lit_vgrpo.errors import counted
 from lit_vgrpo.metrics import FrechetDistance, KeptFeatures, Reference, feature_network, kernel_distance
 from lit_vgrpo.metrics.reference import reference_errors, reference_statistics
-from lit_vgrpo.training.evaluation import HeldOutModule
+from lit_vgrpo.module import VGRPOModule
 
 FIRST_OWN_IMAGE = 1 << 30
 """Number of the first image of ``prompts``, far above the held-out images' numbers: no initial noise is shared."""
@@ -90,15 +90,15 @@ class FID(L.Callback):
         return errors
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, HeldOutModule)
+        assert isinstance(pl_module, VGRPOModule)
         errors = self.check(trainer.world_size)
         if not getattr(getattr(trainer, "datamodule", None), "has_heldout", False):
             errors.append("FID needs held-out evaluations, and there are none. Set data.heldout.")
         # a file may be missing on one machine only, but all ranks must stop
         raise_together(ValueError(errors[0]) if errors else None)
         self._trainer = trainer
-        if self not in pl_module.heldout_observers:
-            pl_module.heldout_observers.append(self)
+        if self not in pl_module.evaluator.observers:
+            pl_module.evaluator.observers.append(self)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._has_ended = False
@@ -118,7 +118,7 @@ class FID(L.Callback):
         if self.prompts is None and self._is_due:
             self._add(images, batch.slots)
 
-    def compute(self, module: HeldOutModule) -> dict[str, float]:
+    def compute(self, module: VGRPOModule) -> dict[str, float]:
         """Return the distances of this evaluation's images, the same on every rank; empty if none are due."""
         is_due, self.evaluations = self._is_due, self.evaluations + 1
         if not is_due:
@@ -170,7 +170,7 @@ class FID(L.Callback):
         if self.kid:
             kept.add(features, numbers)
 
-    def _generate(self, module: HeldOutModule, prompts: str) -> None:
+    def _generate(self, module: VGRPOModule, prompts: str) -> None:
         rank, world_size = module.global_rank, module.trainer.world_size
         shares = HeldOutDataset(read_prompts(prompts), self.images_per_prompt, self.batch_size, world_size, rank)
         for index in range(len(shares)):
@@ -178,10 +178,10 @@ class FID(L.Callback):
             batch_prompts, slots = batch.padded()
             with module.ledger.phase("evaluation"):
                 numbers = [FIRST_OWN_IMAGE + slot for slot in slots]
-                images = module.generate(batch_prompts, numbers, batch.images, batch.references())
+                images = module.evaluator.generate(batch_prompts, numbers, batch.images, batch.references())
             self._add(images[: len(batch.slots)], batch.slots)
 
-    def _distances(self, module: HeldOutModule) -> dict[str, float]:
+    def _distances(self, module: VGRPOModule) -> dict[str, float]:
         reference = self._statistics
         assert reference is not None
         fid, kept = self._metrics()

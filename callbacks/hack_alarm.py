@@ -76,7 +76,7 @@ class RewardHackAlarm(StopsRun):
         errors = []
         if not data.has_heldout:
             errors.append("RewardHackAlarm needs held-out images, and there are none. Set data.heldout.")
-        if self.metric == UNTRAINED and getattr(module, "heldout_reward", None) is None and self.diversity is None:
+        if self.metric == UNTRAINED and module.evaluator.untrained is None and self.diversity is None:
             errors.append(
                 "RewardHackAlarm needs a reward that is not trained on. "
                 "Add model.heldout_reward, such as PickScore, or the alarm's diversity=pixels."
@@ -89,8 +89,8 @@ class RewardHackAlarm(StopsRun):
         assert isinstance(pl_module, VGRPOModule)
         errors = self.check(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         raise_together(ValueError(errors[0]) if errors else None)
-        if self.diversity is not None and self.diversity not in pl_module.heldout_observers:
-            pl_module.heldout_observers.append(self.diversity)
+        if self.diversity is not None and self.diversity not in pl_module.evaluator.observers:
+            pl_module.evaluator.observers.append(self.diversity)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._look(trainer, pl_module)
@@ -115,11 +115,11 @@ class RewardHackAlarm(StopsRun):
     def _look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Process the latest evaluation, once."""
         assert isinstance(pl_module, VGRPOModule)
-        if not self._newest.is_new(pl_module.heldout_step, trainer.global_step):
+        if not self._newest.is_new(pl_module.evaluator.step, trainer.global_step):
             return
         rang = []
         for name, watch in self.watches.items():
-            if name in pl_module.heldout:
+            if name in pl_module.evaluator.latest:
                 now = self._measured(pl_module, name)
                 if watch.add(now) == self.patience:  # warn once
                     rang.append(self._line(name, watch, now))
@@ -135,13 +135,13 @@ class RewardHackAlarm(StopsRun):
 
     def _measured(self, module: VGRPOModule, name: str) -> Measurement:
         watched = self.diversity.of_prompts if name == DIVERSITY and self.diversity else self._values(module, name)
-        return Measurement(module.evaluations[-1].iteration, self._values(module, TRAINED), watched)
+        return Measurement(module.evaluator.history[-1].iteration, self._values(module, TRAINED), watched)
 
     @staticmethod
     def _values(module: VGRPOModule, name: str) -> list[float]:
         """Return a held-out metric per image, or its mean if it is defined only for the whole set."""
-        of_images = module.heldout_scores.get(name)
-        return [module.heldout[name]] if of_images is None else of_images.tolist()
+        of_images = module.evaluator.of_images(name)
+        return [module.evaluator.latest[name]] if of_images is None else of_images.tolist()
 
     def _line(self, name: str, watch: Divergence, now: Measurement) -> str:
         before = watch.reference

@@ -19,8 +19,8 @@ from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.rows import PROMPT
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.paths import write_atomically
-from lit_vgrpo.training.evaluation import HeldOutModule
 
 SIDE = 256
 """Longer side of a kept image, at most, in pixels."""
@@ -57,7 +57,7 @@ class KeptImages:
             self._pixels.append(small)
             self._bytes += small.numel()
 
-    def compute(self, module: HeldOutModule) -> dict[str, float]:
+    def compute(self, module: VGRPOModule) -> dict[str, float]:
         """Write what is kept, on rank 0, and discard the rest; it measures nothing."""
         held = sum(len(pixels) for pixels in self._pixels)
         of_ranks = objects_of_all_ranks((self._slots, self._asked, held))
@@ -96,14 +96,14 @@ def _small(images: Tensor) -> Tensor:
     return (images.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
 
 
-def _scores(module: HeldOutModule, images: int) -> dict[str, list[float]]:
+def _scores(module: VGRPOModule, images: int) -> dict[str, list[float]]:
     """Return each reward's scores of the newest evaluation, one per image."""
     names = [
         "reward",
-        *(["untrained_reward"] if module.heldout_reward is not None else []),
-        *module.observed.part_names,
+        *(["untrained_reward"] if module.evaluator.untrained is not None else []),
+        *module.evaluator.observed.part_names,
     ]
-    found = {name: module.heldout_scores.get(f"heldout/{name}") for name in names}
+    found = {name: module.evaluator.of_images(f"heldout/{name}") for name in names}
     return {name: own.tolist() for name, own in found.items() if own is not None and len(own) == images}
 
 

@@ -89,7 +89,7 @@ class ProgressBar(LightningProgressBar):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, VGRPOModule)
-        self._train_s = pl_module.stopwatch.wall_s
+        self._train_s = pl_module.ledger.stopwatch.wall_s
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -103,7 +103,7 @@ class ProgressBar(LightningProgressBar):
         elif record.losses:
             cells["loss"] = f"{float(record.losses[-1]):.4f}"
         if batch_idx + 1 == trainer.num_training_batches:
-            seconds = pl_module.stopwatch.wall_s - self._train_s
+            seconds = pl_module.ledger.stopwatch.wall_s - self._train_s
             cells |= {"images/s": _digits(record.images / max(seconds, 1e-9)), "s/iteration": _digits(seconds)}
         self._refresh(trainer, pl_module)
 
@@ -169,7 +169,7 @@ class ProgressBar(LightningProgressBar):
         rows = Table("iteration", *titles, box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", show_edge=False)
         for column in rows.columns:
             column.justify, column.no_wrap = "right", True
-        heldout = {evaluation.iteration: f"{evaluation.reward:.3f}" for evaluation in list(module.evaluations)}
+        heldout = {evaluation.iteration: f"{evaluation.reward:.3f}" for evaluation in list(module.evaluator.history)}
         cells = dict(self._cells)
         current = max(cells, default=0)
         for iteration in sorted({*sorted(heldout)[-MOST_ROWS:], current}):
@@ -200,8 +200,8 @@ class ProgressBar(LightningProgressBar):
         parts = [f"iteration {done}/{total}" if total > 0 else f"iteration {done}"]
         if self._first_column in cells:
             parts.append(f"{self._first_column} {cells[self._first_column]}")
-        if "heldout/reward" in module.heldout:
-            parts.append(f"held-out {module.heldout['heldout/reward']:.3f}")
+        if "heldout/reward" in module.evaluator.latest:
+            parts.append(f"held-out {module.evaluator.latest['heldout/reward']:.3f}")
         parts += [f"{cells[name]} {name}" for name in CELLS[1:] if name in cells]
         left = self._pace.left_s(total - done, time.monotonic())
         return ", ".join([*parts, *([f"{clock(left)} left"] if left is not None and done < total else [])])

@@ -47,8 +47,8 @@ class Report(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, VGRPOModule)
-        if stage == "fit" and self.when != "never" and self._kept not in pl_module.heldout_observers:
-            pl_module.heldout_observers.append(self._kept)
+        if stage == "fit" and self.when != "never" and self._kept not in pl_module.evaluator.observers:
+            pl_module.evaluator.observers.append(self._kept)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._kept.start_over()
@@ -57,10 +57,10 @@ class Report(L.Callback):
         """Refresh the report; only now are the rows of the iteration before in ``metrics.csv``."""
         assert isinstance(pl_module, VGRPOModule)
         self._is_final = False
-        is_new = len(pl_module.evaluations) != self._evaluations_shown
+        is_new = len(pl_module.evaluator.history) != self._evaluations_shown
         is_due = time.monotonic() - self._written_at > self._took_s / MOST_SHARE
         if self.when == "evaluations" and is_new and is_due and trainer.is_global_zero:
-            self._evaluations_shown = len(pl_module.evaluations)
+            self._evaluations_shown = len(pl_module.evaluator.history)
             _save_tables(trainer)
             self._write(Path(trainer.default_root_dir), is_running=True)
 

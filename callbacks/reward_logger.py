@@ -12,8 +12,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.core.gather import sum_over_ranks
 from lit_vgrpo.core.records import IterationRecord
+from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.rollout.copying import copying_warning
-from lit_vgrpo.training.evaluation import HeldOutModule
 from lit_vgrpo.training.strategies import ZeRO
 from lit_vgrpo.training.trainer_internals import log_at_epoch_end
 
@@ -41,7 +41,7 @@ class RewardLogger(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, HeldOutModule)
+        assert isinstance(pl_module, VGRPOModule)
         is_update = (batch.step + 1) % batch.micro_batches_per_update == 0 and _record(pl_module).has_advantage
         if is_update:
             norm = pl_module.guard.norm
@@ -57,7 +57,7 @@ class RewardLogger(L.Callback):
         metrics |= {name: torch.tensor(value) for name, value in self._global(pl_module).items()}
         log_at_epoch_end(trainer, metrics)
 
-    def _local(self, module: HeldOutModule, seconds: float) -> dict[str, float]:
+    def _local(self, module: VGRPOModule, seconds: float) -> dict[str, float]:
         """Return metrics of this rank's images, to be averaged over ranks."""
         record = _record(module)
         found = {f"policy/{name}": value for name, value in record.means().items()}
@@ -74,16 +74,16 @@ class RewardLogger(L.Callback):
         metrics["time/iteration_s"] = seconds
         return metrics
 
-    def _global(self, module: HeldOutModule) -> dict[str, float]:
+    def _global(self, module: VGRPOModule) -> dict[str, float]:
         """Return metrics that are the same on every rank."""
         record = _record(module)
         passes = module.ledger.training_passes()
         metrics = {
             "policy/updates": float(record.updates),
-            "cost/passes_per_image": passes / module.images_seen,
-            "cost/images": float(module.images_seen),
-            "cost/train_s": module.stopwatch.wall_s,
-            "cost/cpu_s": module.stopwatch.cpu_s,
+            "cost/passes_per_image": passes / module.ledger.images,
+            "cost/images": float(module.ledger.images),
+            "cost/train_s": module.ledger.stopwatch.wall_s,
+            "cost/cpu_s": module.ledger.stopwatch.cpu_s,
         }
         metrics |= {f"scouts/{name}": value for name, value in record.scouts.items()}
         metrics |= {f"edit/{name}": float(values.nanmean()) for name, values in record.edits.items()}
@@ -126,6 +126,6 @@ def _numbers(values: dict[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(values, torch.stack([value.to(device) for value in values.values()]).tolist(), strict=True))
 
 
-def _record(module: HeldOutModule) -> IterationRecord:
+def _record(module: VGRPOModule) -> IterationRecord:
     assert module.record is not None
     return module.record

@@ -105,7 +105,7 @@ class SampleGrid(L.Callback):
 
 def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
     """Return held-out images ``(B, 3, H, W)`` of rows, on the CPU."""
-    return module.generate([row["prompt"] for row in rows], ids, len(ids), references_of(rows)).cpu()
+    return module.evaluator.generate([row["prompt"] for row in rows], ids, len(ids), references_of(rows)).cpu()
 
 
 def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels: int) -> Image.Image:

@@ -39,7 +39,7 @@ class RunSummary(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, VGRPOModule)
         if not self.heldout_start:
-            self.heldout_start = dict(pl_module.heldout)
+            self.heldout_start = dict(pl_module.evaluator.latest)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._outcome = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
@@ -51,7 +51,7 @@ class RunSummary(L.Callback):
         if trainer.max_epochs and 0 < trainer.current_epoch < trainer.max_epochs and not steps_done:
             self._outcome = "stopped early"
         assert isinstance(pl_module, VGRPOModule)
-        if pl_module.heldout_step != trainer.global_step:
+        if pl_module.evaluator.step != trainer.global_step:
             # The last evaluation may be several iterations old.
             with averaged_weights(trainer, pl_module):
                 pl_module.evaluate()
@@ -66,7 +66,7 @@ class RunSummary(L.Callback):
 
     def _write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, VGRPOModule)
-        end = {name.removeprefix("heldout/"): value for name, value in pl_module.heldout.items()}
+        end = {name.removeprefix("heldout/"): value for name, value in pl_module.evaluator.latest.items()}
         folder = Path(trainer.default_root_dir)
         stopped = [callback for callback in callbacks_of(trainer, StopsRun) if callback.outcome]
         summary = {
@@ -78,13 +78,13 @@ class RunSummary(L.Callback):
             "heldout_metrics_end": {name: _plain(value) for name, value in end.items()},
             "iterations": trainer.current_epoch,
             "optimizer_steps": trainer.global_step,
-            "images": pl_module.images_seen,
-            "train_seconds": round(pl_module.stopwatch.wall_s, 3),
-            "cpu_seconds": round(pl_module.stopwatch.cpu_s, 3),
-            "network_passes": pl_module.ledger.state_dict(),
+            "images": pl_module.ledger.images,
+            "train_seconds": round(pl_module.ledger.stopwatch.wall_s, 3),
+            "cpu_seconds": round(pl_module.ledger.stopwatch.cpu_s, 3),
+            "network_passes": pl_module.ledger.counts,
             "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),
             "device": device_name(trainer.strategy.root_device),
-            "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in pl_module.evaluations],
+            "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in pl_module.evaluator.history],
             "seed": pl_module.seed,
             "world_size": trainer.world_size,
             "versions": {"python": platform.python_version(), **versions()},

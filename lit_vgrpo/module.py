@@ -1,53 +1,56 @@
-"""The LightningModule: the paper's Algorithm 1, one iteration an epoch."""
+"""The LightningModule: the paper's Algorithm 1, one iteration per epoch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from typing_extensions import Self
 
-from lit_vgrpo.callbacks.reward_logger import RewardLogger
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.nonfinite import NonFinite
+from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.ranges import BatchSize, Seed, checked
-from lit_vgrpo.core.records import IterationRecord, timed
-from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
+from lit_vgrpo.core.types import Rollout, RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.objectives.base import Objective, PrepareContext
+from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
-from lit_vgrpo.rewards import Reward
+from lit_vgrpo.rewards import Reward, ScoreQueue, as_weighted
 from lit_vgrpo.rollout.iteration import Continuation, Iteration
-from lit_vgrpo.rollout.scores import IterationScores, RolloutScoring
-from lit_vgrpo.rollout.scouts import Scouting
-from lit_vgrpo.training.evaluation import HeldOutModule
-from lit_vgrpo.training.limits import keep_iterations_whole, sizes_of, training_warnings, unfit_callbacks
-from lit_vgrpo.training.micro_batch import accumulate, settle
+from lit_vgrpo.rollout.sampler import Sampler
+from lit_vgrpo.rollout.scores import ScoreCollector, compare
+from lit_vgrpo.rollout.scouts import ScoutSampler
+from lit_vgrpo.training import settings
+from lit_vgrpo.training.checkpoint_file import read_sound
+from lit_vgrpo.training.evaluation import Evaluator
+from lit_vgrpo.training.limits import training_warnings
+from lit_vgrpo.training.micro_batch import settle
 from lit_vgrpo.training.optimization import Optimization
 from lit_vgrpo.training.optimizer import OptimizerCallable, OptimizerConfig
 from lit_vgrpo.training.resume_guard import ResumeGuard
 from lit_vgrpo.training.saved_weights import refuse_other_weights, trained_only
 from lit_vgrpo.training.schedule import LRSchedulerCallable
-from lit_vgrpo.training.settings import ModuleSettings
 from lit_vgrpo.training.start import load_policy
 from lit_vgrpo.training.strategies import keeps_plain_weights
 from lit_vgrpo.training.update_guard import UpdateGuard
 
 
 @checked
-class VGRPOModule(HeldOutModule):
+class VGRPOModule(L.LightningModule):
     """Trains a policy; one epoch is one iteration of Algorithm 1.
 
-    The first step of an iteration makes its images, see :meth:`collect`. Every step returns the loss of one
-    micro-batch, so that Lightning accumulates, clips and steps as in any other run.
+    The first step of an iteration samples its images, see :meth:`collect`. Every step returns the loss of one
+    micro-batch, so Lightning accumulates, clips and steps as usual.
 
     Args:
         policy: the denoising model; its weights are loaded in ``configure_model``.
@@ -60,7 +63,7 @@ class VGRPOModule(HeldOutModule):
         advantage_aggregate: with several rewards, sum the rewards and normalise the sum, or normalise each and sum the
             advantages; null follows the method's paper.
         evaluation: how held-out images are sampled, by an ODE; null uses the objective's rollout without noise.
-        rollout_batch_size: images per network pass while sampling, the last batch padded; null takes all at once.
+        rollout_batch_size: images per forward pass while sampling, the last batch padded; null takes all at once.
         rollout_device: where an iteration's latents, pairs and embeddings are kept; cpu saves device memory.
         failed_images: leave images that a reward failed to score out of their group, or stop with the reason.
         evaluate_at_start: evaluate on the held-out prompts before training.
@@ -68,6 +71,11 @@ class VGRPOModule(HeldOutModule):
         seed: seed of all rollout noise, pairs and held-out noise.
         lr_scheduler: any of torch's schedules, by ``class_path`` or as a function of the optimizer, stepped after every
             update; null keeps the rate constant after the warm-up.
+
+    Attributes:
+        evaluator: samples and scores held-out images; usable without a trainer.
+        ledger: forward passes, images and time of the run so far.
+        record: metrics of the current or last iteration, for callbacks.
     """
 
     def __init__(
@@ -88,17 +96,31 @@ class VGRPOModule(HeldOutModule):
         seed: Seed = 0,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
-        super().__init__(policy, objective, reward, heldout_reward, evaluation, rollout_batch_size, seed)
-        self.failed_images = failed_images
-        self._scouting = Scouting(self, self._scores, any_failure=failed_images == "stop")
+        super().__init__()
+        self.policy, self.objective, self.seed = policy, objective, seed
+        self.reward = as_weighted(reward.found_at("model.reward"))
         self.optimization = Optimization(optimizer, lr_scheduler)
         self.advantage_std: AdvantageStd = advantage_std or objective.advantage_std
         self.advantage_aggregate: AdvantageAggregate = advantage_aggregate or objective.advantage_aggregate
+        self.evaluation, self.evaluate_at_start = evaluation, evaluate_at_start
+        self.rollout_batch_size = rollout_batch_size
         self.rollout_device = None if rollout_device is None else torch.device(rollout_device)
-        self.evaluate_at_start = evaluate_at_start
+        self.failed_images = failed_images
+
+        self.ledger, queue, spec = PassLedger(), ScoreQueue(self.reward), objective.rollout_spec(0)
+        collecting = policy, queue if objective.needs_reward else None, self.all_ranks, failed_images == "stop"
+        self.scores = ScoreCollector(*collecting)
+        sampler = Sampler(policy, objective, self.ledger, seed, rollout_batch_size)
+        has_scouts = spec.scouts is not None and objective.needs_reward
+        self.sampler = ScoutSampler(sampler, ScoreCollector(*collecting)) if has_scouts else sampler
+        untrained = None if heldout_reward is None else heldout_reward.found_at("model.heldout_reward")
+        self.evaluator = Evaluator(
+            policy, self.reward, untrained, evaluation or spec.as_ode(), rollout_batch_size, seed, self.ledger, queue
+        )
         self.guard = UpdateGuard(non_finite)
+        self.record: IterationRecord | None = None
         self.reference: Snapshot | None = None
-        self._iteration: Iteration | None = None
+        self.iteration: Iteration | Any = None  # between two iterations there is none
         self._continuation: Continuation | None = None
         self._stops = False
         # Checkpoints hold only what is trained; the frozen rest comes from the policy's own checkpoint.
@@ -108,9 +130,9 @@ class VGRPOModule(HeldOutModule):
 
     @in_own_precision
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
-        """Return the loss of one micro-batch; the first step of an iteration makes its images."""
-        iteration = self._iteration = self._iteration_of(batch)
-        self.record = iteration.record
+        """Return the loss of one micro-batch; the first step of an iteration samples its images."""
+        self.iteration = self._resumed(batch) or (self.collect(batch) if batch.is_first else self.iteration)
+        iteration, self.record = self.iteration, self.iteration.record
         if self.is_idle:
             return torch.zeros((), device=self.device)
         if batch.starts_update:
@@ -120,59 +142,30 @@ class VGRPOModule(HeldOutModule):
         self.guard.watch(loss)
         return loss
 
-    def _iteration_of(self, batch: PromptBatch) -> Iteration:
-        """Return the step's iteration: the rest of a saved one, a new one, or the current one."""
-        if self._continuation is not None:
-            rest = self._continuation.take_up(batch, self.rollout_device or self.device)
-            if rest is not None:
-                return rest
-        if batch.is_first:
-            return self.collect(batch)
-        assert self._iteration is not None
-        return self._iteration
-
     def collect(self, batch: PromptBatch) -> Iteration:
         """Roll out, score, compare within groups, and prepare what the updates need.
 
         Raises:
             RewardError: every image failed, or any with ``failed_images="stop"``.
         """
-        images = self._scouting.images(batch)
-        rollout = self._roll_out(images)
-        scores = self._score(images)
-        advantages = scores.advantages(self.reward, self.advantage_std, self.advantage_aggregate)
-        record = self._scouting.compare(images.record(scores, advantages), rollout.image_ids)
-        return self._prepare(batch, rollout, advantages, record)
-
-    def _roll_out(self, images: RolloutScoring) -> Rollout:
-        """Return this rank's images; each batch is scored while the next is sampled."""
-        with self.ledger.phase("rollout"):
-            return images.sample(self.objective.roll_out)
-
-    def _score(self, images: RolloutScoring) -> IterationScores:
-        """Return the scores of all ranks' images, once they are all there."""
-        with self.ledger.phase("reward"):
-            scores = images.scores()
-        self.images_seen += len(scores.total)
-        scores.refuse_failures(images.rollout.iteration, any_failure=self.failed_images == "stop")
-        return scores
-
-    def _prepare(self, batch: PromptBatch, rollout: Rollout, advantages: Tensor, record: IterationRecord) -> Iteration:
-        """Return the iteration with what the loss needs of this rank's images."""
-        own = advantages.split(len(rollout))[self.global_rank]
-        context = PrepareContext(
-            self.policy, rollout, own, batch.micro_batch_size, batch.updates, self.ledger, batch.later
-        )
-        with timed(record.seconds, "prepare"):
-            experience = self.objective.prepare(context) if record.has_advantage else context.experience()
-        return Iteration.of(experience, rollout.image_ids, record, batch)
+        parts: list[Rollout] = []
+        with self.scores.collecting(), closing(self.sampler.batches(batch)) as sampled:
+            for images in sampled:
+                self.scores.submit(images, batch)  # scored while the next images are sampled
+                parts.append(images)
+            with self.ledger.phase("reward"):
+                scores = self.scores.result(f"images of iteration {batch.iteration}")
+        rollout = Rollout.joined(parts)
+        groups = self.all_ranks(rollout.group_ids)
+        advantages = compare(scores, groups, self.reward, self.advantage_std, self.advantage_aggregate)
+        record = self.scores.record(rollout, scores, groups, advantages)
+        record.seconds |= self.sampler.seconds
+        record.scouts = self.sampler.metrics(rollout, scores)
+        self.ledger.images += len(scores)
+        local = advantages.split(len(rollout))[self.global_rank]
+        return Iteration.prepared(self.objective, self.policy, rollout, local, record, batch, self.ledger)
 
     # --- one update ------------------------------------------------------------------------------------------------
-
-    @property
-    def micros(self) -> list[Experience]:
-        """This rank's micro-batches of the current iteration; none between iterations."""
-        return [] if self._iteration is None else self._iteration.micros
 
     @property
     def is_idle(self) -> bool:
@@ -180,7 +173,7 @@ class VGRPOModule(HeldOutModule):
 
         Otherwise the KL's rounding error would move the weights: Adam makes whole steps of it.
         """
-        return self._iteration is not None and not self._iteration.record.has_advantage
+        return self.iteration is not None and not self.iteration.record.has_advantage
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if not self.is_idle:
@@ -188,8 +181,7 @@ class VGRPOModule(HeldOutModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         weights = list(trainable_parameters(self.policy).values())
-        assert self._iteration is not None
-        self.guard.look(self.trainer, weights, self.all_ranks, self._iteration.place)
+        self.guard.look(self.trainer, weights, self.all_ranks, self.iteration.place)
 
     def configure_gradient_clipping(
         self,
@@ -203,52 +195,85 @@ class VGRPOModule(HeldOutModule):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         # The iteration's first step rolls out inside the closure; only then is_idle is known.
         loss = optimizer_closure()
-        assert self._iteration is not None
         took_step = False
         if not self.is_idle:
             super().optimizer_step(epoch, batch_idx, optimizer, lambda: loss)
             took_step = self.guard.took_step(self.trainer)
             if took_step:
                 self.objective.after_update(self.policy)
-        self._iteration.end_update(took_step)
+        self.iteration.end_update(took_step)
         # Not in on_train_batch_end, before which a checkpoint callback may have saved the state.
-        if self._iteration.is_over:
-            if self._iteration.record.updates:
+        if self.iteration.is_over:
+            if self.iteration.record.updates:
                 self.objective.after_iteration(self.policy)
-            self._iteration = None
+            self.iteration = None
 
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
-        self.stopwatch.start(waits=batch.is_first)
+        self.ledger.stopwatch.start(waits=batch.is_first)
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
-        self.stopwatch.stop(waits=batch.is_last)
+        self.ledger.stopwatch.stop(waits=batch.is_last)
         # After max_time, finish the iteration first: its images are paid for.
         self._stops |= self.trainer.should_stop
         self.trainer.should_stop = self._stops and batch.is_last
 
+    # --- held-out images -------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the current weights on the held-out prompts, on every rank; return {} if there are none."""
+        self.evaluator.run(self.trainer.datamodule.val_dataloader(), self.trainer.limit_val_batches)  # type: ignore[attr-defined]
+        if self.evaluator.is_pending:
+            self._finish_evaluation()
+        return self.evaluator.latest
+
+    def _finish_evaluation(self) -> None:
+        # The trainer's own count lags by one during validation.
+        iteration = self.record.iteration + 1 if self.record is not None else self.trainer.current_epoch
+        self.evaluator.finish(self, iteration, self.trainer.global_step)
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        self.evaluator.add(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self._finish_evaluation()
+        self.log_dict(self.evaluator.latest)
+
+    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        self.evaluator.add(batch)
+
+    def on_test_epoch_end(self) -> None:
+        means = self.evaluator.means(self)
+        self.log_dict({f"test/{name.removeprefix('heldout/')}": value for name, value in means.items()})
+
+    def on_predict_start(self) -> None:
+        self.evaluator.num_predicted = 0
+
+    def predict_step(self, batch: PromptBatch | Sequence[str], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Return images ``(B, 3, H, W)`` in [0, 1] of a batch of prompts, on the CPU.
+
+        The data module's held-out prompts give the images of the evaluation. In any other loader, whose batches are
+        lists of texts, prompt n starts from noise n on any number of ranks.
+        """
+        return self.evaluator.predict(batch, self.global_rank, self.trainer.world_size).cpu()
+
     # --- set-up ----------------------------------------------------------------------------------------------------
 
-    def check(self, sizes: Sizes) -> list[str]:
-        """Return one line for each error that can be found without loading weights."""
-        return self.settings.errors(sizes)
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            settings.set_up(self)
+            self.reward.enter_run(Path(self.trainer.default_root_dir))
 
     @property
-    def settings(self) -> ModuleSettings:
-        """The settings, to be checked."""
-        return ModuleSettings(
-            self.policy, self.objective, self.reward, self.observed, self.optimization, self.evaluation
-        )
+    def has_trainer(self) -> bool:
+        """``True`` while the module is attached to a trainer."""
+        return self._trainer is not None
 
-    def setup(self, stage: str) -> None:
-        if stage != "fit":
-            return
-        trainer, sizes = self.trainer, sizes_of(self.trainer)
-        has_heldout = trainer.datamodule.has_heldout  # type: ignore[attr-defined]
-        for error in self.settings.errors_under(trainer.strategy, sizes, trainer.world_size, has_heldout):
-            raise ValueError(error)
-        self.reward.enter_run(Path(self.trainer.default_root_dir))
-        keep_iterations_whole(self.trainer, sizes)
-        accumulate(self.trainer, sizes)
+    def all_ranks(self, values: Tensor) -> Tensor:
+        """Concatenate every rank's ``(B, ...)`` in rank order, on the CPU."""
+        if not self.has_trainer or self.trainer.world_size == 1:
+            return values.cpu()
+        gathered: Any = self.all_gather(values.to(self.device))
+        return gathered.flatten(0, 1).cpu()
 
     def configure_model(self) -> None:
         if self.reference is not None:
@@ -262,11 +287,10 @@ class VGRPOModule(HeldOutModule):
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Add the metrics of every iteration, and the check of checkpoints before they are loaded."""
+        from lit_vgrpo.callbacks.reward_logger import RewardLogger
+
         chosen = self.trainer.callbacks  # type: ignore[attr-defined]
-        for error in unfit_callbacks(chosen):
-            raise ValueError(error)
-        there = tuple(map(type, chosen))
-        return [cls() for cls in (RewardLogger, ResumeGuard) if not any(issubclass(own, cls) for own in there)]
+        return [cls() for cls in (RewardLogger, ResumeGuard) if not any(isinstance(other, cls) for other in chosen)]
 
     def configure_optimizers(self) -> Any:
         weights = trainable_parameters(self.policy).values()
@@ -282,7 +306,7 @@ class VGRPOModule(HeldOutModule):
             self._continuation.rewind(self.trainer.datamodule, self.trainer.world_size)  # type: ignore[attr-defined]
         elif self.evaluate_at_start and self.evaluate():
             for logger in self.loggers:
-                logger.log_metrics(self.heldout, step=0)
+                logger.log_metrics(self.evaluator.latest, step=0)
 
     def on_train_start(self) -> None:
         for line in training_warnings(self.trainer, self.policy):
@@ -295,11 +319,12 @@ class VGRPOModule(HeldOutModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = trained_only(self.policy, checkpoint["state_dict"])
         checkpoint["lit_vgrpo"] = {
-            **self.costs(),
+            "ledger": self.ledger.state_dict(),
+            "evaluations": self.evaluator.state_dict(),
             **self.guard.state_dict(),
             "objective": self.objective.state_dict(),
             # With the images of an unfinished iteration, so that no rollout is paid for twice.
-            "iteration": self._iteration.state_dict(self.all_ranks) if self._iteration is not None else None,
+            "iteration": self.iteration.state_dict(self.all_ranks) if self.iteration is not None else None,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -307,7 +332,29 @@ class VGRPOModule(HeldOutModule):
         state = checkpoint["lit_vgrpo"]
         self.objective.load_state_dict(state["objective"])
         self.guard.load_state_dict(state)
-        self.load_costs(state)
-        if self.has_trainer and self.trainer.state.fn == TrainerFn.FITTING:  # else only the weights are wanted
+        self.ledger.load_state_dict(state["ledger"])
+        self.evaluator.load_state_dict(state["evaluations"])
+        if self.has_trainer and self.trainer.state.fn == "fit":  # else only the weights are wanted
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             self._continuation = Continuation(state["iteration"], progress)
+
+    def _resumed(self, batch: PromptBatch) -> Iteration | None:
+        """Return the rest of the checkpoint's unfinished iteration, once."""
+        if self._continuation is None:
+            return None
+        return self._continuation.take_up(batch, self.rollout_device or self.device)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """Return the module with a checkpoint's weights; the other arguments are the constructor's.
+
+        Raises:
+            CheckpointDamage: the file is damaged, or a weight is not finite.
+        """
+        read_sound(Path(checkpoint_path))
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # Spawned processes return their weights to a process that has loaded none.
+        self.configure_model()
+        return super().load_state_dict(state_dict, *args, **kwargs)

@@ -35,9 +35,7 @@ ON_UNET = {
 
 
 def run(folder, tmp_path, make, updates, iterations=1, policy=None, ckpt=None, **data):
-    module = make_module(folder, make())
-    if policy is not None:
-        module.policy = policy
+    module = make_module(folder, make(), policy=policy)
     trainer = make_trainer(tmp_path, iterations)
     sizes = {"heldout_limit": 1, "updates_per_iteration": updates, **data}
     trainer.fit(module, datamodule=make_data(**sizes), ckpt_path=ckpt)
@@ -50,14 +48,14 @@ def paid(module):
     rollout = counts.pop("rollout")
     assert rollout["with_grad"] == 0
     update = [sum(count[kind] for count in counts.values()) for kind in ("with_grad", "without_grad")]
-    return tuple(total / module.images_seen for total in (rollout["without_grad"], *update))
+    return tuple(total / module.ledger.images for total in (rollout["without_grad"], *update))
 
 
 def check_costs(module, trainer, expected):
     assert paid(module) == expected
     counts = module.ledger.training_counts()
     planned = module.objective.passes_per_image(trainer.datamodule.sizes)
-    assert planned == {phase: sum(count.values()) / module.images_seen for phase, count in counts.items()}
+    assert planned == {phase: sum(count.values()) / module.ledger.images for phase, count in counts.items()}
 
 
 ALIKE = (
@@ -118,7 +116,7 @@ def test_resume_is_bit_exact(tiny_sd3, tmp_path, name):
     for copy, tensors in whole.objective.copies.items():
         for key, value in tensors.tensors.items():
             assert torch.equal(resumed.objective.copies[copy].tensors[key], value)
-    assert [e.passes for e in resumed.evaluations] == [e.passes for e in whole.evaluations]
+    assert [e.passes for e in resumed.evaluator.history] == [e.passes for e in whole.evaluator.history]
 
 
 def test_split_updates_train_each_image_once(tiny_sd3, tmp_path):
@@ -139,9 +137,9 @@ def test_split_updates_pay_for_the_old_policy_after_the_first(tiny_sd3, tmp_path
     module, trainer = run(tiny_sd3, tmp_path, make, 2, split_updates=True)
     assert trainer.global_step == 2
     counts = module.ledger.training_counts()
-    assert sum(counts["old"].values()) == 2 * module.images_seen / 2
+    assert sum(counts["old"].values()) == 2 * module.ledger.images / 2
     planned = module.objective.passes_per_image(trainer.datamodule.sizes)
-    assert planned == {phase: sum(count.values()) / module.images_seen for phase, count in counts.items()}
+    assert planned == {phase: sum(count.values()) / module.ledger.images for phase, count in counts.items()}
     deviation = torch.cat(module.record.metrics["ratio_deviation"])
     assert deviation[: len(deviation) // 2].max() == 0 < deviation[len(deviation) // 2 :].max()
 
@@ -184,8 +182,7 @@ def test_a_method_on_the_wrong_path_is_refused_before_loading(tiny_unet, tiny_sd
         (UNetPolicy(str(tiny_unet)), FlowGRPO(), "FlowGRPO does not work on UNetPolicy"),
         (SD3Policy(str(tiny_sd3)), DDPO(), "DDPO does not work on SD3Policy"),
     ]:
-        module = make_module(tiny_sd3, objective)
-        module.policy = policy
+        module = make_module(tiny_sd3, objective, policy=policy)
         with pytest.raises(ValueError, match=line):
             make_trainer(tmp_path).fit(module, datamodule=make_data())
         assert not policy.loaded

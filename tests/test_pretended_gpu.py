@@ -61,7 +61,7 @@ def train(family, policy_options, method, tmp_path, real, features, ckpt=None, *
     data = make_data(group_size=2, micro_batch_size=2, heldout_limit=2, eval_batch_size=2)
     trainer = make_trainer(tmp_path, 2, callbacks, accelerator="gpu", devices=1)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt)
-    assert all(torch.tensor(value).isfinite() for value in module.heldout.values())
+    assert all(torch.tensor(value).isfinite() for value in module.evaluator.latest.values())
     assert any((tmp_path / "export").iterdir())
     return {**weights(module), **{f"ema {name}": value for name, value in ema.average.tensors.items()}}
 
@@ -133,7 +133,7 @@ def rewards(tiny_sd3, tmp_path_factory):
         with pretended_gpu():
             trainer = make_trainer(tmp_path_factory.mktemp("rewards"), 1, accelerator="gpu", precision=precision)
             trainer.fit(module, datamodule=make_data(heldout_limit=2))
-            return [*module.record.rewards.tolist(), *module.heldout_scores.get("heldout/reward").tolist()]
+            return [*module.record.rewards.tolist(), *module.evaluator.of_images("heldout/reward").tolist()]
 
     return found
 

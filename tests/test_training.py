@@ -44,7 +44,7 @@ def test_trains_and_counts(tiny_sd3, tmp_path, name, lora):
     )
     assert trainer.current_epoch == 2
     assert trainer.global_step == 2 * updates
-    assert module.images_seen == 16
+    assert module.ledger.images == 16
     planned = module.objective.passes_per_image(trainer.datamodule.sizes)
     paid = {phase: sum(module.ledger.counts[phase].values()) for phase in planned}
     assert paid == {phase: 16 * passes for phase, passes in planned.items()}
@@ -149,7 +149,7 @@ def test_failed_images_are_counted_and_do_not_train(tiny_sd3, tmp_path):
 
 
 def test_all_failed_stops_with_the_rewards_own_message(tiny_sd3, tmp_path):
-    with pytest.raises(RewardError, match="Every image of iteration 0 failed.*the scorer is out of order"):
+    with pytest.raises(RewardError, match="8 of 8 images of iteration 0 failed.*the scorer is out of order"):
         train(tiny_sd3, tmp_path, 1, reward=Never(), evaluate_at_start=False)
 
 
@@ -175,7 +175,7 @@ def test_held_out_images_do_not_depend_on_the_batch_size(tiny_sd3, tmp_path):
         train(tiny_sd3, tmp_path, 1, data={"eval_batch_size": size, "heldout_images_per_prompt": 3})[0]
         for size in (6, 2)
     )
-    assert many.heldout["heldout/reward"] == pytest.approx(one.heldout["heldout/reward"], rel=1e-5)
+    assert many.evaluator.latest["heldout/reward"] == pytest.approx(one.evaluator.latest["heldout/reward"], rel=1e-5)
 
 
 def test_without_a_data_module_the_error_says_what_to_do(tiny_sd3, tmp_path):

@@ -1,4 +1,4 @@
-"""Counts of a run's network passes, in images, by phase, with and without gradient."""
+"""The cost of a run: forward passes by phase, images, time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lit_vgrpo.core.records import Stopwatch
 
 BACKWARD = 2
 """Cost of a pass's backward in forward passes: gradients of the activations and of the weights."""
@@ -24,10 +26,14 @@ class PassLedger:
     Attributes:
         ranks: number of ranks doing the same work; this rank's passes are multiplied by it.
         current_phase: name under which passes are counted now.
+        images: images rolled out for training, over all ranks.
+        stopwatch: time of the training steps.
     """
 
     def __init__(self) -> None:
         self.ranks = 1
+        self.images = 0
+        self.stopwatch = Stopwatch()
         self.counts: dict[str, dict[str, int]] = {}
         self.current_phase = "update"
 
@@ -68,8 +74,11 @@ class PassLedger:
         """
         return self.training_passes() + BACKWARD * sum(c["with_grad"] for c in self.training_counts().values())
 
-    def state_dict(self) -> dict[str, dict[str, int]]:
-        return {name: dict(count) for name, count in self.counts.items()}
+    def state_dict(self) -> dict[str, Any]:
+        counts = {name: dict(count) for name, count in self.counts.items()}
+        return {"passes": counts, "images": self.images, "stopwatch": self.stopwatch.state_dict()}
 
-    def load_state_dict(self, state: dict[str, dict[str, int]]) -> None:
-        self.counts = {name: dict(count) for name, count in state.items()}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts = {name: dict(count) for name, count in state["passes"].items()}
+        self.images = state["images"]
+        self.stopwatch.load_state_dict(state["stopwatch"])

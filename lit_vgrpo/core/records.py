@@ -140,8 +140,7 @@ class Evaluation:
         reward: mean held-out reward.
         images: images rolled out for training.
         passes: network passes of training, in images; a backward is not counted.
-        forward_equivalents: the same with each backward counted as two passes; ``None`` before a resume from a
-            checkpoint of an earlier version.
+        forward_equivalents: the same with each backward counted as two passes.
         phases: those passes by phase, with and without gradient, see
             :class:`~lit_vgrpo.core.pass_counter.PassLedger`.
         train_seconds: wall time of the training steps.
@@ -154,7 +153,7 @@ class Evaluation:
     passes: int
     train_seconds: float
     cpu_seconds: float
-    forward_equivalents: int | None = None
+    forward_equivalents: int
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

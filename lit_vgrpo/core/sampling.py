@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, closing
 from typing import Any, Protocol
 
 import torch
@@ -14,9 +14,6 @@ from lit_vgrpo.core.noise import STREAM_GROUP_NOISE, STREAM_ROLLOUT, STREAM_SDE,
 from lit_vgrpo.core.probability_paths import ProbabilityPath
 from lit_vgrpo.core.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
 from lit_vgrpo.core.types import Conditioning, Rollout, RolloutRequest, RolloutSpec, Trajectory
-
-BatchHook = Callable[[slice, Tensor], None]
-"""Called with a batch's slice of the images and its final latents ``(b, C, h, w)``."""
 
 
 class Denoiser(Protocol):
@@ -54,21 +51,25 @@ class Denoiser(Protocol):
         """Return the scheduler's timesteps as times ``(S,)`` in (0, 1], float32."""
 
 
-def roll_out(
+@torch.no_grad()
+def rollout_batches(
     policy: Denoiser,
     request: RolloutRequest,
     spec: RolloutSpec,
     *,
     device: torch.device | None = None,
     record_means: bool = False,
-    on_batch: BatchHook | None = None,
-) -> Rollout:
-    """Sample the images of a request: noise, then the ODE or the SDE.
+) -> Generator[Rollout, None, None]:
+    """Sample the images of a request, one forward batch at a time: noise, then the ODE or the SDE.
+
+    Close the iterator if you do not exhaust it: accelerators are active until then.
 
     Args:
         device: where the images and embeddings are stored; ``None`` uses the network's device.
         record_means: keep the mean of every SDE step.
-        on_batch: called with the slice and the final latents of every batch as soon as it is sampled.
+
+    Yields:
+        The next ``request.batch_size`` images, in the order of ``request.layout()``.
     """
     home = device or policy.device
     group_rows, image_ids = request.layout()
@@ -86,28 +87,35 @@ def roll_out(
     else:
         noise_ids = image_ids if request.noise_ids is None else request.noise_ids
         noise = policy.prior(generators(STREAM_ROLLOUT, noise_ids.tolist())).to(home)
-    trajectory = None
     if spec.is_sde:
-        own = generators(STREAM_SDE, image_ids.tolist())
-        latents, schedule, trajectory = sample_chain(
-            policy, conditioning, rows, spec, noise, own, request.batch_size, record_means, on_batch
-        )
+        of_images = generators(STREAM_SDE, image_ids.tolist())
+        batches = _chain_batches(policy, conditioning, rows, spec, noise, of_images, request.batch_size, record_means)
     else:
-        latents, schedule = sample(policy, conditioning, rows, spec, noise, request.batch_size, on_batch)
-    return Rollout(
-        latents=latents,
-        group_ids=torch.tensor(request.slots)[group_rows],
-        image_ids=image_ids,
-        conditioning=conditioning,
-        rows=rows,
-        schedule=schedule,
-        iteration=request.iteration,
-        seed=request.seed,
-        group_size=request.group_size,
-        spec=spec,
-        trajectory=trajectory,
-        blocks_run=None if spec.is_sde else policy.blocks_run,
-    )
+        batches = _ode_batches(policy, conditioning, rows, spec, noise, request.batch_size)
+    start = 0
+    with closing(batches):
+        for latents, schedule, trajectory in batches:
+            part = slice(start, start + len(latents))
+            start = part.stop
+            yield Rollout(
+                latents=latents,
+                group_ids=torch.tensor(request.slots)[group_rows[part]],
+                image_ids=image_ids[part],
+                conditioning=conditioning,
+                rows=rows[part],
+                schedule=schedule,
+                iteration=request.iteration,
+                seed=request.seed,
+                group_size=request.group_size,
+                spec=spec,
+                trajectory=trajectory,
+                blocks_run=None if spec.is_sde else policy.blocks_run,
+            )
+
+
+def roll_out(policy: Denoiser, request: RolloutRequest, spec: RolloutSpec, **options: Any) -> Rollout:
+    """Sample all images of a request; arguments as in :func:`rollout_batches`."""
+    return Rollout.joined([*rollout_batches(policy, request, spec, **options)])
 
 
 @torch.no_grad()
@@ -118,7 +126,6 @@ def sample(
     spec: RolloutSpec,
     noise: Tensor,
     batch_size: int | None = None,
-    on_batch: BatchHook | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Integrate the policy from noise to clean latents with a diffusers scheduler.
 
@@ -126,31 +133,13 @@ def sample(
         conditioning: one row per prompt.
         rows: ``(B,)``: the conditioning row of each image.
         noise: ``z_1``, shape ``(B, C, h, w)``, on any device, which is also that of the result.
-        batch_size: images per network pass, the last of which is padded; ``None`` uses one batch.
-        on_batch: called with every batch as soon as it is done.
+        batch_size: images per forward pass; the last batch is padded. ``None`` uses one batch.
 
     Returns:
         Latents ``(B, C, h, w)`` float32, and the times ``(S,)`` at which the network was called, float32.
     """
-    size = batch_size or len(noise)
-    schedule = torch.empty(0)
-    latents = []
-    with policy.sampling(spec):
-        for start in range(0, len(noise), size):
-            part = slice(start, start + size)
-            policy.start_batch()
-            cond = conditioning.select(filled(rows[part], size)).to(policy.device)
-            scheduler = policy.scheduler(spec.solver, spec.steps)
-            z = filled(noise[part], size).to(policy.device).float()
-            schedule = policy.scheduler_times(scheduler).to(z.device)
-            for timestep, t in zip(scheduler.timesteps, schedule, strict=True):
-                prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
-                z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
-            z = z[: len(noise[part])]
-            latents.append(z.to(noise.device))
-            if on_batch is not None:
-                on_batch(part, z)
-    return torch.cat(latents), schedule.to(noise.device)
+    batches = [*_ode_batches(policy, conditioning, rows, spec, noise, batch_size)]
+    return torch.cat([latents for latents, _, _ in batches]), batches[-1][1]
 
 
 @torch.no_grad()
@@ -163,24 +152,60 @@ def sample_chain(
     generators: Sequence[torch.Generator],
     batch_size: int | None = None,
     record_means: bool = False,
-    on_batch: BatchHook | None = None,
 ) -> tuple[Tensor, Tensor, Trajectory]:
     """Sample with an SDE whose steps have a likelihood, and keep the steps with noise.
 
     Steps outside ``spec.sde_steps`` follow the ODE; steps after them are re-gridded if ``spec.tail`` is set.
 
     Args:
-        conditioning: one row per prompt.
-        rows: ``(B,)``: the conditioning row of each image.
-        noise: ``z_1``, shape ``(B, C, h, w)``, on any device, which is also that of the result.
         generators: one per image, the source of all its SDE noise, so that an image depends on no other.
-        batch_size: images per network pass, the last of which is padded; ``None`` uses one batch.
         record_means: also keep the mean of every step.
-        on_batch: called with every batch as soon as it is done.
 
     Returns:
-        Latents ``(B, C, h, w)`` float32, the times ``(S,)`` at which the network was called, and the SDE steps.
+        As :func:`sample`, whose other arguments it shares, and the SDE steps.
     """
+    batches = [*_chain_batches(policy, conditioning, rows, spec, noise, generators, batch_size, record_means)]
+    trajectory = Trajectory.joined([steps for _, _, steps in batches if steps is not None])
+    return torch.cat([latents for latents, _, _ in batches]), batches[0][1], trajectory
+
+
+Batch = tuple[Tensor, Tensor, Trajectory | None]
+"""The latents of a batch, the times at which the network was called, and the SDE steps."""
+
+
+def _ode_batches(
+    policy: Denoiser,
+    conditioning: Conditioning,
+    rows: Tensor,
+    spec: RolloutSpec,
+    noise: Tensor,
+    batch_size: int | None,
+) -> Generator[Batch, None, None]:
+    size = batch_size or len(noise)
+    with policy.sampling(spec):
+        for start in range(0, len(noise), size):
+            part = slice(start, start + size)
+            policy.start_batch()
+            cond = conditioning.select(filled(rows[part], size)).to(policy.device)
+            scheduler = policy.scheduler(spec.solver, spec.steps)
+            z = filled(noise[part], size).to(policy.device).float()
+            schedule = policy.scheduler_times(scheduler).to(z.device)
+            for timestep, t in zip(scheduler.timesteps, schedule, strict=True):
+                prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
+                z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
+            yield z[: len(noise[part])].to(noise.device), schedule.to(noise.device), None
+
+
+def _chain_batches(
+    policy: Denoiser,
+    conditioning: Conditioning,
+    rows: Tensor,
+    spec: RolloutSpec,
+    noise: Tensor,
+    generators: Sequence[torch.Generator],
+    batch_size: int | None,
+    record_means: bool,
+) -> Generator[Batch, None, None]:
     scheduler = policy.scheduler(ODE_OF[spec.solver], spec.steps)
     schedule = policy.scheduler_times(scheduler).cpu()
     on_host = torch.cat([schedule, schedule.new_zeros(1)])
@@ -189,13 +214,12 @@ def sample_chain(
     if spec.tail is not None and window.stop < steps:
         steps, tail = window.stop, regrid(on_host[window.stop :], tail_steps(steps - window.stop, spec.tail))
         tail[:-1] = policy.path.snap(tail[:-1])
-    times = on_host.to(policy.device)
+    times, window_times = on_host.to(policy.device), on_host[window.start : window.stop + 1].to(noise.device)
+    called_at = torch.cat([on_host[:steps], tail[:-1]]).to(noise.device)
     size = batch_size or len(noise)
-    latents, states, log_probs, means = [], [], [], []
     for start in range(0, len(noise), size):
         part = slice(start, start + size)
         cond = conditioning.select(filled(rows[part], size)).to(policy.device)
-        own = slice(len(noise[part]))
         z = filled(noise[part], size).to(policy.device).float()
         ends, densities, centres = [], [], []
         for index in range(steps):
@@ -215,21 +239,18 @@ def sample_chain(
             centres += [step.mean] if record_means else []
         if len(tail):
             z = _integrate_tail(policy, cond, spec, z, tail)
-        latents.append(z[own].to(noise.device))
-        states.append(torch.stack([first, *ends], dim=1)[own].to(noise.device))
-        log_probs.append(torch.stack(densities, dim=1)[own].to(noise.device))
-        if record_means:
-            means.append(torch.stack(centres, dim=1)[own].to(noise.device))
-        if on_batch is not None:
-            on_batch(part, z[own])
-    trajectory = Trajectory(
-        states=torch.cat(states),
-        log_probs=torch.cat(log_probs),
-        means=torch.cat(means) if record_means else None,
-        times=on_host[window.start : window.stop + 1].to(noise.device),
-        second_time=second_time,
-    )
-    return torch.cat(latents), torch.cat([on_host[:steps], tail[:-1]]).to(noise.device), trajectory
+
+        def stored(values: Tensor, length: int = len(noise[part])) -> Tensor:
+            return values[:length].to(noise.device)  # without the padding
+
+        trajectory = Trajectory(
+            states=stored(torch.stack([first, *ends], dim=1)),
+            log_probs=stored(torch.stack(densities, dim=1)),
+            means=stored(torch.stack(centres, dim=1)) if record_means else None,
+            times=window_times,
+            second_time=second_time,
+        )
+        yield stored(z), called_at, trajectory
 
 
 def _without_waiting(values: Tensor, device: torch.device) -> Tensor:

@@ -219,6 +219,16 @@ class Trajectory:
     times: Tensor
     second_time: float
 
+    @classmethod
+    def joined(cls, batches: Sequence[Trajectory]) -> Trajectory:
+        """Return the steps of several batches of one request."""
+        return replace(
+            batches[0],
+            states=torch.cat([batch.states for batch in batches]),
+            log_probs=torch.cat([batch.log_probs for batch in batches]),
+            means=None if batches[0].means is None else torch.cat([b.means for b in batches if b.means is not None]),
+        )
+
 
 @dataclass(frozen=True)
 class RolloutRequest:
@@ -297,6 +307,22 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.latents)
+
+    @classmethod
+    def joined(cls, batches: Sequence[Rollout]) -> Rollout:
+        """Return the images of several batches of one request."""
+        if len(batches) == 1:
+            return batches[0]
+        columns: dict[str, Any] = {
+            name: torch.cat([getattr(batch, name) for batch in batches])
+            for name in ("latents", "group_ids", "image_ids", "rows")
+        }
+        trajectories = [batch.trajectory for batch in batches if batch.trajectory is not None]
+        return replace(
+            batches[-1],
+            **columns,
+            trajectory=Trajectory.joined(trajectories) if trajectories else None,
+        )
 
 
 @dataclass

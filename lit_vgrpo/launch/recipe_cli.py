@@ -40,6 +40,7 @@ from lit_vgrpo.training.optimizer import OptimizerConfig
 from lit_vgrpo.training.recipe_changes import RecipeInCheckpoint, refuse_changes
 from lit_vgrpo.training.resume import Resumption, last_good_checkpoint, resumed_folder
 from lit_vgrpo.training.resume_guard import ResumeGuard
+from lit_vgrpo.training.settings import errors_under
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
@@ -221,7 +222,7 @@ class RecipeCLI(LightningCLI):
         chosen = as_list(self.config_init.trainer.callbacks, Callback)
         of_callbacks = callback_errors(chosen, self.model, self.datamodule, ranks)
         sizes, has_heldout = self.datamodule.sizes, self.datamodule.has_heldout
-        of_model = self.model.settings.errors_under(self.trainer.strategy, sizes, ranks, has_heldout)
+        of_model = errors_under(self.model, self.trainer.strategy, sizes, ranks, has_heldout)
         options = options_of_class(PromptDataModule)
         of_data = [with_full_keys("data", options, error) for error in self.datamodule.check(ranks)]
         of_data = of_data or self._picture_errors()
@@ -239,7 +240,7 @@ class RecipeCLI(LightningCLI):
         found = [UnscorablePrompts.of(self.model.reward, trained_on)]
         if self.datamodule.has_heldout:
             held_out = self.datamodule.heldout_rows()
-            found.append(UnscorablePrompts.of(self.model.observed, held_out, "held-out prompts"))
+            found.append(UnscorablePrompts.of(self.model.evaluator.observed, held_out, "held-out prompts"))
         return found
 
     def _picture_errors(self) -> list[str]:

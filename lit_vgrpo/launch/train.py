@@ -148,7 +148,7 @@ def _how_it_went(cli: RecipeCLI) -> int:
 
 def _say_rewards(cli: RecipeCLI) -> None:
     for summary in callbacks_of(cli.trainer, RunSummary):
-        start, end = (scores.get("heldout/reward") for scores in (summary.heldout_start, cli.model.heldout))
+        start, end = (scores.get("heldout/reward") for scores in (summary.heldout_start, cli.model.evaluator.latest))
         if start is not None and end is not None:
             number = counted(cli.trainer.current_epoch, "iteration")
             say(f"Held-out reward {start:.3f} before, {end:.3f} after {number}.")
@@ -156,7 +156,7 @@ def _say_rewards(cli: RecipeCLI) -> None:
 
 def _nothing_was_scored(cli: RecipeCLI) -> bool:
     """Return True and report it if the final held-out reward is NaN, so that the result is not known."""
-    if not math.isnan(cli.model.heldout.get("heldout/reward", 0.0)):
+    if not math.isnan(cli.model.evaluator.latest.get("heldout/reward", 0.0)):
         return False
     if is_first_process():
         report([f"No held-out image could be scored at the end. Fix the reward, then run: lightning eval {cli.folder}"])

@@ -6,8 +6,8 @@ from the module of the last class, where a string from a base class would mean n
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.ranges import GuidanceScale, checked
-from lit_vgrpo.core.sampling import BatchHook, roll_out
+from lit_vgrpo.core.sampling import rollout_batches
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import Pairs
@@ -201,32 +201,25 @@ class Objective(ABC):
         """Put the weights that roll out in place: the policy's own, unless a method samples with a copy."""
         return nullcontext()
 
-    def roll_out(self, policy: Policy, request: RolloutRequest, on_batch: BatchHook | None = None) -> Rollout:
-        """Sample the images of a request with the weights that act.
+    def rollout_batches(
+        self, policy: Policy, request: RolloutRequest, spec: RolloutSpec | None = None
+    ) -> Generator[Rollout, None, None]:
+        """Sample the images of a request with the weights that act, one forward batch at a time.
 
         Args:
-            on_batch: called with the place and the final latents of every batch as soon as it is sampled.
+            spec: how to sample them; ``None`` uses :meth:`rollout_spec`.
         """
-        with self.acting(policy):
-            return roll_out(
-                policy,
-                request,
-                self.rollout_spec(request.iteration),
-                device=self.rollout_device,
-                record_means=self.records_means,
-                on_batch=on_batch,
-            )
+        means = self.records_means and spec is None
+        spec = spec or self.rollout_spec(request.iteration)
+        with (
+            self.acting(policy),
+            closing(rollout_batches(policy, request, spec, device=self.rollout_device, record_means=means)) as batches,
+        ):
+            yield from batches
 
-    def send_scouts(self, policy: Policy, request: RolloutRequest, on_batch: BatchHook | None = None) -> Rollout:
-        """Sample the scouts of a request, by the rollout's ``scouts``, with the weights that act.
-
-        Args:
-            request: for the scouts, see :meth:`RolloutRequest.of_scouts`.
-            on_batch: as in :meth:`roll_out`.
-        """
-        spec = self.rollout_spec(request.iteration).of_scouts
-        with self.acting(policy):
-            return roll_out(policy, request, spec, device=self.rollout_device, on_batch=on_batch)
+    def roll_out(self, policy: Policy, request: RolloutRequest) -> Rollout:
+        """Sample all images of a request with the weights that act."""
+        return Rollout.joined([*self.rollout_batches(policy, request)])
 
     @property
     def records_means(self) -> bool:

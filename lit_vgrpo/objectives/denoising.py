@@ -1,6 +1,6 @@
 """Denoising pre-training: the surrogate itself as the loss, on given images instead of rollouts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
@@ -11,7 +11,6 @@ from lit_vgrpo.core.noise import STREAM_DATA, image_generators
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import PositiveFloat, Range, checked
-from lit_vgrpo.core.sampling import BatchHook
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
 from lit_vgrpo.core.types import Experience, Rollout, RolloutRequest, RolloutSpec
@@ -62,7 +61,9 @@ class Denoising(Objective):
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         return {"update": sizes.uses_per_image * self.num_mc_samples}
 
-    def roll_out(self, policy: Policy, request: RolloutRequest, on_batch: BatchHook | None = None) -> Rollout:
+    def rollout_batches(
+        self, policy: Policy, request: RolloutRequest, spec: RolloutSpec | None = None
+    ) -> Generator[Rollout, None, None]:
         """Take the given images in place of a rollout's."""
         group_rows, image_ids = request.layout()
         picked = group_rows.tolist()
@@ -70,7 +71,7 @@ class Denoising(Objective):
         prompts, rows = [request.prompts[i] for i in picked], [request.rows[i] for i in picked]
         images, captions = self.images(prompts, rows, generators)
         conditioning, rows_of_captions = policy.encode_each(captions, references_of(rows))
-        return Rollout(
+        yield Rollout(
             latents=policy.encode_images(images),
             group_ids=torch.tensor(request.slots)[group_rows],
             image_ids=image_ids,

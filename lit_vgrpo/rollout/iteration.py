@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.records import IterationRecord
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import IterationRecord, timed
 from lit_vgrpo.core.surrogate import Pairs
-from lit_vgrpo.core.types import Conditioning, Experience, group_layout
+from lit_vgrpo.core.types import Conditioning, Experience, Rollout, group_layout
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
+from lit_vgrpo.objectives.base import Objective, PrepareContext
+from lit_vgrpo.policies.base import Policy
 
 Gather = Callable[[Tensor], Tensor]
 
@@ -44,18 +47,32 @@ class Iteration:
         self.micros = self.experience.micro_batches(self.micro_batch_size)
 
     @classmethod
-    def of(cls, experience: Experience, image_ids: Tensor, record: IterationRecord, batch: PromptBatch) -> Iteration:
-        """Return the iteration with its images in the order of the batch's updates.
+    def prepared(
+        cls,
+        objective: Objective,
+        policy: Policy,
+        rollout: Rollout,
+        advantages: Tensor,
+        record: IterationRecord,
+        batch: PromptBatch,
+        ledger: PassLedger,
+    ) -> Iteration:
+        """Return the iteration with what the loss needs of this rank's images, in the order of the batch's updates.
 
         Args:
-            experience: the images in rollout order, as are ``image_ids`` and the record's groups.
+            advantages: of this rank's images, ``(B,)``, in rollout order as are the record's groups.
         """
-        if batch.order is None:
-            return cls(experience, image_ids, record, batch.micro_batch_size, batch.updates)
-        order = torch.tensor(batch.order)
-        record = replace(record, local_group_ids=record.local_group_ids[order])
-        own = experience.select(order.to(experience.latents.device))
-        return cls(own, image_ids[order], record, batch.micro_batch_size, batch.updates)
+        context = PrepareContext(
+            policy, rollout, advantages, batch.micro_batch_size, batch.updates, ledger, batch.later
+        )
+        with timed(record.seconds, "prepare"):
+            experience = objective.prepare(context) if record.has_advantage else context.experience()
+        image_ids = rollout.image_ids
+        if batch.order is not None:
+            order = torch.tensor(batch.order)
+            record = replace(record, local_group_ids=record.local_group_ids[order])
+            experience, image_ids = experience.select(order.to(experience.latents.device)), image_ids[order]
+        return cls(experience, image_ids, record, batch.micro_batch_size, batch.updates)
 
     @property
     def is_over(self) -> bool:

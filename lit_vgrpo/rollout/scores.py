@@ -1,10 +1,10 @@
-"""Scores of a rollout, and the comparison of an iteration's scores."""
+"""Scores of an iteration's images: collected while sampling goes on, gathered from all ranks, compared in groups."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,180 +12,163 @@ from torch import Tensor
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd, combined_advantages, no_spread_share
 from lit_vgrpo.core.gather import objects_of_all_ranks
 from lit_vgrpo.core.records import IterationRecord, timed
-from lit_vgrpo.core.types import Rollout, RolloutRequest
+from lit_vgrpo.core.types import Rollout
+from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.rewards import RewardError, Scores, Weighted
-from lit_vgrpo.rewards.queue import ScoreQueue
+from lit_vgrpo.rewards import RewardError, ScoreQueue, Scores, Weighted
 from lit_vgrpo.rollout.copying import CopyGuard
 
+Gather = Callable[[Tensor], Tensor]
+"""Concatenates every rank's ``(B, ...)`` in rank order; collective."""
 
-class RolloutScoring:
-    """Samples images, and decodes and scores them batch by batch, so that all pixels never exist at once.
 
-    A reward that runs in a thread works while the next batch is sampled.
+class ScoreCollector:
+    """Decodes and scores images batch by batch, so that all pixels never exist at once.
+
+    A reward that runs in a thread scores a batch while the next one is sampled.
 
     Args:
-        policy: samples, and decodes the latents.
+        policy: decodes the latents.
         queue: scores the images; ``None`` for a method without a reward.
-        request: the images that this rank samples.
         all_ranks: concatenates every rank's ``(B, ...)`` in rank order; collective.
+        any_failure: refuse a result in which any image failed, not only one in which all failed.
 
     Attributes:
-        seconds: wall time by phase: ``rollout``, ``decode`` and ``reward``. Work of threads does not count.
-        rollout: the sampled images, once there are any.
+        seconds: wall time of the iteration by phase: ``decode``, ``reward`` and ``reward_overlapped``, which is the
+            time that threads scored during other phases.
     """
 
-    rollout: Rollout
-
-    def __init__(
-        self, policy: Policy, queue: ScoreQueue | None, request: RolloutRequest, all_ranks: Callable[[Tensor], Tensor]
-    ) -> None:
-        self.policy = policy
-        self.queue = queue
-        self.request = request
-        self.all_ranks = all_ranks
-        groups = request.layout()[0].tolist()
-        self.prompts = [request.prompts[group] for group in groups]
-        self.rows = [dict(request.rows[group]) for group in groups]
+    def __init__(self, policy: Policy, queue: ScoreQueue | None, all_ranks: Gather, any_failure: bool = False) -> None:
+        self.policy, self.queue, self.all_ranks, self.any_failure = policy, queue, all_ranks, any_failure
         self.copies = CopyGuard()
         self.seconds: dict[str, float] = {}
+        self._submitted = 0
 
-    def sample(self, draw: Callable[..., Rollout]) -> Rollout:
-        """Sample the images by an objective's ``roll_out`` or ``send_scouts``."""
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Start an iteration; if the block fails, pending scoring is cancelled."""
+        self.seconds, self._submitted, self.copies = {}, 0, CopyGuard()
+        try:
+            yield
+        except BaseException:
+            if self.queue is not None:
+                self.queue.close()
+            raise
+
+    @torch.no_grad()
+    def submit(self, images: Rollout, batch: PromptBatch) -> None:
+        """Decode a batch of images and queue them for scoring."""
+        self._submitted += len(images)
         if self.queue is None:
-            with timed(self.seconds, "rollout"):
-                self.rollout = draw(self.policy, self.request)
-            return self.rollout
-        with self.queue.closed_on_error(), timed(self.seconds, "rollout"):
-            self.rollout = draw(self.policy, self.request, on_batch=self._score)
-        self.seconds["rollout"] -= self.seconds["decode"] + self.seconds["reward"]
-        return self.rollout
-
-    def _score(self, part: slice, latents: Tensor) -> None:
-        """Decode and score the latents ``(b, C, h, w)`` of the images ``part`` of the rollout."""
-        assert self.queue is not None
+            return
+        groups = [batch.slots.index(slot) for slot in images.group_ids.tolist()]
         size = self.policy.decode_batch_size
-        for start in range(0, len(latents), size):
+        for start in range(0, len(images), size):
+            part = slice(start, start + size)
             with timed(self.seconds, "decode"):
-                images = self.policy.decode(latents[start : start + size])
-            own = slice(part.start + start, part.start + start + len(images))
+                pixels = self.policy.decode(images.latents[part])
+            prompts, rows = [batch.prompts[g] for g in groups[part]], [dict(batch.rows[g]) for g in groups[part]]
             with timed(self.seconds, "reward"):
-                self.queue.put(images, self.prompts[own], self.rows[own])
-                self.copies.add(images, self.rows[own])
+                self.queue.put(pixels, prompts, rows)
+                self.copies.add(pixels, rows)
 
-    def scores(self) -> IterationScores:
-        """Wait for all ranks' scores of what :meth:`sample` returned."""
-        own = Scores.empty(len(self.rollout)) if self.queue is None else self._own(self.queue)
-        return IterationScores.gathered(own, self.all_ranks(self.rollout.group_ids), self.all_ranks)
-
-    def _own(self, queue: ScoreQueue) -> Scores:
-        """Return this rank's scores in rollout order."""
-        with queue.closed_on_error(), timed(self.seconds, "reward"):
-            scores = queue.take()
-        # Negative if the overhead of threads exceeded the overlap.
-        self.seconds["reward_overlapped"] = sum(scores.seconds.values()) - self.seconds["reward"]
-        return scores
-
-    def record(self, scores: IterationScores, advantages: Tensor) -> IterationRecord:
-        """Return the record of an iteration whose updates are still to come; see its attributes.
+    def result(self, what: str) -> Scores:
+        """Wait for the scores and return those of all ranks' images, in rank order.
 
         Args:
-            scores: those of all ranks' images.
+            what: the images, for the message, such as ``images of iteration 3``.
+
+        Raises:
+            RewardError: every image failed, or any with ``any_failure``; on every rank.
+        """
+        if self.queue is None:
+            return gathered(Scores.empty(self._submitted), self.all_ranks)
+        with timed(self.seconds, "reward"):
+            local = self.queue.take()
+        # Negative if the overhead of threads exceeded the overlap.
+        self.seconds["reward_overlapped"] = sum(local.seconds.values()) - self.seconds["reward"]
+        scores = gathered(local, self.all_ranks)
+        failed, number = int(scores.total.isnan().sum()), len(scores)
+        if failed and (self.any_failure or failed == number):
+            name, message = next(iter(scores.errors.items()), ("", "no message"))
+            stop = ", and model.failed_images=stop" if failed < number else ", so there is nothing to learn"
+            raise RewardError(f'{failed} of {number} {what} failed{stop}. Reward "{name}": {message}')
+        return scores
+
+    def record(self, rollout: Rollout, scores: Scores, group_ids: Tensor, advantages: Tensor) -> IterationRecord:
+        """Return the record of an iteration whose updates are still to come.
+
+        Args:
+            rollout: this rank's images.
+            scores: those of all ranks' images, whose groups are ``group_ids (B,)``.
             advantages: of all ranks' images, ``(B,)``.
         """
-        edits = self.copies.scores(len(self.rows) // max(1, len(self.request.prompts)))
+        group_size = int((rollout.group_ids == rollout.group_ids[0]).sum())
         return IterationRecord(
-            iteration=self.rollout.iteration,
+            iteration=rollout.iteration,
             rewards=scores.total,
-            group_ids=scores.group_ids,
-            parts=scores.metrics,
+            group_ids=group_ids,
+            parts=statistics(scores, group_ids),
             errors=scores.errors,
-            local_group_ids=self.rollout.group_ids,
-            images=len(scores.total),
-            seconds=self.seconds,
+            local_group_ids=rollout.group_ids,
+            images=len(scores),
+            seconds=dict(self.seconds),
             has_advantage=self.queue is None or bool(advantages.any()),
-            blocks_run=self.rollout.blocks_run,
-            edits={name: self.all_ranks(values) for name, values in edits.items()},
+            blocks_run=rollout.blocks_run,
+            edits={name: self.all_ranks(values) for name, values in self.copies.scores(group_size).items()},
         )
 
 
-@dataclass
-class IterationScores:
-    """The scores of an iteration's images over all ranks, the same on every rank.
+def gathered(local: Scores, all_ranks: Gather) -> Scores:
+    """Return the scores of all ranks' images, in rank order; seconds and counts are sums over ranks."""
+    names = list(local.parts)
+    columns = [local.total, *local.parts.values(), *(local.applies_to(name).float() for name in names)]
+    total, *others = all_ranks(torch.stack([column.cpu() for column in columns], dim=1)).unbind(dim=1)
+    reports = objects_of_all_ranks((local.errors, local.seconds, local.counts))
+    counts = {name: Counter[str]() for name in names}
+    for _, _, of_rank in reports:
+        for name, events in of_rank.items():
+            counts[name].update(events)
+    return Scores(
+        total=total,
+        parts=dict(zip(names, others, strict=False)),
+        ok=~total.isnan(),
+        errors={name: message for of_rank, _, _ in reports for name, message in of_rank.items()},
+        applies={name: flag.bool() for name, flag in zip(names, others[len(names) :], strict=True)},
+        seconds={name: sum(of_rank.get(name, 0.0) for _, of_rank, _ in reports) for name in names},
+        counts={name: dict(events) for name, events in counts.items()},
+    )
 
-    Attributes:
-        total: ``(B,)``, NaN where an image failed.
-        group_ids: ``(B,)``.
-        parts: by name, ``(B,)``.
-        metrics: by name: ``mean``, ``std``, ``no_spread``, ``failed``, ``seconds_per_image`` and the reward's counts.
-        errors: by name, the last failure.
+
+def compare(
+    scores: Scores, group_ids: Tensor, reward: Weighted, std: AdvantageStd, aggregate: AdvantageAggregate
+) -> Tensor:
+    """Compare every image with its group: advantages ``(B,)``.
+
+    Args:
+        scores: those of all ranks' images, whose groups are ``group_ids (B,)``.
     """
-
-    total: Tensor
-    group_ids: Tensor
-    parts: dict[str, Tensor]
-    metrics: dict[str, dict[str, float]]
-    errors: dict[str, str]
-
-    @classmethod
-    def gathered(cls, own: Scores, group_ids: Tensor, all_ranks: Callable[[Tensor], Tensor]) -> IterationScores:
-        """Collect every rank's scores.
-
-        Args:
-            own: this rank's.
-            group_ids: those of all ranks' images.
-            all_ranks: concatenates every rank's ``(B, ...)`` in rank order.
-        """
-        names = list(own.parts)
-        columns = [own.total, *own.parts.values(), *(own.applies_to(name).float() for name in names)]
-        table = all_ranks(torch.stack([column.cpu() for column in columns], dim=1)).unbind(dim=1)
-        parts = dict(zip(names, table[1 : 1 + len(names)], strict=True))
-        applies = {name: flag.bool() for name, flag in zip(names, table[1 + len(names) :], strict=True)}
-        reports = objects_of_all_ranks((own.errors, own.seconds, own.counts))
-        metrics = {name: _statistics(parts[name], applies[name], group_ids) for name in names}
-        for name in names:
-            seconds = sum(of_rank.get(name, 0.0) for _, of_rank, _ in reports)
-            metrics[name]["seconds_per_image"] = seconds / max(int(applies[name].sum()), 1)
-            counts = Counter[str]()
-            for _, _, of_rank in reports:
-                counts.update(of_rank.get(name, {}))
-            metrics[name] |= {key: float(count) for key, count in counts.items()}
-        errors = {name: message for of_rank, _, _ in reports for name, message in of_rank.items()}
-        return cls(table[0], group_ids, parts, metrics, errors)
-
-    def advantages(self, reward: Weighted, std: AdvantageStd, aggregate: AdvantageAggregate) -> Tensor:
-        """Compare every image with its group: ``(B,)``."""
-        shaped = {name: reward.shaped(name, self.parts) for name in self.parts}
-        return combined_advantages(self.total, shaped, reward.weight_of, self.group_ids, std=std, aggregate=aggregate)
-
-    def refuse_failures(self, iteration: int, any_failure: bool, images: str = "images") -> None:
-        """Stop the run if every image failed, or any with ``any_failure``.
-
-        Args:
-            iteration: number for the message.
-            images: what they are, for the message.
-
-        Raises:
-            RewardError: on every rank.
-        """
-        failed, number = int(self.total.isnan().sum()), len(self.total)
-        if not failed or not (any_failure or failed == number):
-            return
-        what = f"{failed} of {number} {images} of iteration {iteration} failed, and model.failed_images=stop"
-        if failed == number:
-            what = f"Every {images.removesuffix('s')} of iteration {iteration} failed, so there is nothing to learn"
-        name, message = next(iter(self.errors.items()), ("", "no message"))
-        raise RewardError(f'{what}. Reward "{name}": {message}')
+    shaped = {name: reward.shaped(name, scores.parts) for name in scores.parts}
+    return combined_advantages(scores.total, shaped, reward.weight_of, group_ids, std=std, aggregate=aggregate)
 
 
-def _statistics(scores: Tensor, applies: Tensor, group_ids: Tensor) -> dict[str, float]:
-    """Return the statistics of the images that a reward applies to."""
-    asked = scores[applies]
-    valid = asked[~asked.isnan()]
-    mean = valid.mean()
-    return {
-        "mean": float(mean),
-        "std": float((valid - mean).square().mean().sqrt()),  # torch.std warns where there are no images
-        "no_spread": no_spread_share(asked, group_ids[applies]),
-        "failed": float(asked.isnan().sum()),
-    }
+def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]:
+    """Return the statistics of each reward over the images that it applies to.
+
+    By name: ``mean``, ``std``, ``no_spread``, ``failed``, ``seconds_per_image`` and the reward's own counts.
+    """
+    found = {}
+    for name, values in scores.parts.items():
+        applies = scores.applies_to(name)
+        asked = values[applies]
+        valid = asked[~asked.isnan()]
+        mean = valid.mean()
+        found[name] = {
+            "mean": float(mean),
+            "std": float((valid - mean).square().mean().sqrt()),  # torch.std warns where there are no images
+            "no_spread": no_spread_share(asked, group_ids[applies]),
+            "failed": float(asked.isnan().sum()),
+            "seconds_per_image": scores.seconds.get(name, 0.0) / max(int(applies.sum()), 1),
+            **{event: float(count) for event, count in scores.counts.get(name, {}).items()},
+        }
+    return found

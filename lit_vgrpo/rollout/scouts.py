@@ -1,147 +1,104 @@
-"""The images that an iteration samples, and the scouts they are redrawn from, where the recipe has scouts."""
+"""Scouts: a sampler around the sampler, which draws many cheap images and samples the best and worst again in full."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import replace
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_vgrpo.core.batches import at_most
-from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.core.scouts import extremes, rank_correlation
-from lit_vgrpo.core.types import Conditioning, RolloutRequest, RolloutSpec
+from lit_vgrpo.core.types import Rollout, RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.rewards.queue import ScoreQueue
-from lit_vgrpo.rollout.scores import RolloutScoring
-from lit_vgrpo.training.evaluation import HeldOutModule
+from lit_vgrpo.rewards import Scores
+from lit_vgrpo.rollout.sampler import Sampler
+from lit_vgrpo.rollout.scores import ScoreCollector
 
 LOW_CORRELATION, PATIENCE = 0.3, 5
-"""A rank correlation below this in so many iterations in a row gives a warning. A choice, not a measurement."""
+"""A rank correlation below this for that many iterations in a row gives a warning. A choice, not a measurement."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The scouts of an iteration that are redrawn.
+class ScoutSampler:
+    """Samples the images of an iteration from the noise of chosen scouts.
 
-    Attributes:
-        noise_ids: this rank's, in the order of its images ``(B,)``.
-        rewards: the scouts' rewards over all ranks, ``(P, G)``, in the order of the images' global indices.
-        conditioning: this rank's prompts, encoded.
-        metrics: of all scouts, over all ranks.
-        errors: by reward, the last failure.
-        seconds: wall time by phase: ``scouts_rollout``, ``scouts_decode``, ...
-    """
-
-    noise_ids: Tensor
-    rewards: Tensor
-    conditioning: Conditioning
-    metrics: dict[str, float]
-    errors: dict[str, str]
-    seconds: dict[str, float]
-
-    def redrawn(self, request: RolloutRequest) -> RolloutRequest:
-        """Return the request for this rank's images, from the noise of the chosen scouts."""
-        return replace(request, noise_ids=self.noise_ids, conditioning=self.conditioning)
-
-
-class Scouting:
-    """Chooses the images of every iteration by its scouts, and compares the scouts with what they have become.
+    All ranks must sample together: a group is chosen whole, even if its images are split over ranks.
 
     Args:
-        module: whose policy and objective are used.
-        queue: scores scouts and images.
-        any_failure: stop if a reward fails to score any scout, not only if it fails for all.
+        sampler: samples the scouts, and then the images.
+        scores: scores the scouts; shares the queue of the images' collector.
     """
 
-    def __init__(self, module: HeldOutModule, queue: ScoreQueue, any_failure: bool) -> None:
-        self.module = module
-        self.queue = queue
-        self.any_failure = any_failure
-        self._choice: Choice | None = None
-        self._low = 0
-        self._has_warned = False
+    def __init__(self, sampler: Sampler, scores: ScoreCollector) -> None:
+        self.sampler, self.scores = sampler, scores
+        self.all_ranks = scores.all_ranks
+        self._chosen = torch.empty(0)
+        self._metrics: dict[str, float] = {}
+        self._num_low = 0
 
-    def images(self, batch: PromptBatch) -> RolloutScoring:
-        """Return the images of an iteration, still to be sampled; with scouts, they are sampled and chosen now.
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self.sampler.seconds
 
-        All ranks must call it: a group is chosen whole, even if its images are split over ranks.
+    def batches(self, batch: PromptBatch) -> Generator[Rollout, None, None]:
+        """Sample, score and choose the scouts, then yield this rank's images.
 
         Raises:
-            RewardError: every scout failed, or any that must not.
+            RewardError: every scout failed, or any with the collector's ``any_failure``.
         """
-        module, choice = self.module, self._send(batch)
-        request = batch.request(module.seed, at_most(batch.images, module.rollout_batch_size))
-        if choice is not None:
-            request = choice.redrawn(request)
-        queue = self.queue if module.objective.needs_reward else None
-        images = RolloutScoring(module.policy, queue, request, module.all_ranks)
-        if choice is not None:
-            images.seconds |= choice.seconds
-        self._choice = choice
-        return images
-
-    def _send(self, batch: PromptBatch) -> Choice | None:
-        """Sample and score the scouts of an iteration and choose among them; ``None`` without scouts."""
-        spec = self.module.objective.rollout_spec(batch.iteration)
-        if spec.scouts is None or not self.module.objective.needs_reward:
-            return None
-        module, factor = self.module, spec.scouts.factor
-        request = batch.request(module.seed, at_most(batch.images * factor, module.rollout_batch_size))
-        request = request.of_scouts(factor)
-        scoring = RolloutScoring(module.policy, self.queue, request, module.all_ranks)
-        with module.ledger.phase("scouts"):
-            scouts = scoring.sample(module.objective.send_scouts)
-        scores = scoring.scores()
-        scores.refuse_failures(batch.iteration, self.any_failure, "scouts")
-        rewards = in_order(scores.total, module.all_ranks(scouts.image_ids), request.group_size)
-        chosen = extremes(rewards, batch.group_size)
-        own = chosen[torch.tensor(batch.slots)][:, torch.tensor(batch.members)]
-        valid = rewards[~rewards.isnan()]
-        return Choice(
-            noise_ids=(own + torch.tensor(batch.slots).unsqueeze(1) * request.group_size).flatten(),
-            rewards=rewards.gather(1, chosen),
-            conditioning=scouts.conditioning,
-            metrics={
-                "reward_mean": float(valid.mean()),
-                "reward_std": float(valid.std(correction=0)),
-                "failed": float(rewards.isnan().sum()),
-            },
-            errors=scores.errors,
-            seconds={f"scouts_{name}": value for name, value in scoring.seconds.items()},
-        )
-
-    def compare(self, record: IterationRecord, image_ids: Tensor) -> IterationRecord:
-        """Return the record with the scouts, if any; warn once if their order says little about the images'.
-
-        Args:
-            image_ids: global index of each of this rank's images, ``(B,)``.
-        """
-        choice, self._choice = self._choice, None
-        if choice is None:
-            return record
-        images = in_order(record.rewards, self.module.all_ranks(image_ids), choice.rewards.shape[1])
-        found = rank_correlation(choice.rewards, images)
-        if found is None:
-            return replace(record, scouts=choice.metrics, errors=choice.errors | record.errors)
-        self._low = self._low + 1 if found < LOW_CORRELATION else 0
-        if self._low == PATIENCE and not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(self._advice(found, self.module.objective.rollout_spec(record.iteration)))
-        metrics = {**choice.metrics, "rank_correlation": found}
-        return replace(record, scouts=metrics, errors=choice.errors | record.errors)
-
-    @staticmethod
-    def _advice(correlation: float, spec: RolloutSpec) -> str:
+        sampler, self.sampler.seconds = self.sampler, {}
+        spec = sampler.objective.rollout_spec(batch.iteration)
         assert spec.scouts is not None
-        key, steps = "model.objective.rollout.scouts", spec.scouts.steps
-        more = min(spec.steps - 1, steps + max(2, steps // 2))
-        fix = f"Use more steps: {key}.steps={more}" if more > steps else f"Leave them out: {key}=null"
-        return (
-            f"scouts/rank_correlation is {correlation:.2f} and has been below {LOW_CORRELATION} for {PATIENCE} "
-            f"iterations: the order of the scouts says little about the images trained on. {fix}."
-        )
+        request = sampler.request(batch, spec.scouts.factor)
+        parts = []
+        with self.scores.collecting(), closing(sampler.draw(request, spec.of_scouts, "scouts")) as drawn:
+            for part in drawn:
+                self.scores.submit(part, batch)
+                parts.append(part)
+            scores = self.scores.result(f"scouts of iteration {batch.iteration}")
+        for name, message in scores.errors.items():
+            rank_zero_warn(f'Reward "{name}" failed for some scouts of iteration {batch.iteration}: {message}')
+        sampler.seconds["scouts_rollout"] = sampler.seconds.pop("scouts")
+        sampler.seconds |= {f"scouts_{name}": value for name, value in self.scores.seconds.items()}
+        scouts = Rollout.joined(parts)
+        rewards = in_order(scores.total, self.all_ranks(scouts.image_ids), request.group_size)
+        chosen = extremes(rewards, batch.group_size)
+        self._chosen = rewards.gather(1, chosen)
+        valid = rewards[~rewards.isnan()]
+        self._metrics = {
+            "reward_mean": float(valid.mean()),
+            "reward_std": float(valid.std(correction=0)),
+            "failed": float(rewards.isnan().sum()),
+        }
+        slots = torch.tensor(batch.slots)
+        local = chosen[slots][:, torch.tensor(batch.members)] + slots.unsqueeze(1) * request.group_size
+        redrawn = replace(sampler.request(batch), noise_ids=local.flatten(), conditioning=scouts.conditioning)
+        yield from sampler.draw(redrawn)
+
+    def metrics(self, rollout: Rollout, scores: Scores) -> dict[str, float]:
+        """Return the scouts' metrics; warn once if their order says little about the images trained on."""
+        images = in_order(scores.total, self.all_ranks(rollout.image_ids), self._chosen.shape[1])
+        correlation = rank_correlation(self._chosen, images)
+        if correlation is None:
+            return self._metrics
+        if self._num_low < PATIENCE:  # counts in a row; stays there after the warning
+            self._num_low = self._num_low + 1 if correlation < LOW_CORRELATION else 0
+            if self._num_low == PATIENCE:
+                rank_zero_warn(_advice(correlation, rollout.spec))
+        return {**self._metrics, "rank_correlation": correlation}
+
+
+def _advice(correlation: float, spec: RolloutSpec) -> str:
+    assert spec.scouts is not None
+    key, steps = "model.objective.rollout.scouts", spec.scouts.steps
+    more = min(spec.steps - 1, steps + max(2, steps // 2))
+    fix = f"Use more steps: {key}.steps={more}" if more > steps else f"Leave them out: {key}=null"
+    return (
+        f"scouts/rank_correlation is {correlation:.2f} and has been below {LOW_CORRELATION} for {PATIENCE} "
+        f"iterations: the order of the scouts says little about the images trained on. {fix}."
+    )
 
 
 def in_order(values: Tensor, ids: Tensor, group_size: int) -> Tensor:

@@ -24,7 +24,6 @@ from lit_vgrpo.system.signals import StopRequests
 from lit_vgrpo.system.streams import say_from_handler
 from lit_vgrpo.training.best_evaluation import AUTO, BestEvaluation, NewestEvaluation
 from lit_vgrpo.training.checkpoint_file import put_in_place
-from lit_vgrpo.training.evaluation import HeldOutModule
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS
 from lit_vgrpo.training.trainer_internals import log_epoch_now
 from lit_vgrpo.training.watchdog import Watch
@@ -203,18 +202,18 @@ class RunCheckpoint(Checkpoint):
 
     def _keep_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save ``best.ckpt`` if there is a new evaluation of the current weights and it is the best so far."""
-        assert isinstance(pl_module, HeldOutModule)
-        if self.best is None or not self._newest.is_new(pl_module.heldout_step, trainer.global_step):
+        evaluator: Any = pl_module.evaluator
+        if self.best is None or not self._newest.is_new(evaluator.step, trainer.global_step):
             return
         if self.best.metric == AUTO and self.every_n_iterations == 0:
             return
-        if not self.best.is_in(pl_module.heldout):
-            metric, known = self.best.metric, suggestion(self.best.metric, pl_module.heldout)
+        if not self.best.is_in(evaluator.latest):
+            metric, known = self.best.metric, suggestion(self.best.metric, evaluator.latest)
             rank_zero_warn(f"No evaluation measured best={metric}, so no {BEST} is kept. {known}")
-        if not trainer.strategy.broadcast(self.best.improved_by(pl_module.heldout)):
+        if not trainer.strategy.broadcast(self.best.improved_by(evaluator.latest)):
             return
         before, unsaved = self.best.state_dict(), self.unsaved
-        self.best.take(pl_module.heldout, pl_module.evaluations[-1].iteration)
+        self.best.take(evaluator.latest, evaluator.history[-1].iteration)
         if self._save(trainer, BEST) is None:
             self.best.load_state_dict(before)
         self.unsaved = unsaved  # it is about last.ckpt

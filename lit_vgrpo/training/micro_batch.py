@@ -19,7 +19,6 @@ from lit_vgrpo.policies.placement import place
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.memory import available_bytes, measured_memory
 from lit_vgrpo.training.dummy_rollout import dummy_rollout
-from lit_vgrpo.training.evaluation import HeldOutModule
 from lit_vgrpo.training.fsdp2 import FSDP2
 from lit_vgrpo.training.live_memory import LiveMemory
 from lit_vgrpo.training.memory_passes import demand
@@ -47,7 +46,7 @@ def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
     trainer.accumulate_grad_batches = needed
 
 
-def settle(module: HeldOutModule, optimizer: OptimizerConfig | CustomOptimizer) -> None:
+def settle(module: Any, optimizer: OptimizerConfig | CustomOptimizer) -> None:
     """Choose the micro-batch size if it is ``"auto"``, the same on all ranks, and report it.
 
     Raises:
@@ -124,7 +123,7 @@ class Trial:
         prompt: prompt whose embedding is used for all images.
     """
 
-    module: HeldOutModule
+    module: Any
     optimizer: OptimizerConfig | CustomOptimizer
     plan: Plan
     prompt: str
@@ -140,7 +139,7 @@ class Trial:
     def _place_helpers(self) -> None:
         """Load the VAE and the rewards' models onto the device, as in training."""
         place([self.module.policy.pipeline.vae], self.device)
-        for reward in self.module.observed.rewards:
+        for reward in self.module.evaluator.observed.rewards:
             reward.load()
             if isinstance(reward, ModelReward):
                 reward(torch.zeros(0, 3, 1, 1, device=self.device), [], [])  # without images it only moves its model

@@ -16,7 +16,7 @@ from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY
 from lit_vgrpo.training.inputs import changed_inputs, moved_settings, same_inputs
 
 FREE_KEYS = ("name", "run_dir", "ckpt_path", "allow_changes", "model.non_finite", "model.failed_images")
-FREE_PARTS = ("trainer.", "data.heldout", "model.heldout", "model.evaluat")
+FREE_PARTS = ("trainer.", "data.heldout", "model.evaluator.latest", "model.evaluat")
 """Prefixes of settings that no weight depends on: where a run is computed, and its evaluation."""
 MEMORY_ONLY = (
     "micro_batch_size",

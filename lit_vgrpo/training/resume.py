@@ -45,7 +45,7 @@ class Progress:
             # At the end of an iteration the loop has counted it as processed; as completed only after the checkpoint.
             iterations=epochs["processed"],
             optimizer_steps=checkpoint["global_step"],
-            images=checkpoint["lit_vgrpo"]["images_seen"],
+            images=checkpoint["lit_vgrpo"]["ledger"]["images"],
             batches=batches["total"]["ready"],
             logged=epochs["ready"] if batches["is_last_batch"] else epochs["processed"],
         )

@@ -25,10 +25,10 @@ class Witness(L.Callback):
         self.found = []
 
     def on_train_start(self, trainer, pl_module):
-        self.found.append(dict(pl_module.heldout))
+        self.found.append(dict(pl_module.evaluator.latest))
 
     def on_validation_end(self, trainer, pl_module):
-        self.found.append(dict(pl_module.heldout))
+        self.found.append(dict(pl_module.evaluator.latest))
 
 
 def main(spec):

@@ -44,7 +44,7 @@ def run(spec, name, callbacks, **options):
     torch.manual_seed(0)
     reward = Weighted([Brightness(), JPEGCompressibility()])
     module = make_module(spec["sd3"], reward=reward, optimizer=OptimizerConfig(lr=1e-4))
-    module.heldout_observers.append(KeptImages(2))
+    module.evaluator.observers.append(KeptImages(2))
     data = make_data(heldout_limit=5, heldout_images_per_prompt=3, eval_batch_size=4)
     folder = Path(spec["out"], name)
     options |= {"devices": spec["devices"], "strategy": spec["strategy"]} if spec["devices"] > 1 else {}
@@ -54,7 +54,11 @@ def run(spec, name, callbacks, **options):
         trainer.fit(module, datamodule=data)
     except FloatingPointError as stopped:
         error = str(stopped)
-    return {"iterations": trainer.current_epoch, "error": error.replace(str(folder), "RUN"), "heldout": module.heldout}
+    return {
+        "iterations": trainer.current_epoch,
+        "error": error.replace(str(folder), "RUN"),
+        "heldout": module.evaluator.latest,
+    }
 
 
 def main(spec):

@@ -120,7 +120,7 @@ def test_sample_grid_on_resume_still_shows_the_start_as_reference(tiny_sd3, tmp_
     assert (tmp_path / "samples" / "before.png").read_bytes() == first
     plain = make_module(tiny_sd3)
     plain.configure_model()
-    torch.testing.assert_close(again._reference, plain.generate(make_data().heldout_prompts()[:2], [0, 2]))
+    torch.testing.assert_close(again._reference, plain.evaluator.generate(make_data().heldout_prompts()[:2], [0, 2]))
 
 
 def test_draw_grid_enlarges_without_smoothing():
@@ -149,7 +149,7 @@ def test_summary(tiny_sd3, tmp_path):
     assert summary["images"] == 24
     assert summary["seed"] == 5
     assert summary["heldout_reward_start"] != summary["heldout_reward_end"]
-    assert summary["heldout_reward_end"] == pytest.approx(module.heldout["heldout/reward"], abs=1e-6)
+    assert summary["heldout_reward_end"] == pytest.approx(module.evaluator.latest["heldout/reward"], abs=1e-6)
     assert summary["reward_parts_end"].keys() == {"brightness"}
     assert summary["network_passes"]["update"] == {"with_grad": 48, "without_grad": 0}
     assert summary["network_passes"]["rollout"] == {"with_grad": 0, "without_grad": 48}
@@ -164,7 +164,7 @@ def test_held_out_start_is_the_untrained_policy_on_the_same_noise(tiny_sd3, tmp_
     plain = make_module(tiny_sd3)
     plain.configure_model()
     prompts = make_data().heldout_prompts()[:2]
-    scores = plain.reward.score(plain.generate(prompts, [0, 1]), prompts, [{}, {}])
+    scores = plain.reward.score(plain.evaluator.generate(prompts, [0, 1]), prompts, [{}, {}])
     assert start == pytest.approx(scores.total.mean().item(), abs=1e-5)
 
 
@@ -174,7 +174,7 @@ def test_held_out_end_is_that_of_the_last_weights(tiny_sd3, tmp_path):
     train(tiny_sd3, tmp_path, [RunSummary(), EMA(0.5)], trainer={"check_val_every_n_epoch": 1})
     fresh = json.loads((tmp_path / "summary.json").read_text())["heldout_reward_end"]
     assert stale == fresh
-    assert module.heldout_step == 3
+    assert module.evaluator.step == 3
 
 
 def test_a_run_that_reached_its_steps_is_finished(tiny_sd3, tmp_path):

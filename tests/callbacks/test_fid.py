@@ -48,11 +48,11 @@ class Watch(RunSummary):
         self.found = []
 
     def on_train_start(self, trainer, pl_module):
-        self.found.append(dict(pl_module.heldout))
+        self.found.append(dict(pl_module.evaluator.latest))
         super().on_train_start(trainer, pl_module)
 
     def on_validation_end(self, trainer, pl_module):
-        self.found.append(dict(pl_module.heldout))
+        self.found.append(dict(pl_module.evaluator.latest))
 
 
 def train(folder, tmp_path, callbacks, iterations=2, data=None, ckpt=None, **options):
@@ -77,14 +77,14 @@ def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, scri
     callbacks = [EMA(0.7), FID(real, script, kid=True), RunSummary()]
     module, trainer = train(tiny_sd3, tmp_path, callbacks, 3, {"eval_batch_size": 8}, check_val_every_n_epoch=2)
     rows = [prompt for prompt in make_data(heldout_limit=4).heldout_prompts()[:4] for _ in range(2)]
-    trained = distances(module.generate(rows, list(range(8))), script, real)
+    trained = distances(module.evaluator.generate(rows, list(range(8))), script, real)
     with averaged_weights(trainer, module):
-        expected = distances(module.generate(rows, list(range(8))), script, real)
-    found = module.heldout["heldout/fid@8"], module.heldout["heldout/kid@8"]
+        expected = distances(module.evaluator.generate(rows, list(range(8))), script, real)
+    found = module.evaluator.latest["heldout/fid@8"], module.evaluator.latest["heldout/kid@8"]
     assert found == pytest.approx(expected, rel=SAME)
     assert found != pytest.approx(trained, rel=SAME)
     assert {"reward", "brightness", "failed", "fid@8", "kid@8"} == {
-        key.removeprefix("heldout/") for key in module.heldout
+        key.removeprefix("heldout/") for key in module.evaluator.latest
     }
     assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "finished"
 
@@ -92,16 +92,16 @@ def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, scri
 def test_no_image_is_sampled_for_it(tiny_sd3, tmp_path, script, real):
     alone, _ = train(tiny_sd3, tmp_path, [], 1)
     measured, _ = train(tiny_sd3, tmp_path, [FID(real, script)], 1)
-    assert measured.ledger.state_dict() == alone.ledger.state_dict()
-    assert measured.heldout["heldout/reward"] == alone.heldout["heldout/reward"]
+    assert measured.ledger.counts == alone.ledger.counts
+    assert measured.evaluator.latest["heldout/reward"] == alone.evaluator.latest["heldout/reward"]
 
 
 def test_a_set_of_its_own(tiny_sd3, tmp_path, script, real, prompts):
     module, _ = train(tiny_sd3, tmp_path, [FID(real, script, prompts=prompts, images_per_prompt=2)])
     rows = [prompt for prompt in Path(prompts).read_text().splitlines() for _ in range(2)]
-    images = module.generate(rows, [FIRST_OWN_IMAGE + index for index in range(6)])
-    assert module.heldout["heldout/fid@6"] == pytest.approx(distances(images, script, real)[0], rel=SAME)
-    assert not torch.equal(images, module.generate(rows, list(range(6))))
+    images = module.evaluator.generate(rows, [FIRST_OWN_IMAGE + index for index in range(6)])
+    assert module.evaluator.latest["heldout/fid@6"] == pytest.approx(distances(images, script, real)[0], rel=SAME)
+    assert not torch.equal(images, module.evaluator.generate(rows, list(range(6))))
 
 
 def test_how_often(tiny_sd3, tmp_path, script, real):
@@ -125,8 +125,8 @@ def test_a_run_that_stops_early_is_measured_at_its_end(tiny_sd3, tmp_path, scrip
 
     options = {"every_n_evaluations": 10}
     module, _ = train(tiny_sd3, tmp_path, [FID(real, script, **options), Stop()], 9, check_val_every_n_epoch=5)
-    assert module.heldout_step == 1
-    assert "heldout/fid@8" in module.heldout
+    assert module.evaluator.step == 1
+    assert "heldout/fid@8" in module.evaluator.latest
 
 
 def test_nothing_of_it_is_trained_or_saved(tiny_sd3, tmp_path, script, real):
@@ -142,8 +142,8 @@ def test_nothing_of_it_is_trained_or_saved(tiny_sd3, tmp_path, script, real):
 def test_two_of_them(tiny_sd3, tmp_path, script, real, prompts):
     callbacks = [FID(real, script), FID(real, script, prompts=prompts)]
     module, _ = train(tiny_sd3, tmp_path, callbacks, 1)
-    assert {"heldout/fid@8", "heldout/fid@3"} <= module.heldout.keys()
-    assert module.heldout_observers == callbacks
+    assert {"heldout/fid@8", "heldout/fid@3"} <= module.evaluator.latest.keys()
+    assert module.evaluator.observers == callbacks
 
 
 def test_too_few_images_are_mentioned_once(tiny_sd3, tmp_path, script, real):

@@ -113,7 +113,7 @@ def test_the_evaluation_has_a_scale_of_its_own(tiny_sd3):
     def draw(evaluation):
         module = make_module(tiny_sd3, VGRPO(ODE, num_mc_samples=2), evaluation=evaluation)
         module.policy.load()
-        return module.generate(["a red circle on the left"], [0])
+        return module.evaluator.generate(["a red circle on the left"], [0])
 
     assert torch.equal(draw(None), draw(ODE))
     assert not torch.allclose(draw(None), draw(RolloutSpec(steps=4, guidance=5.0)), atol=1e-4)

@@ -61,6 +61,6 @@ def test_an_iteration_moves_the_adapter_at_the_planned_cost(families, tmp_path, 
     assert len(moved) >= len([name for name in after if "lora_B" in name]) - 1  # one of SD3's is idle
     counts = module.ledger.training_counts()
     planned = module.objective.passes_per_image(data.sizes, policy)
-    assert planned == {phase: sum(count.values()) / module.images_seen for phase, count in counts.items()}
+    assert planned == {phase: sum(count.values()) / module.ledger.images for phase, count in counts.items()}
     guided = objective.rollout_spec(0).guidance > 1
     assert planned["rollout"] == S * (2 if guided and not policy.embeds_guidance else 1)

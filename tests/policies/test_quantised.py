@@ -87,7 +87,7 @@ def test_a_run_quantises_its_rollouts_alone(torchao, tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.fit(module, datamodule=make_data())
     assert trainer.callback_metrics["policy/ratio_deviation"] == 0
-    assert module.images_seen == 16
+    assert module.ledger.images == 16
 
 
 def test_what_cannot_be_quantised_is_refused_with_the_reason(monkeypatch):

@@ -12,7 +12,7 @@ from lit_vgrpo import VGRPO, MixGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import RewardLogger, RunSummary
 from lit_vgrpo.launch.prompt_checks import UnscorablePrompts
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Scores, ShapesReward, Weighted
-from lit_vgrpo.rollout.scores import IterationScores
+from lit_vgrpo.rollout.scores import gathered, statistics
 
 
 class Threaded(Brightness):
@@ -74,7 +74,7 @@ def test_overlap_changes_nothing_but_the_thread(tiny_sd3, tmp_path):
     for name, value in weights(plain).items():
         assert torch.equal(value, weights(overlapped)[name]), name
     assert torch.equal(plain.record.rewards, overlapped.record.rewards)
-    assert plain.heldout == overlapped.heldout
+    assert plain.evaluator.latest == overlapped.evaluator.latest
 
 
 @pytest.mark.parametrize("objective", [VGRPO, MixGRPO])
@@ -120,12 +120,12 @@ def test_a_held_out_reward_is_looked_at_and_never_trained_on(tiny_sd3, tmp_path)
             return super().__call__(images, prompts, rows)
 
     module = train(make_module(tiny_sd3, heldout_reward=Untrained()), tmp_path / "with")
-    assert Untrained.calls == len(module.evaluations) == 3
-    assert module.heldout["heldout/untrained_reward"] == module.heldout["heldout/darkness"]
-    assert module.heldout["heldout/darkness"] == pytest.approx(-module.heldout["heldout/brightness"])
-    assert module.heldout["heldout/failed"] == 0
+    assert Untrained.calls == len(module.evaluator.history) == 3
+    assert module.evaluator.latest["heldout/untrained_reward"] == module.evaluator.latest["heldout/darkness"]
+    assert module.evaluator.latest["heldout/darkness"] == pytest.approx(-module.evaluator.latest["heldout/brightness"])
+    assert module.evaluator.latest["heldout/failed"] == 0
     plain = train(make_module(tiny_sd3), tmp_path / "without")
-    assert "heldout/untrained_reward" not in plain.heldout
+    assert "heldout/untrained_reward" not in plain.evaluator.latest
     for name, value in weights(plain).items():
         assert torch.equal(value, weights(module)[name]), name
     summary = json.loads((tmp_path / "with" / "summary.json").read_text())
@@ -177,16 +177,14 @@ def test_statistics_are_those_of_the_images_that_a_reward_applies_to():
         counts={"a": {"retried": 3}},
         errors={"a": "why"},
     )
-    scores = IterationScores.gathered(own, torch.tensor([0, 0, 1, 1, 2, 2]), lambda values: values)
-    assert scores.metrics["a"] == {
+    scores = gathered(own, lambda values: values)
+    metrics = statistics(scores, torch.tensor([0, 0, 1, 1, 2, 2]))
+    assert metrics["a"] == {
         "mean": 2, "std": 1, "no_spread": 0.5, "failed": 1, "seconds_per_image": 2, "retried": 3,
     }  # fmt: skip
-    assert scores.metrics["b"]["no_spread"] == 0.5
-    assert scores.metrics["b"]["failed"] == 0
+    assert metrics["b"]["no_spread"] == 0.5
+    assert metrics["b"]["failed"] == 0
     assert scores.errors == {"a": "why"}
-    scores.refuse_failures(0, any_failure=False)
-    with pytest.raises(RewardError, match='1 of 6 images of iteration 7 failed.*Reward "a": why'):
-        scores.refuse_failures(7, any_failure=True)
 
 
 def test_prompts_that_a_reward_cannot_score_are_counted_before_anything_is_loaded():

@@ -12,9 +12,11 @@ from lit_vgrpo.callbacks import RewardLogger
 from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.scouts import ScoutSpec
 from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.types import Rollout
 from lit_vgrpo.objectives import Denoising
 from lit_vgrpo.rewards import RewardError
 from lit_vgrpo.rollout.scouts import PATIENCE
+from lit_vgrpo.training.settings import module_errors
 
 FACTOR, SCOUT_STEPS, STEPS = 3, 2, 4
 
@@ -28,15 +30,15 @@ class Recorder:
 
     def __init__(self, objective):
         self.objective, self.kept = objective, {}
-        for name in ("roll_out", "send_scouts"):
-            setattr(objective, name, self._keeping(name, getattr(objective, name)))
+        self._batches, objective.rollout_batches = objective.rollout_batches, self._keeping
 
-    def _keeping(self, name, call):
-        def kept(*args, **kwargs):
-            self.kept.setdefault(name, []).append(call(*args, **kwargs))
-            return self.kept[name][-1]
-
-        return kept
+    def _keeping(self, policy, request, spec=None):
+        batches = []
+        for batch in self._batches(policy, request, spec):
+            batches.append(batch)
+            yield batch
+        name = "images" if spec is None else "scouts"
+        self.kept.setdefault(name, []).append(Rollout.joined(batches))
 
 
 class Failing(Brightness):
@@ -73,8 +75,8 @@ def test_what_is_trained_on_is_what_the_noise_gives_without_scouts(tiny_sd3, tmp
     train(tiny_sd3, tmp_path, module)
     train(tiny_sd3, tmp_path, plain, group_size=4 * FACTOR)
     (scouts,), (images,), (every,) = (
-        with_scouts.kept["send_scouts"],
-        *(r.kept["roll_out"] for r in (with_scouts, without)),
+        with_scouts.kept["scouts"],
+        *(r.kept["images"] for r in (with_scouts, without)),
     )
     assert torch.equal(scouts.image_ids, every.image_ids)
     same = [[torch.equal(image, other) for other in every.latents] for image in images.latents]
@@ -123,18 +125,18 @@ def test_failed_scouts_are_not_chosen_and_named(tiny_sd3, tmp_path):
     reward = Failing(lambda call, i: call <= 3 and i < 2)
     module = make_module(tiny_sd3, scouting(), reward, evaluate_at_start=False)
     recorder = Recorder(module.objective)
-    with pytest.warns(UserWarning, match='Reward "brightness" failed for some images of iteration 0'):
+    with pytest.warns(UserWarning, match='Reward "brightness" failed for some scouts of iteration 0'):
         trainer = train(tiny_sd3, tmp_path, module)
     assert trainer.callback_metrics["scouts/failed"] == 6
     assert trainer.callback_metrics["reward/failed"] == 0
-    assert len(recorder.kept["roll_out"][0]) == 8
+    assert len(recorder.kept["images"][0]) == 8
 
 
 @pytest.mark.parametrize(
     ("fails", "failed_images", "words"),
     [
         (lambda call, i: call == 1 and i == 0, "stop", "1 of 24 scouts of iteration 0 failed, and model.failed_images"),
-        (lambda call, i: True, "leave_out", "Every scout of iteration 0 failed"),
+        (lambda call, i: True, "leave_out", "24 of 24 scouts of iteration 0 failed, so there is nothing to learn"),
     ],
 )
 def test_failed_scouts_can_stop_the_run(tiny_sd3, tmp_path, fails, failed_images, words):
@@ -155,7 +157,7 @@ def test_scouts_that_say_nothing_are_named_once(tiny_sd3, tmp_path):
 
 def test_settings_that_make_no_sense_are_refused(tiny_sd3):
     def errors(objective, **options):
-        return make_module(tiny_sd3, objective, **options).check(Sizes(2, 4))
+        return module_errors(make_module(tiny_sd3, objective, **options), Sizes(2, 4))
 
     of_sde = RolloutSpec("flow_sde", STEPS, scouts=ScoutSpec(steps=2))
     assert errors(FlowGRPO(of_sde)) == of_sde.errors()

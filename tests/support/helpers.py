@@ -91,8 +91,8 @@ def picture_prompts(folder, side):
     return str(file)
 
 
-def make_module(folder, objective=None, reward=None, policy_options=None, **options):
-    policy = SD3Policy(str(folder), max_sequence_length=1, **(policy_options or {}))
+def make_module(folder, objective=None, reward=None, policy_options=None, policy=None, **options):
+    policy = policy or SD3Policy(str(folder), max_sequence_length=1, **(policy_options or {}))
     objective = objective or VGRPO(RolloutSpec(steps=2), num_mc_samples=2)
     options = {"optimizer": OptimizerConfig(lr=1e-2), **options}
     return VGRPOModule(policy, objective, reward or Brightness(), **options)

@@ -78,7 +78,7 @@ def job(folder, out, text):
     objective = own[name]() if name in own else METHODS[name][0]()
     module = make_module(folder, objective, non_finite="skip" if name == "skip" else "stop", **chosen_parts)
     ema, seen = EMA(0.5), Seen()
-    module.heldout_observers.append(seen)
+    module.evaluator.observers.append(seen)
     callbacks = [ema, seen, SaveInTheMiddle(chosen.pop("middle", -1), Path(out) / f"{name}.middle.ckpt")]
     ckpt = Path(out) / f"{name}.ckpt"
     ranks = {"strategy": small_strategy(STRATEGY), "devices": WORLD} if WORLD > 1 else {}

@@ -34,7 +34,7 @@ class Says:
 
 def train(folder, tmp_path, saver, values, name="heldout/untrained_reward", iterations=4, ckpt=None, **options):
     module = make_module(folder, **options.pop("module", {}))
-    module.heldout_observers.append(Says(name, values))
+    module.evaluator.observers.append(Says(name, values))
     callbacks = [RunSummary(), saver]
     trainer = make_trainer(tmp_path, iterations, callbacks, enable_checkpointing=True, **options)
     trainer.fit(module, datamodule=make_data(), ckpt_path=ckpt)

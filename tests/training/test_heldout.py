@@ -48,10 +48,10 @@ def test_test_repeats_the_evaluation_with_the_average_and_changes_nothing(tiny_s
     trainer = make_trainer(tmp_path, 2, [ema])
     trainer.fit(module, datamodule=make_data())
     trainer.save_checkpoint(tmp_path / "end.ckpt")
-    end, evaluations, trained = dict(module.heldout), len(module.evaluations), weights(module)
+    end, evaluations, trained = dict(module.evaluator.latest), len(module.evaluator.history), weights(module)
     (found,) = trainer.test(module, datamodule=make_data(), verbose=False)
     assert found == {name.replace("heldout/", "test/"): pytest.approx(value) for name, value in end.items()}
-    assert (module.heldout, len(module.evaluations)) == (end, evaluations)
+    assert (module.evaluator.latest, len(module.evaluator.history)) == (end, evaluations)
     assert all(torch.equal(trained[name], value) for name, value in weights(module).items())
     # From the checkpoint alone, in a new trainer, with the average that it holds.
     fresh = make_module(tiny_sd3)
@@ -61,7 +61,7 @@ def test_test_repeats_the_evaluation_with_the_average_and_changes_nothing(tiny_s
     assert again == pytest.approx(found)
     # Of a checkpoint that was only tested, nothing is left over for a later run.
     make_trainer(tmp_path, 1).fit(fresh, datamodule=make_data())
-    assert fresh.evaluations[0].iteration == 0
+    assert fresh.evaluator.history[0].iteration == 0
     assert fresh.record.iteration == 0
 
 
@@ -76,19 +76,14 @@ def test_predict_returns_images(tiny_sd3, tmp_path):
     batches = make_trainer(tmp_path).predict(module, datamodule=data)
     assert [tuple(images.shape) for images in batches] == [(1, 3, 32, 32)] * 2
     prompts = data.heldout_prompts()
-    expected = module.generate(prompts, [0, 1])
+    expected = module.evaluator.generate(prompts, [0, 1])
     torch.testing.assert_close(torch.cat(batches), expected, rtol=0, atol=1e-5)
     # A loader of texts, its batches cut in another way.
     texts = [*prompts, "a green triangle at the top"]
     (two, one) = make_trainer(tmp_path).predict(module, DataLoader(texts, batch_size=2))
     assert 0 <= two.min() < two.max() <= 1
     torch.testing.assert_close(two, expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(one, module.generate(texts[2:], [2]), rtol=0, atol=1e-5)
-
-
-def test_predict_refuses_what_is_no_prompt(tiny_sd3, tmp_path):
-    with pytest.raises(TypeError, match=r"predict was given a batch of type Tensor. Give prompts: .*DataLoader"):
-        make_trainer(tmp_path).predict(make_module(tiny_sd3), DataLoader(torch.zeros(2, 3)))
+    torch.testing.assert_close(one, module.evaluator.generate(texts[2:], [2]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("options", "error"), [({"num_workers": 4}, "num_workers=4"), ({"pin_memory": True}, "pin_")])

@@ -53,7 +53,7 @@ def test_rewards_models_take_their_room_first(tiny_sd3, tmp_path, monkeypatch, t
     there, room = [], Trial.room
 
     def looked(trial):
-        there.append([reward._model is not None for reward in trial.module.observed.rewards])
+        there.append([reward._model is not None for reward in trial.module.evaluator.observed.rewards])
         return room(trial)
 
     monkeypatch.setattr(Trial, "room", looked)

@@ -80,7 +80,7 @@ class Witness(L.Callback):
 
     def on_train_end(self, trainer, pl_module):
         def draw():
-            return pl_module.generate(PROMPTS, [0, 1]).cpu()
+            return pl_module.evaluator.generate(PROMPTS, [0, 1]).cpu()
 
         self.seen["images"] = draw()
         with averaged_weights(trainer, pl_module):
@@ -95,18 +95,18 @@ class Witness(L.Callback):
 def train(run, folder, sd3):
     lora = run.get("lora", False)
     method = Broken if run.get("broken") else VGRPO
+    dtype = run.get("dtype", "float32")
     module = make_module(
         sd3,
         method(RolloutSpec(steps=2), num_mc_samples=2, anchor_weight=0.5, anchor_decay=0.3, soft_clip=3.0),
         # A larger eps: where a gradient is only rounding noise, as that of a key's bias is, Adam makes a step of it.
         optimizer=OptimizerConfig(lr=2e-4 if lora else 2e-5, warmup_steps=3, eps=1e-6),
         rollout_batch_size=2,
+        policy=Stirred(sd3, max_sequence_length=1, lora_rank=64 if lora else None, dtype=dtype),
         non_finite="skip",
     )
-    dtype = run.get("dtype", "float32")
-    module.policy = Stirred(sd3, max_sequence_length=1, lora_rank=64 if lora else None, dtype=dtype)
     witness = Witness()
-    module.heldout_observers.append(witness)
+    module.evaluator.observers.append(witness)
     callbacks = [EMA(0.8, warmup=False), RewardLogger(), witness]
     if run.get("writes"):
         callbacks += [SampleGrid(2, 1, every_n_iterations=2), Export(f"{run['name']}-export")]

@@ -97,16 +97,16 @@ def evaluate(options: EvaluateOptions) -> int:
         return 0
     evaluation = {
         **description(cli, options, saved, len(rows)),
-        **results(module.scores, module.images_per_prompt),
+        **results(module.of_variants, module.images_per_prompt),
         "missing": missing,
     }
     say(table(evaluation))
     try:
-        files = write(evaluation, module.scores, options.out)
+        files = write(evaluation, module.of_variants, options.out)
     except OSError as error:
         raise UserError(f"Cannot write {options.out}: {error.strerror}. Set --out /another/file.json.") from error
     say(f"Written: {' and '.join(map(str, files))}")
-    return int(any(scores.total.isnan().all() for scores in module.scores.values()))
+    return int(any(scores.total.isnan().all() for scores in module.of_variants.values()))
 
 
 def heldout_rows(cli: RecipeCLI) -> Rows:
@@ -173,7 +173,7 @@ def _fid_asked_for(options: EvaluateOptions, own: FID | None) -> FID:
 
 def description(cli: RecipeCLI, options: EvaluateOptions, saved: SavedWeights, prompts: int) -> dict[str, Any]:
     """Return what was evaluated and how, for the JSON."""
-    data, weights = cli.datamodule, cli.model.observed.weight_of
+    data, weights = cli.datamodule, cli.model.evaluator.observed.weight_of
     return {
         "run": str(options.run),
         "checkpoint": {

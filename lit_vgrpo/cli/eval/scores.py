@@ -97,7 +97,7 @@ class HeldOutEvaluation(VGRPOModule):
             module.policy,
             VGRPO(spec),
             module.reward,
-            heldout_reward=module.heldout_reward,
+            heldout_reward=module.evaluator.untrained,
             evaluation=spec,
             rollout_batch_size=module.rollout_batch_size,
             seed=module.seed,
@@ -109,7 +109,7 @@ class HeldOutEvaluation(VGRPOModule):
         self.variants = variants
         self.fids = fids
         self.feature_network = network
-        self.scores: dict[str, ImageScores] = {}
+        self.of_variants: dict[str, ImageScores] = {}
 
     def setup(self, stage: str) -> None:
         own = str(self.saved.path), self.saved.progress.order
@@ -136,8 +136,8 @@ class HeldOutEvaluation(VGRPOModule):
         with self._weights(batch):
             own = ImageScores.joined([self._scored(images) for images in self._batches(batch)])
             distances = {name: value for fid in self.fids for name, value in fid.compute(self).items()}
-        self.scores[batch] = ImageScores.joined(objects_of_all_ranks(own))
-        self.scores[batch].distances = {name.removeprefix("heldout/"): value for name, value in distances.items()}
+        self.of_variants[batch] = ImageScores.joined(objects_of_all_ranks(own))
+        self.of_variants[batch].distances = {name.removeprefix("heldout/"): value for name, value in distances.items()}
 
     def on_validation_epoch_end(self) -> None:
         """Nothing to log: the scores are the result."""
@@ -150,10 +150,10 @@ class HeldOutEvaluation(VGRPOModule):
         yield from tqdm((dataset[i] for i in range(len(dataset))), variant, len(dataset), leave=False, disable=quiet)
 
     def _scored(self, batch: PromptBatch) -> ImageScores:
-        images = self.generate_batch(batch)
+        images = self.evaluator.generate_batch(batch)
         for fid in self.fids:
             fid.update(images, batch)
-        scores = Scores.joined([self.observed.score(images, batch.prompts, batch.rows)])
+        scores = Scores.joined([self.evaluator.observed.score(images, batch.prompts, batch.rows)])
         features = None if self.feature_network is None else self.feature_network(images).cpu()
         return ImageScores(batch.slots, batch.prompts, scores.total, scores.parts, scores.errors, features)
 
