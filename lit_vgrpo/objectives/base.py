@@ -88,6 +88,9 @@ class Objective(ABC):
         training_guidance: guidance of the network while it is trained, and of the copies it is compared with; ``None``
             takes the rollout's where the method trains on the sampling steps or the network embeds the scale, else 1.
         reference_guidance: guidance of the weights of the start; ``None`` takes the training's.
+
+    A method that overrides :meth:`check`, :meth:`setup` or :meth:`after_iteration` calls those of this class: they keep
+    the anchor, for which a method declares the options ``anchor_weight`` and ``anchor_decay``.
     """
 
     needs_reward: ClassVar[bool] = True
@@ -100,6 +103,8 @@ class Objective(ABC):
     rollout: RolloutSpec | None = None
     training_guidance: float | None = None
     reference_guidance: float | None = None
+    anchor_weight: float = 0.0
+    anchor_decay: float | None = None
 
     def __init__(
         self, training_guidance: GuidanceScale | None = None, reference_guidance: GuidanceScale | None = None
@@ -135,7 +140,7 @@ class Objective(ABC):
         spec = self.rollout_spec(0)
         if spec.scouts is not None and not self.needs_reward:
             return [f"model.objective.rollout.scouts: {type(self).__name__} has no reward to choose by. Leave it out."]
-        return spec.errors()
+        return spec.errors() + self._anchor_errors(sizes)
 
     def policy_errors(self, policy: type[Policy]) -> list[str]:
         """Why this method does not work on a family of policies: at most one line."""
@@ -194,8 +199,10 @@ class Objective(ABC):
         """Take what a trainer's module knows; called before :meth:`setup`. See the attributes."""
         self.all_ranks, self.rollout_device = all_ranks, rollout_device
 
-    def setup(self, policy: Policy) -> None:  # noqa: B027
-        """Make whatever copies of the loaded policy the method keeps."""
+    def setup(self, policy: Policy) -> None:
+        """Make the copies of the loaded policy that the method keeps."""
+        if self.keeps_anchor:
+            self.copies["anchor"] = Snapshot(policy)
 
     def acting(self, policy: Policy) -> AbstractContextManager[Any]:
         """Put the weights that roll out in place: the policy's own, unless a method samples with a copy."""
@@ -241,8 +248,43 @@ class Objective(ABC):
         """Move the clock of gradient steps; copies that follow it are moved by the method."""
         self.num_updates += 1
 
-    def after_iteration(self, policy: Policy) -> None:  # noqa: B027
+    def after_iteration(self, policy: Policy) -> None:
         """Move the copies that follow iterations."""
+        if self.anchor is not None and self.anchor_decay is not None:
+            self.anchor.move_towards(policy, self.anchor_decay)
+
+    # --- the anchor: a slowly moving copy of the weights that a policy is pulled to; not from a paper -----------------
+
+    @property
+    def keeps_anchor(self) -> bool:
+        """True if there is an anchor."""
+        return self.anchor_weight > 0 and self.anchor_decay is not None
+
+    @property
+    def anchor(self) -> Snapshot | None:
+        """The slowly moving copy, where there is one."""
+        return self.copies.get("anchor")
+
+    def _anchor_errors(self, sizes: Sizes) -> list[str]:
+        """Return the settings of the anchor that have no effect, a line each."""
+        weight, decay = self.anchor_weight, self.anchor_decay
+        if weight > 0 and decay is None:
+            return [f"model.objective.anchor_weight={weight} needs an anchor: anchor_decay=null. Set anchor_decay=0.3."]
+        if weight == 0 and decay is not None:
+            return [
+                f"model.objective.anchor_decay={decay} has no effect with anchor_weight=0. Set anchor_weight=1.0, or "
+                "anchor_decay=null."
+            ]
+        if decay == 0 and sizes.updates_per_iteration == 1:
+            return [
+                "model.objective.anchor_decay=0 has no effect with updates_per_iteration=1: the anchor is the policy "
+                "itself. Set anchor_decay=0.3."
+            ]
+        return []
+
+    def anchor_passes(self, predictions: float) -> dict[str, float]:
+        """Return the anchor's predictions per image by phase, as many as the method trains at."""
+        return {"anchor": predictions} if self.keeps_anchor else {}
 
     @contextmanager
     def with_copy(self, policy: Policy, name: str, ledger: PassLedger | None = None) -> Iterator[None]:

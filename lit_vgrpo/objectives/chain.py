@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import clamped
-from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeFloat, Range
+from lit_vgrpo.core.ranges import GuidanceScale, HalfOpenUnitInterval, NonNegativeFloat, Range
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.solvers import FLOW_SDES, VP_SDES, Transition, log_prob, transition
 from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics
 from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
-from lit_vgrpo.objectives.anchor import AnchoredObjective
-from lit_vgrpo.objectives.base import PrepareContext
+from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
 
 
@@ -28,7 +27,7 @@ def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class ChainObjective(AnchoredObjective):
+class ChainObjective(Objective):
     """Base of the methods whose actions are the SDE steps of a rollout; holds the options that all of them have.
 
     An experience's ``extras`` hold for each image its ``K`` trained steps: ``before`` and ``after (B, K, C, h, w)``,
@@ -38,6 +37,9 @@ class ChainObjective(AnchoredObjective):
 
     Args:
         rollout: how images are sampled; an SDE of the policy's path. Null takes the method's published one.
+        anchor_weight: weight of the pull to the anchor, :func:`step_kl` to its means of the trained steps; 0 saves its
+            passes.
+        anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
         clip: half-width of the ratio's trust region; null for none.
         advantage_clip: bound on the advantages; null for none.
         kl_weight: weight of the KL of each step to the starting weights; 0 switches it and its passes off.
@@ -47,8 +49,6 @@ class ChainObjective(AnchoredObjective):
         recompute_old: recompute the old log-probabilities in the training's batches, in passes of their own. In 16-bit
             precision those of the rollout's batches round differently, so the ratio is not exactly 1 before an update.
 
-    :class:`~lit_vgrpo.objectives.anchor.AnchoredObjective` has the options of the anchor. Its pull has the unit of the
-    KL: it is :func:`step_kl` to the anchor's means of the trained steps, at the training's guidance.
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
@@ -56,6 +56,8 @@ class ChainObjective(AnchoredObjective):
 
     rollout: RolloutSpec | None = None
     _: KW_ONLY
+    anchor_weight: NonNegativeFloat = 0.0
+    anchor_decay: HalfOpenUnitInterval | None = None
     clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4
     advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
     kl_weight: NonNegativeFloat = 0.0

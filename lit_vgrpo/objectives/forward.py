@@ -6,22 +6,32 @@ from typing import Annotated, ClassVar, Literal
 from torch import Tensor
 
 from lit_vgrpo.core.probability_paths import Space
-from lit_vgrpo.core.ranges import ClosedUnitInterval, Count, GuidanceScale, PositiveFloat, Range
+from lit_vgrpo.core.ranges import (
+    ClosedUnitInterval,
+    Count,
+    GuidanceScale,
+    HalfOpenUnitInterval,
+    NonNegativeFloat,
+    PositiveFloat,
+    Range,
+)
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.times import ContinuousTimes, SamplerTimes
 from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
-from lit_vgrpo.objectives.anchor import AnchoredObjective, distance_to_copy
-from lit_vgrpo.objectives.base import PrepareContext, require
-from lit_vgrpo.objectives.pairs import TimeSource, mean_over_pairs, predict_pairs, stored_predictions
+from lit_vgrpo.objectives.base import Objective, PrepareContext, require
+from lit_vgrpo.objectives.pairs import TimeSource, distance_to_copy, mean_over_pairs, predict_pairs, stored_predictions
 from lit_vgrpo.policies.base import Policy
 
 
 @dataclass(eq=False)
-class ForwardObjective(AnchoredObjective):
+class ForwardObjective(Objective):
     """Base of the methods that train on pairs (t, eps); holds the options that all of them have.
 
     Args:
         rollout: how images are sampled; any ODE solver. Null takes the method's published one.
+        anchor_weight: weight of the pull to the anchor, :func:`~lit_vgrpo.objectives.pairs.distance_to_copy`; 0 saves
+            its passes.
+        anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
         time_range: the least and the largest time that is trained at, in [0, 1] with 1 as pure noise; null for all.
         noisiest: train only at the noisiest times, as many as this of the sampler's own; null for all. On the
             continuous schedule they are the same share of it.
@@ -30,9 +40,6 @@ class ForwardObjective(AnchoredObjective):
             network embeds it, as FLUX.1-dev's does.
         reference_guidance: guidance scale of the starting weights; null takes the training's.
 
-    :class:`~lit_vgrpo.objectives.anchor.AnchoredObjective` has the options of the anchor. Its pull is the distance to
-    the anchor's predictions on the same pairs, in the space of the method's loss and divided by the absolute error
-    there: see :func:`~lit_vgrpo.objectives.anchor.distance_to_copy`.
     """
 
     needs_ode: ClassVar[bool] = True
@@ -40,6 +47,8 @@ class ForwardObjective(AnchoredObjective):
 
     rollout: RolloutSpec | None = None
     _: KW_ONLY
+    anchor_weight: NonNegativeFloat = 0.0
+    anchor_decay: HalfOpenUnitInterval | None = None
     time_range: tuple[ClosedUnitInterval, ClosedUnitInterval] | None = None
     noisiest: Annotated[int, Range(1, 1000, example=7)] | None = None
     widen_over: Count | None = None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.noise import STREAM_PAIRS, image_generators, unit_noise
 from lit_vgrpo.core.probability_paths import Space, expand
-from lit_vgrpo.core.surrogate import Pairs, draw_pairs, mean_over_pixels, surrogate
+from lit_vgrpo.core.surrogate import Pairs, absolute_error, draw_pairs, mean_over_pixels, surrogate
 from lit_vgrpo.core.times import ContinuousTimes, SamplerTimes, TimePool
 from lit_vgrpo.core.types import Experience, Rollout
 from lit_vgrpo.objectives.base import PrepareContext
@@ -168,6 +168,21 @@ def distance_to(micro: Experience, copy: str, prediction: Tensor) -> Tensor:
     if stored is None:
         return prediction.new_zeros(len(prediction))
     return mean_over_pairs(mean_over_pixels((prediction - stored).square(), 2), micro.extras.get("pair_weight"))
+
+
+def distance_to_copy(prediction: Tensor, stored: Tensor, error: Tensor, scale: Tensor) -> Tensor:
+    """Return ``m((s (v_theta - v_copy))^2) / sg(m(|e|))`` of each pair; ``(B, N, ...) -> (B, N)``.
+
+    Both predictions start from the same noisy latent, so their errors differ by ``s (v_theta - v_copy)``. Divided by
+    the absolute error, the distance has the unit of the self-normalised surrogate, so that one weight fits every time.
+
+    Args:
+        prediction: the network's own; carries grad.
+        stored: that of the copy.
+        error: the policy's error in the space of the method's loss.
+        scale: factor ``s`` from an error of the prediction to one in that space, ``(B, N, 1...)``.
+    """
+    return mean_over_pixels((scale * (prediction - stored)).square(), 2) / absolute_error(error)
 
 
 def mean_over_pairs(values: Tensor, weights: Tensor | None) -> Tensor:

@@ -14,10 +14,9 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import clipped_surrogate, denoising_error, mean_over_pixels, ratio_metrics
 from lit_vgrpo.core.types import Experience, RolloutSpec
-from lit_vgrpo.objectives.anchor import distance_to_copy
 from lit_vgrpo.objectives.base import PrepareContext, require
 from lit_vgrpo.objectives.forward import DrawnTimesObjective
-from lit_vgrpo.objectives.pairs import Sharing, mean_over_pairs, old_values, weighted_pairs
+from lit_vgrpo.objectives.pairs import Sharing, distance_to_copy, mean_over_pairs, old_values, weighted_pairs
 from lit_vgrpo.policies.base import Policy
 
 
@@ -69,40 +68,23 @@ class VGRPO(DrawnTimesObjective):
     clip: Annotated[float, Range(above=0, below=1, example=1e-2)] | None = None
     soft_clip: Annotated[float, Range(above=0, example=3)] | None = None
     kl_weight: NonNegativeFloat = 0.0
-    kl_to: KLTarget | Literal["anchor"] | None = None  # the last for recipes of earlier versions: refused with advice
+    kl_to: KLTarget | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.share_pairs, bool):
             self.share_pairs = "group" if self.share_pairs else "none"
         require(self.share_pairs in get_args(Sharing), "share_pairs", self.share_pairs, "Use none, group or iteration")
-        advice = f"Set anchor_weight={self.kl_weight or 1.0} in place of kl_weight"
-        require(self.kl_to != "anchor", "kl_to", self.kl_to, advice)
         super().__post_init__()
 
     @property
     def strata(self) -> int | None:
         return super().strata if self.stratify else None
 
-    def anchor_errors(self, sizes: Sizes) -> list[str]:
-        if not self._has_earlier_anchor:
-            return super().anchor_errors(sizes)
-        return [
-            f"model.objective.kl_weight={self.kl_weight} no longer pulls to the anchor. Set "
-            f"model.objective.anchor_weight={self.kl_weight} model.objective.kl_weight=0 (and allow_changes=true to "
-            "resume an earlier run)."
-        ]
-
-    @property
-    def _has_earlier_anchor(self) -> bool:
-        """True for the way in which recipes of earlier versions asked for the anchor."""
-        return self.anchor_decay is not None and self.anchor_weight == 0 < self.kl_weight and self.kl_to is None
-
     def check(self, sizes: Sizes) -> list[str]:
         errors = super().check(sizes)
         if self.kl_to is not None and self.kl_weight == 0:
             errors.append(f"model.objective.kl_to={self.kl_to} has no effect with kl_weight=0. Set kl_weight=1.0.")
-        is_zero = self._has_kl_to("behaviour") and sizes.updates_per_iteration == 1
-        if is_zero and not self._has_earlier_anchor:
+        if self._has_kl_to("behaviour") and sizes.updates_per_iteration == 1:
             errors.append(
                 f"model.objective.kl_weight={self.kl_weight} has no effect with updates_per_iteration=1: the policy "
                 "is its own behaviour policy. Set data.updates_per_iteration=2 or more, or kl_to=reference, or "
