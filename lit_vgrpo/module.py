@@ -158,10 +158,8 @@ class VGRPOModule(L.LightningModule):
         rollout = Rollout.joined(parts)
         groups = self.all_ranks(rollout.group_ids)
         advantages = compare(scores, groups, self.reward, self.advantage_std, self.advantage_aggregate)
-        record = self.scores.record(rollout, scores, groups, advantages)
-        record.seconds |= self.sampler.seconds
-        record.scouts = self.sampler.metrics(rollout, scores)
-        self.ledger.images += len(scores)
+        record = self.scores.record(rollout, scores, groups, advantages, self.sampler)
+        self.ledger.count_images(len(scores))
         local = advantages.split(len(rollout))[self.global_rank]
         return Iteration.prepared(self.objective, self.policy, rollout, local, record, batch, self.ledger)
 
@@ -246,7 +244,7 @@ class VGRPOModule(L.LightningModule):
         self.log_dict({f"test/{name.removeprefix('heldout/')}": value for name, value in means.items()})
 
     def on_predict_start(self) -> None:
-        self.evaluator.num_predicted = 0
+        self.evaluator.start_predicting()
 
     def predict_step(self, batch: PromptBatch | Sequence[str], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return images ``(B, 3, H, W)`` in [0, 1] of a batch of prompts, on the CPU.

@@ -50,6 +50,10 @@ class PassLedger:
         phase = self.counts.setdefault(self.current_phase, {"with_grad": 0, "without_grad": 0})
         phase["with_grad" if torch.is_grad_enabled() else "without_grad"] += len(sample) * self.ranks
 
+    def count_images(self, number: int) -> None:
+        """Count images rolled out for training."""
+        self.images += number
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count passes in the context under ``name``: rollout, old, reference, update, a copy's name, or evaluation."""

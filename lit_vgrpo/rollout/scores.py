@@ -17,6 +17,7 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.rewards import RewardError, ScoreQueue, Scores, Weighted
 from lit_vgrpo.rollout.copying import CopyGuard
+from lit_vgrpo.rollout.sampler import ImageSampler
 
 Gather = Callable[[Tensor], Tensor]
 """Concatenates every rank's ``(B, ...)`` in rank order; collective."""
@@ -95,13 +96,16 @@ class ScoreCollector:
             raise RewardError(f'{failed} of {number} {what} failed{stop}. Reward "{name}": {message}')
         return scores
 
-    def record(self, rollout: Rollout, scores: Scores, group_ids: Tensor, advantages: Tensor) -> IterationRecord:
+    def record(
+        self, rollout: Rollout, scores: Scores, group_ids: Tensor, advantages: Tensor, sampler: ImageSampler
+    ) -> IterationRecord:
         """Return the record of an iteration whose updates are still to come.
 
         Args:
             rollout: this rank's images.
             scores: those of all ranks' images, whose groups are ``group_ids (B,)``.
             advantages: of all ranks' images, ``(B,)``.
+            sampler: sampled the images.
         """
         group_size = int((rollout.group_ids == rollout.group_ids[0]).sum())
         return IterationRecord(
@@ -112,9 +116,10 @@ class ScoreCollector:
             errors=scores.errors,
             local_group_ids=rollout.group_ids,
             images=len(scores),
-            seconds=dict(self.seconds),
+            seconds={**sampler.seconds, **self.seconds},
             has_advantage=self.queue is None or bool(advantages.any()),
             blocks_run=rollout.blocks_run,
+            scouts=sampler.metrics(rollout, scores),
             edits={name: self.all_ranks(values) for name, values in self.copies.scores(group_size).items()},
         )
 

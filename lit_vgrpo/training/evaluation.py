@@ -54,7 +54,6 @@ class Evaluator:
         latest: metrics of the last evaluation, ``heldout/...``.
         step: optimizer steps at the last evaluation; -1 before the first.
         history: the evaluations so far.
-        num_predicted: texts of this rank that :meth:`predict` has sampled.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Evaluator:
         self.latest: dict[str, float] = {}
         self.step = -1
         self.history: list[Evaluation] = []
-        self.num_predicted = 0
+        self._num_predicted = 0
         self._queue = ScoreQueue(self.observed, queue)
         self._of_images: dict[str, Tensor] = {}
 
@@ -193,6 +192,10 @@ class Evaluator:
             )
         )
 
+    def start_predicting(self) -> None:
+        """Let :meth:`predict` number its texts from 0."""
+        self._num_predicted = 0
+
     def predict(self, batch: PromptBatch | Sequence[str], rank: int = 0, world_size: int = 1) -> Tensor:
         """Return images ``(B, 3, H, W)`` in [0, 1] of a held-out batch, or of the rank's next texts.
 
@@ -201,8 +204,8 @@ class Evaluator:
         if isinstance(batch, PromptBatch):
             with self.ledger.phase("evaluation"):
                 return self.generate_batch(batch)
-        first, self.num_predicted = self.num_predicted, self.num_predicted + len(batch)
-        numbers = [rank + world_size * number for number in range(first, self.num_predicted)]
+        first, self._num_predicted = self._num_predicted, self._num_predicted + len(batch)
+        numbers = [rank + world_size * number for number in range(first, self._num_predicted)]
         with self.ledger.phase("evaluation"):
             return self.generate(batch, numbers)
 
