@@ -6,11 +6,15 @@ policy unchanged. All assume float32.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +25,6 @@ from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import Conditioning, RolloutSpec, is_of_prompt, lengthened
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.pipeline_call import call_of, pipeline_with, scheduler_of_the_pipeline
 from lit_vgrpo.system.hub import quiet_libraries, source_of
 
 PROMPTS = ("a red circle on the left", "a blue square", "a green triangle at the top", "dogs")
@@ -51,7 +54,6 @@ def checks_of(policy: Policy) -> Iterator[tuple[str, Check]]:
             shown = f"the pipeline samples the same image: {solver}, guidance {guidance:g}"
             yield shown, partial(pictures_are_the_pipelines, solver=solver, guidance=guidance)
     yield "the path agrees with the solver's last step", path_agrees_with_the_solver
-    yield "latents and images have consistent sizes", sizes_agree
     yield "gradients reach the trained weights only", gradient_reaches_what_is_trained
     yield "diffusers reads the saved weights", saved_weights_are_read_back
 
@@ -247,17 +249,6 @@ def path_agrees_with_the_solver(policy: Policy) -> str:
     return _require_same(clean, z, "build_path is the wrong path, or scheduler_times and predict are reversed.")
 
 
-@torch.no_grad()
-def sizes_agree(policy: Policy) -> str:
-    """Check that an encoded image has the size of the policy's latents."""
-    noise, _, _ = inputs(policy)
-    pictures = policy.decode(noise)
-    latents = policy.encode_images(pictures)
-    if latents.shape != noise.shape:
-        raise Broken(f"an image of {tuple(pictures.shape[2:])} has latents {tuple(latents.shape)}")
-    return f"{tuple(noise.shape[1:])}, {tuple(pictures.shape[1:])}"
-
-
 def gradient_reaches_what_is_trained(policy: Policy) -> str:
     """Check that gradients reach trained weights only, and that these are float32."""
     trained = trainable_parameters(policy)
@@ -331,3 +322,70 @@ def _with_weights(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Con
         saved = kind.from_pretrained(source_of(str(folder)), subfolder=policy.network_name).to(policy.device)
     with policy.using(saved):
         return policy(*given)
+
+
+# --- the pipeline's call ----------------------------------------------------------------------------------------------
+
+
+def call_of(
+    policy: Policy,
+    prompts: Sequence[str],
+    noise: Tensor,
+    steps: int,
+    guidance: float,
+    pictures: Tensor | None = None,
+) -> dict[str, Any]:
+    """Return the arguments for a loaded policy's pipeline.
+
+    Args:
+        noise: ``z_1`` of each prompt, ``(B, C, h, w)``.
+        pictures: the pictures that the prompts edit, ``(B, 3, H, W)`` in [0, 1].
+    """
+    pipeline = policy.pipeline
+    known = inspect.signature(type(pipeline).__call__).parameters
+    own = [name for name in inspect.signature(type(policy)).parameters if name in known]  # max_sequence_length
+    options: dict[str, Any] = {
+        **{name: getattr(policy, name) for name in own},
+        "prompt": list(prompts),
+        "height": noise.shape[2] * policy.pixels_per_latent,
+        "width": noise.shape[3] * policy.pixels_per_latent,
+        "num_inference_steps": steps,
+        "latents": policy.pipeline_latents(noise.clone()),
+        "output_type": "pt",
+    }
+    options.pop("negative_prompt", None)
+    if pictures is not None:
+        options |= policy.pipeline_references(pictures)
+    return {**options, **policy.pipeline_guidance(guidance, len(prompts)), **policy.pipeline_options}
+
+
+def scheduler_of_the_pipeline(policy: Policy, solver: str, steps: int) -> Any:
+    """Return the scheduler to compare with the policy's, from the pipeline's configuration if possible.
+
+    A flow's first solver is the pipeline's scheduler itself. ``ddim`` uses the pipeline's noise schedule with the steps
+    of a rollout: "trailing", from pure noise. For other solvers, unknown to the pipeline, it is the policy's.
+    """
+    from diffusers import DDIMScheduler
+
+    own, chosen = policy.pipeline.scheduler, policy.scheduler(solver, steps)
+    if policy.path_kind == "flow" and type(chosen) is type(own):
+        return deepcopy(own)
+    if policy.path_kind == "vp" and isinstance(chosen, DDIMScheduler):
+        return DDIMScheduler.from_config(
+            own.config, timestep_spacing="trailing", clip_sample=False, set_alpha_to_one=True
+        )
+    # Not all other schedulers accept the pipeline's arguments.
+    chosen.set_timesteps = lambda num_inference_steps=None, device=None, sigmas=None, mu=None: None
+    return chosen
+
+
+@contextmanager
+def pipeline_with(policy: Policy, scheduler: Any) -> Iterator[Any]:
+    """Yield a policy's pipeline with another scheduler and all parts on the network's device."""
+    pipeline, own = policy.pipeline, policy.pipeline.scheduler
+    try:
+        pipeline.to(policy.device)
+        pipeline.scheduler = scheduler
+        yield pipeline
+    finally:
+        pipeline.scheduler = own

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.contract import Parts
-from lit_vgrpo.policies.flow import FlowPolicy
-from lit_vgrpo.policies.pipeline_folder import INDEX, config_value
-from lit_vgrpo.policies.vae import latent_sides
+from lit_vgrpo.policies.flow import PATCH, FlowPolicy
+from lit_vgrpo.policies.loading import config_value
+from lit_vgrpo.policies.pipeline import INDEX
 
-LONGEST_PROMPT = 512  # tokens
 TEXT_LAYERS = (9, 18, 27)  # of the encoder's hidden states, as in the pipeline
-PATCH = 2  # the VAE's latents per side of one of the network's
 
 
-@checked
 class Flux2Policy(FlowPolicy):
     """``Flux2KleinPipeline`` as a policy on a rectified flow.
 
@@ -40,30 +35,16 @@ class Flux2Policy(FlowPolicy):
         "attn.to_qkv_mlp_proj",  # of the blocks with a single stream
     )
 
-    def __init__(
-        self,
-        checkpoint: str,
-        max_sequence_length: Annotated[int, Range(1, LONGEST_PROMPT)] = LONGEST_PROMPT,
-        **options: Any,
-    ) -> None:
-        super().__init__(checkpoint, **options)
-        self.max_sequence_length = max_sequence_length
-
     # --- guidance --------------------------------------------------------------------------------------------------
 
     def guidance_error(self) -> str | None:
-        if not self._is_distilled():
+        known = self.pipeline.config.is_distilled if self.loaded else config_value(self, INDEX, "is_distilled")
+        if not known:
             return None
         return (
             f"{self.checkpoint} is distilled (is_distilled in its {INDEX}) and cannot be guided. Use a scale of 1, or "
             "the base model that it was distilled from."
         )
-
-    def distilled_by(self, parts: Parts) -> str | None:
-        return f"is_distilled in its {INDEX}" if self._is_distilled() else None
-
-    def _is_distilled(self) -> bool:
-        return bool(self.pipeline.config.is_distilled if self.loaded else config_value(self, INDEX, "is_distilled"))
 
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
         negative = self.encode_negative()["tokens"].expand(prompts, -1, -1)
@@ -76,9 +57,7 @@ class Flux2Policy(FlowPolicy):
         return self.pipeline.vae_scale_factor * PATCH
 
     def find_latent_shape(self) -> tuple[int, int, int]:
-        factor = self.pipeline.vae_scale_factor
-        default = self.pipeline.default_sample_size * factor
-        height, width = latent_sides(self.height, self.width, default, factor, PATCH)
+        height, width = self.latent_sides(self.pipeline.default_sample_size, PATCH)
         return self.network.config.in_channels, height // PATCH, width // PATCH
 
     def image_tokens(self) -> int:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.contract import Parts
 from lit_vgrpo.policies.flux import FluxPolicy, image_ids, packed
 
 LATENTS = "reference_latents"
@@ -22,16 +21,13 @@ class KontextPolicy(FluxPolicy):
 
     Args:
         checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: length of the T5 block in tokens, at most 512; CLIP sees only the first 77.
+        max_sequence_length: length of the T5 block in tokens, CLIP sees only the first 77.
         **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "FluxKontextPipeline"
     has_cache: ClassVar[bool] = False
     edits: ClassVar[bool] = True
-
-    def distilled_by(self, parts: Parts) -> str | None:
-        return None  # no distilled Kontext is known; schnell's settings say nothing of it
 
     def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
         return {**self.encode_prompts(prompts), LATENTS: self.vae_encode(pictures * 2 - 1)}

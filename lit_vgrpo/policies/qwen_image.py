@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import MASK, Conditioning
-from lit_vgrpo.policies.flow import FlowPolicy
+from lit_vgrpo.policies.flow import PATCH, FlowPolicy
 from lit_vgrpo.policies.flux import packed, unpacked
-from lit_vgrpo.policies.pipeline_folder import Parts
 from lit_vgrpo.policies.prompt_encoder import masked_rows
-from lit_vgrpo.policies.vae import latent_sides
 
-LONGEST_PROMPT = 1024  # tokens
-PATCH = 2  # latents per side packed into one token
 Shape = tuple[int, int, int]
 
 
-@checked
 class QwenImagePolicy(FlowPolicy):
     """``QwenImagePipeline`` as a policy on a rectified flow.
 
@@ -38,31 +32,11 @@ class QwenImagePolicy(FlowPolicy):
     pipeline_class: ClassVar[str] = "QwenImagePipeline"
     packed: ClassVar[int] = PATCH
 
-    def __init__(
-        self,
-        checkpoint: str,
-        max_sequence_length: Annotated[int, Range(1, LONGEST_PROMPT)] = 512,
-        **options: Any,
-    ) -> None:
-        super().__init__(checkpoint, **options)
-        self.max_sequence_length = max_sequence_length
-
-    def misfit(self, parts: Parts) -> str | None:
-        if (parts.get(self.network_name) or {}).get("guidance_embeds"):
-            return "takes guidance as an input (guidance_embeds), which Qwen-Image does not. Use a Qwen-Image model."
-        return super().misfit(parts)
-
     def unused_weights(self) -> tuple[str, ...]:
         last = f"transformer_blocks.{self.network.config.num_layers - 1}"
         return f"{last}.attn.to_add_out.*", f"{last}.txt_mlp.*"  # its text tokens are dropped
 
     # --- latents ---------------------------------------------------------------------------------------------------
-
-    def find_latent_shape(self) -> tuple[int, int, int]:
-        factor = self.pipeline.vae_scale_factor
-        default = self.pipeline.default_sample_size * factor
-        sides = latent_sides(self.height, self.width, default, factor, PATCH)
-        return self.network.config.in_channels // PATCH**2, *sides
 
     def _latent_affine(self) -> tuple[Tensor, Tensor]:
         config = self.pipeline.vae.config

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lit_vgrpo.policies.fingerprint import pipeline_fingerprint
+from lit_vgrpo.policies.loading import pipeline_fingerprint
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.system.file_fingerprint import file_fingerprint, folder_fingerprint

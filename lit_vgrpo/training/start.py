@@ -9,7 +9,7 @@ from hashlib import sha256
 
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.fingerprint import sampled
+from lit_vgrpo.policies.embeddings import sampled
 from lit_vgrpo.policies.lora_file import put_lora
 from lit_vgrpo.system.file_fingerprint import file_fingerprint
 from lit_vgrpo.system.hub import LoadError
