@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,16 +28,12 @@ MULTIPLE = 16
 
 
 def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile a network's repeated blocks in place, for passes with and without gradient.
+    """Compile a network's repeated blocks in place, for passes with and without gradient; parameters keep their names.
 
-    Blocks of one kind share compiled code, so only one of them is compiled, and hooks on the network stay outside.
-    Parameters keep their names. The first batch size is compiled for itself and the second for any size; a batch of one
-    has its own code.
-
-    Passes with and without gradient are compiled separately, and in 16 bits each would keep different intermediate
-    results in float32: predictions of the same weights then differed by 0.24 % (small SD3, bfloat16, CPU), where the
-    ratio must be 1. Every intermediate result is therefore rounded as without compilation, after which all predictions
-    were equal bit for bit.
+    Blocks of one kind share compiled code. Passes with and without gradient are compiled separately, and in 16 bits
+    each would keep different intermediate results in float32: predictions of the same weights then differed by 0.24 %
+    (small SD3, bfloat16, CPU), where the ratio must be 1. So every intermediate result is rounded as without
+    compilation, after which all predictions were equal bit for bit.
 
     Args:
         network: a diffusers model.
@@ -48,9 +44,7 @@ def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor"
     """
     blocks = repeated_blocks(network)
     if not blocks:
-        raise LoadError(
-            f"model.policy.compile=true: {type(network).__name__} has no repeated blocks. Set compile to false."
-        )
+        raise LoadError(f"model.policy.compile=true: {type(network).__name__} has no repeated blocks.")
     for block in blocks:
         block.compile(**compile_options(backend))
 
@@ -84,34 +78,20 @@ def set_attention_backend(network: Any, name: str) -> None:
     """Use one of diffusers' backends in all attention layers of this network, and of no other.
 
     Raises:
-        LoadError: the backend has no backward pass, or the network's layers would ignore it.
+        LoadError: the backend has no backward pass.
         ImportError: its package is not installed.
         ValueError: diffusers has no such backend.
     """
     from diffusers.models.attention_dispatch import attention_backend
 
-    option = f"model.policy.attention_backend={name}"
     if name.startswith(("sage", "_sage")):
-        raise LoadError(f"{option} has no backward pass, which training needs. Use flash, or leave it out.")
-    processors = [module.processor for module in network.modules() if hasattr(module, "processor")]
-    if not processors or not all(hasattr(processor, "_attention_backend") for processor in processors):
-        raise LoadError(f"{option} would be ignored by {type(network).__name__}. Leave it out.")
+        raise LoadError(f"model.policy.attention_backend={name} has no backward pass. Use flash, or leave it out.")
     # diffusers makes it the default of every network in the process; the context restores that.
     with quiet_libraries(), attention_backend():
         network.set_attention_backend(name)
 
 
 # --- views -----------------------------------------------------------------------------------------------------------
-
-
-class View(Protocol):
-    """A network that stands in for a policy's while images are sampled."""
-
-    source: nn.Module
-    network: nn.Module
-
-    def sampling(self) -> AbstractContextManager[None]:
-        """Prepare the view for one sampling with the current weights."""
 
 
 def shared_view(network: nn.Module) -> Any:
@@ -130,13 +110,6 @@ def shared_view(network: nn.Module) -> Any:
         return views[id(module)]
 
     return view(network)
-
-
-def _with_own_parameters(layer: nn.Module) -> Any:
-    """Return a copy of a layer whose parameters can be replaced."""
-    made = copy.copy(layer)
-    made.__dict__["_parameters"] = dict(layer._parameters)
-    return made
 
 
 def lora_layers(network: nn.Module) -> dict[str, Any]:
@@ -169,9 +142,10 @@ class FoldedNetwork:
     def __init__(self, policy: PipelinePolicy) -> None:
         self.source = policy.network
         self.network = shared_view(policy.network)
-        self._layers = []
+        self._layers: list[tuple[nn.Module, Any]] = []
         for name, layer in lora_layers(policy.network).items():
-            merged = _with_own_parameters(layer.get_base_layer())
+            merged = copy.copy(layer.get_base_layer())
+            merged.__dict__["_parameters"] = dict(merged._parameters)  # no longer shared
             self.network.set_submodule(name, merged)
             self._layers.append((merged, layer))
         if policy.compile_network:
@@ -217,23 +191,16 @@ class QuantisedNetwork:
         for name, view in block_linears(self.network).items():
             view.__dict__["_parameters"] = dict(view._parameters)  # no longer shared
             self._layers.append((view, policy.network.get_submodule(name)))
-        self._seen: list[Any] = [None] * len(self._layers)
         if policy.compile_network:
             compile_network(self.network)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Quantise the policy's weights again where they may have changed."""
+        """Quantise the policy's current weights."""
         from torchao.quantization import quantize_
 
-        for number, (view, layer) in enumerate(self._layers):
-            weight = layer.weight
-            # Some strategies write to trained weights in ways that torch does not count.
-            seen = None if weight.requires_grad else (weight.device, weight._version)
-            if seen is not None and seen == self._seen[number]:
-                continue
-            self._seen[number] = seen
-            copied = weight.detach().to(self._dtype, copy=True)
+        for view, layer in self._layers:
+            copied = layer.weight.detach().to(self._dtype, copy=True)
             view.register_parameter("weight", nn.Parameter(copied, requires_grad=False))
             quantize_(view, self._config, filter_fn=lambda module, name: True)
         yield

@@ -19,7 +19,6 @@ from lit_vgrpo.core.types import Conditioning, RolloutSpec, is_of_prompt
 from lit_vgrpo.policies.acceleration import (
     FoldedNetwork,
     QuantisedNetwork,
-    View,
     compile_network,
     is_folded,
     set_attention_backend,
@@ -62,8 +61,12 @@ class Policy(PipelinePolicy):
         """Return errors that can be found without reading weights, one line each."""
         return [] if self.loaded else pipeline_errors(self)
 
-    def load(self) -> Policy:
+    @with_cpu_default
+    def load(self, put_start: PutStart | None = None) -> Policy:
         """Check, load the weights and add the adapter; a second call does nothing.
+
+        Args:
+            put_start: replaces the trained weights by those of the run that ``start_from`` names.
 
         Raises:
             LoadError: the checkpoint is missing, damaged or of another family, or an option does not fit it.
@@ -71,15 +74,6 @@ class Policy(PipelinePolicy):
         """
         for error in self.check():
             raise LoadError(error)
-        return self.read()
-
-    @with_cpu_default
-    def read(self, put_start: PutStart | None = None) -> Policy:
-        """Load as :meth:`load` does, where :meth:`check` has found nothing; does nothing the second time.
-
-        Args:
-            put_start: replaces the trained weights by those of the run that ``start_from`` names.
-        """
         if self.loaded:
             return self
         pipeline = read_pipeline(self)
@@ -91,7 +85,7 @@ class Policy(PipelinePolicy):
         """Use the network of a diffusers pipeline that is already in memory; ``checkpoint`` is then only a name.
 
         Args:
-            put_start: as in :meth:`read`.
+            put_start: as in :meth:`load`.
 
         Raises:
             LoadError: the pipeline or an option does not fit the family.
@@ -108,8 +102,6 @@ class Policy(PipelinePolicy):
         cast(pipeline.vae, torch.float32)
         if all(weight.ndim < 5 for weight in pipeline.vae.parameters()):
             pipeline.vae.to(memory_format=torch.channels_last)
-        if self.vae_slicing:
-            pipeline.vae.enable_slicing()
         if self.vae_tiling:
             pipeline.vae.enable_tiling()
         self.pipeline = pipeline
@@ -334,9 +326,9 @@ class Policy(PipelinePolicy):
                 self._cached = self._enter(stack, cache, lambda: CachedNetwork(self, cache))
             yield
 
-    def _enter(self, stack: ExitStack, key: Any, make: Callable[[], View]) -> View:
+    def _enter(self, stack: ExitStack, key: Any, make: Callable[[], Any]) -> Any:
         """Replace the network by a view of it until the stack is closed."""
-        view: View | None = self._views.get(key)
+        view = self._views.get(key)
         if view is None or view.source is not self.network:
             view = self._views[key] = make()
         stack.enter_context(view.sampling())

@@ -67,7 +67,7 @@ class EmbeddingCache:
         return load(content[CRC_BYTES:])
 
     def write(self, texts: Sequence[str], rows: Sequence[Row]) -> None:
-        """Store rows; at half the size if a half-precision type represents every value of a tensor exactly.
+        """Store rows in their types.
 
         Args:
             texts: distinct texts.
@@ -75,7 +75,7 @@ class EmbeddingCache:
         """
         files = {}
         for text, row in zip(texts, rows, strict=True):
-            content = save({name: narrowed(value.detach().cpu()) for name, value in row.items()})
+            content = save({name: value.cpu().contiguous() for name, value in row.items()})
             files[self._path(text)] = _crc(self._path(text), content) + content
         size = sum(map(len, files.values()))
         if size > self.max_bytes:
@@ -114,20 +114,6 @@ class EmbeddingCache:
 def _crc(path: Path, content: bytes) -> bytes:
     """Return a checksum of a file's content and its name, so that a renamed file is not taken for another."""
     return zlib.crc32(content, zlib.crc32(path.name.encode())).to_bytes(CRC_BYTES, "little")
-
-
-def narrowed(value: Tensor) -> Tensor:
-    """Convert a float32 tensor to bfloat16 or float16 if that represents every value exactly.
-
-    >>> narrowed(torch.tensor([1.0, 0.5])).dtype, narrowed(torch.tensor([0.1])).dtype
-    (torch.bfloat16, torch.float32)
-    """
-    for dtype in (torch.bfloat16, torch.float16):
-        small = value.to(dtype)
-        # compared as integers, because 0 equals -0 and NaN does not equal itself
-        if value.dtype == torch.float32 and torch.equal(small.float().view(torch.int32), value.view(torch.int32)):
-            return small.contiguous()
-    return value.contiguous()
 
 
 def _write(path: Path, content: bytes) -> None:

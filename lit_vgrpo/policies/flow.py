@@ -24,7 +24,8 @@ class FlowPolicy(Policy, ABC):
 
     Args:
         checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: tokens of a prompt that the network sees; longer prompts are cut, shorter ones padded.
+        max_sequence_length: tokens of a prompt that the network sees, the chat template included. Longer prompts are
+            cut, shorter ones padded, and masked if the pipeline has masks.
         **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 

@@ -18,11 +18,6 @@ class FluxPolicy(FlowPolicy):
 
     FLUX.1-dev takes the guidance scale as an input: guidance needs no second pass, and there is no negative prompt. A
     FLUX network without that input uses two passes, like the pipeline's ``true_cfg_scale``.
-
-    Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: length of the T5 block in tokens; CLIP sees only the first 77.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "FluxPipeline"

@@ -21,11 +21,6 @@ class Flux2Policy(FlowPolicy):
 
     A latent is 2 x 2 of the VAE's, scaled by the statistics of the VAE's batch norm. The padding of short prompts is
     part of the network's input, as in the pipeline. Distilled models refuse guidance.
-
-    Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: tokens of every prompt, the chat template included; shorter prompts are padded to it.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "Flux2KleinPipeline"
@@ -34,8 +29,6 @@ class Flux2Policy(FlowPolicy):
         *FlowPolicy.default_lora_targets,
         "attn.to_qkv_mlp_proj",  # of the blocks with a single stream
     )
-
-    # --- guidance --------------------------------------------------------------------------------------------------
 
     def guidance_error(self) -> str | None:
         known = self.pipeline.config.is_distilled if self.loaded else config_value(self, INDEX, "is_distilled")
@@ -49,8 +42,6 @@ class Flux2Policy(FlowPolicy):
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
         negative = self.encode_negative()["tokens"].expand(prompts, -1, -1)
         return {"guidance_scale": guidance, "negative_prompt_embeds": negative}
-
-    # --- latents ---------------------------------------------------------------------------------------------------
 
     @property
     def pixels_per_latent(self) -> int:
@@ -81,8 +72,6 @@ class Flux2Policy(FlowPolicy):
         scale, shift = self._latent_affine()
         latents = F.pixel_unshuffle(self.pipeline.vae.encode(images).latent_dist.mode(), PATCH)
         return (latents - shift) * scale
-
-    # --- the model -------------------------------------------------------------------------------------------------
 
     def shift_mu(self, steps: int) -> float:
         from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu

@@ -18,11 +18,6 @@ class KontextPolicy(FluxPolicy):
 
     Each prompt's row has a picture to edit, of the images' size. Its latents follow the image's in the network's
     sequence, with an id of their own, and the prediction for them is cut off.
-
-    Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: length of the T5 block in tokens, CLIP sees only the first 77.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "FluxKontextPipeline"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 
 from lit_vgrpo.policies.pipeline import INDEX, PipelinePolicy
-from lit_vgrpo.system.file_fingerprint import folder_fingerprint, of_the_model
 from lit_vgrpo.system.hub import (
     cached_file,
     explain_unloadable,
@@ -124,31 +122,6 @@ def weight_files(folder: Path, variant: str | None) -> list[Path]:
     matches = [(path, WEIGHTS.fullmatch(path.name)) for path in folder.iterdir()] if folder.is_dir() else []
     files = [path for path, match in matches if match is not None and (match[1] or match[2]) == variant]
     return [path for path in files if path.suffix == ".safetensors"] or files
-
-
-def pipeline_fingerprint(policy: PipelinePolicy) -> dict[str, str]:
-    """Return a fingerprint of the files of each part of a policy's pipeline, which need not be loaded.
-
-    Files of more than 64 MiB are sampled, see :func:`~lit_vgrpo.system.file_fingerprint.file_fingerprint`. Empty if
-    some parts are not on this machine.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged.
-    """
-    folder = config_folder(policy.checkpoint, policy.revision)
-    if folder is None:
-        return {}
-    index = of_the_model(json.loads((folder / INDEX).read_bytes()))
-    left_out = policy.null_components(folder)
-    found = {INDEX: hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()}
-    for name in (name for name, entry in index.items() if isinstance(entry, list) and name not in left_out):
-        part = folder / name
-        weights = weight_files(part, policy.variant) or weight_files(part, None)
-        if not part.is_dir() or ((part / "config.json").is_file() and not weights):
-            return {}  # not downloaded completely yet
-        found[name] = folder_fingerprint(part, weights)
-    return found
 
 
 def _families(base: Any) -> Iterator[Any]:

@@ -77,9 +77,6 @@ def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
         policy: need not be loaded.
         file: safetensors, under the names of diffusers, kohya's trainer or ai-toolkit.
         network: a diffusers model without weights to compare with, to which an adapter is added.
-
-    Raises:
-        LoadError: it cannot be read, is no LoRA, or some of it does not fit the network.
     """
     tensors, header = _read(policy, file)
     layers = _converted(policy, tensors, network)

@@ -48,7 +48,6 @@ class PipelinePolicy(nn.Module):
         decode_batch_size: images per VAE pass; smaller batches are padded, so that an image does not depend on its
             batch.
         decode_dtype: autocast type of the VAE while it decodes; 16 bits change images by about a grey level.
-        vae_slicing: decode one image at a time.
         vae_tiling: decode large images in overlapping tiles, which changes them slightly.
         embedding_cache: folder that caches prompt embeddings; ``None`` for no cache.
         embedding_cache_gb: maximum size of the folder; the least recently used embeddings are deleted first.
@@ -86,7 +85,6 @@ class PipelinePolicy(nn.Module):
         gradient_checkpointing: bool = False,
         decode_batch_size: BatchSize = BATCH_SIZE,
         decode_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        vae_slicing: bool = False,
         vae_tiling: bool = False,
         embedding_cache: str | None = None,
         embedding_cache_gb: PositiveFloat = 20.0,
@@ -123,7 +121,7 @@ class PipelinePolicy(nn.Module):
         self.negative_prompt = negative_prompt
         self.gradient_checkpointing = gradient_checkpointing
         self.decode_batch_size, self.decode_dtype = decode_batch_size, DTYPES[decode_dtype]
-        self.vae_slicing, self.vae_tiling = vae_slicing, vae_tiling
+        self.vae_tiling = vae_tiling
         self.embedding_cache, self.embedding_cache_gb = embedding_cache, embedding_cache_gb
         self.offload_encoders = offload_encoders
         self.compile_network = compile
@@ -257,15 +255,11 @@ class PipelinePolicy(nn.Module):
             return (self.vae_decode(part).float() / 2 + 0.5).clamp(0, 1)
 
         with self.autocast(self.decode_dtype):
-            return in_batches(decoded, self._vae_batch_size, latents.float())
+            return in_batches(decoded, self.decode_batch_size, latents.float())
 
     @torch.no_grad()
     @in_own_precision
     def encode_images(self, images: Tensor) -> Tensor:
         """Encode images ``(B, 3, H, W)`` in [0, 1] to latents ``(B, C, h, w)``, the mean of the VAE's posterior."""
         place([self.pipeline.vae], self.device)
-        return in_batches(self.vae_encode, self._vae_batch_size, images.to(self.device).float() * 2 - 1)
-
-    @property
-    def _vae_batch_size(self) -> int:
-        return 1 if self.vae_slicing else self.decode_batch_size  # a sliced VAE would also decode the padding
+        return in_batches(self.vae_encode, self.decode_batch_size, images.to(self.device).float() * 2 - 1)

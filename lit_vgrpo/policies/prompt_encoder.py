@@ -143,7 +143,7 @@ class PromptEncoder:
             place(policy.encoders(), policy.device)
         with placed(policy.encoders(), policy.device), quiet_libraries():
             encoded = [encode() for encode in work]
-        rows: list[Row] = [{name: value[0].detach().float() for name, value in row.items()} for row in encoded]
+        rows: list[Row] = [{name: value[0].detach() for name, value in row.items()} for row in encoded]
         return rows if policy.prompt_length() is None else [_without_padding(row) for row in rows]
 
     def _stacked(self, name: str, values: list[Tensor]) -> Tensor:
@@ -151,7 +151,7 @@ class PromptEncoder:
         length = self.policy.prompt_length()
         if length is not None and is_of_prompt(name):
             values = [lengthened(value, length, dim=0) for value in values]
-        # converted to float32 last: a cached row may be half as large
+        # converted to float32 last: rows of 16-bit encoders are half as large
         return torch.stack([value.to(self.policy.device) for value in values]).float()
 
     def _warn_of_long_prompts(self, prompts: Sequence[str]) -> None:

@@ -21,12 +21,6 @@ class QwenImagePolicy(FlowPolicy):
 
     Guidance takes two passes, and each token of the guided prediction is rescaled to the length that it has with the
     prompt alone, as in the pipeline, which cannot switch that off.
-
-    Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: tokens of a prompt that the network sees, the end of the chat template included. Shorter
-            prompts are padded to it and masked, so that an image does not depend on the prompts beside it.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "QwenImagePipeline"
@@ -35,8 +29,6 @@ class QwenImagePolicy(FlowPolicy):
     def unused_weights(self) -> tuple[str, ...]:
         last = f"transformer_blocks.{self.network.config.num_layers - 1}"
         return f"{last}.attn.to_add_out.*", f"{last}.txt_mlp.*"  # its text tokens are dropped
-
-    # --- latents ---------------------------------------------------------------------------------------------------
 
     def _latent_affine(self) -> tuple[Tensor, Tensor]:
         config = self.pipeline.vae.config
@@ -54,8 +46,6 @@ class QwenImagePolicy(FlowPolicy):
     def vae_encode(self, images: Tensor) -> Tensor:
         scale, shift = self._latent_affine()
         return (self.pipeline.vae.encode(images.unsqueeze(2)).latent_dist.mode()[:, :, 0] - shift) * scale
-
-    # --- prompts ---------------------------------------------------------------------------------------------------
 
     def prompt_length(self) -> int:
         return self.max_sequence_length
@@ -83,8 +73,6 @@ class QwenImagePolicy(FlowPolicy):
         )["input_ids"]
         encoded = pipeline.text_encoder(ids.to(self.device), output_hidden_states=True)
         return encoded.hidden_states[-1][0, before:]
-
-    # --- the network -----------------------------------------------------------------------------------------------
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         sequence, shapes = self.sequence(z, cond)

@@ -26,13 +26,7 @@ class QwenImageEditPolicy(QwenImagePolicy):
     The text encoder reads the picture with the prompt, and with the negative prompt too, whose embedding therefore
     belongs to the picture. The picture's latents follow the image's in the network's sequence, and the prediction for
     them is cut off. As in the pipeline, the encoder sees about 384 x 384 pixels of the picture and the VAE about
-    1024 x 1024, whatever the images' size.
-
-    Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: tokens of a picture and its prompt that the network sees, the end of the chat template
-            included; the picture takes about 200. Shorter ones are padded to it and masked.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
+    1024 x 1024, whatever the images' size. The picture takes about 200 of a prompt's ``max_sequence_length`` tokens.
     """
 
     pipeline_class: ClassVar[str] = "QwenImageEditPlusPipeline"

@@ -18,11 +18,6 @@ class ZImagePolicy(FlowPolicy):
     """``ZImagePipeline`` as a policy on a rectified flow.
 
     Guidance counts as in every family: 1 is none. The pipeline's ``guidance_scale`` is one less.
-
-    Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: tokens of a prompt that the network sees, the chat template included.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "ZImagePipeline"
@@ -36,8 +31,6 @@ class ZImagePolicy(FlowPolicy):
 
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
         return {"guidance_scale": guidance - 1, "negative_prompt": [self.negative_prompt] * prompts}
-
-    # --- prompts ---------------------------------------------------------------------------------------------------
 
     def prompt_length(self) -> int:
         return self.max_sequence_length
@@ -62,8 +55,6 @@ class ZImagePolicy(FlowPolicy):
             self._templated(prompt), max_length=self.max_sequence_length, truncation=True, return_tensors="pt"
         )["input_ids"]
         return self.pipeline.text_encoder(ids.to(self.device), output_hidden_states=True).hidden_states[-2][0]
-
-    # --- the network -----------------------------------------------------------------------------------------------
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         prediction = self.network(

@@ -161,7 +161,7 @@ def test_a_strategy_that_shards_the_weights_is_refused_and_others_are_not(option
     assert whole_weights_error(ZeRO(stage=2), policy) is None
 
 
-# --- 8-bit rollouts, which need torchao: pip install "lit-vgrpo[quantise]" ---------------------------------------------
+# --- 8-bit rollouts, which need torchao: pip install "lit-vgrpo[quantise]" -------------------------------------------
 
 INT8 = RolloutSpec(steps=4, quantise="int8")
 EACH = [{}, {"lora_rank": 2, "dtype": "bfloat16"}, {"lora_rank": 2}, {"dtype": "bfloat16"}]
