@@ -368,7 +368,7 @@ class Policy(PipelinePolicy):
         Args:
             folder: destination.
             weights: the full trained tensors by their names in the network, if the network itself holds shards.
-            dtype: of everything written.
+            dtype: of everything written, because the parts of a pipeline must match.
         """
         save_policy(self, Path(folder), weights, dtype)
         return Path(folder)

@@ -25,8 +25,6 @@ from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.policies.acceleration import compile_options, repeated_blocks, shared_view
 from lit_vgrpo.policies.pipeline import PipelinePolicy
 
-HOOK = "lit_vgrpo"
-
 
 class CachedNetwork:
     """A view of a policy's network with one of diffusers' block caches.
@@ -43,7 +41,7 @@ class CachedNetwork:
         self._blocks = [_BlockCounter(policy.compile_network) for _ in blocks]
         self._passes = _PassCounter()
         for module, hook in ((self.network, self._passes), *zip(blocks, self._blocks, strict=True)):
-            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
+            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, "lit_vgrpo")
         # SD3's network has no enable_cache(), which would call the same functions.
         options = cache.options()
         if cache.kind == "first_block":
@@ -90,8 +88,6 @@ class CachedNetwork:
 
 
 class _PassCounter(ModelHook):
-    """Counts the network's passes."""
-
     count = 0
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

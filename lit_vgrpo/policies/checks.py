@@ -48,17 +48,12 @@ def checks_of(policy: Policy) -> Iterator[tuple[str, Check]]:
     yield "prompts change the images", prompts_show
     yield "a row does not depend on its batch", rows_do_not_depend_on_the_batch
     for solver in policy.solvers:
-        for guidance in scales_of(policy):
+        for guidance in (1.0, GUIDANCE) if policy.guidance_error() is None else (1.0,):
             shown = f"the pipeline samples the same image: {solver}, guidance {guidance:g}"
             yield shown, partial(pictures_are_the_pipelines, solver=solver, guidance=guidance)
     yield "the path agrees with the solver's last step", path_agrees_with_the_solver
     yield "gradients reach the trained weights only", gradient_reaches_what_is_trained
     yield "diffusers reads the saved weights", saved_weights_are_read_back
-
-
-def scales_of(policy: Policy) -> tuple[float, ...]:
-    """Return the guidance scales to compare images at."""
-    return (1.0, GUIDANCE) if policy.guidance_error() is None else (1.0,)
 
 
 def inputs(policy: Policy, size: int = 2) -> tuple[Tensor, Tensor, Conditioning]:
@@ -165,11 +160,7 @@ def _sampled(
     guidance: float = 1.0,
     edited: Sequence[str] | None = None,
 ) -> Tensor:
-    """Return the latents ``(B, C, h, w)`` of a short rollout; the first solver by default.
-
-    Args:
-        edited: prompts whose pictures are edited; the prompts' own by default.
-    """
+    """Return the latents ``(B, C, h, w)`` of a short rollout; ``edited`` are prompts whose pictures are edited."""
     spec = RolloutSpec(solver or policy.solvers[0], STEPS, guidance)
     rows = torch.arange(len(noise), device=noise.device)
     return sample(policy, policy.encode(prompts, pictures_for(policy, edited or prompts)), rows, spec, noise)[0]

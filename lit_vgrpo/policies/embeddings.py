@@ -44,9 +44,7 @@ class EmbeddingCache:
     """
 
     def __init__(self, folder: str | Path, max_bytes: int, encoder: str) -> None:
-        self.folder = Path(folder)
-        self.max_bytes = max_bytes
-        self.encoder = encoder
+        self.folder, self.max_bytes, self.encoder = Path(folder), max_bytes, encoder
         self._room = 0  # bytes that may be written before the folder is scanned again
         self._writes = True
 

@@ -16,18 +16,8 @@ from lit_vgrpo.system.hub import quiet_libraries
 SD2_TEXT_WIDTH = 1024  # of the text encoder of Stable Diffusion 2.x
 
 
-def save_policy(
-    policy: PipelinePolicy,
-    folder: Path,
-    weights: Mapping[str, Tensor] | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Write the trained weights: an adapter for ``load_lora_weights``, or a pipeline folder.
-
-    Args:
-        weights: the full trained tensors by their names in the network, if the network itself holds shards.
-        dtype: of everything written, because ``from_pretrained`` keeps the types of a folder's parts, which must match.
-    """
+def save_policy(policy: PipelinePolicy, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype) -> None:
+    """Write the trained weights as an adapter or a pipeline folder, see :meth:`lit_vgrpo.policies.Policy.save`."""
     if policy.lora_rank is None:
         _save_pipeline(policy, folder, weights, dtype)
         return

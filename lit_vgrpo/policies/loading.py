@@ -69,25 +69,20 @@ def read_pipeline(policy: PipelinePolicy) -> Any:
     dtypes = {policy.network_name: network_dtype, "vae": torch.float32, "default": policy.dtype}
     with quiet_libraries():
         family = getattr(diffusers, policy.pipeline_class)  # imports lazily
-    folder = _fetch(policy, family)
+    folder = local_folder(policy.checkpoint)
+    if folder is None:
+        index = config_folder(policy.checkpoint, policy.revision)
+        left_out = {} if index is None else policy.null_components(index)
+        remedy = f"Run: hf download {policy.checkpoint}, or set {KEY}=/a/local/folder."
+        # Keep the download's progress bars: it may be the slowest part of the start.
+        with loading(policy.checkpoint, remedy), only_errors_of("diffusers", "huggingface_hub"):
+            versions = {"revision": policy.revision, "variant": policy.variant}
+            folder = Path(family.download(policy.checkpoint, **versions, **left_out))
     remedy = f"Download or save it again, or set {KEY} to a different pipeline."
     with loading(policy.checkpoint, remedy), quiet_libraries():
         return family.from_pretrained(
             folder, variant=policy.variant, torch_dtype=dtypes, **policy.null_components(folder)
         )
-
-
-def _fetch(policy: PipelinePolicy, family: Any) -> Path:
-    """Return the folder of a policy's pipeline; missing files of a hub name are downloaded."""
-    folder = local_folder(policy.checkpoint)
-    if folder is not None:
-        return folder
-    index = config_folder(policy.checkpoint, policy.revision)
-    left_out = {} if index is None else policy.null_components(index)
-    remedy = f"Run: hf download {policy.checkpoint}, or set {KEY}=/a/local/folder."
-    # Keep the download's progress bars: it may be the slowest part of the start.
-    with loading(policy.checkpoint, remedy), only_errors_of("diffusers", "huggingface_hub"):
-        return Path(family.download(policy.checkpoint, revision=policy.revision, variant=policy.variant, **left_out))
 
 
 def distillation_warning(policy: PipelinePolicy) -> str | None:

@@ -119,8 +119,7 @@ def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[s
     if others or not any(name.endswith((*SPELLINGS, ".lora.down.weight")) for name in tensors):
         reason = f"it has {others[0]}" if others else "none of its tensors is named lora_A or lora_down"
         raise LoadError(
-            f"{what} is not a LoRA of the network alone: {reason}. Merge it into the pipeline with diffusers' "
-            "load_lora_weights() and fuse_lora(), and set model.policy.checkpoint to that."
+            f"{what} is not a LoRA of the network alone: {reason}. Merge it into a pipeline by diffusers' fuse_lora."
         )
     if any(not tensor.isfinite().all() for tensor in tensors.values()):
         raise LoadError(f"{what} holds weights that are not finite. Download or save it again.")

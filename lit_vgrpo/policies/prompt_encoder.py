@@ -72,14 +72,7 @@ class PromptEncoder:
         return EmbeddingCache(resolve_path(policy.embedding_cache), size, encoder_fingerprint(policy))
 
     def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> Conditioning:
-        """Return one row per prompt, float32, on the network's device; equal prompts are encoded once.
-
-        Args:
-            references: the pictures that the prompts edit, ``(3, H, W)``, uint8; equal ones are encoded once.
-
-        Raises:
-            ValueError: a family that edits has no pictures, or another has some.
-        """
+        """Return one row per prompt; equal prompts are encoded once. See :meth:`lit_vgrpo.policies.Policy.encode`."""
         policy = self.policy
         if policy.edits != (references is not None):
             has = "needs an image" if policy.edits else "takes no image"

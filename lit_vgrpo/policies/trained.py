@@ -30,8 +30,9 @@ def choose_trained(policy: PipelinePolicy, unused: Sequence[str] = ()) -> None:
     """
     network: nn.Module = policy.network
     if policy.lora_rank is not None:
-        if policy.quantisation is not None:
-            quantise_base(policy)
+        for name, layer in block_linears(network).items() if policy.quantisation is not None else ():
+            if not layer.weight.is_meta:
+                network.set_submodule(name, QuantisedLinear(layer, policy.quantisation, policy.dtype))
         _add_adapter(policy, policy.lora_rank)
     else:
         patterns = policy.train_only or ["*"]
@@ -88,13 +89,6 @@ def name_in_block(name: str) -> str:
 # --- a frozen base in 4 or 8 bits ------------------------------------------------------------------------------------
 # bitsandbytes (read in 0.50.2) has kernels for CPU and CUDA. Its layers are not used: some of their kernels run only
 # without gradient, and a pass without gradient must equal one with it, or the ratio is not 1 before an update.
-
-
-def quantise_base(policy: PipelinePolicy) -> None:
-    """Replace the linear layers of the network's blocks by quantised ones; does nothing on the meta device."""
-    for name, layer in block_linears(policy.network).items():
-        if not layer.weight.is_meta:
-            policy.network.set_submodule(name, QuantisedLinear(layer, policy.quantisation, policy.dtype))
 
 
 def quantised_bytes(kind: Literal["nf4", "int8"], weights: int) -> int:

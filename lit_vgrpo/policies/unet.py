@@ -56,10 +56,7 @@ class UNetPolicy(Policy):
         if config.prediction_type not in PREDICTIONS:
             return f"predicts {config.prediction_type!r}, not {' or '.join(PREDICTIONS)}."
         if config.prediction_type == "epsilon" and config.get("rescale_betas_zero_snr"):
-            return (
-                "predicts epsilon on a schedule that ends in pure noise (rescale_betas_zero_snr), where epsilon has no "
-                "information about the image. Change one of the two in its scheduler folder."
-            )
+            return "predicts epsilon, which is undefined where its schedule ends in pure noise (zero SNR)."
         return None
 
     def build_path(self) -> VariancePreserving:

@@ -90,14 +90,6 @@ def test_merged_predicts_the_same_and_the_network_does_not_change(sd3, unet, kin
         assert torch.equal(predict(policy), expected)
 
 
-def test_the_network_comes_back_when_sampling_fails(sd3):
-    policy = sd3()
-    network = policy.network
-    with pytest.raises(KeyboardInterrupt), policy.sampling(RolloutSpec(cache=BlockCache("taylorseer"))):
-        raise KeyboardInterrupt
-    assert policy.network is network
-
-
 def test_the_current_weights_are_merged(sd3):
     policy = sd3()
     copy = Snapshot(policy)
@@ -126,19 +118,6 @@ def test_ode_sampling_merges_where_it_may_and_a_chain_never_does(sd3, options, m
     assert seen == [merges] * 2
     sample_chain(policy, cond, rows, RolloutSpec("flow_sde", steps=2), noise, image_generators(6, 0, 0, [0, 1]))
     assert seen[2:] == [False] * 2
-
-
-def test_a_merged_rollout_is_the_plain_one_and_is_counted(sd3):
-    policy, plain = sd3(), sd3(fold_lora=False)
-    ledger = PassLedger()
-    ledger.attach(policy.network)
-    noise = policy.prior(image_generators(1, 0, 0, [0, 1]))
-    latents = [
-        sample(one, one.encode(PROMPTS), torch.arange(2), RolloutSpec(steps=3, guidance=2.0), noise)[0]
-        for one in (policy, plain)
-    ]
-    torch.testing.assert_close(*latents, rtol=1e-4, atol=1e-5)
-    assert ledger.counts == {"update": {"with_grad": 0, "without_grad": 3 * 2 * 2}}
 
 
 def test_what_cannot_be_merged(sd3):

@@ -279,11 +279,6 @@ def test_float16_is_not_trained_without_a_gradient_scaler(tiny_sd3, tmp_path):
     assert scaling_error(SingleDeviceStrategy("cpu"), SD3Policy("any", dtype="bfloat16")) is None
 
 
-def test_loading_is_silent(families, tmp_path, capfd):
-    families("sd3").load().save(tmp_path / "again")
-    assert capfd.readouterr().err == ""
-
-
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 

@@ -213,18 +213,6 @@ def test_images_need_the_vae_alone(families):
 # --- the VAE ----------------------------------------------------------------------------------------------------------
 
 
-def test_slicing_gives_the_same_images(families):
-    family = families("sd3")
-    policy = family.load(vae_slicing=True)
-    passes = []
-    policy.pipeline.vae.decoder.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
-    latents = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
-    images = policy.decode(latents)
-    assert passes == [1, 1, 1]
-    torch.testing.assert_close(images, family.shared.decode(latents))
-    torch.testing.assert_close(policy.encode_images(images), family.shared.encode_images(images))
-
-
 def test_tiling_above_the_tiles_size_changes_images_a_little():
     # a trained VAE, whose tiles look like the picture that they are cut from
     plain, tiled = (SD3Policy("shipped:assets/tiny_sd3", vae_tiling=tiling).load() for tiling in (False, True))
