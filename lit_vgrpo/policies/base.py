@@ -92,7 +92,10 @@ class Policy(PipelinePolicy):
             RuntimeError: ``start_from`` is given, but no ``put_start``.
         """
         if self.start_from is not None and put_start is None:
-            raise RuntimeError("start_from needs lit_vgrpo.training.start.load_policy(policy), not policy.load().")
+            raise RuntimeError(
+                f"start_from={self.start_from} names a run or LoRA file. "
+                "Call lit_vgrpo.training.start.load_policy(policy) instead of policy.load()."
+            )
         if (error := self.misfit(pipeline)) is not None:
             raise LoadError(f"{KEY}={self.checkpoint} {error}")
         pipeline.set_progress_bar_config(disable=True)
@@ -258,7 +261,7 @@ class Policy(PipelinePolicy):
         return self.encode([prompt for prompt, _ in distinct], pictures), rows
 
     def blank_references(self, number: int) -> list[Tensor] | None:
-        """Return black pictures for so many prompts, to measure a pass with; ``None`` if the family edits none."""
+        """Return black pictures for ``number`` prompts, to measure a pass with; ``None`` if the family edits none."""
         return [torch.zeros(3, *(self.image_size or (1, 1)), dtype=torch.uint8)] * number if self.edits else None
 
     @in_own_precision

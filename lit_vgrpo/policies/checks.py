@@ -38,7 +38,7 @@ Check = Callable[[Policy], str]
 
 
 class Broken(Exception):
-    """A policy failed a check; the message says how and where to look."""
+    """A policy failed a check; the message names the difference and where to look."""
 
 
 def checks_of(policy: Policy) -> Iterator[tuple[str, Check]]:

@@ -37,7 +37,7 @@ class EmbeddingCache:
     key, so a look-up opens one file and needs no index. A missing, damaged or unreadable file counts as absent.
 
     Args:
-        folder: created on first write; if it cannot be written, a warning says so and nothing is cached.
+        folder: created on first write; if it cannot be written, nothing is cached, with a warning.
         max_bytes: maximum size of the folder over all encoders; the least recently used files are deleted first.
             Concurrent writers may exceed it by 1 % each.
         encoder: fingerprint of the encoders; rows of other encoders are never returned.

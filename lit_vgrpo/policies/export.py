@@ -75,7 +75,6 @@ def _layers_of_adapter(
     layers = get_peft_model_state_dict(policy.network, state_dict=dict(weights) if weights is not None else None)
     scale = config.lora_alpha / config.r
     scaled = {name: scale * tensor if ".lora_B." in name else tensor for name, tensor in layers.items()}
-    # which channels-last ones are not
     return {name: tensor.to(dtype).contiguous() for name, tensor in scaled.items()}
 
 

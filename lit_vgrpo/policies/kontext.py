@@ -17,7 +17,7 @@ class KontextPolicy(FluxPolicy):
     """``FluxKontextPipeline`` as a policy on a rectified flow.
 
     Each prompt's row has a picture to edit, of the images' size. Its latents follow the image's in the network's
-    sequence, with an id of their own, and the prediction for them is cut off.
+    sequence, with another id, and the prediction for them is cut off.
     """
 
     pipeline_class: ClassVar[str] = "FluxKontextPipeline"

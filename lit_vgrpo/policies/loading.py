@@ -98,7 +98,7 @@ def distillation_warning(policy: PipelinePolicy) -> str | None:
 
 
 def config_folder(checkpoint: str, revision: str | None = None) -> Path | None:
-    """Return the local folder with a pipeline's index: its own folder or the hub's cache."""
+    """Return the local folder with a pipeline's index: the checkpoint itself or a folder of the hub's cache."""
     index = file_at_hand(checkpoint, INDEX, revision)
     return None if index is None else index.parent
 

@@ -176,7 +176,8 @@ class PipelinePolicy(nn.Module):
 
     def null_components(self, folder: Path) -> dict[str, None]:
         """Return components that are null in the folder's index; diffusers needs each as an argument."""
-        index = json.loads((folder / INDEX).read_text())
+        path = folder / INDEX
+        index = json.loads(path.read_text()) if path.is_file() else {}
         return {name: None for name, value in index.items() if isinstance(value, list) and value[:1] == [None]}
 
     def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:

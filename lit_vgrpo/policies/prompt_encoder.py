@@ -79,7 +79,8 @@ class PromptEncoder:
             raise ValueError(f"{type(policy).__name__} {has} in each row of the prompts.")
         self._warn_of_long_prompts(prompts)
         texts, work = [], dict[str, Encode]()
-        for prompt, picture in zip(prompts, references or [None] * len(prompts), strict=True):
+        pictures: Sequence[Tensor | None] = references or [None] * len(prompts)
+        for prompt, picture in zip(prompts, pictures, strict=True):
             if picture is None:
                 texts.append(f"prompt\n{prompt}")
                 work[texts[-1]] = partial(policy.encode_prompts, [prompt])

@@ -82,7 +82,7 @@ def test_values_are_kept_exactly_in_their_type(tmp_path, dtype):
 
 def large(*numbers):
     """Rows of ten kilobytes each, beside which headers do not count."""
-    return [{"tokens": torch.full((5000,), float(number))} for number in numbers]
+    return [{"tokens": torch.full((5000,), float(number), dtype=torch.bfloat16)} for number in numbers]
 
 
 def test_what_was_unused_for_longest_goes_first(tmp_path):
@@ -105,7 +105,7 @@ def test_a_bound_that_many_small_writes_reach_holds(tmp_path):
     for number in range(200):
         made = (one, other)[number % 2]
         room = made._room
-        made.write(texts(number), [{"tokens": torch.full((2500,), float(number))}])
+        made.write(texts(number), [{"tokens": torch.full((2500,), float(number), dtype=torch.bfloat16)}])
         looks.append(made._room > room)
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1_000_000
     assert not all(looks)
