@@ -43,7 +43,7 @@ from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import Conditioning, Experience, Rollout
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, Policy, SD3Policy
-from lit_vgrpo.policies.speed import compile_network
+from lit_vgrpo.policies.acceleration import compile_network
 from lit_vgrpo.system.memory import measured_memory
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.optimizer import OptimizerConfig

@@ -21,7 +21,7 @@ from lit_vgrpo.data.prompts import prompt_errors
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import build_recipe
 from lit_vgrpo.launch.recipe_cli import LINKED, TOP_LEVEL, RecipeCLI
-from lit_vgrpo.policies.pipeline_folder import distillation_warning, weight_files
+from lit_vgrpo.policies.loading import distillation_warning, weight_files
 from lit_vgrpo.system.paths import resolve_path
 
 SMALLEST_NEED = 100 * 2**20

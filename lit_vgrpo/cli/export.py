@@ -24,8 +24,8 @@ from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_poli
 from lit_vgrpo.config.arguments import flag, option, subcommand
 from lit_vgrpo.errors import UserError, counted, report, say, suggestion
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.contract import DTYPES
 from lit_vgrpo.policies.export import save_kohya, save_merged
+from lit_vgrpo.policies.pipeline import DTYPES
 from lit_vgrpo.system.atomic_folder import vacant_folder, write_new_folder
 
 DIFFUSERS, KOHYA = "diffusers", "kohya"

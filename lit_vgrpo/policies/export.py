@@ -9,32 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.policies.contract import PolicyContract
+from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.policies.placement import written_in
 from lit_vgrpo.system.hub import quiet_libraries
 
 SD2_TEXT_WIDTH = 1024  # of the text encoder of Stable Diffusion 2.x
 
 
-def save_policy(
-    policy: PolicyContract,
-    folder: Path,
-    weights: Mapping[str, Tensor] | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Write the trained weights: an adapter for ``load_lora_weights``, or a pipeline folder.
-
-    Args:
-        weights: the full trained tensors by their names in the network, if the network itself holds shards.
-        dtype: of everything written, because ``from_pretrained`` keeps the types of a folder's parts, which must match.
-    """
+def save_policy(policy: PipelinePolicy, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype) -> None:
+    """Write the trained weights as an adapter or a pipeline folder, see :meth:`lit_vgrpo.policies.Policy.save`."""
     if policy.lora_rank is None:
         _save_pipeline(policy, folder, weights, dtype)
-    else:
-        _save_adapter(policy, folder, weights, dtype)
+        return
+    layers = _layers_of_adapter(policy, weights, dtype)
+    config = {**policy.network.peft_config["default"].to_dict(), "lora_alpha": policy.lora_rank}
+    name = f"{policy.network_name}_lora"
+    policy.pipeline.save_lora_weights(folder, **{f"{name}_layers": layers, f"{name}_adapter_metadata": config})
 
 
-def save_merged(policy: PolicyContract, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def save_merged(policy: PipelinePolicy, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Merge the adapter into the weights and write a pipeline folder; the policy is unusable afterwards.
 
     Weights are added in float32, which represents the frozen weights exactly whatever their type.
@@ -48,7 +41,7 @@ def save_merged(policy: PolicyContract, folder: Path, dtype: torch.dtype = torch
     _save_pipeline(policy, folder, None, dtype)
 
 
-def save_kohya(policy: PolicyContract, file: Path, dtype: torch.dtype = torch.float32) -> None:
+def save_kohya(policy: PipelinePolicy, file: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write a UNet's adapter under the names of kohya's trainer, which programs without diffusers expect.
 
     The header names the base model; without it, WebUI assumes Stable Diffusion 1.
@@ -69,17 +62,8 @@ def save_kohya(policy: PolicyContract, file: Path, dtype: torch.dtype = torch.fl
     save_file(convert_state_dict_to_kohya(layers), file, header)
 
 
-def _save_adapter(
-    policy: PolicyContract, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
-) -> None:
-    layers = policy.lora_names(_layers_of_adapter(policy, weights, dtype))
-    config = {**policy.network.peft_config["default"].to_dict(), "lora_alpha": policy.lora_rank}
-    name = f"{policy.network_name}_lora"
-    policy.pipeline.save_lora_weights(folder, **{f"{name}_layers": layers, f"{name}_adapter_metadata": config})
-
-
 def _layers_of_adapter(
-    policy: PolicyContract, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
+    policy: PipelinePolicy, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return the adapter's tensors by peft's names, with the scale alpha / rank multiplied into the B matrices.
 
@@ -91,12 +75,11 @@ def _layers_of_adapter(
     layers = get_peft_model_state_dict(policy.network, state_dict=dict(weights) if weights is not None else None)
     scale = config.lora_alpha / config.r
     scaled = {name: scale * tensor if ".lora_B." in name else tensor for name, tensor in layers.items()}
-    # which channels-last ones are not
     return {name: tensor.to(dtype).contiguous() for name, tensor in scaled.items()}
 
 
 def _save_pipeline(
-    policy: PolicyContract, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
+    policy: PipelinePolicy, folder: Path, weights: Mapping[str, Tensor] | None, dtype: torch.dtype
 ) -> None:
     pipeline, network = policy.pipeline, policy.network
     whole = network if weights is None else _whole(network, weights)

@@ -2,92 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.contract import Parts
-from lit_vgrpo.policies.flow import FlowPolicy
-from lit_vgrpo.policies.pipeline_folder import config_value
-from lit_vgrpo.policies.vae import latent_sides
-from lit_vgrpo.system.hub import LoadError
-
-LONGEST_PROMPT = 512  # tokens
-PATCH = 2  # latents per side packed into one token
+from lit_vgrpo.policies.flow import PATCH, FlowPolicy
+from lit_vgrpo.policies.loading import config_value
 
 
-@checked
 class FluxPolicy(FlowPolicy):
     """``FluxPipeline`` as a policy on a rectified flow.
 
     FLUX.1-dev takes the guidance scale as an input: guidance needs no second pass, and there is no negative prompt. A
     FLUX network without that input uses two passes, like the pipeline's ``true_cfg_scale``.
-
-    Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: length of the T5 block in tokens, at most 512; CLIP sees only the first 77.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "FluxPipeline"
     packed: ClassVar[int] = PATCH
     has_cache: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        checkpoint: str,
-        max_sequence_length: Annotated[int, Range(1, LONGEST_PROMPT)] = LONGEST_PROMPT,
-        **options: Any,
-    ) -> None:
-        super().__init__(checkpoint, **options)
-        self.max_sequence_length = max_sequence_length
-
-    # --- guidance --------------------------------------------------------------------------------------------------
-
     @property
     def embeds_guidance(self) -> bool:
-        known = self.network.config.guidance_embeds if self.loaded else self._embeds_guidance_on_disk()
+        if self.loaded:
+            return bool(self.network.config.guidance_embeds)
+        known = config_value(self, f"{self.network_name}/config.json", "guidance_embeds")
         return True if known is None else bool(known)
 
-    def _embeds_guidance_on_disk(self) -> Any:
-        """Return the value in the network's config, or ``None`` if it is not on this machine."""
-        return config_value(self, f"{self.network_name}/config.json", "guidance_embeds")
-
-    def check(self) -> list[str]:
-        errors = super().check()
-        if not errors and not self.loaded and self.negative_prompt and self._embeds_guidance_on_disk():
-            return [self._unused_negative_prompt()]
-        return errors
-
-    def adopt(self, pipeline: Any) -> Policy:
+    def misfit(self, pipeline: Any) -> str | None:
         if self.negative_prompt and pipeline.transformer.config.guidance_embeds:
-            raise LoadError(self._unused_negative_prompt())
-        return super().adopt(pipeline)
-
-    def _unused_negative_prompt(self) -> str:
-        return (
-            f"model.policy.negative_prompt={self.negative_prompt!r} has no effect: {self.checkpoint} takes guidance as "
-            "an input, and there is no pass with a negative prompt. Leave it out."
-        )
-
-    def distilled_by(self, parts: Parts) -> str | None:
-        network, scheduler = (parts.get(name) or {} for name in (self.network_name, "scheduler"))
-        if network.get("guidance_embeds", True) or scheduler.get("use_dynamic_shifting", True):
-            return None
-        return "neither guidance_embeds nor use_dynamic_shifting, as in FLUX.1-schnell"
-
-    # --- the model -------------------------------------------------------------------------------------------------
-
-    def find_latent_shape(self) -> tuple[int, int, int]:
-        factor = self.pipeline.vae_scale_factor
-        default = self.pipeline.default_sample_size * factor  # the network's config has no size
-        sides = latent_sides(self.height, self.width, default, factor, PATCH)
-        return self.network.config.in_channels // PATCH**2, *sides
+            return "takes guidance as an input, so model.policy.negative_prompt has no effect. Leave it out."
+        return super().misfit(pipeline)
 
     def prompt_limit(self) -> tuple[Any, int, str]:
         encoder = type(self.pipeline.text_encoder_2).__name__  # CLIP only gives one vector, from the prompt's start

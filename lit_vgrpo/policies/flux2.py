@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.contract import Parts
-from lit_vgrpo.policies.flow import FlowPolicy
-from lit_vgrpo.policies.pipeline_folder import INDEX, config_value
-from lit_vgrpo.policies.vae import latent_sides
+from lit_vgrpo.policies.flow import PATCH, FlowPolicy
+from lit_vgrpo.policies.loading import config_value
+from lit_vgrpo.policies.pipeline import INDEX
 
-LONGEST_PROMPT = 512  # tokens
 TEXT_LAYERS = (9, 18, 27)  # of the encoder's hidden states, as in the pipeline
-PATCH = 2  # the VAE's latents per side of one of the network's
 
 
-@checked
 class Flux2Policy(FlowPolicy):
     """``Flux2KleinPipeline`` as a policy on a rectified flow.
 
     A latent is 2 x 2 of the VAE's, scaled by the statistics of the VAE's batch norm. The padding of short prompts is
     part of the network's input, as in the pipeline. Distilled models refuse guidance.
-
-    Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: tokens of every prompt, the chat template included; shorter prompts are padded to it.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "Flux2KleinPipeline"
@@ -40,45 +30,25 @@ class Flux2Policy(FlowPolicy):
         "attn.to_qkv_mlp_proj",  # of the blocks with a single stream
     )
 
-    def __init__(
-        self,
-        checkpoint: str,
-        max_sequence_length: Annotated[int, Range(1, LONGEST_PROMPT)] = LONGEST_PROMPT,
-        **options: Any,
-    ) -> None:
-        super().__init__(checkpoint, **options)
-        self.max_sequence_length = max_sequence_length
-
-    # --- guidance --------------------------------------------------------------------------------------------------
-
     def guidance_error(self) -> str | None:
-        if not self._is_distilled():
+        known = self.pipeline.config.is_distilled if self.loaded else config_value(self, INDEX, "is_distilled")
+        if not known:
             return None
         return (
             f"{self.checkpoint} is distilled (is_distilled in its {INDEX}) and cannot be guided. Use a scale of 1, or "
             "the base model that it was distilled from."
         )
 
-    def distilled_by(self, parts: Parts) -> str | None:
-        return f"is_distilled in its {INDEX}" if self._is_distilled() else None
-
-    def _is_distilled(self) -> bool:
-        return bool(self.pipeline.config.is_distilled if self.loaded else config_value(self, INDEX, "is_distilled"))
-
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
         negative = self.encode_negative()["tokens"].expand(prompts, -1, -1)
         return {"guidance_scale": guidance, "negative_prompt_embeds": negative}
-
-    # --- latents ---------------------------------------------------------------------------------------------------
 
     @property
     def pixels_per_latent(self) -> int:
         return self.pipeline.vae_scale_factor * PATCH
 
     def find_latent_shape(self) -> tuple[int, int, int]:
-        factor = self.pipeline.vae_scale_factor
-        default = self.pipeline.default_sample_size * factor
-        height, width = latent_sides(self.height, self.width, default, factor, PATCH)
+        height, width = self.latent_sides(self.pipeline.default_sample_size, PATCH)
         return self.network.config.in_channels, height // PATCH, width // PATCH
 
     def image_tokens(self) -> int:
@@ -102,8 +72,6 @@ class Flux2Policy(FlowPolicy):
         scale, shift = self._latent_affine()
         latents = F.pixel_unshuffle(self.pipeline.vae.encode(images).latent_dist.mode(), PATCH)
         return (latents - shift) * scale
-
-    # --- the model -------------------------------------------------------------------------------------------------
 
     def shift_mu(self, steps: int) -> float:
         from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.contract import Parts
 from lit_vgrpo.policies.flux import FluxPolicy, image_ids, packed
 
 LATENTS = "reference_latents"
@@ -18,20 +17,12 @@ class KontextPolicy(FluxPolicy):
     """``FluxKontextPipeline`` as a policy on a rectified flow.
 
     Each prompt's row has a picture to edit, of the images' size. Its latents follow the image's in the network's
-    sequence, with an id of their own, and the prediction for them is cut off.
-
-    Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: length of the T5 block in tokens, at most 512; CLIP sees only the first 77.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
+    sequence, with another id, and the prediction for them is cut off.
     """
 
     pipeline_class: ClassVar[str] = "FluxKontextPipeline"
     has_cache: ClassVar[bool] = False
     edits: ClassVar[bool] = True
-
-    def distilled_by(self, parts: Parts) -> str | None:
-        return None  # no distilled Kontext is known; schnell's settings say nothing of it
 
     def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
         return {**self.encode_prompts(prompts), LATENTS: self.vae_encode(pictures * 2 - 1)}

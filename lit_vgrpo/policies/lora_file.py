@@ -6,8 +6,7 @@ diffusers' converters and peft's scales were read in diffusers 0.42.1 and peft 0
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,64 +15,37 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from lit_vgrpo.errors import counted, one_line
-from lit_vgrpo.policies.contract import PolicyContract
-from lit_vgrpo.policies.fold import lora_layers
-from lit_vgrpo.policies.pipeline_folder import INDEX, config_folder
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.policies.acceleration import lora_layers
+from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.policies.trained import is_target, name_in_block
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
 KEY = "model.policy.start_from"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+Updates = dict[str, tuple[Tensor, Tensor]]
+"""Each layer's update ``up @ down`` by name: ``down (r, ...)`` and ``up (out, r, ...)`` with its scale, float32."""
 SPELLINGS = {
     **{DOWN: DOWN, UP: UP, ".lora_down.weight": DOWN, ".lora_up.weight": UP},
-    **{".lora.down.weight": DOWN, ".lora.up.weight": UP},
     **{".lora_A.default.weight": DOWN, ".lora_B.default.weight": UP},
 }
 """Endings of the matrices' names in other programs."""
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.", "unet.", "lora_unet_", "lora_transformer_", "")
-OTHER_ADAPTERS = {"lokr_": "LoKr", "hada_": "LoHa", "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA"}
+OTHER_ADAPTERS = ("lokr_", "hada_", "dora_scale", "lora_magnitude_vector", "lora_te", "text_encoder")
+"""Marks of what a LoRA of the network alone does not have: LoKr, LoHa, DoRA, text encoders."""
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """The update of one layer's weight: ``up @ down``, with kernels flattened.
-
-    Args:
-        down: ``(r, ...)``, float32.
-        up: ``(out, r, ...)``, float32, with the file's scale.
-    """
-
-    down: Tensor
-    up: Tensor
-
-    @property
-    def rank(self) -> int:
-        return len(self.down)
-
-    def of_weight(self, weight: Tensor) -> Tensor:
-        """Return the update in the shape of the layer's weight."""
-        return (self.up.flatten(1) @ self.down.flatten(1)).view(weight.shape)
-
-
-def lora_file_error(policy: PolicyContract, file: Path) -> str | None:
-    """Return why a policy cannot start from a LoRA file, in one line, or ``None``; no weights are read.
-
-    Layers are compared with the network only if its configuration is on this machine.
-    """
+def lora_file_error(policy: PipelinePolicy, file: Path) -> str | None:
+    """Return why a file is no LoRA, in one line, or ``None``; whether it fits the network is checked in loading."""
     try:
-        network = _network_on_meta(policy)
-        if network is None:
-            _read(policy, file)
-        else:
-            _refuse_untrained(policy, read_lora(policy, file, network))
+        _read(policy, file)
     except LoadError as error:
         return str(error)
     return None
 
 
 @torch.no_grad()
-def put_lora(policy: PolicyContract, file: Path) -> None:
+def put_lora(policy: PipelinePolicy, file: Path) -> None:
     """Put a LoRA file into a loaded policy: into its adapter, or where it trains the weights themselves, into them.
 
     The adapter's first ranks take the file's, whose scale is divided by the adapter's own; the others stay as they are,
@@ -88,41 +60,37 @@ def put_lora(policy: PolicyContract, file: Path) -> None:
     updates = read_lora(policy, file, network)
     _refuse_untrained(policy, updates)
     if policy.lora_rank is None:
-        for name, update in updates.items():
+        for name, (down, up) in updates.items():
             weight = policy.network.get_submodule(name).weight
-            weight += update.of_weight(weight)
+            weight += (up.flatten(1) @ down.flatten(1)).view(weight.shape)
         return
-    adapted = {name: layer for name, layer in policy.network.named_modules() if name in updates}
-    for name, update in updates.items():
-        layer, rank = adapted[name], update.rank
-        layer.lora_A["default"].weight[:rank] = update.down
-        layer.lora_B["default"].weight[:, :rank] = update.up / layer.scaling["default"]
+    for name, (down, up) in updates.items():
+        layer = policy.network.get_submodule(name)
+        layer.lora_A["default"].weight[: len(down)] = down
+        layer.lora_B["default"].weight[:, : len(down)] = up / layer.scaling["default"]
 
 
-def read_lora(policy: PolicyContract, file: Path, network: Any) -> dict[str, LowRank]:
+def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
     """Return a LoRA file's updates by the names of the network's layers.
 
     Args:
         policy: need not be loaded.
         file: safetensors, under the names of diffusers, kohya's trainer or ai-toolkit.
         network: a diffusers model without weights to compare with, to which an adapter is added.
-
-    Raises:
-        LoadError: it cannot be read, is no LoRA, or some of it does not fit the network.
     """
     tensors, header = _read(policy, file)
     layers = _converted(policy, tensors, network)
-    odd = _unmatched(layers, network)
-    if odd or not layers:
-        by_name = _renamed(tensors, network)
-        if others := _unmatched(by_name, network):
-            fewer = odd if layers and len(odd) < len(others) else others
-            raise LoadError(_misfit(policy, network, tensors, fewer))
-        layers = by_name
+    if not layers or _unmatched(layers, network):
+        layers = _renamed(tensors, network)
+    if odd := _unmatched(layers, network):
+        raise LoadError(
+            f"{KEY}={policy.start_from} does not fit {type(network).__name__}: {len(odd)} of its {len(tensors)} "
+            f"tensors match no layer, the first is {odd[0]}. Is it a LoRA of another model?"
+        )
     scales = dict.fromkeys((name.removesuffix(DOWN) for name in layers if name.endswith(DOWN)), 1.0)
     if header is not None:
         scales = _scales_of(header, layers, policy.network_name, network)
-    return {name: LowRank(layers[name + DOWN], layers[name + UP] * scale) for name, scale in scales.items()}
+    return {name: (layers[name + DOWN], layers[name + UP] * scale) for name, scale in scales.items()}
 
 
 def _scales_of(header: Mapping[str, Any], layers: Mapping[str, Tensor], prefix: str, network: Any) -> dict[str, float]:
@@ -135,11 +103,10 @@ def _scales_of(header: Mapping[str, Any], layers: Mapping[str, Tensor], prefix: 
             adapter_name="file",
             low_cpu_mem_usage=True,
         )
-    adapted = {id(layer) for layer in lora_layers(network)}
-    return {name: layer.scaling["file"] for name, layer in network.named_modules() if id(layer) in adapted}
+    return {name: layer.scaling["file"] for name, layer in lora_layers(network).items()}
 
 
-def _read(policy: PolicyContract, file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+def _read(policy: PipelinePolicy, file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """Return a file's tensors in float32, and the options of the adapter in its header."""
     what = f"{KEY}={policy.start_from}"
     try:
@@ -148,30 +115,18 @@ def _read(policy: PolicyContract, file: Path) -> tuple[dict[str, Tensor], dict[s
             header = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "null"))
     except (OSError, ValueError, SafetensorError) as error:
         raise LoadError(f"{what} cannot be read: {one_line(error)[:200]}. Download or save it again.") from error
-    for name in tensors:
-        for mark, kind in OTHER_ADAPTERS.items():
-            if mark in name:
-                raise LoadError(f"{what} is a {kind}, not a LoRA: {name}. {_merging(policy)}")
-    if any(name.startswith(("lora_te", "text_encoder")) for name in tensors):
-        raise LoadError(f"{what} also changes text encoders, which no run trains or exports. {_merging(policy)}")
-    if not any(name.endswith((DOWN, *SPELLINGS)) for name in tensors):
-        raise LoadError(f"{what} is not a LoRA: none of its {len(tensors)} tensors is named lora_A or lora_down.")
+    others = [name for name in tensors if any(mark in name for mark in OTHER_ADAPTERS)]
+    if others or not any(name.endswith((*SPELLINGS, ".lora.down.weight")) for name in tensors):
+        reason = f"it has {others[0]}" if others else "none of its tensors is named lora_A or lora_down"
+        raise LoadError(
+            f"{what} is not a LoRA of the network alone: {reason}. Merge it into a pipeline by diffusers' fuse_lora."
+        )
     if any(not tensor.isfinite().all() for tensor in tensors.values()):
         raise LoadError(f"{what} holds weights that are not finite. Download or save it again.")
     return tensors, header
 
 
-def _merging(policy: PolicyContract) -> str:
-    """Return the command that makes a pipeline folder of a checkpoint and a file."""
-    script = (
-        f'import diffusers; pipe = diffusers.{policy.pipeline_class}.from_pretrained("{policy.checkpoint}"); '
-        f'pipe.load_lora_weights("{policy.start_from}"); pipe.fuse_lora(); pipe.unload_lora_weights(); '
-        'pipe.save_pretrained("DIR")'
-    )
-    return f"Merge it: python -c '{script}', then set model.policy.checkpoint=DIR and leave out start_from."
-
-
-def _converted(policy: PolicyContract, tensors: Mapping[str, Tensor], network: Any) -> dict[str, Tensor]:
+def _converted(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: Any) -> dict[str, Tensor]:
     """Return a LoRA's matrices by peft's names, as the family's pipeline reads them; empty if it cannot."""
     import diffusers
     from diffusers.utils import convert_unet_state_dict_to_peft
@@ -238,16 +193,7 @@ def _unmatched(layers: Mapping[str, Tensor], network: nn.Module) -> list[str]:
     return odd
 
 
-def _misfit(policy: PolicyContract, network: nn.Module, tensors: Mapping[str, Tensor], odd: Sequence[str]) -> str:
-    sample = next(name for name, module in network.named_modules() if isinstance(module, nn.Linear))
-    return (
-        f"{KEY}={policy.start_from} does not fit {type(network).__name__}: {len(odd)} of its "
-        f"{len(tensors)} tensors match no layer, the first is {odd[0]}. Expected names such as "
-        f"{policy.network_name}.{sample}{DOWN}. Is it a LoRA of another model?"
-    )
-
-
-def _refuse_untrained(policy: PolicyContract, updates: Mapping[str, LowRank]) -> None:
+def _refuse_untrained(policy: PipelinePolicy, updates: Updates) -> None:
     """Check that the policy trains all layers of a LoRA, with at least its rank.
 
     Raises:
@@ -258,35 +204,13 @@ def _refuse_untrained(policy: PolicyContract, updates: Mapping[str, LowRank]) ->
         patterns = policy.train_only or ["*"]
         frozen = [name for name in updates if not any(fnmatchcase(f"{name}.weight", pattern) for pattern in patterns)]
         if frozen:
-            raise LoadError(
-                f"{what} changes {counted(len(frozen), 'layer')} that model.policy.train_only leaves frozen, such as "
-                f"{frozen[0]}. Set model.policy.lora_rank instead, or train all weights."
-            )
+            raise LoadError(f"{what} changes {frozen[0]}, which model.policy.train_only leaves frozen.")
         return
-    rank = max(update.rank for update in updates.values())
+    rank = max(len(down) for down, _ in updates.values())
     missing = [name for name in updates if not any(is_target(name, target) for target in policy.lora_targets)]
-    needed = []
-    if rank > policy.lora_rank:
-        needed.append(f"model.policy.lora_rank={rank}")
-    if missing:
+    if rank > policy.lora_rank or missing:
         targets = ",".join(sorted({name_in_block(name) for name in updates}))
-        needed.append(f"'model.policy.lora_targets=[{targets}]'")
-    if needed:
-        layers = f"{counted(len(updates), 'layer')} up to rank {rank}"
-        raise LoadError(f"{what} adapts {layers}, more than this run would train. Set {' '.join(needed)}, or more.")
-
-
-def _network_on_meta(policy: PolicyContract) -> Any:
-    """Return an unloaded policy's network without weights, or ``None`` if its configuration is not on this machine."""
-    import diffusers
-
-    folder = config_folder(policy.checkpoint, policy.revision)
-    if folder is None:
-        return None
-    try:
-        kind = getattr(diffusers, json.loads((folder / INDEX).read_text())[policy.network_name][1])
-        config = kind.load_config(folder / policy.network_name, local_files_only=True)
-    except (OSError, ValueError, KeyError, AttributeError):
-        return None  # reported by the pipeline's own check
-    with torch.device("meta"):
-        return kind.from_config(config)
+        raise LoadError(
+            f"{what} adapts {targets} with rank {rank}, more than this run would train. "
+            f"Set model.policy.lora_rank={rank} 'model.policy.lora_targets=[{targets}]', or more."
+        )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pictures import picture_digest
 from lit_vgrpo.core.types import MASK, Conditioning, is_of_prompt, lengthened
-from lit_vgrpo.policies.contract import PolicyContract
-from lit_vgrpo.policies.embeddings import EmbeddingCache, Row
-from lit_vgrpo.policies.fingerprint import encoder_fingerprint
+from lit_vgrpo.policies.embeddings import EmbeddingCache, Row, encoder_fingerprint
+from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.policies.placement import place, placed
 from lit_vgrpo.system.hub import quiet_libraries
 from lit_vgrpo.system.paths import resolve_path
@@ -24,26 +23,6 @@ Encode = Callable[[], Mapping[str, Tensor]]
 """Returns the embeddings of one text, one row."""
 MAX_BYTES_IN_MEMORY = 64 << 20
 """A few hundred prompts of SDXL, 15 of an SD 3.5 with T5: a small prompt set is encoded once per run."""
-
-
-class RecentRows:
-    """The rows used last, by text, up to a size in bytes."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.rows: OrderedDict[str, Row] = OrderedDict()
-        self._bytes = 0
-
-    def read(self, text: str) -> Row | None:
-        if text in self.rows:
-            self.rows.move_to_end(text)
-        return self.rows.get(text)
-
-    def keep(self, text: str, row: Row) -> None:
-        self.rows[text] = row
-        self._bytes += _size(row)
-        while self._bytes > self.max_bytes:
-            self._bytes -= _size(self.rows.popitem(last=False)[1])
 
 
 def masked_rows(rows: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -62,11 +41,7 @@ def _without_padding(row: Row) -> Row:
     return row if kept.is_meta else {name: value[kept] if is_of_prompt(name) else value for name, value in row.items()}
 
 
-def _size(row: Row) -> int:
-    return sum(value.nbytes for value in row.values())
-
-
-def size_error(policy: PolicyContract, size: tuple[int, ...]) -> str | None:
+def size_error(policy: PipelinePolicy, size: tuple[int, ...]) -> str | None:
     """Return why a picture of a height and width cannot be edited, as a phrase that follows its name, or ``None``."""
     if policy.image_size in (None, size):
         return None
@@ -82,10 +57,10 @@ class PromptEncoder:
     rank, with a cold, warm or no cache. A text encoder's pass is short compared with those of the prompt's images.
     """
 
-    def __init__(self, policy: PolicyContract) -> None:
+    def __init__(self, policy: Any) -> None:
         self.policy = policy
         self._negative: Conditioning | None = None
-        self._recent = RecentRows(MAX_BYTES_IN_MEMORY)
+        self._recent: OrderedDict[str, Row] = OrderedDict()  # used last, last
         self._warned_of_long_prompts = False
 
     @cached_property
@@ -97,18 +72,15 @@ class PromptEncoder:
         return EmbeddingCache(resolve_path(policy.embedding_cache), size, encoder_fingerprint(policy))
 
     def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> Conditioning:
-        """Return one row per prompt, float32, on the network's device; equal prompts are encoded once.
-
-        Args:
-            references: the pictures that the prompts edit, ``(3, H, W)``, uint8; equal ones are encoded once.
-
-        Raises:
-            ValueError: a family that edits has no pictures, another has some, or one has the wrong size.
-        """
-        self._warn_of_long_prompts(prompts)
+        """Return one row per prompt; equal prompts are encoded once. See :meth:`lit_vgrpo.policies.Policy.encode`."""
         policy = self.policy
+        if policy.edits != (references is not None):
+            has = "needs an image" if policy.edits else "takes no image"
+            raise ValueError(f"{type(policy).__name__} {has} in each row of the prompts.")
+        self._warn_of_long_prompts(prompts)
         texts, work = [], dict[str, Encode]()
-        for prompt, picture in zip(prompts, self._checked(references, len(prompts)), strict=True):
+        pictures: Sequence[Tensor | None] = references or [None] * len(prompts)
+        for prompt, picture in zip(prompts, pictures, strict=True):
             if picture is None:
                 texts.append(f"prompt\n{prompt}")
                 work[texts[-1]] = partial(policy.encode_prompts, [prompt])
@@ -121,19 +93,6 @@ class PromptEncoder:
             return embeddings
         row_of = {text: row for row, text in enumerate(work)}
         return embeddings.select(torch.tensor([row_of[text] for text in texts], device=policy.device))
-
-    def _checked(self, references: Sequence[Tensor] | None, count: int) -> Sequence[Tensor | None]:
-        policy = self.policy
-        if policy.edits != (references is not None):
-            has = "edits pictures, and the prompts have none" if policy.edits else "cannot edit pictures"
-            raise ValueError(
-                f"{type(policy).__name__} {has}. "
-                + ("Give each row an image." if policy.edits else "Leave out the field image of the prompts' rows.")
-            )
-        for picture in references or []:
-            if (error := size_error(policy, tuple(picture.shape[1:]))) is not None:
-                raise ValueError(f"A picture to edit {error}")
-        return [None] * count if references is None else references
 
     def _encode_edit(self, prompt: str, picture: Tensor) -> Mapping[str, Tensor]:
         policy = self.policy
@@ -152,7 +111,7 @@ class PromptEncoder:
     def _looked_up(self, work: Mapping[str, Encode]) -> dict[str, Tensor]:
         """Return the embeddings of distinct texts from memory or the cache, computing missing ones."""
         texts = list(work)
-        rows = {text: row for text in texts if (row := self._recent.read(text)) is not None}
+        rows = {text: self._recent[text] for text in texts if text in self._recent}
         missing = [text for text in texts if text not in rows]
         if missing and self.cache is not None:
             kept = zip(missing, self.cache.read(missing), strict=True)
@@ -163,41 +122,31 @@ class PromptEncoder:
             rows |= zip(new, fresh, strict=True)
             if self.cache is not None:
                 self.cache.write(new, fresh)
-        for text in missing:
-            self._recent.keep(text, rows[text])
+        for text in texts:
+            self._recent[text] = rows[text]
+            self._recent.move_to_end(text)
+        while sum(value.nbytes for row in self._recent.values() for value in row.values()) > MAX_BYTES_IN_MEMORY:
+            self._recent.popitem(last=False)
         return {name: self._stacked(name, [rows[text][name] for text in texts]) for name in rows[texts[0]]}
 
     @torch.no_grad()
     def _encoded(self, work: Sequence[Encode]) -> list[Row]:
         """Return each text's row, on the network's device."""
-        with self._at_work(), quiet_libraries():
+        policy = self.policy
+        if not policy.offload_encoders:
+            place(policy.encoders(), policy.device)
+        with placed(policy.encoders(), policy.device), quiet_libraries():
             encoded = [encode() for encode in work]
-        rows: list[Row] = [{name: value[0].detach().float() for name, value in row.items()} for row in encoded]
-        return rows if self.policy.prompt_length() is None else [_without_padding(row) for row in rows]
+        rows: list[Row] = [{name: value[0].detach() for name, value in row.items()} for row in encoded]
+        return rows if policy.prompt_length() is None else [_without_padding(row) for row in rows]
 
     def _stacked(self, name: str, values: list[Tensor]) -> Tensor:
-        # of one length in every call, so that an image's last bits do not depend on the prompts beside it
+        # of one length in every call, so that an image's last bits do not depend on the other prompts
         length = self.policy.prompt_length()
         if length is not None and is_of_prompt(name):
             values = [lengthened(value, length, dim=0) for value in values]
-        shapes = {tuple(value.shape): None for value in values}
-        if len(shapes) > 1:
-            raise RuntimeError(
-                f"{type(self.policy).__name__}.encode_prompts gives {name!r} the shape "
-                f"{' or '.join(map(str, shapes))}, depending on the prompt. Pad all prompts to one length."
-            )
-        # converted to float32 last: a cached row may be half as large
+        # converted to float32 last: rows of 16-bit encoders are half as large
         return torch.stack([value.to(self.policy.device) for value in values]).float()
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        policy = self.policy
-        if policy.offload_encoders:
-            with placed(policy.encoders(), policy.device):
-                yield
-        else:
-            place(policy.encoders(), policy.device)
-            yield
 
     def _warn_of_long_prompts(self, prompts: Sequence[str]) -> None:
         """Warn once that some prompts are truncated."""

@@ -2,67 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import MASK, Conditioning
-from lit_vgrpo.policies.flow import FlowPolicy
+from lit_vgrpo.policies.flow import PATCH, FlowPolicy
 from lit_vgrpo.policies.flux import packed, unpacked
-from lit_vgrpo.policies.pipeline_folder import Parts
 from lit_vgrpo.policies.prompt_encoder import masked_rows
-from lit_vgrpo.policies.vae import latent_sides
 
-LONGEST_PROMPT = 1024  # tokens
-PATCH = 2  # latents per side packed into one token
 Shape = tuple[int, int, int]
 
 
-@checked
 class QwenImagePolicy(FlowPolicy):
     """``QwenImagePipeline`` as a policy on a rectified flow.
 
     Guidance takes two passes, and each token of the guided prediction is rescaled to the length that it has with the
     prompt alone, as in the pipeline, which cannot switch that off.
-
-    Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: tokens of a prompt that the network sees, the end of the chat template included. Shorter
-            prompts are padded to it and masked, so that an image does not depend on the prompts beside it.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "QwenImagePipeline"
     packed: ClassVar[int] = PATCH
 
-    def __init__(
-        self,
-        checkpoint: str,
-        max_sequence_length: Annotated[int, Range(1, LONGEST_PROMPT)] = 512,
-        **options: Any,
-    ) -> None:
-        super().__init__(checkpoint, **options)
-        self.max_sequence_length = max_sequence_length
-
-    def misfit(self, parts: Parts) -> str | None:
-        if (parts.get(self.network_name) or {}).get("guidance_embeds"):
-            return "takes guidance as an input (guidance_embeds), which Qwen-Image does not. Use a Qwen-Image model."
-        return super().misfit(parts)
-
     def unused_weights(self) -> tuple[str, ...]:
         last = f"transformer_blocks.{self.network.config.num_layers - 1}"
         return f"{last}.attn.to_add_out.*", f"{last}.txt_mlp.*"  # its text tokens are dropped
-
-    # --- latents ---------------------------------------------------------------------------------------------------
-
-    def find_latent_shape(self) -> tuple[int, int, int]:
-        factor = self.pipeline.vae_scale_factor
-        default = self.pipeline.default_sample_size * factor
-        sides = latent_sides(self.height, self.width, default, factor, PATCH)
-        return self.network.config.in_channels // PATCH**2, *sides
 
     def _latent_affine(self) -> tuple[Tensor, Tensor]:
         config = self.pipeline.vae.config
@@ -80,8 +46,6 @@ class QwenImagePolicy(FlowPolicy):
     def vae_encode(self, images: Tensor) -> Tensor:
         scale, shift = self._latent_affine()
         return (self.pipeline.vae.encode(images.unsqueeze(2)).latent_dist.mode()[:, :, 0] - shift) * scale
-
-    # --- prompts ---------------------------------------------------------------------------------------------------
 
     def prompt_length(self) -> int:
         return self.max_sequence_length
@@ -109,8 +73,6 @@ class QwenImagePolicy(FlowPolicy):
         )["input_ids"]
         encoded = pipeline.text_encoder(ids.to(self.device), output_hidden_states=True)
         return encoded.hidden_states[-1][0, before:]
-
-    # --- the network -----------------------------------------------------------------------------------------------
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         sequence, shapes = self.sequence(z, cond)

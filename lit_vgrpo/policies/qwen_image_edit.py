@@ -10,11 +10,9 @@ from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.types import MASK, Conditioning, lengthened
-from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.flux import packed
 from lit_vgrpo.policies.prompt_encoder import masked_rows
 from lit_vgrpo.policies.qwen_image import QwenImagePolicy, Shape, token_shape
-from lit_vgrpo.system.hub import LoadError
 
 LATENTS, NEGATIVE, NEGATIVE_MASK = "reference_latents", "reference_negative", "reference_negative_mask"
 PICTURE = "Picture 1: <|vision_start|><|image_pad|><|vision_end|>"
@@ -28,34 +26,18 @@ class QwenImageEditPolicy(QwenImagePolicy):
     The text encoder reads the picture with the prompt, and with the negative prompt too, whose embedding therefore
     belongs to the picture. The picture's latents follow the image's in the network's sequence, and the prediction for
     them is cut off. As in the pipeline, the encoder sees about 384 x 384 pixels of the picture and the VAE about
-    1024 x 1024, whatever the images' size.
-
-    Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: tokens of a picture and its prompt that the network sees, the end of the chat template
-            included; the picture takes about 200. Shorter ones are padded to it and masked.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
+    1024 x 1024, whatever the images' size. The picture takes about 200 of a prompt's ``max_sequence_length`` tokens.
     """
 
     pipeline_class: ClassVar[str] = "QwenImageEditPlusPipeline"
     edits: ClassVar[bool] = True
     pipeline_takes_one: ClassVar[bool] = True
 
-    def adopt(self, pipeline: Any) -> Policy:
-        policy = super().adopt(pipeline)
-        height, width = self.image_size or (1, 1)
-        blank = self._resized(Image.new("RGB", (width, height)))[0]
-        self._taken = self._inputs("", blank)["input_ids"].shape[1] - pipeline.prompt_template_encode_start_idx
-        if self._taken >= self.max_sequence_length:
-            raise LoadError(
-                f"max_sequence_length={self.max_sequence_length} leaves no room for a prompt: the picture and the chat "
-                f"template take {self._taken} tokens. Set model.policy.max_sequence_length={self._taken + 128}."
-            )
-        return policy
-
     def prompt_limit(self) -> tuple[Any, int, str]:
         tokenizer, _, encoder = super().prompt_limit()
-        return tokenizer, self.max_sequence_length - self._taken, encoder
+        blank = self._resized(Image.new("RGB", (self.image_size or (1, 1))[::-1]))[0]
+        taken = self._inputs("", blank)["input_ids"].shape[1] - self.pipeline.prompt_template_encode_start_idx
+        return tokenizer, self.max_sequence_length - taken, encoder
 
     def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
         files = to_pil(torch.zeros(pictures.shape) if pictures.is_meta else pictures)

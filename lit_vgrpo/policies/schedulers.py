@@ -15,10 +15,6 @@ FLOW_SOLVERS = ("euler", "dpm++", "unipc")
 VP_SOLVERS = ("ddim", "dpm++")
 
 
-def _refuse(solver: str, known: tuple[str, ...], path: str) -> ValueError:
-    return ValueError(f"rollout.solver={solver!r} does not exist on the {path} path. Use {' or '.join(known)}.")
-
-
 def flow_scheduler(
     solver: str,
     base: Any,
@@ -63,7 +59,7 @@ def flow_scheduler(
     elif solver == "unipc":
         scheduler = UniPCMultistepScheduler(**shared)
     else:
-        raise _refuse(solver, FLOW_SOLVERS, "rectified-flow")
+        raise ValueError(f"solver={solver!r} does not exist on a rectified flow. Use {' or '.join(FLOW_SOLVERS)}.")
     scheduler.set_timesteps(steps)
     return scheduler
 
@@ -114,4 +110,4 @@ def vp_scheduler(solver: str, base: Any) -> Any:
         return DPMSolverMultistepScheduler(
             **shared, algorithm_type="dpmsolver++", solver_order=2, final_sigmas_type="zero"
         )
-    raise _refuse(solver, VP_SOLVERS, "variance-preserving")
+    raise ValueError(f"solver={solver!r} does not exist on this path. Use {' or '.join(VP_SOLVERS)}.")

@@ -11,7 +11,6 @@ from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.flow import FlowPolicy
 from lit_vgrpo.policies.schedulers import flow_scheduler
-from lit_vgrpo.system.hub import LoadError
 
 
 @checked
@@ -35,8 +34,7 @@ class SD3Policy(FlowPolicy):
         use_t5: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(checkpoint, **options)
-        self.max_sequence_length = max_sequence_length
+        super().__init__(checkpoint, max_sequence_length=max_sequence_length, **options)
         self.use_t5 = use_t5
 
     def null_components(self, folder: Path) -> dict[str, None]:
@@ -62,23 +60,6 @@ class SD3Policy(FlowPolicy):
             pooled_projections=cond.tensors["pooled"],
             return_dict=False,
         )[0]
-
-    def image_tokens(self) -> int:
-        _, height, width = self.latent_shape
-        patch = self.network.config.patch_size
-        return height // patch * (width // patch)
-
-    def find_latent_shape(self) -> tuple[int, int, int]:
-        shape = super().find_latent_shape()
-        config, factor = self.network.config, self.pipeline.vae_scale_factor
-        most = config.pos_embed_max_size * config.patch_size * factor
-        for name, side in zip(("height", "width"), shape[1:], strict=True):
-            if side * factor > most:
-                raise LoadError(
-                    f"model.policy.{name}={side * factor} is more than the network's positions cover. "
-                    f"Use {most} or less."
-                )
-        return shape
 
     def scheduler(self, solver: str, steps: int) -> Any:
         return flow_scheduler(solver, self.pipeline.scheduler, steps, self.image_tokens())

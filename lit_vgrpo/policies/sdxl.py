@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.latent_diffusion import LatentDiffusionPolicy
-from lit_vgrpo.policies.pipeline_folder import Parts
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.unet import UNetPolicy
 
 
-class SDXLPolicy(LatentDiffusionPolicy):
+class SDXLPolicy(UNetPolicy):
     """``StableDiffusionXLPipeline`` as a policy on the variance-preserving path.
 
     The network is conditioned on an uncropped image of the sampled size, as in the pipeline by default. An empty
@@ -21,10 +22,8 @@ class SDXLPolicy(LatentDiffusionPolicy):
 
     pipeline_class: ClassVar[str] = "StableDiffusionXLPipeline"
 
-    def misfit(self, parts: Parts) -> str | None:
-        if parts.get("text_encoder", {}) is None:
-            return "has one text encoder, like the refiner of Stable Diffusion XL. Use a base model."
-        return super().misfit(parts)
+    def null_components(self, folder: Path) -> dict[str, None]:
+        return Policy.null_components(self, folder)  # there is no safety checker
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         tokens, _, pooled, _ = self.pipeline.encode_prompt(

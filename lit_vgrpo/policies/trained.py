@@ -1,76 +1,76 @@
-"""Choice of the weights that are trained: a LoRA adapter, all weights, or some by name."""
+"""Choice of the weights that are trained, a LoRA adapter, all or some by name, and of how the others are stored."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lit_vgrpo.errors import suggestion
-from lit_vgrpo.policies.contract import PolicyContract
-from lit_vgrpo.policies.quantised_base import quantise_base
+from lit_vgrpo.policies.acceleration import block_linears
+from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.system.hub import LoadError
 
+BLOCK = 64
+"""Weights that share a float32 scale, as in QLoRA (arXiv 2305.14314)."""
 
-def choose_trained(policy: PolicyContract) -> None:
+
+def choose_trained(policy: PipelinePolicy, unused: Sequence[str] = ()) -> None:
     """Freeze and cast a policy's network: trained weights in float32, all others in the policy's dtype.
+
+    Args:
+        unused: shell-style patterns of weights that are never trained.
 
     Raises:
         LoadError: a name pattern or a LoRA target matches nothing.
     """
     network: nn.Module = policy.network
     if policy.lora_rank is not None:
-        if policy.quantisation is not None:
-            quantise_base(policy)
-        add_adapter(policy)
-    elif policy.train_only is not None:
-        train_only(network, policy.train_only)
+        for name, layer in block_linears(network).items() if policy.quantisation is not None else ():
+            if not layer.weight.is_meta:
+                network.set_submodule(name, QuantisedLinear(layer, policy.quantisation, policy.dtype))
+        _add_adapter(policy, policy.lora_rank)
     else:
-        network.requires_grad_(True)
+        patterns = policy.train_only or ["*"]
+        names = [name for name, _ in network.named_parameters()]
+        unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+        _refuse_unmatched("train_only", network, unmatched, names)
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
     for name, parameter in network.named_parameters():
-        if any(fnmatchcase(name, pattern) for pattern in policy.unused_weights()):
+        if any(fnmatchcase(name, pattern) for pattern in unused):
             parameter.requires_grad_(False)  # DDP waits for a gradient of every trained weight
-    for parameter in (own for own in network.parameters() if own.is_floating_point()):
-        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else policy.dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else policy.dtype)
 
 
-def add_adapter(policy: PolicyContract) -> None:
+def _add_adapter(policy: PipelinePolicy, rank: int) -> None:
     """Add a LoRA adapter to the network; a new one changes nothing, since its B matrices are zero."""
     from peft import LoraConfig
 
-    rank, network = policy.lora_rank, policy.network
-    assert rank is not None
-    if policy.lora_targets != list(policy.default_lora_targets):  # small networks may lack some of the defaults
-        _refuse_unmatched_targets(network, policy.lora_targets)
+    network, targets = policy.network, policy.lora_targets
+    if targets != list(policy.default_lora_targets):  # small networks may lack some of the defaults
+        names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+        unmatched = [target for target in targets if not any(is_target(name, target) for name in names)]
+        _refuse_unmatched("lora_targets", network, unmatched, sorted({name_in_block(name) for name in names}))
     config = LoraConfig(
-        r=rank,
-        lora_alpha=policy.lora_alpha or rank,
-        target_modules=policy.lora_targets,
-        init_lora_weights="gaussian",
+        r=rank, lora_alpha=policy.lora_alpha or rank, target_modules=targets, init_lora_weights="gaussian"
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(policy.init_seed)
-        try:
-            network.add_adapter(config)
-        except ValueError as error:
-            raise LoadError(
-                f"lora_targets={policy.lora_targets} match no layer of {type(network).__name__} that supports "
-                f"an adapter. Use suffixes such as {', '.join(policy.default_lora_targets[:2])}."
-            ) from error
+        network.add_adapter(config)
 
 
-def _refuse_unmatched_targets(network: nn.Module, targets: Sequence[str]) -> None:
-    names = [name for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    for target in targets:
-        if not any(is_target(name, target) for name in names):
-            endings = sorted({name_in_block(name) for name in names})
-            holding = [ending for ending in endings if f".{target}." in f".{ending}."]
-            advice = suggestion(target, holding or endings) if len(holding) < 2 else suggestion("", holding)
-            raise LoadError(
-                f"model.policy.lora_targets: {target!r} matches nothing in {type(network).__name__}. {advice}"
-            )
+def _refuse_unmatched(option: str, network: nn.Module, unmatched: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in unmatched:
+        raise LoadError(
+            f"model.policy.{option}: {pattern!r} matches nothing in {type(network).__name__}. "
+            f"{suggestion(pattern, names)}"
+        )
 
 
 def is_target(name: str, target: str) -> bool:
@@ -86,18 +86,71 @@ def name_in_block(name: str) -> str:
     return ".".join(words[last + 1 :]) or name
 
 
-def train_only(network: nn.Module, patterns: Sequence[str]) -> None:
-    """Train the parameters whose names match one of the shell-style patterns, such as ``*.attn.to_q.*``.
+# --- a frozen base in 4 or 8 bits ------------------------------------------------------------------------------------
+# bitsandbytes (read in 0.50.2) has kernels for CPU and CUDA. Its layers are not used: some of their kernels run only
+# without gradient, and a pass without gradient must equal one with it, or the ratio is not 1 before an update.
 
-    Raises:
-        LoadError: a pattern matches no parameter.
+
+def quantised_bytes(kind: Literal["nf4", "int8"], weights: int) -> int:
+    """Return the bytes of a number of weights and their scales."""
+    return (weights // 2 if kind == "nf4" else weights) + 4 * -(-weights // BLOCK)
+
+
+class QuantisedLinear(nn.Linear):
+    """A frozen linear layer that keeps its weight in 4 or 8 bits and multiplies in the type of its input.
+
+    Args:
+        layer: what it replaces.
+        kind: ``nf4``: 4-bit NormalFloat. ``int8``: bitsandbytes' 8-bit numbers, spaced more closely around 0.
+        dtype: of the bias.
     """
-    names = [name for name, _ in network.named_parameters()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise LoadError(
-                f"model.policy.train_only: {pattern!r} matches no parameter of {type(network).__name__}. "
-                f"{suggestion(pattern, names)} Patterns are shell-style, such as '*.attn.*'."
-            )
-    for name, parameter in network.named_parameters():
-        parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
+
+    absmax: Tensor
+    code: Tensor
+
+    def __init__(self, layer: nn.Linear, kind: Literal["nf4", "int8"] | None, dtype: torch.dtype) -> None:
+        from bitsandbytes import functional as kernels
+
+        with torch.device("meta"):
+            super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        self.kind = kind
+        whole = layer.weight.detach().to(dtype).contiguous()
+        if kind == "nf4":
+            packed, state = kernels.quantize_4bit(whole, blocksize=BLOCK, quant_type=kind)
+        else:
+            packed, state = kernels.quantize_blockwise(whole, blocksize=BLOCK)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        if layer.bias is not None:
+            self.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
+        self.register_buffer("absmax", state.absmax, persistent=False)
+        self.register_buffer("code", state.code, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return _Product.apply(x.to(dtype), self)
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight ``(out, in)``."""
+        from bitsandbytes import functional as kernels
+
+        shape = torch.Size([self.out_features, self.in_features])
+        state = kernels.QuantState(
+            self.absmax, shape, code=self.code, blocksize=BLOCK, quant_type=self.kind, dtype=dtype
+        )
+        restore = kernels.dequantize_4bit if self.kind == "nf4" else kernels.dequantize_blockwise
+        return restore(self.weight, state)
+
+
+class _Product(torch.autograd.Function):
+    """The layer's output; the weight is restored again in the backward pass instead of kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
+        ctx.layer = layer
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        return F.linear(x, layer.whole(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] @ ctx.layer.whole(gradients[0].dtype), None

@@ -1,26 +1,68 @@
-"""Stable Diffusion 1.x and 2.x (arXiv 2112.10752)."""
+"""Stable Diffusion 1.x and 2.x (arXiv 2112.10752): a UNet on the variance-preserving path."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
+from lit_vgrpo.core.probability_paths import Space, VariancePreserving
+from lit_vgrpo.core.solvers import VP_SDES
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.latent_diffusion import LatentDiffusionPolicy
+from lit_vgrpo.policies.base import Policy, PutStart
+from lit_vgrpo.policies.schedulers import VP_SOLVERS, vp_scheduler
+
+PREDICTIONS: dict[str, Space] = {"epsilon": "eps", "v_prediction": "v"}
 
 
-class UNetPolicy(LatentDiffusionPolicy):
-    """``StableDiffusionPipeline`` (SD 1.5, SD 2.1) as a policy on the variance-preserving path.
+class UNetPolicy(Policy):
+    """``StableDiffusionPipeline`` (SD 1.5, SD 2.1; epsilon or v-prediction) as a policy.
 
-    The safety checker is left out: rewards must see what the policy samples.
+    Rollouts use "trailing" timestep spacing, so that they start from pure noise like :meth:`Policy.prior`. The safety
+    checker is left out: rewards must see what the policy samples.
+
+    Args:
+        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
+        channels_last: store the network's weights and activations in channels-last format, for faster convolutions on
+            a GPU.
+        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "StableDiffusionPipeline"
+    network_name: ClassVar[str] = "unet"
+    solvers: ClassVar[tuple[str, ...]] = VP_SOLVERS
+    sde_solvers: ClassVar[tuple[str, ...]] = VP_SDES
+    path_kind: ClassVar[Literal["flow", "vp"]] = "vp"
+    default_lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    uses_latent_shift: ClassVar[bool] = False
+
+    def __init__(self, checkpoint: str, channels_last: bool = False, **options: Any) -> None:
+        super().__init__(checkpoint, **options)
+        self.channels_last = channels_last
+
+    def adopt(self, pipeline: Any, put_start: PutStart | None = None) -> Policy:
+        super().adopt(pipeline, put_start)
+        if self.channels_last:
+            self.network.to(memory_format=torch.channels_last)
+        return self
 
     def null_components(self, folder: Path) -> dict[str, None]:
         return {**super().null_components(folder), "safety_checker": None, "feature_extractor": None}
+
+    def misfit(self, pipeline: Any) -> str | None:
+        config = pipeline.scheduler.config
+        if config.prediction_type not in PREDICTIONS:
+            return f"predicts {config.prediction_type!r}, not {' or '.join(PREDICTIONS)}."
+        if config.prediction_type == "epsilon" and config.get("rescale_betas_zero_snr"):
+            return "predicts epsilon, which is undefined where its schedule ends in pure noise (zero SNR)."
+        return None
+
+    def build_path(self) -> VariancePreserving:
+        base = self.pipeline.scheduler
+        # The betas may be rescaled to zero terminal SNR, which every scheduler does in its constructor.
+        return VariancePreserving(vp_scheduler("ddim", base).alphas_cumprod, PREDICTIONS[base.config.prediction_type])
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         tokens, _ = self.pipeline.encode_prompt(
@@ -28,5 +70,27 @@ class UNetPolicy(LatentDiffusionPolicy):
         )
         return {"tokens": tokens}
 
-    def added_conditions(self, z: Tensor, cond: Conditioning) -> None:
+    def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
+        assert isinstance(self.path, VariancePreserving)
+        if self.channels_last:
+            z = z.contiguous(memory_format=torch.channels_last)
+        return self.network(
+            z,
+            self.path.index(t).clamp(min=0),
+            encoder_hidden_states=cond.tensors["tokens"],
+            added_cond_kwargs=self.added_conditions(z, cond),
+            return_dict=False,
+        )[0]
+
+    def added_conditions(self, z: Tensor, cond: Conditioning) -> dict[str, Tensor] | None:
+        """Return the UNet's inputs besides the prompt's tokens, or ``None``."""
         return None
+
+    def scheduler(self, solver: str, steps: int) -> Any:
+        scheduler = vp_scheduler(solver, self.pipeline.scheduler)
+        scheduler.set_timesteps(steps)
+        return scheduler
+
+    def scheduler_times(self, scheduler: Any) -> Tensor:
+        assert isinstance(self.path, VariancePreserving)
+        return self.path.time(scheduler.timesteps)

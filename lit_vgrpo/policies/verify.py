@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import torch
+import yaml
 
 from lit_vgrpo.errors import UserError, one_line, report, say
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.checks import Broken, checks_of
 from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.paths import import_from_here
 
 USAGE = "usage: python -m lit_vgrpo.policies.verify CLASS checkpoint=FOLDER_OR_HUB_NAME [option=value ...]"
-ADAPTER = "lora_rank=4"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -34,15 +36,9 @@ def main(words: Sequence[str] | None = None) -> int:
         print(USAGE, file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     try:
-        policy = build_policy(words)
-        if policy.start_from is not None:
-            raise UserError(f"start_from={policy.start_from} is not used by these checks. Leave it out.")
-        policy.load()
-    except UserError as error:
-        report(error.errors)
-        return 2
-    except LoadError as error:
-        report([str(error)])
+        policy = build_policy(words).load()
+    except (UserError, LoadError, ImportError, AttributeError, TypeError, ValueError) as error:
+        report([one_line(error)])
         return 2
     if torch.cuda.is_available():
         torch.backends.cudnn.allow_tf32 = False  # less precise than the differences to detect
@@ -51,27 +47,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def build_policy(words: Sequence[str]) -> Policy:
-    """Build a policy, without loading it, from its class and its options.
-
-    Raises:
-        UserError: with every error in the arguments.
-    """
-    from lit_vgrpo import policies  # noqa: F401  imported so that its classes go by short names
-    from lit_vgrpo.config.parts import built_part
-    from lit_vgrpo.config.recipe import apply_override
-    from lit_vgrpo.system.paths import import_from_here
-
+    """Build a policy, without loading it, from its class and its options, whose values are YAML."""
     import_from_here()
-    tree = {"policy": {"class_path": words[0]}}
-    options = list(words[1:])
-    if not any(word.startswith(("lora_rank=", "train_only=")) for word in options):
-        options.append(ADAPTER)
-    for word in options:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise UserError(f"{word} is not an option of a policy. Options are written key=value.")
-        apply_override(tree, f"policy.{key}", text)
-    policy = built_part(tree, "policy", Policy)
+    module, _, name = words[0].rpartition(".")
+    options = {key: yaml.safe_load(text) for key, _, text in (word.partition("=") for word in words[1:])}
+    if "train_only" not in options:
+        options.setdefault("lora_rank", 4)
+    policy: Policy = getattr(import_module(module or "lit_vgrpo.policies"), name)(**options)
     if policy.dtype != torch.float32:
         raise UserError("dtype is not float32: images are compared up to float error. Leave it out.")
     return policy
@@ -80,15 +62,14 @@ def build_policy(words: Sequence[str]) -> Policy:
 def run_checks(policy: Policy) -> int:
     """Run all checks of a loaded policy, print a line for each, and return the number that fail."""
     failed = 0
-    for shown, check in checks_of(policy):
+    for title, check in checks_of(policy):
         try:
-            mark, said = "ok", check(policy)
-        except Broken as failure:
-            mark, said = "NO", str(failure)
+            mark, message = "ok", check(policy)
         except Exception as error:  # the family's and the pipeline's code may raise anything
-            mark, said = "NO", f"{type(error).__name__}: {error}"
+            kind = "" if isinstance(error, Broken) else f"{type(error).__name__}: "
+            mark, message = "NO", f"{kind}{error}"
         failed += mark == "NO"
-        say(f"{mark}  {shown}: {one_line(said)}")
+        say(f"{mark}  {title}: {one_line(message)}")
     name = type(policy).__name__
     say(f"{failed} of the checks fail." if failed else f"{name} samples and trains like {policy.pipeline_class}.")
     return failed

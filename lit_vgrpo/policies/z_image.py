@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import MASK, Conditioning
-from lit_vgrpo.policies.flow import FlowPolicy
+from lit_vgrpo.policies.flow import PATCH, FlowPolicy
 from lit_vgrpo.policies.prompt_encoder import masked_rows
-from lit_vgrpo.policies.vae import latent_sides
 
-LONGEST_PROMPT = 512  # tokens
-PATCH = 2  # latents per side of a token
 DEFAULT_SIDE = 1024  # pixels, as in the pipeline
 
 
-@checked
 class ZImagePolicy(FlowPolicy):
     """``ZImagePipeline`` as a policy on a rectified flow.
 
     Guidance counts as in every family: 1 is none. The pipeline's ``guidance_scale`` is one less.
-
-    Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: tokens of a prompt that the network sees, the chat template included.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "ZImagePipeline"
@@ -35,23 +25,12 @@ class ZImagePolicy(FlowPolicy):
         *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
     )
 
-    def __init__(
-        self,
-        checkpoint: str,
-        max_sequence_length: Annotated[int, Range(1, LONGEST_PROMPT)] = LONGEST_PROMPT,
-        **options: Any,
-    ) -> None:
-        super().__init__(checkpoint, **options)
-        self.max_sequence_length = max_sequence_length
-
     def find_latent_shape(self) -> tuple[int, int, int]:
-        sides = latent_sides(self.height, self.width, DEFAULT_SIDE, self.pipeline.vae_scale_factor, PATCH)
+        sides = self.latent_sides(DEFAULT_SIDE // self.pipeline.vae_scale_factor, PATCH)
         return self.network.config.in_channels, *sides
 
     def pipeline_guidance(self, guidance: float, prompts: int) -> dict[str, Any]:
         return {"guidance_scale": guidance - 1, "negative_prompt": [self.negative_prompt] * prompts}
-
-    # --- prompts ---------------------------------------------------------------------------------------------------
 
     def prompt_length(self) -> int:
         return self.max_sequence_length
@@ -76,8 +55,6 @@ class ZImagePolicy(FlowPolicy):
             self._templated(prompt), max_length=self.max_sequence_length, truncation=True, return_tensors="pt"
         )["input_ids"]
         return self.pipeline.text_encoder(ids.to(self.device), output_hidden_states=True).hidden_states[-2][0]
-
-    # --- the network -----------------------------------------------------------------------------------------------
 
     def predict(self, z: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         prediction = self.network(

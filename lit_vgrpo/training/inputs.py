@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +12,11 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lit_vgrpo.policies.fingerprint import pipeline_fingerprint
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.loading import INDEX, config_folder, weight_files
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.function import PythonReward
-from lit_vgrpo.system.file_fingerprint import file_fingerprint, folder_fingerprint
+from lit_vgrpo.system.file_fingerprint import file_fingerprint, folder_fingerprint, of_the_model
 from lit_vgrpo.system.hub import file_at_hand
 from lit_vgrpo.system.paths import import_from_here, resolve_path
 from lit_vgrpo.training.start import start_fingerprint
@@ -57,6 +59,31 @@ def inputs_of(module: Any, data: PromptDataModule | None, known: Mapping[str, An
             continue  # reported where it is used
         if names:
             found[key] = names
+    return found
+
+
+def pipeline_fingerprint(policy: Policy) -> dict[str, str]:
+    """Return a fingerprint of the files of each part of a policy's pipeline, which need not be loaded.
+
+    Files of more than 64 MiB are sampled, see :func:`~lit_vgrpo.system.file_fingerprint.file_fingerprint`. Empty if
+    some parts are not on this machine.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is damaged.
+    """
+    folder = config_folder(policy.checkpoint, policy.revision)
+    if folder is None:
+        return {}
+    index = of_the_model(json.loads((folder / INDEX).read_bytes()))
+    left_out = policy.null_components(folder)
+    found = {INDEX: sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()}
+    for name in (name for name, entry in index.items() if isinstance(entry, list) and name not in left_out):
+        part = folder / name
+        weights = weight_files(part, policy.variant) or weight_files(part, None)
+        if not part.is_dir() or ((part / "config.json").is_file() and not weights):
+            return {}  # not downloaded completely yet
+        found[name] = folder_fingerprint(part, weights)
     return found
 
 

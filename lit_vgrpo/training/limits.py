@@ -15,7 +15,7 @@ from lit_vgrpo.core.sharding import shape_of
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.pipeline_folder import distillation_warning
+from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.training.trainer_internals import count_iterations
 
 EXPECTED_WARNINGS = (

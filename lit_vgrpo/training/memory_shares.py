@@ -9,9 +9,9 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.policies.acceleration import block_linears
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.quantised_base import quantised_bytes
-from lit_vgrpo.policies.speed import block_linears
+from lit_vgrpo.policies.trained import quantised_bytes
 from lit_vgrpo.training.fsdp2 import FSDP2, blocks_of
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.training.zero import ZeRO

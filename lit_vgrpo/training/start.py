@@ -9,7 +9,7 @@ from hashlib import sha256
 
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.fingerprint import sampled
+from lit_vgrpo.policies.embeddings import sampled
 from lit_vgrpo.policies.lora_file import put_lora
 from lit_vgrpo.system.file_fingerprint import file_fingerprint
 from lit_vgrpo.system.hub import LoadError
@@ -41,15 +41,11 @@ def load_policy(policy: Policy) -> Policy:
     Raises:
         LoadError: the checkpoint, that run or that file cannot be used.
     """
-    if policy.loaded:
-        return policy
-    for error in policy.check():
-        raise LoadError(error)
-    if policy.start_from is None:
-        return policy.read()
+    if policy.loaded or policy.start_from is None:
+        return policy.load()
     if (lora := find_lora(policy.start_from, policy.start_weights)) is not None:
-        return policy.read(partial(put_lora, file=lora.fetch()))
-    return policy.read(partial(_put_start, *_saved(policy.start_from, policy.start_weights, report_on_first)))
+        return policy.load(partial(put_lora, file=lora.fetch()))
+    return policy.load(partial(_put_start, *_saved(policy.start_from, policy.start_weights, report_on_first)))
 
 
 def _put_start(saved: SavedWeights, variant: str, policy: Policy) -> None:

@@ -19,7 +19,7 @@ from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_o
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data import read_prompts
-from lit_vgrpo.policies.pipeline_call import call_of
+from lit_vgrpo.policies.checks import call_of
 from lit_vgrpo.training.checkpoint_file import read
 
 FAMILIES = {

@@ -165,7 +165,7 @@ def _keep_times(num_inference_steps=None, device=None, sigmas=None, mu=None):
 
 def a_negative_prompt_counts_with_guidance_alone(family: Family) -> None:
     if family.shared.embeds_guidance:
-        with pytest.raises(LoadError, match=rf"negative_prompt='{NEGATIVE}' has no effect.*Leave it out"):
+        with pytest.raises(LoadError, match="negative_prompt has no effect. Leave it out"):
             family.load(negative_prompt=NEGATIVE)
         return
     plain, negative = family.shared, family.shared_with_negative

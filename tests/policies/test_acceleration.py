@@ -1,235 +1,396 @@
-from contextlib import closing
+"""Merged adapters, 8-bit rollouts, compilation and attention kernels: what they change, and what they must not."""
+
+import shutil
 
 import pytest
 import torch
-from helpers import make_data, make_module, make_trainer
+from diffusers import SD3Transformer2DModel
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from helpers import make_data, make_module, make_trainer, repeating
+from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 
 from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.sampling import roll_out, rollout_batches, sample
+from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.sampling import sample, sample_chain
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
-from lit_vgrpo.objectives import VGRPO, DiffusionNFT, FlowGRPO
-from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, acceleration
-from lit_vgrpo.policies.acceleration import shared_view
-from lit_vgrpo.policies.fold import lora_layers
-from lit_vgrpo.policies.speed import compile_options, repeated_blocks
-from lit_vgrpo.training.strategies import FSDP2, ZeRO, rollout_error
+from lit_vgrpo.objectives import VGRPO, FlowGRPO
+from lit_vgrpo.objectives.base import PrepareContext
+from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy
+from lit_vgrpo.policies.acceleration import (
+    compile_network,
+    is_folded,
+    lora_layers,
+    repeated_blocks,
+    set_attention_backend,
+)
+from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.training.strategies import FSDP2, ZeRO, rollout_error, whole_weights_error
 
-PROMPTS = ["a red circle on the left", "a blue square"]
-STEPS = 6
-TAYLOR = BlockCache("taylorseer", interval=2, warm_up=2)
-FIRST = BlockCache("first_block", threshold=0.3)
-HALF = BlockCache("first_block", threshold=100)  # skips in every step but the first
-ALL_STEPS = (BlockCache("first_block", threshold=0), BlockCache("taylorseer", warm_up=STEPS))
-
-
-@pytest.fixture(params=["sd3", "flux", pytest.param("flux_cfg", marks=pytest.mark.slow)])
-def policy(request, tiny_sd3, flux_folder):
-    if request.param == "sd3":
-        return adapted(SD3Policy(str(tiny_sd3), lora_rank=2, max_sequence_length=1))
-    folder = flux_folder(request.param == "flux")
-    return adapted(FluxPolicy(str(folder), lora_rank=2, max_sequence_length=16, height=16, width=16))
+PROMPTS = ["a red circle on the left", "a blue square on the right"]
+CONVOLUTIONS = ["to_q", "to_out.0", "conv1", "conv_shortcut", "downsamplers.0.conv", "proj_in"]
 
 
-@pytest.fixture
-def sd3(tiny_sd3):
-    return lambda **options: adapted(SD3Policy(str(tiny_sd3), max_sequence_length=1, **options))
-
-
-def adapted(policy):
+def adapted(policy, std=0.1):
     policy.load()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in trainable_parameters(policy).items():
             if "lora_B" in name:
-                parameter.normal_(std=0.1, generator=generator)
+                parameter.normal_(std=std, generator=generator)
     return policy
 
 
-def images(policy, cache, numbers=range(4), guidance=1.0, batch_size=2):
-    """The latents of some images by their numbers, which also choose the prompts."""
-    numbers = list(numbers)
-    noise = policy.prior(image_generators(1, 0, 0, numbers))
-    rows = torch.tensor(numbers) % 2
-    return sample(
-        policy, policy.encode(PROMPTS), rows, RolloutSpec("euler", STEPS, guidance, cache=cache), noise, batch_size
-    )[0]
+@pytest.fixture
+def sd3(tiny_sd3):
+    return lambda **options: adapted(SD3Policy(str(tiny_sd3), lora_rank=2, max_sequence_length=1, **options))
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_a_cache_that_skips_nothing_changes_no_bit(policy, guidance):
-    expected = images(policy, None, guidance=guidance)
-    assert policy.blocks_run is None
-    for cache in ALL_STEPS:
-        assert torch.equal(images(policy, cache, guidance=guidance), expected)
-        assert policy.blocks_run == 1
+@pytest.fixture
+def unet(tiny_unet):
+    return lambda **options: adapted(UNetPolicy(str(tiny_unet), lora_rank=2, **options))
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_a_cache_skips_blocks_and_says_how_many(policy, guidance):
-    expected = images(policy, None, guidance=guidance)
-    blocks = len(repeated_blocks(policy.network))
-    for cache, run in ((TAYLOR, 4 / 6), (HALF, (1 + 5 / blocks) / 6)):
-        found = images(policy, cache, guidance=guidance)
-        assert not torch.equal(found, expected)
-        assert found.isfinite().all()
-        assert policy.blocks_run == pytest.approx(run)
+def predict(policy, images=2):
+    noise = policy.prior(image_generators(1, 0, 0, range(images)))
+    return policy(noise, torch.linspace(0.2, 0.9, images), policy.encode(PROMPTS[:1]).expand(images))
 
 
-@pytest.mark.parametrize("cache", [TAYLOR, FIRST, HALF], ids=["taylorseer", "first_block", "all_skipped"])
-def test_nothing_is_kept_between_batches_rollouts_and_weights(policy, cache):
-    first = images(policy, cache)
-    assert torch.equal(images(policy, cache, [2, 3]), first[2:])  # the second batch alone
-    assert torch.equal(images(policy, cache, [3, 2]), first[[3, 2]])
-    copy = Snapshot(policy)
+def gradients(policy):
+    policy.zero_grad()
+    predict(policy).square().mean().backward()
+    return [p.grad.clone() for p in trainable_parameters(policy).values() if p.grad is not None]
+
+
+# --- merged adapters ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sd3", "unet"])
+def test_merged_predicts_the_same_and_the_network_does_not_change(sd3, unet, kind):
+    """The UNet's adapter is on convolutions of 1 x 1 and 3 x 3 too."""
+    policy = sd3(lora_alpha=4) if kind == "sd3" else unet(lora_alpha=4, lora_targets=CONVOLUTIONS)
     with torch.no_grad():
-        for parameter in trainable_parameters(policy).values():
-            parameter.add_(0.05)
-    changed = images(policy, cache)
-    assert not torch.equal(changed, first)
-    with copy.swapped_into(policy):
-        assert torch.equal(images(policy, cache), first)
-    assert torch.equal(images(policy, cache), changed)
-
-
-def test_taylorseer_gives_an_image_the_same_bits_alone_and_in_a_batch(policy):
-    alone = torch.cat([images(policy, TAYLOR, [number]) for number in range(4)])
-    assert torch.equal(alone, images(policy, TAYLOR))  # a batch alone is padded to the same size
-
-
-def test_first_block_decides_for_a_batch_as_a_whole(sd3):
-    """Documented: the guarantee that an image does not depend on its batch ends here."""
-    policy = sd3()
-
-    def depends_on_the_batch(threshold):
-        cache = BlockCache("first_block", threshold=threshold)
-        alone = torch.cat([images(policy, cache, [number]) for number in range(4)])
-        return not torch.equal(alone, images(policy, cache))
-
-    assert any(map(depends_on_the_batch, torch.linspace(0.02, 0.4, 20).tolist()))
-
-
-@pytest.mark.parametrize("cache", [TAYLOR, HALF], ids=["taylorseer", "first_block"])
-def test_passes_outside_of_the_rollout_see_no_hook(policy, cache):
-    noise, times = policy.prior(image_generators(1, 0, 0, [0, 1])), torch.tensor([0.3, 0.7])
-
-    def gradients():
-        policy.zero_grad()
-        policy(noise, times, policy.encode(PROMPTS)).square().mean().backward()
-        return [
-            parameter.grad.clone() for parameter in trainable_parameters(policy).values() if parameter.grad is not None
-        ]
-
-    keys, evaluated, before = list(policy.state_dict()), images(policy, None), gradients()
-    modules = dict(policy.named_modules())
-    images(policy, cache)
-    assert list(policy.state_dict()) == keys
-    assert dict(policy.named_modules()) == modules
-    assert not any("forward" in vars(module) or hasattr(module, "_diffusers_hook") for module in policy.modules())
-    assert all(torch.equal(a, b) for a, b in zip(gradients(), before, strict=True))
-    assert torch.equal(images(policy, None), evaluated)
-
-
-def test_an_error_in_a_rollout_leaves_the_network_in_place(sd3):
-    policy = sd3()
+        expected = predict(policy)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
     network = policy.network
-
-    spec = RolloutSpec(steps=STEPS, cache=TAYLOR)
-    with closing(rollout_batches(policy, RolloutRequest(PROMPTS, [{}, {}], [0, 1], 2), spec)) as batches:
-        next(batches)
-    assert policy.network is network
-
-
-def test_a_rollout_says_what_ran_and_a_rollout_without_a_cache_does_not(sd3):
-    policy, request = sd3(), RolloutRequest(PROMPTS, [{}, {}], [0, 1], 2)
-    assert roll_out(policy, request, RolloutSpec(steps=STEPS, cache=TAYLOR)).blocks_run == pytest.approx(4 / 6)
-    assert roll_out(policy, request, RolloutSpec(steps=STEPS)).blocks_run is None
-    assert roll_out(policy, request, RolloutSpec("flow_sde", STEPS)).blocks_run is None
-
-
-def test_a_run_caches_its_rollouts_alone_and_logs_the_share(tiny_sd3, tmp_path):
-    module = make_module(tiny_sd3, VGRPO(RolloutSpec(steps=4, cache=TAYLOR), num_mc_samples=2))
-    trainer = make_trainer(tmp_path)
-    trainer.fit(module, datamodule=make_data())
-    assert trainer.callback_metrics["cost/rollout_blocks_run"] == pytest.approx(3 / 4)
-    assert trainer.callback_metrics["policy/ratio_deviation"] == 0
-    assert trainer.callback_metrics["cost/passes_per_image"] == 4 + 2  # a skipped pass is counted as any other
-    assert module.policy.blocks_run is None  # the evaluation came last
-    assert module.ledger.counts["evaluation"]["without_grad"] % 4 == 0
+    kinds = {type(layer.get_base_layer()) for layer in lora_layers(network).values()}
+    assert kinds == ({nn.Linear} if kind == "sd3" else {nn.Linear, nn.Conv2d})
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16), policy.sampling():
+            assert not lora_layers(policy.network)
+            found = predict(policy)
+        assert not found.requires_grad
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert policy.network is network
+        assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+        assert torch.equal(predict(policy), expected)
 
 
-def test_the_folded_adapter_is_folded_in_the_view_too(sd3):
-    plain, folded = sd3(lora_rank=2, fold_lora=False), sd3(lora_rank=2, fold_lora=True)
-    assert lora_layers(folded.network)
-    for cache in (TAYLOR, HALF):
-        torch.testing.assert_close(images(folded, cache), images(plain, cache), rtol=1e-3, atol=1e-4)
-        assert not any(layer.merged for layer in lora_layers(folded.network))
-
-
-def test_compiled_blocks_run_inside_of_a_cache_and_follow_the_weights(sd3, monkeypatch):
-    """Compiled without generating code: what is traced, and how often, is the same."""
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    monkeypatch.setattr(acceleration, "compile_options", lambda: compile_options(counter))
-    policy, plain = sd3(lora_rank=2), sd3(lora_rank=2)
-    policy.compile_network = True
-    keys = list(policy.state_dict())
+def test_the_current_weights_are_merged(sd3):
+    policy = sd3()
     copy = Snapshot(policy)
-    for cache in (TAYLOR, FIRST):
-        for numbers in (range(6), range(4), range(5)):
-            found = images(policy, cache, numbers, batch_size=len(numbers))
-            expected = images(plain, cache, numbers, batch_size=len(numbers))
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    graphs = counter.frame_count
-    assert graphs == 2 * 2  # two kinds of block, for the first size and for any: not one for each block or cache
+    adapted(policy, std=0.3)
     with torch.no_grad():
-        for parameter in trainable_parameters(policy).values():
-            parameter.mul_(1.5)
+        next(iter(lora_layers(policy.network).values())).get_base_layer().weight.add_(1.0)
+        current = predict(policy)
     with copy.swapped_into(policy):
-        torch.testing.assert_close(images(policy, TAYLOR), images(plain, TAYLOR), rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(images(policy, TAYLOR), images(plain, TAYLOR), rtol=1e-4, atol=1e-5)
-    assert counter.frame_count == graphs
-    assert list(policy.state_dict()) == keys
-    assert not any("_orig_mod" in key for key in keys)
-    torch._dynamo.reset()
-
-
-def test_a_view_shares_weights_and_hooks_and_follows_a_move(sd3):
-    network = sd3().network
-    view = shared_view(network)
-    assert all(a is b for a, b in zip(view.parameters(), network.parameters(), strict=True))
-    assert not {id(module) for module in view.modules()} & {id(module) for module in network.modules()}
-    network.to(torch.float64)
-    assert {value.dtype for value in view.state_dict().values()} == {torch.float64}
-
-
-def test_evaluation_runs_every_block_unless_asked():
-    assert RolloutSpec(cache=TAYLOR).as_ode() == RolloutSpec()
+        of_the_copy = predict(policy)
+        with policy.sampling():
+            torch.testing.assert_close(predict(policy), of_the_copy, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(of_the_copy, current, rtol=1e-2)
+    with policy.sampling():
+        torch.testing.assert_close(predict(policy), current, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"kind": "first_block", "interval": 3}, "cache.interval=3 has no effect with kind=first_block. Leave it out."),
-        ({"kind": "taylorseer", "threshold": 0.1}, "cache.threshold=0.1 has no effect with kind=taylorseer."),
-        ({"kind": "taylorseer", "warm_up": 10}, "skips nothing: all 10 steps are its warm-up. Use more steps, or"),
-    ],
+    ("options", "merges"), [({}, True), ({"fold_lora": False}, False), ({"dtype": "bfloat16"}, False)]
 )
-def test_settings_without_effect_are_refused(options, error):
-    assert error in VGRPO(rollout=RolloutSpec(cache=BlockCache(**options))).rollout_spec(0).errors()[0]
+def test_ode_sampling_merges_where_it_may_and_a_chain_never_does(sd3, options, merges):
+    policy = sd3(**options)
+    cond, rows, noise = policy.encode(PROMPTS), torch.arange(2), policy.prior(image_generators(1, 0, 0, [0, 1]))
+    seen = []
+    policy.network.register_forward_pre_hook(lambda network, args: seen.append(not lora_layers(network)))
+    sample(policy, cond, rows, RolloutSpec(steps=2), noise)
+    assert seen == [merges] * 2
+    sample_chain(policy, cond, rows, RolloutSpec("flow_sde", steps=2), noise, image_generators(6, 0, 0, [0, 1]))
+    assert seen[2:] == [False] * 2
 
 
-def test_rollouts_that_cannot_be_cached_are_refused_with_the_reason():
-    cached = RolloutSpec("flow_sde", cache=FIRST)
-    assert "cache=first_block requires an ODE: the likelihoods" in FlowGRPO(rollout=cached).rollout_spec(0).errors()[0]
-    for method in (VGRPO, DiffusionNFT):
-        objective = method(rollout=RolloutSpec("ddim", cache=TAYLOR))
-        [error] = objective.policy_errors(UNetPolicy)
-        assert error.startswith("model.objective.rollout.cache=taylorseer does not work on UNetPolicy")
-        assert method(rollout=RolloutSpec(cache=TAYLOR)).policy_errors(SD3Policy) == []
+def test_what_cannot_be_merged(sd3):
+    for options in ({"dtype": "bfloat16"}, {"lora_rank": None}):
+        with pytest.raises(ValueError, match="fold_lora=true needs lora_rank and dtype=float32"):
+            SD3Policy("x", **{"lora_rank": 2, "fold_lora": True, **options})
+    policy = sd3()
+    assert is_folded(policy)
+    weight = next(iter(lora_layers(policy.network).values())).get_base_layer().weight
+    weight.ds_tensor = torch.empty(0)  # how DeepSpeed marks sharded weights
+    assert not is_folded(policy)
+
+
+@pytest.mark.parametrize("option", ["compile", "fold_lora"])
+def test_a_strategy_that_shards_the_weights_is_refused_and_others_are_not(option):
+    policy = SD3Policy("any", lora_rank=2, **{option: True})
     for strategy in (FSDP2(), ZeRO(stage=3)):
-        assert "needs whole weights on every rank" in rollout_error(strategy, RolloutSpec(cache=FIRST))
-        assert rollout_error(strategy, RolloutSpec()) is None
-    assert rollout_error(ZeRO(stage=2), RolloutSpec(cache=FIRST)) is None
+        assert f"model.policy.{option}=true needs whole weights" in whole_weights_error(strategy, policy)
+        assert whole_weights_error(strategy, SD3Policy("any", lora_rank=2)) is None
+    assert whole_weights_error(ZeRO(stage=2), policy) is None
+
+
+# --- 8-bit rollouts, which need torchao: pip install "lit-vgrpo[quantise]" -------------------------------------------
+
+INT8 = RolloutSpec(steps=4, quantise="int8")
+EACH = [{}, {"lora_rank": 2, "dtype": "bfloat16"}, {"lora_rank": 2}, {"dtype": "bfloat16"}]
+
+
+@pytest.fixture
+def torchao():
+    return pytest.importorskip("torchao", reason="needs the extra quantise")
+
+
+@pytest.fixture(params=repeating(EACH, slow=EACH[2:]), ids=str)
+def policy(request, torchao):
+    return changed(SD3Policy("shipped:assets/tiny_sd3", max_sequence_length=1, **request.param).load())
+
+
+def changed(policy, by=0.02):
+    """The policy with other trained weights."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainable_parameters(policy).values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=by)
+    return policy
+
+
+def images(policy, spec, numbers=range(4)):
+    numbers = list(numbers)
+    noise = policy.prior(image_generators(1, 0, 0, numbers))
+    return sample(policy, policy.encode(PROMPTS), torch.tensor(numbers) % 2, spec, noise, 2)[0]
+
+
+def difference(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def test_images_are_nearly_the_same_and_follow_the_weights(policy):
+    full = images(policy, RolloutSpec(steps=4))
+    first = images(policy, INT8)
+    assert 0 < difference(first, full) < 0.1
+    assert torch.equal(images(policy, INT8, [3]), first[3:])
+    start = Snapshot(policy)
+    changed(policy, 0.1)
+    after = images(policy, INT8)
+    assert difference(after, first) > 0.1
+    assert difference(after, images(policy, RolloutSpec(steps=4))) < 0.1
+    with start.swapped_into(policy):
+        assert torch.equal(images(policy, INT8), first)
+
+
+def test_the_networks_own_weights_stay(policy):
+    state = {name: value.clone() for name, value in policy.state_dict().items()}
+    full = images(policy, RolloutSpec(steps=4))
+    images(policy, INT8)
+    assert all(torch.equal(value, state[name]) for name, value in policy.state_dict().items())
+    assert list(policy.state_dict()) == list(state)
+    assert all(type(parameter) is torch.nn.Parameter for parameter in policy.parameters())
+    assert torch.equal(images(policy, RolloutSpec(steps=4)), full)
+
+
+def test_it_goes_with_a_cache(policy):
+    cached = RolloutSpec(steps=4, quantise="int8", cache=BlockCache("taylorseer", warm_up=4))
+    assert torch.equal(images(policy, cached), images(policy, INT8))
+    cached = RolloutSpec(steps=4, quantise="int8", cache=BlockCache("taylorseer", warm_up=2))
+    every_block = images(policy, INT8)
+    assert difference(images(policy, cached), every_block) > 0
+    assert policy.blocks_run == pytest.approx(3 / 4)
+
+
+def test_a_run_quantises_its_rollouts_alone(torchao, tmp_path):
+    module = make_module("shipped:assets/tiny_sd3", VGRPO(INT8, num_mc_samples=2))
+    trainer = make_trainer(tmp_path)
+    trainer.fit(module, datamodule=make_data())
+    assert trainer.callback_metrics["policy/ratio_deviation"] == 0
+    assert module.images_seen == 16
+
+
+def test_rollouts_that_cannot_be_quantised_are_refused():
+    sde = RolloutSpec("flow_sde", quantise="int8")
+    assert "rollout.quantise=int8 requires an ODE: the likelihoods" in FlowGRPO(rollout=sde).rollout_spec(0).errors()[0]
+    for strategy in (FSDP2(), ZeRO(stage=3)):
+        assert "rollout.quantise=int8 needs whole weights on every rank" in rollout_error(strategy, INT8)
+    assert rollout_error(ZeRO(stage=2), INT8) is None
+
+
+# --- compilation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled():
+    """``compiled(policy)`` compiles without generating code: what is traced, and how often, is the same."""
+    torch._dynamo.reset()
+    counters.clear()
+    counter = CompileCounter()
+
+    def make(policy):
+        compile_network(policy.network, backend=counter)
+        return counter
+
+    yield make
+    torch._dynamo.reset()
+
+
+def test_compiled_predicts_the_same_and_is_trained_the_same(sd3, compiled):
+    plain, policy = sd3(), sd3(gradient_checkpointing=True)
+    names = [list(policy.state_dict()), list(trainable_parameters(policy))]
+    counter = compiled(policy)
+    with torch.no_grad():
+        torch.testing.assert_close(predict(policy), predict(plain), rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 2  # the two kinds of block
+    torch.testing.assert_close(gradients(policy), gradients(plain), rtol=1e-4, atol=1e-6)
+    assert counter.frame_count > 2
+    assert names == [list(policy.state_dict()), list(trainable_parameters(policy))]
+
+
+@pytest.mark.slow
+def test_a_run_compiles_a_bounded_number_of_graphs_and_never_again(unet, compiled):
+    """Rollouts folded and micro-batches with gradient, in changing sizes, take turns."""
+    policy = unet()
+    counter = compiled(policy)
+    ledger = PassLedger()
+    ledger.attach(policy.network)
+
+    def iteration(rollout, micro):
+        with policy.sampling():
+            assert not lora_layers(policy.network)
+            predict(policy, rollout)
+        predict(policy, micro).square().mean().backward()
+
+    sizes = [(4, 2), (6, 3), (1, 1)]
+    for pair in sizes:
+        iteration(*pair)
+    graphs = counter.frame_count
+    blocks = len(repeated_blocks(policy.network))
+    assert blocks > 1
+    assert graphs <= 2 * 4  # not one for each block: they share
+    for pair in [*sizes, (7, 5), (3, 8)]:
+        iteration(*pair)
+    assert counter.frame_count == graphs
+    assert not counters["graph_break"]
+    assert ledger.counts["update"] == {
+        "with_grad": sum(micro for _, micro in [*sizes, *sizes, (7, 5), (3, 8)]),
+        "without_grad": sum(rollout for rollout, _ in [*sizes, *sizes, (7, 5), (3, 8)]),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler on this machine")
+def test_generated_code_computes_the_same_in_bfloat16_with_and_without_gradient():
+    """Else the ratio of a training pass to a pass without gradient would not be 1 before any update."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    network = SD3Transformer2DModel(
+        sample_size=4, patch_size=2, in_channels=4, out_channels=4, num_layers=1, attention_head_dim=8,
+        num_attention_heads=1, joint_attention_dim=8, caption_projection_dim=8, pooled_projection_dim=8,
+        pos_embed_max_size=2,
+    ).to(torch.bfloat16)  # fmt: skip
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 4, 4),
+        "timestep": torch.tensor([100.0, 900.0]),
+        "encoder_hidden_states": torch.randn(2, 2, 8),
+        "pooled_projections": torch.randn(2, 8),
+    }
+
+    def run(grad):
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+            return network(**inputs, return_dict=False)[0].detach()
+
+    plain = run(False)
+    compile_network(network)
+    with inductor.patch(compile_threads=1):  # each worker of a pool would import torch
+        assert torch.equal(run(True), plain)
+        assert torch.equal(run(False), plain)
+    torch._dynamo.reset()
+
+
+def test_the_option_compiles(sd3):
+    blocks = repeated_blocks(sd3(compile=True).network)
+    assert len(blocks) == 2
+    assert all(block._compiled_call_impl is not None for block in blocks)
+
+
+def test_a_network_without_repeated_blocks_is_not_compiled():
+    with pytest.raises(LoadError, match="Linear has no repeated blocks"):
+        compile_network(torch.nn.Linear(2, 2), backend="eager")
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flux(flux_folder):
+    policy = FluxPolicy(str(flux_folder()), lora_rank=2, max_sequence_length=16)
+    yield adapted(policy)
+    policy.network.reset_attention_backend()
+
+
+def test_every_layer_of_this_network_alone_takes_the_backend(flux):
+    default = _AttentionBackendRegistry.get_active_backend()
+    with torch.no_grad():
+        before = predict(flux)
+        set_attention_backend(flux.network, "_native_math")
+        after = predict(flux)
+    processors = [module.processor for module in flux.network.modules() if hasattr(module, "processor")]
+    assert {processor._attention_backend for processor in processors} == {AttentionBackendName._NATIVE_MATH}
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    assert _AttentionBackendRegistry.get_active_backend() == default
+
+
+def test_backends_that_cannot_be_used(flux):
+    with pytest.raises(LoadError, match="attention_backend=sage has no backward pass"):
+        set_attention_backend(flux.network, "sage")
+    with pytest.raises(ValueError, match="cosmic"):
+        set_attention_backend(flux.network, "cosmic")
+
+
+# --- one precision --------------------------------------------------------------------------------------------------
+
+
+def test_float32_means_float32_under_an_outer_autocast(sd3):
+    """As ``trainer.precision=bf16-mixed`` puts around the forward passes, though not the backward ones."""
+    policy, picture = sd3(), torch.full((1, 3, 32, 32), 0.3)
+
+    @torch.no_grad()
+    def passes():
+        with policy.sampling():
+            folded = predict(policy)
+        return folded, predict(policy), policy.decode(folded), policy.encode_images(picture)
+
+    expected, expected_gradients = passes(), gradients(policy)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = passes()
+        loss = predict(policy).square().mean()
+    policy.zero_grad()
+    loss.backward()
+    found_gradients = [p.grad for p in trainable_parameters(policy).values() if p.grad is not None]
+    for one, other in zip([*found, *found_gradients], [*expected, *expected_gradients], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("outer", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_ratio_is_1_before_an_update_in_either_precision(sd3, dtype, outer):
+    policy = sd3(dtype=dtype)
+    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2)
+    objective.setup(policy)
+    rollout = objective.roll_out(policy, RolloutRequest(PROMPTS[:1], [{}], [0], 2, 0, 0))
+    # the phases may stand under different outer autocasts: Lightning's own surrounds a training step alone
+    experience = objective.prepare(
+        PrepareContext(policy, rollout, torch.tensor([1.0, -1.0]), micro_batch_size=2, updates=2)
+    )
+    with torch.autocast("cpu", outer or torch.bfloat16, enabled=outer is not None):
+        _, metrics = objective.loss(policy, experience)
+    assert experience.extras["old_surrogate"].dtype == torch.float32
+    assert torch.equal(metrics["surrogate"], experience.extras["old_surrogate"])

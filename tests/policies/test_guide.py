@@ -75,7 +75,7 @@ def test_the_command_finds_nothing_wrong(here, folder, capsys):
     assert verify.main(["my_models.Lumina2Policy", f"checkpoint={folder}", *words]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert all(line.startswith("ok  ") for line in lines)
-    assert len(lines) == 15
+    assert len(lines) == 13
     assert last == "Lumina2Policy samples and trains like Lumina2Pipeline."
 
 

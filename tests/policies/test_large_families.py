@@ -1,18 +1,17 @@
 """Qwen-Image, FLUX.2-klein and Z-Image beyond the contract: what they refuse, and their own numbers."""
 
-import diffusers
 import pytest
 import torch
 from policies.contract import PROMPTS, inputs
 from policies.families import LARGE
+from safetensors.torch import load
 
 from lit_vgrpo import VGRPO, RolloutSpec, VGRPOModule
 from lit_vgrpo.apps.memory.estimate import Pass, peak_of_pass
 from lit_vgrpo.apps.memory.meta import policy_on_meta
-from lit_vgrpo.policies import Conditioning, Flux2Policy, QwenImagePolicy
-from lit_vgrpo.policies.checks import prompts_are_rows
+from lit_vgrpo.policies import Conditioning, Flux2Policy
+from lit_vgrpo.policies.embeddings import CRC_BYTES
 from lit_vgrpo.rewards import JPEGCompressibility
-from lit_vgrpo.system.hub import LoadError
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +45,10 @@ def test_a_distilled_model_predicts_without_guidance_alone(distilled, families):
     assert base.guidance_error() is None
 
 
-def test_a_diffusers_without_the_family_is_one_line(families, monkeypatch):
-    policy = QwenImagePolicy(str(families("qwen_image").folder))
-    assert policy.check() == []
-    monkeypatch.setattr(QwenImagePolicy, "pipeline_class", "QwenImage9Pipeline")
-    (error,) = policy.check()
-    needed = f"QwenImagePolicy needs QwenImage9Pipeline, which diffusers {diffusers.__version__} lacks."
-    assert error == f"{needed} Run: pip install 'diffusers>={QwenImagePolicy.needs_diffusers}'."
-    with pytest.raises(LoadError, match="lacks"):
-        policy.load()
-
-
 def test_prompts_without_a_mask_are_not_padded(families):
     cond = families("flux2").shared.encode(PROMPTS[:2])
     with pytest.raises(ValueError, match="need a tensor 'mask'. Pad all prompts to one length"):
         cond.joined_with(Conditioning({"tokens": cond.tensors["tokens"][:, :5]}))
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_prompts_of_any_length_are_rows(families, name):
-    assert prompts_are_rows(families(name).shared)
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -88,11 +71,9 @@ def test_the_guided_prediction_of_qwen_image_has_the_length_of_the_plain_one(fam
 
 
 def test_only_a_prompts_tokens_are_cached(families, tmp_path):
-    from safetensors.torch import load_file
-
     policy = families("z_image").load(embedding_cache=str(tmp_path))
     masks = policy.encode(PROMPTS[:2]).tensors["mask"]
-    (lengths,) = [sorted(len(load_file(file)["tokens"]) for file in tmp_path.glob("*.safetensors"))]
+    (lengths,) = [sorted(len(load(file.read_bytes()[CRC_BYTES:])["tokens"]) for file in tmp_path.iterdir())]
     assert lengths == sorted(masks.sum(dim=1).int().tolist())
     assert masks.shape == (2, 48)
 

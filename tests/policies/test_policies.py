@@ -184,11 +184,6 @@ def test_padding_changes_no_prediction(family):
             torch.testing.assert_close(policy(noise, t, other), padded, rtol=1e-4, atol=1e-5)
 
 
-def test_noise_depends_on_the_image_number_alone(family):
-    many, one = (family.shared.prior(image_generators(1, 0, 5, ids)) for ids in ([3, 4, 5], [4]))
-    assert torch.equal(many[1:2], one)
-
-
 class CountedPasses:
     """The number of rows in each call of a policy's network."""
 

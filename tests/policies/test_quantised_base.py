@@ -12,9 +12,9 @@ from lit_vgrpo.cli.run import run
 from lit_vgrpo.cli.sample import sample_images
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.policies import SD3Policy, quantised_base
-from lit_vgrpo.policies.quantised_base import QuantisedLinear
-from lit_vgrpo.policies.speed import block_linears
+from lit_vgrpo.policies import SD3Policy
+from lit_vgrpo.policies.acceleration import block_linears
+from lit_vgrpo.policies.trained import QuantisedLinear
 from lit_vgrpo.training.memory_shares import bytes_of, saved_by_quantisation, tensors_of
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, quantisation_error
 
@@ -80,17 +80,7 @@ def test_the_ratio_is_one_before_an_update(kind, tmp_path):
     assert trainer.callback_metrics["policy/ratio_deviation"] == 0
 
 
-def test_what_cannot_be_quantised_is_one_line_before_weights_load(monkeypatch):
-    for options, words in (
-        ({"lora_rank": None}, "freezes the network, which this run trains. Set model.policy.lora_rank=32"),
-        ({"compile": True}, "does not go with model.policy.compile=true"),
-        ({"fold_lora": True}, "does not go with model.policy.fold_lora=true"),
-    ):
-        (error,) = policy(quantisation="nf4", **options).check()
-        assert error.startswith(f"model.policy.quantisation=nf4 {words}")
-    monkeypatch.setattr(quantised_base, "find_spec", lambda name: None)
-    (error,) = policy(quantisation="int8").check()
-    assert 'needs bitsandbytes. Run: pip install "lit-vgrpo[memory]".' in error
+def test_what_cannot_be_quantised_is_one_line_before_weights_load():
     for strategy in (FSDP2(), ZeRO(stage=3), ZeRO(stage=2)):
         assert "quantisation=nf4 works on one device and under DDP, not under" in quantisation_error(
             strategy, policy(quantisation="nf4")

@@ -72,8 +72,7 @@ def test_the_seed_is_that_of_the_adapter(tiny_sd3):
     ("target", "meant"),
     [
         ("attn.to_qq", "Did you mean attn.to_q?"),
-        ("to_out", "Did you mean attn.to_out.0?"),  # the name of a list of layers, which is no layer
-        ("attn", "Use one of: attn.add_k_proj, attn.add_q_proj, "),
+        ("to_out", ""),  # the name of a list of layers, which is no layer
         ("tn.to_q", "Did you mean attn.to_q?"),  # an ending starts with a whole word
     ],
 )
@@ -81,35 +80,24 @@ def test_every_target_that_matches_nothing_is_named(tiny_sd3, target, meant):
     policy = sd3(tiny_sd3, lora_rank=2, lora_targets=["attn.to_k", target])
     with pytest.raises(LoadError) as caught:
         policy.load()
-    message = str(caught.value)
     nothing = "matches nothing in SD3Transformer2DModel."
-    assert message.startswith(f"model.policy.lora_targets: {target!r} {nothing} {meant}")
-    assert "\n" not in message
+    assert str(caught.value).startswith(f"model.policy.lora_targets: {target!r} {nothing} {meant}")
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"lora_rank": 2, "lora_dropout": 0.1}, "lora_dropout=0.1 would make the policy differ from the one that "),
-        ({"lora_targets": ["to_q"]}, "lora_targets=['to_q'] has no effect without lora_rank. Set lora_rank=32 too."),
-        (
-            {"lora_rank": 2, "train_only": ["*"]},
-            "train_only and lora_rank are both given, but lora_rank trains only an adapter.",
-        ),
-        (
-            {"train_only": []},
-            "train_only=[] is empty. Give patterns such as '*.attn.*', or null",
-        ),
+        ({"lora_targets": ["to_q"]}, "lora_alpha and lora_targets have no effect without lora_rank."),
+        ({"lora_rank": 2, "train_only": ["*"]}, "train_only and lora_rank are both set"),
+        ({"start_weights": "ema"}, "start_weights=ema has no effect without start_from."),
+        ({"quantisation": "nf4"}, "quantisation=nf4 needs lora_rank, without compile and without fold_lora."),
+        ({"quantisation": "nf4", "lora_rank": 2, "compile": True}, "quantisation=nf4 needs lora_rank, without compile"),
     ],
 )
-def test_options_that_cannot_be_are_refused_at_once(options, line):
+def test_options_that_contradict_each_other_are_refused(options, line):
     with pytest.raises(ValueError, match="^[^\n]*$") as caught:
         sd3("x", **options)
     assert str(caught.value).startswith(line)
-
-
-def test_a_dropout_of_zero_is_none():
-    sd3("x", lora_rank=2, lora_dropout=0.0)
 
 
 # --- partial and full ------------------------------------------------------------------------------------------------
@@ -126,13 +114,10 @@ def test_patterns_choose_the_parameters(tiny_sd3):
 
 
 def test_every_pattern_that_matches_nothing_is_named(tiny_sd3):
-    with pytest.raises(LoadError) as caught:
+    message = "train_only: 'proj_out.wieght' matches nothing in SD3Transformer2DModel. Did you mean proj_out.weight?"
+    with pytest.raises(LoadError, match=message):
         sd3(tiny_sd3, train_only=["*.attn.*", "proj_out.wieght"]).load()
-    assert str(caught.value) == (
-        "model.policy.train_only: 'proj_out.wieght' matches no parameter of SD3Transformer2DModel. Did you mean "
-        "proj_out.weight? Patterns are shell-style, such as '*.attn.*'."
-    )
-    with pytest.raises(LoadError, match="'attn' matches no parameter"):  # a whole name is compared
+    with pytest.raises(LoadError, match="'attn' matches nothing"):  # a whole name is compared
         sd3(tiny_sd3, train_only=["attn"]).load()
 
 
@@ -166,13 +151,3 @@ def test_the_vae_is_as_it_is_stored(tiny_sd3):
     policy = sd3(tiny_sd3, dtype="bfloat16", lora_rank=2).load()
     stored = load_file(tiny_sd3 / "vae" / "diffusion_pytorch_model.safetensors")
     assert all(torch.equal(tensor, stored[name]) for name, tensor in policy.pipeline.vae.named_parameters())
-
-
-def test_partial_weights_are_saved_as_a_pipeline(tiny_sd3, tmp_path):
-    policy = sd3(tiny_sd3, train_only=["proj_out.*"]).load()
-    with torch.no_grad():
-        policy.network.proj_out.weight.add_(0.1)
-    policy.save(tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(predict(sd3(tmp_path).load()), predict(policy), rtol=0, atol=0)
-        assert (predict(sd3(tiny_sd3).load()) - predict(policy)).abs().max() > 1e-2

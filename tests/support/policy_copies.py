@@ -3,7 +3,7 @@
 from copy import deepcopy
 from functools import cache
 
-from lit_vgrpo.policies.pipeline_loading import read_pipeline
+from lit_vgrpo.policies.loading import read_pipeline
 
 
 @cache

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.pipeline_folder import INDEX, config_folder
+from lit_vgrpo.policies.loading import INDEX, config_folder
 from lit_vgrpo.system.hub import quiet_libraries
 
 LIBRARIES = ("diffusers", "transformers")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.pipeline_folder import config_folder
+from lit_vgrpo.policies.loading import config_folder
 from lit_vgrpo.system.hub import source_of
 
 

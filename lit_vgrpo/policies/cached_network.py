@@ -1,0 +1,123 @@
+"""Block caches in rollouts: a view of the network, some of whose blocks are skipped.
+
+diffusers' hooks were read in 0.41.0 and 0.42.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from diffusers.hooks import (
+    FirstBlockCacheConfig,
+    HookRegistry,
+    ModelHook,
+    TaylorSeerCacheConfig,
+    apply_first_block_cache,
+    apply_taylorseer_cache,
+)
+from diffusers.models.cache_utils import CacheMixin
+from torch import nn
+
+from lit_vgrpo.core.block_cache import BlockCache
+from lit_vgrpo.policies.acceleration import compile_options, repeated_blocks, shared_view
+from lit_vgrpo.policies.pipeline import PipelinePolicy
+
+
+class CachedNetwork:
+    """A view of a policy's network with one of diffusers' block caches.
+
+    Args:
+        policy: a loaded policy whose network is a transformer.
+        cache: the cache and its settings.
+    """
+
+    def __init__(self, policy: PipelinePolicy, cache: BlockCache) -> None:
+        self.source = policy.network
+        self.network = shared_view(policy.network)
+        blocks = repeated_blocks(self.network)
+        self._blocks = [_BlockCounter(policy.compile_network) for _ in blocks]
+        self._passes = _PassCounter()
+        for module, hook in ((self.network, self._passes), *zip(blocks, self._blocks, strict=True)):
+            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, "lit_vgrpo")
+        # SD3's network has no enable_cache(), which would call the same functions.
+        options = cache.options()
+        if cache.kind == "first_block":
+            apply_first_block_cache(self.network, FirstBlockCacheConfig(options["threshold"]))
+        else:
+            apply_taylorseer_cache(
+                self.network,
+                TaylorSeerCacheConfig(
+                    cache_interval=int(options["interval"]),
+                    disable_cache_before_step=int(options["warm_up"]),
+                    max_order=int(options["order"]),
+                    taylor_factors_dtype=torch.float32,
+                    use_lite_mode=True,  # skips whole blocks and extrapolates the last layer
+                ),
+            )
+        self._context = ExitStack()
+
+    @property
+    def blocks_run(self) -> float:
+        """Share of the blocks that ran in the last sampling."""
+        return sum(block.count for block in self._blocks) / max(1, self._passes.count * len(self._blocks))
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Reset the counts, and keep no tensors afterwards."""
+        self._passes.count = 0
+        for block in self._blocks:
+            block.count = 0
+        try:
+            self.start_batch()
+            yield
+        finally:
+            self._forget()
+
+    def start_batch(self) -> None:
+        """Forget the steps of the last batch."""
+        self._forget()
+        # The rows of guidance's two branches share each pass, so one context holds both.
+        self._context.enter_context(CacheMixin.cache_context(self.network, "rollout"))
+
+    def _forget(self) -> None:
+        self._context.close()
+        HookRegistry.check_if_exists_or_initialize(self.network).reset_stateful_hooks()
+
+
+class _PassCounter(ModelHook):
+    count = 0
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.count += 1
+        return args, kwargs
+
+
+class _BlockCounter(ModelHook):
+    """Runs a block inside of the cache's hook and counts it.
+
+    The last block of SD3 returns None for its text tokens, which nothing reads. The caches compute with what a block
+    returns, so it returns the tokens that it was given instead.
+
+    Args:
+        compiles: compile the block, but not the cache's hook around it, whose decisions torch cannot trace.
+    """
+
+    count = 0
+
+    def __init__(self, compiles: bool) -> None:
+        super().__init__()
+        self._compiles = compiles
+        self._run: Any = None
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        if self._run is None:
+            run = self.fn_ref.original_forward
+            self._run = torch.compile(run, **compile_options()) if self._compiles else run
+        output = self._run(*args, **kwargs)
+        if not isinstance(output, tuple):
+            return output
+        return tuple(kwargs["encoder_hidden_states"] if part is None else part for part in output)

@@ -1,0 +1,266 @@
+"""The options of a policy, and the parts of its diffusers pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
+from lit_vgrpo.core.ranges import BatchSize, PositiveFloat, Range, Seed, checked
+from lit_vgrpo.policies.placement import in_own_precision, place
+from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.paths import resolve_path
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INDEX = "model_index.json"
+
+
+@checked
+class PipelinePolicy(nn.Module):
+    """The options of a policy and its pipeline's parts, extended by :class:`~lit_vgrpo.policies.base.Policy`.
+
+    Args:
+        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
+        variant: variant of the pipeline's weight files, such as ``fp16``; ``None`` uses the default files.
+        revision: branch, tag or commit of a hub repository; ``None`` uses its main branch.
+        lora_rank: rank of the LoRA adapter; ``None`` trains the full weights.
+        lora_alpha: LoRA scale numerator; ``None`` uses the rank.
+        lora_targets: name suffixes of the modules to adapt; ``None`` uses the family's attention projections.
+        quantisation: keep the frozen weights of the network's blocks in 4 bits (``nf4``) or 8 (``int8``), under a LoRA
+            in float32; ``None`` keeps them in ``dtype``.
+        train_only: shell-style patterns of the parameters to train, such as ``*.attn.*``; ``None`` trains all, or the
+            adapter.
+        start_from: run folder or checkpoint of an earlier run, or a LoRA file (a path, or ``owner/name[/file]`` of the
+            hub), whose weights are this run's start and reference; ``None`` starts from the pipeline.
+        start_weights: use that run's trained weights or their EMA.
+        height: image height in pixels; ``None`` uses the model's default.
+        width: image width in pixels; ``None`` uses the model's default.
+        dtype: autocast type of the network, and storage type of frozen weights; trained weights, the VAE's weights and
+            all arithmetic outside the two networks stay float32.
+        negative_prompt: the prompt that guidance moves away from.
+        gradient_checkpointing: save activation memory at the cost of a second forward pass.
+        decode_batch_size: images per VAE pass; smaller batches are padded, so that an image does not depend on its
+            batch.
+        decode_dtype: autocast type of the VAE while it decodes; 16 bits change images by about a grey level.
+        vae_tiling: decode large images in overlapping tiles, which changes them slightly.
+        embedding_cache: folder that caches prompt embeddings; ``None`` for no cache.
+        embedding_cache_gb: maximum size of the folder; the least recently used embeddings are deleted first.
+        offload_encoders: keep the text encoders in CPU memory while they are not used.
+        compile: compile the network with ``torch.compile``, for rollouts and training.
+        attention_backend: one of diffusers' attention backends by name; ``None`` leaves the choice to diffusers.
+        fold_lora: merge the adapter into the weights during ODE sampling; ``None`` does so where possible. float32
+            only.
+        init_seed: seed of the adapter's initial weights.
+    """
+
+    pipeline_class: ClassVar[str]
+    network_name: ClassVar[str]
+    default_lora_targets: ClassVar[tuple[str, ...]]
+    edits: ClassVar[bool] = False
+    """True if every prompt comes with a picture, of the size of the images."""
+    uses_latent_shift: ClassVar[bool] = True
+    network: Any  # a diffusers model, the only submodule
+    latent_shape: tuple[int, int, int]
+
+    def __init__(
+        self,
+        checkpoint: str,
+        lora_rank: Annotated[int, Range(1, 16_384)] | None = None,
+        lora_alpha: Annotated[int, Range(1, 65_536)] | None = None,
+        lora_targets: list[str] | None = None,
+        train_only: list[str] | None = None,
+        quantisation: Literal["nf4", "int8"] | None = None,
+        start_from: str | None = None,
+        start_weights: Literal["trained", "ema"] = "trained",
+        height: Annotated[int, Range(1, 16_384)] | None = None,
+        width: Annotated[int, Range(1, 16_384)] | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        negative_prompt: str = "",
+        gradient_checkpointing: bool = False,
+        decode_batch_size: BatchSize = BATCH_SIZE,
+        decode_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        vae_tiling: bool = False,
+        embedding_cache: str | None = None,
+        embedding_cache_gb: PositiveFloat = 20.0,
+        offload_encoders: bool = False,
+        compile: bool = False,
+        attention_backend: str | None = None,
+        fold_lora: bool | None = None,
+        init_seed: Seed = 0,
+        variant: str | None = None,
+        revision: str | None = None,
+    ) -> None:
+        super().__init__()
+        if lora_rank is None and (lora_alpha is not None or lora_targets):
+            raise ValueError("lora_alpha and lora_targets have no effect without lora_rank. Set lora_rank=32 too.")
+        if lora_rank is not None and train_only is not None:
+            raise ValueError("train_only and lora_rank are both set, but lora_rank trains only an adapter. Remove one.")
+        if start_weights != "trained" and start_from is None:
+            raise ValueError(f"start_weights={start_weights} has no effect without start_from. Set start_from=RUN too.")
+        if fold_lora and (lora_rank is None or dtype != "float32"):  # 16 bits would round small updates away
+            raise ValueError("fold_lora=true needs lora_rank and dtype=float32. Remove fold_lora.")
+        if quantisation is not None and (lora_rank is None or compile or fold_lora):
+            raise ValueError(f"quantisation={quantisation} needs lora_rank, without compile and without fold_lora.")
+        resolve_path(checkpoint)  # refuses a shipped: path that leaves the installed folder
+        self.checkpoint = checkpoint
+        self.variant, self.revision = variant, revision
+        self.lora_rank = lora_rank
+        self.lora_alpha = lora_alpha if lora_alpha is not None else lora_rank
+        self.lora_targets = list(lora_targets or self.default_lora_targets)
+        self.train_only = None if train_only is None else list(train_only)
+        self.quantisation: Literal["nf4", "int8"] | None = quantisation
+        self.start_from, self.start_weights = start_from, start_weights
+        self.height, self.width = height, width
+        self.dtype = DTYPES[dtype]
+        self.negative_prompt = negative_prompt
+        self.gradient_checkpointing = gradient_checkpointing
+        self.decode_batch_size, self.decode_dtype = decode_batch_size, DTYPES[decode_dtype]
+        self.vae_tiling = vae_tiling
+        self.embedding_cache, self.embedding_cache_gb = embedding_cache, embedding_cache_gb
+        self.offload_encoders = offload_encoders
+        self.compile_network = compile
+        self.attention_backend = attention_backend
+        self.fold_lora = fold_lora
+        self.init_seed = init_seed
+        self.pipeline: Any = None
+        self._views: dict[Any, Any] = {}  # of the network for sampling, created on first use
+        self._cached: Any = None  # the view with a block cache, in and after a sampling with one
+
+    @contextmanager
+    def using(self, network: nn.Module) -> Iterator[None]:
+        """Replace the network inside the block."""
+        original, self.network = self.network, network
+        try:
+            yield
+        finally:
+            self.network = original
+
+    def ignore_start(self) -> None:
+        """Load without the run of ``start_from``, since a checkpoint's weights come after."""
+        self.start_from = None
+
+    def ignore_quantisation(self) -> None:
+        """Load the frozen weights whole, since they are written or merged into."""
+        self.quantisation = None
+
+    def ignore_speed(self) -> None:
+        """Load without ``compile`` and ``attention_backend``, which take long to start and were chosen elsewhere."""
+        self.compile_network, self.attention_backend = False, None
+
+    @property
+    def trains_all(self) -> bool:
+        """True if all of the network's weights are trained."""
+        return self.lora_rank is None and self.train_only is None
+
+    @property
+    def loaded(self) -> bool:
+        return self.pipeline is not None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    def helpers(self) -> list[nn.Module]:
+        """Return the frozen parts: text encoders and VAE."""
+        return [c for c in self.pipeline.components.values() if isinstance(c, nn.Module) and c is not self.network]
+
+    def encoders(self) -> list[nn.Module]:
+        """Return the frozen parts that encode prompts."""
+        return [helper for helper in self.helpers() if helper is not self.pipeline.vae]
+
+    def null_components(self, folder: Path) -> dict[str, None]:
+        """Return components that are null in the folder's index; diffusers needs each as an argument."""
+        path = folder / INDEX
+        index = json.loads(path.read_text()) if path.is_file() else {}
+        return {name: None for name, value in index.items() if isinstance(value, list) and value[:1] == [None]}
+
+    def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
+        """Return autocast to a precision, the network's by default, whatever the trainer's is.
+
+        The cache of 16-bit weights is off: it lives as long as the outermost autocast and would outlast a swap of the
+        weights, or a pass without gradient. A pass uses each weight only once.
+        """
+        dtype = dtype or self.dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False)
+
+    # --- image sizes and the VAE -----------------------------------------------------------------------------------
+
+    @property
+    def pixels_per_latent(self) -> int:
+        """Pixels along a latent's side."""
+        return self.pipeline.vae_scale_factor
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width in pixels; ``None`` before loading, unless both are options."""
+        if self.loaded:
+            _, height, width = self.latent_shape
+            return height * self.pixels_per_latent, width * self.pixels_per_latent
+        return None if self.height is None or self.width is None else (self.height, self.width)
+
+    def find_latent_shape(self) -> tuple[int, int, int]:
+        """Return ``(C, h, w)`` for the image size; LoadError if the VAE or the patches do not divide it."""
+        config = self.network.config
+        sides = self.latent_sides(config.sample_size, getattr(config, "patch_size", None) or 1)
+        return config.in_channels, *sides
+
+    def latent_sides(self, default: int, patch_size: int) -> tuple[int, int]:
+        """Return the VAE's latents along height and width.
+
+        Args:
+            default: latents along a side that is ``None``.
+            patch_size: latents per patch.
+
+        Raises:
+            LoadError: a side is not a whole number of patches.
+        """
+        factor = self.pipeline.vae_scale_factor
+        multiple = factor * patch_size
+        for name, pixels in (("height", self.height), ("width", self.width)):
+            if pixels is not None and pixels % multiple:
+                raise LoadError(f"model.policy.{name}={pixels} is not a multiple of {multiple} (VAE factor x patch).")
+        height, width = (default if side is None else side // factor for side in (self.height, self.width))
+        return height, width
+
+    def _latent_affine(self) -> tuple[Any, Any]:
+        """Return scale and shift between the VAE's latents and the network's, as in the family's pipeline.
+
+        Numbers, or tensors with one entry per channel.
+        """
+        config = self.pipeline.vae.config
+        return config.scaling_factor, (config.shift_factor or 0.0) if self.uses_latent_shift else 0.0
+
+    def vae_decode(self, latents: Tensor) -> Tensor:
+        """Return the VAE's images ``(B, 3, H, W)`` in [-1, 1] of the network's latents ``(B, C, h, w)``."""
+        scale, shift = self._latent_affine()
+        return self.pipeline.vae.decode(latents / scale + shift, return_dict=False)[0]
+
+    def vae_encode(self, images: Tensor) -> Tensor:
+        """Return the network's latents ``(B, C, h, w)`` of images ``(B, 3, H, W)`` in [-1, 1]."""
+        scale, shift = self._latent_affine()
+        return (self.pipeline.vae.encode(images).latent_dist.mode() - shift) * scale
+
+    @torch.no_grad()
+    @in_own_precision
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode latents to images ``(B, 3, H, W)``, float32 in [0, 1]."""
+        place([self.pipeline.vae], self.device)
+
+        def decoded(part: Tensor) -> Tensor:
+            return (self.vae_decode(part).float() / 2 + 0.5).clamp(0, 1)
+
+        with self.autocast(self.decode_dtype):
+            return in_batches(decoded, self.decode_batch_size, latents.float())
+
+    @torch.no_grad()
+    @in_own_precision
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Encode images ``(B, 3, H, W)`` in [0, 1] to latents ``(B, C, h, w)``, the mean of the VAE's posterior."""
+        place([self.pipeline.vae], self.device)
+        return in_batches(self.vae_encode, self.decode_batch_size, images.to(self.device).float() * 2 - 1)

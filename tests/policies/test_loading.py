@@ -1,0 +1,355 @@
+"""Loading of policies: pipelines as they are published, in folders and the hub's cache, and what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import diffusers
+import pytest
+import torch
+from helpers import make_data, make_module, make_trainer, repeating
+from huggingface_hub import constants
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from policies import contract
+
+from lit_vgrpo.apps.memory.meta import policy_on_meta
+from lit_vgrpo.apps.report.loading import from_pretrained
+from lit_vgrpo.core.sampling import sample
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
+from lit_vgrpo.policies.loading import WEIGHTS, distillation_warning
+from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.training.strategies import scaling_error
+
+COMMIT = "a" * 40
+
+
+def edited(folder, to, file, **entries):
+    """A copy of a pipeline folder with other entries in one of its JSON files."""
+    shutil.copytree(folder, to)
+    path = to / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    return to
+
+
+def with_scheduler(folder, to, kind, **entries):
+    config = edited(folder, to, "scheduler/scheduler_config.json", _class_name=kind, **entries) / "model_index.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "scheduler": ["diffusers", kind]}))
+    return to
+
+
+# --- what is published and works --------------------------------------------------------------------------------------
+
+SD2_UNET = {
+    "attention_head_dim": [2, 4],
+    "use_linear_projection": True,
+    "upcast_attention": True,
+    "dual_cross_attention": False,
+}
+V_FROM_PURE_NOISE = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+PUBLISHED = {
+    "SD 1.5": ("unet_eps", "unet", {}, "PNDMScheduler", {"skip_prk_steps": True, "clip_sample": False}),
+    "SD 2.1": ("unet_v", "unet", SD2_UNET, "DDIMScheduler", {"timestep_spacing": "leading"}),
+    "NoobAI v": ("sdxl", "unet", {"upcast_attention": None}, "EulerDiscreteScheduler", V_FROM_PURE_NOISE),
+    "SD 3": ("sd3", "transformer", {"qk_norm": None}, "FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
+    "SD 3.5 M": (
+        *("sd3", "transformer", {"dual_attention_layers": [0], "pos_embed_max_size": 12}),
+        *("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
+    ),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_flags_draw_the_pipelines_picture(families, tmp_path, model):
+    name, network, flags, scheduler, entries = PUBLISHED[model]
+    small = families(name)
+    folder = with_scheduler(small.folder, tmp_path / "published", scheduler, **entries)
+    config = json.loads((folder / network / "config.json").read_text())
+    kind = getattr(diffusers, config["_class_name"])
+    kind.from_config({**config, **flags}).save_pretrained(folder / network)
+    family = replace(small, folder=folder)
+    contract.same_image_as_the_pipeline(family, family.policy_class.solvers[0], 3.0)
+
+
+def test_an_index_of_years_ago_with_its_safety_checker(families, tmp_path):
+    """Its classes are not in transformers any more, its weights need not be there."""
+    small = families("unet_eps")
+    old = {
+        "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
+        "feature_extractor": ["transformers", "CLIPFeatureExtractor"],
+        "requires_safety_checker": True,
+    }
+    folder = edited(small.folder, tmp_path / "old", "model_index.json", **old)
+    assert replace(small, folder=folder).load().loaded
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+MISFITS = {
+    "eps": ("sdxl", {"rescale_betas_zero_snr": True}, "ends in pure noise"),
+    "sample": ("sdxl", {"prediction_type": "sample"}, "predicts 'sample', not epsilon or v_prediction"),
+    "noisy": ("flux", {"stochastic_sampling": True}, "without stochastic_sampling"),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_a_scheduler_that_would_train_wrongly_is_refused(families, tmp_path, kind):
+    name, entries, message = MISFITS[kind]
+    small = families(name)
+    folder = edited(small.folder, tmp_path / "other", "scheduler/scheduler_config.json", **entries)
+    with pytest.raises(LoadError, match=message) as caught:
+        small.policy_class(str(folder), **small.options).load()
+    assert str(caught.value).startswith(f"model.policy.checkpoint={folder} ")
+
+
+def test_a_pipeline_in_memory_is_checked_too(families):
+    small = families("sd3")
+    pipeline = small.pipeline()
+    pipeline.scheduler = diffusers.FlowMatchHeunDiscreteScheduler()
+    with pytest.raises(LoadError, match="comes with FlowMatchHeunDiscreteScheduler"):
+        small.policy_class("mine", **small.options).adopt(pipeline)
+
+    class Subclass(diffusers.FlowMatchEulerDiscreteScheduler):
+        """Known by its base class."""
+
+    pipeline.scheduler = Subclass()
+    assert small.policy_class("mine", **small.options).adopt(pipeline).loaded
+
+
+def test_a_distilled_model_is_warned_of_by_its_name():
+    for name, word in {"stabilityai/sd-turbo": "turbo", "a/FLUX.1-schnell": "schnell"}.items():
+        assert f"looks distilled to a few steps (its name has {word})" in distillation_warning(SD3Policy(name))
+    assert distillation_warning(SD3Policy("own/turbocharged")) is None
+
+
+@pytest.mark.parametrize(("asked", "found"), [(SD3Policy, "sdxl"), (UNetPolicy, "flux")])
+def test_another_family_is_one_line_that_names_the_right_class(families, asked, found):
+    family = families(found)
+    (error,) = asked(str(family.folder)).check()
+    assert f"is a {family.policy_class.pipeline_class}, {asked.__name__} needs {asked.pipeline_class}." in error
+    assert error.endswith(f"Use class_path: {family.policy_class.__name__}.")
+    with pytest.raises(LoadError, match="Use class_path"):
+        asked(str(family.folder)).load()
+
+
+def test_bad_checkpoints_are_one_line(tmp_path):
+    assert "is not a folder" in SD3Policy(str(tmp_path / "missing")).check()[0]
+    assert "no model_index.json" in SD3Policy(str(tmp_path)).check()[0]
+    (tmp_path / "model_index.json").write_text("[1")
+    assert "is damaged" in SD3Policy(str(tmp_path)).check()[0]
+
+
+def test_a_model_that_is_not_in_the_cache_names_the_command():
+    name = "black-forest-labs/FLUX.1-dev"
+    policy = FluxPolicy(name)
+    (error,) = policy.check()
+    assert error.startswith(f"Cannot load {name}: not in the local cache and HF_HUB_OFFLINE is set.")
+    assert error.endswith(f"Run: hf download {name}, or set model.policy.checkpoint=/a/local/folder.")
+    assert policy.embeds_guidance  # until its config is there
+
+
+def test_damaged_weights_are_one_line(families, tmp_path):
+    folder = shutil.copytree(families("sd3").folder, tmp_path / "damaged")
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(LoadError, match=r"^Cannot load \S+: .*Download or save it again[^\n]*$"):
+        SD3Policy(str(folder)).load()
+
+
+@pytest.mark.parametrize("options", [{"lora_rank": 0}, {"dtype": "int8"}, {"max_sequence_length": 1025}])
+def test_bad_options_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        FluxPolicy("x", **options)
+
+
+def test_guidance_as_an_input_is_known_before_loading(flux_folder):
+    policies = {embeds: FluxPolicy(str(flux_folder(embeds)), negative_prompt="fog") for embeds in (True, False)}
+    assert {embeds: policy.embeds_guidance for embeds, policy in policies.items()} == {True: True, False: False}
+
+
+def as_variant(folder, to, variant="fp16"):
+    shutil.copytree(folder, to)
+    for file in list(to.rglob("*.safetensors")):
+        file.rename(file.with_suffix(f".{variant}.safetensors"))
+    return to
+
+
+def same_weights(policy, other):
+    pairs = zip(policy.network.parameters(), other.network.parameters(), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+# --- variants, and the hub's cache ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("model.safetensors", None),
+        ("diffusion_pytorch_model-00001-of-00002.safetensors", None),
+        ("diffusion_pytorch_model.non_ema.bin", "non_ema"),
+        ("model.fp16-00001-of-00002.safetensors", "fp16"),
+        ("model-00001-of-00002.fp16.safetensors", "fp16"),
+    ],
+)
+def test_variants_are_read_from_names(name, variant):
+    match = WEIGHTS.fullmatch(name)
+    assert (match[1] or match[2]) == variant
+
+
+def test_other_files_are_no_weights():
+    for name in ("openvino_model.bin", "model.onnx", "model.safetensors.index.fp16.json"):
+        assert WEIGHTS.fullmatch(name) is None
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """``cached(folder, name)``: a pipeline folder as a repository of that name in the hub's cache, and no hub."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def put(folder, name, branch="main"):
+        repository = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / branch).write_text(COMMIT)
+        shutil.copytree(folder, repository / "snapshots" / COMMIT)
+        return name
+
+    return put
+
+
+def test_a_cached_pipeline_without_t5_loads_silently(families, cached, capfd):
+    """Components that are null in its index must be named to diffusers, as for a folder."""
+    plain = families("sd3")
+    policy = SD3Policy(cached(plain.folder, "some/sd3"), **plain.options)
+    assert policy.check() == []
+    capfd.readouterr()
+    assert same_weights(policy.load(), plain.shared)
+    assert capfd.readouterr().err == ""
+    line = from_pretrained(policy, "some/sd3", policy.dtype)
+    assert 'from_pretrained("some/sd3", text_encoder_3=None, tokenizer_3=None, torch_dtype=torch.float32)' in line
+
+
+def test_a_variant_in_the_cache_is_loaded(families, cached, tmp_path):
+    plain = families("sdxl")
+    name = cached(as_variant(plain.folder, tmp_path / "half"), "some/half")
+    policy = SDXLPolicy(name, variant="fp16")
+    assert policy.check() == []
+    assert same_weights(policy.load(), plain.shared)
+    assert f'("{name}", variant="fp16", torch_dtype' in from_pretrained(policy, name, policy.dtype)
+
+
+def test_a_revision_is_looked_for_by_its_name(families, cached):
+    plain = families("sdxl")
+    name = cached(plain.folder, "some/model", branch="v2")
+    (error,) = SDXLPolicy(name).check()
+    assert error.startswith(f"Cannot load {name}: not in the local cache")
+    assert "hf download some/model --revision v3, or" in SDXLPolicy(name, revision="v3").check()[0]
+    for revision in ("v2", COMMIT):
+        assert SDXLPolicy(name, revision=revision).check() == []
+    policy = SDXLPolicy(name, revision="v2")
+    assert policy_on_meta(policy).device.type == "meta"
+    assert same_weights(policy.load(), plain.shared)
+    assert f'("{name}", revision="v2", torch_dtype' in from_pretrained(policy, name, policy.dtype)
+
+
+# --- float16 ----------------------------------------------------------------------------------------------------------
+
+
+def test_float16_keeps_in_float32_what_would_overflow(families):
+    """T5's second layer of each block; and the prediction is that of float32, to the precision of the type."""
+    plain = families("sd3_t5")
+    policy = plain.load(dtype="float16", lora_rank=2)
+    types = {name.split(".")[-2]: p.dtype for name, p in policy.pipeline.text_encoder_3.named_parameters()}
+    assert (types["wo"], types["q"]) == (torch.float32, torch.float16)
+    assert {p.dtype for p in policy.pipeline.vae.parameters()} == {torch.float32}
+    noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, expected = (p(noise, torch.tensor([0.5]), p.encode(["dogs"])) for p in (policy, plain.shared))
+    assert 0 < (found - expected).norm() / expected.norm() < 0.01
+
+
+def test_float16_is_not_trained_without_a_gradient_scaler(tiny_sd3, tmp_path):
+    module = make_module(tiny_sd3, policy_options={"dtype": "float16", "lora_rank": 2})
+    with pytest.raises(ValueError, match=r"dtype=float16: gradients underflow, .* trainer.precision=16-mixed, which"):
+        make_trainer(tmp_path).fit(module, datamodule=make_data())
+    assert not module.policy.loaded
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    assert scaling_error(SingleDeviceStrategy("cpu", precision_plugin=scaled), module.policy) is None
+    assert scaling_error(SingleDeviceStrategy("cpu"), SD3Policy("any", dtype="bfloat16")) is None
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_the_vae_or_the_patches_cannot_take(families):
+    for name, multiple in (("sd3", 8), ("sdxl", 4), ("flux2", 8)):
+        with pytest.raises(LoadError, match=rf"model.policy.height=36.* is not a multiple of {multiple} "):
+            families(name).load(height=36 if multiple == 8 else 362)
+
+
+@pytest.mark.parametrize(
+    ("name", "height", "width"),
+    # latents of 7 x 11 divide by nothing that a UNet halves them by
+    repeating(
+        [
+            ("sd3", 32, 16),
+            ("sdxl", 28, 44),
+            ("flux", 40, 24),
+            ("qwen_image", 40, 24),
+            ("flux2", 8, 56),
+            ("z_image", 40, 24),
+        ],
+        slow=[("qwen_image", 40, 24), ("flux2", 8, 56), ("z_image", 40, 24)],
+    ),
+)
+def test_any_size_that_the_model_allows(families, name, height, width):
+    policy = families(name).load(height=height, width=width)
+    noise, t, cond = contract.inputs(policy)
+    latents, _ = sample(policy, cond, torch.arange(2), RolloutSpec(policy.solvers[0], 2), noise)
+    assert policy.decode(latents).shape == (2, 3, height, width)
+    policy(noise, t, cond).mean().backward()
+
+
+@pytest.mark.parametrize(("name", "side"), [("sd3", 32), ("unet_eps", 32), ("sdxl", 32), ("flux", 512)])
+def test_the_size_is_the_pipelines_own_when_none_is_asked_for(families, name, side):
+    policy = families(name).load(height=None, width=None)
+    assert policy.latent_shape == (8, side // 4, side // 4)
+
+
+# --- UNets ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", repeating(["unet_eps", "sdxl"], slow=["sdxl"]))
+def test_channels_last_changes_the_layout_alone(families, tmp_path, name):
+    family = families(name)
+    policy = family.load(channels_last=True)
+    convolutions = [module for module in policy.network.modules() if isinstance(module, torch.nn.Conv2d)]
+    assert all(module.weight.is_contiguous(memory_format=torch.channels_last) for module in convolutions)
+    given = contract.inputs(policy)
+    with torch.no_grad():
+        torch.testing.assert_close(policy(*given), family.shared(*given), rtol=1e-4, atol=1e-5)
+    contract.trained_weights_are_saved_as_a_pipeline(family, tmp_path / "out", channels_last=True)
+
+
+def test_an_empty_negative_prompt_is_what_the_pipeline_makes_of_none(families):
+    """Zeros, or where the pipeline's config says otherwise the embedding of an empty prompt."""
+    zeros, encoded = (families("sdxl").load() for _ in range(2))
+    encoded.pipeline.register_to_config(force_zeros_for_empty_prompt=False)
+    assert not any(value.any() for value in zeros.negative().tensors.values())
+    for name, value in encoded.encode([""]).tensors.items():
+        assert value.any()
+        assert torch.equal(encoded.negative().tensors[name], value)
+
+
+def test_latents_mean_and_deviation_of_the_vae(families):
+    policy = families("sdxl").load()
+    latents = contract.inputs(policy)[0]
+    mean, std = torch.linspace(-1, 1, 8), torch.linspace(0.5, 2, 8)
+    policy.pipeline.vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
+    raw = latents * std.reshape(-1, 1, 1) / 0.8 + mean.reshape(-1, 1, 1)
+    expected = (policy.pipeline.vae.decode(raw, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(policy.decode(latents), expected)
+    again = policy.encode_images(expected)
+    encoded = policy.pipeline.vae.encode(expected * 2 - 1).latent_dist.mode()
+    torch.testing.assert_close(again, (encoded - mean.reshape(-1, 1, 1)) * 0.8 / std.reshape(-1, 1, 1))
