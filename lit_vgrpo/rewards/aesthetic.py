@@ -40,14 +40,9 @@ class AestheticScore(ModelReward):
     checkpoint: str = HUB_CHECKPOINT
     clip: str = HUB_CLIP
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.clip:
-            raise ValueError("clip='' is empty. Use a hub name or a local folder.")
-
     def _file_errors(self) -> list[str | None]:
-        clip = clip_error(self.clip, self.option("clip"))
-        return [file_error(self.checkpoint, FILENAME, self.option("checkpoint")), clip]
+        error = file_error(self.checkpoint, FILENAME, self.option("checkpoint"))
+        return [error, clip_error(self.clip, self.option("clip"))]
 
     def _build(self) -> nn.Module:
         self._processor = clip_processor(self.clip, self.option("clip"), for_images=True)

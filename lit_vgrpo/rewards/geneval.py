@@ -14,10 +14,10 @@ from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, checked
 from lit_vgrpo.rewards.clip import HUB_CHECKPOINT as HUB_CLIP
 from lit_vgrpo.rewards.clip import clip_error, processor_error
-from lit_vgrpo.rewards.geneval_colors import ColorClassifier, object_crop
-from lit_vgrpo.rewards.geneval_detector import ObjectDetector, class_names, detector_config, detector_error
-from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, Verdict, row_error
+from lit_vgrpo.rewards.geneval_models import ColorClassifier, ObjectDetector, detector_config, object_crop
+from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, Verdict, official_name, row_error
 from lit_vgrpo.rewards.model import Dtype, ModelReward, device_for
+from lit_vgrpo.system.hub import explain_unloadable
 
 HUB_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 Score = Literal["partial", "strict"]
@@ -43,7 +43,6 @@ class GenEval(ModelReward):
         score: ``"partial"`` or ``"strict"``.
         threshold: minimum confidence of an object.
         counting_threshold: the same for rows with the tag ``counting``.
-        max_overlap: of two objects of a class with at least this intersection over union, one is dropped; 1 drops none.
         batch_size: images or crops per forward pass; smaller batches are padded.
         dtype: of the weights.
         device: where the models run; ``"auto"`` follows the images.
@@ -67,13 +66,12 @@ class GenEval(ModelReward):
         score: Score = "partial",
         threshold: ClosedUnitInterval = 0.3,
         counting_threshold: ClosedUnitInterval = 0.9,
-        max_overlap: ClosedUnitInterval = 1.0,
         batch_size: BatchSize = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:
         super().__init__(detector, batch_size=batch_size, dtype=dtype, device=device)
-        self.rules = GenEvalRules(threshold, counting_threshold, max_overlap=max_overlap)
+        self.rules = GenEvalRules(threshold, counting_threshold)
         self.detector = detector
         self.clip = clip
         self.score = score
@@ -81,8 +79,8 @@ class GenEval(ModelReward):
 
     def _file_errors(self) -> list[str | None]:
         clip, key = self.clip, self.option("clip")
-        of_clip = clip_error(clip, key) or processor_error(clip, key)
-        return [detector_error(self.detector, self.option("detector")), of_clip]
+        error = explain_unloadable(self.detector, "config.json", self.option("detector"))
+        return [error, clip_error(clip, key) or processor_error(clip, key)]
 
     def _build(self) -> nn.Module:
         self._detector = ObjectDetector(self.detector, self.dtype, self.option("detector"))
@@ -92,8 +90,8 @@ class GenEval(ModelReward):
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         """Refuse a row without ``include``, or with classes or relations unknown to the detector or the rules."""
         if self._known is None:
-            config = detector_config(self.detector)
-            self._known = frozenset(class_names(config) if config else CLASSES)
+            names = (detector_config(self.detector) or {}).get("id2label", {}).values()
+            self._known = frozenset(map(official_name, names)) or frozenset(CLASSES)
         error = row_error(row, self._known)
         return None if error is None else f'Prompt "{prompt}": {error}'
 

@@ -8,8 +8,9 @@ import socket
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
 from lit_vgrpo.apps.serve.options import ServeOptions
 from lit_vgrpo.config.arguments import subcommand
-from lit_vgrpo.errors import UserError, counted, one_line, report, say
+from lit_vgrpo.errors import UserError, counted, report, say
 
+MEGABYTE = 1_000_000
 KEEP_ALIVE_S = 75
 SHUTDOWN_S = 5
 BACKLOG = 256
@@ -22,20 +23,16 @@ def serve(options: ServeOptions) -> int:
     Returns:
         0 after Ctrl-C or SIGTERM; 1 when the reward cannot be loaded; 2 for a mistake in what was typed.
     """
-    # SIGTERM ends like Ctrl-C; uvicorn takes both over while it serves
+    require_packages()
+    # SIGTERM ends like Ctrl-C; uvicorn handles both while it serves
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _serve(options)
+        with listening_socket(options.host, options.port) as listener:  # before the weights: a taken port is known
+            return _serve_on(listener, options)
     except KeyboardInterrupt:
         return 0
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def _serve(options: ServeOptions) -> int:
-    require_packages("python_multipart")
-    with listening_socket(options.host, options.port) as listener:  # before the weights: a taken port is known at once
-        return _serve_on(listener, options)
 
 
 def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
@@ -55,7 +52,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {options.device} cannot be used: {one_line(error)}. Use cpu or cuda:0.") from error
+        raise UserError(f"--device {options.device} cannot be used. Use cpu or cuda:0.") from error
     try:
         reward.load()
     except (LoadError, ModuleNotFoundError) as error:
@@ -63,7 +60,8 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
         return 1
     name = "+".join(reward.part_names)
     worker = Worker(reward, options.batch_size, options.max_wait_ms, device)
-    app = make_app(worker, name, options.token, options.max_request_bytes, options.limits)
+    limits = (options.max_request_mb * MEGABYTE, options.max_images, options.max_megapixels * 2**20)
+    app = make_app(worker, name, options.token, *limits)
     listener.listen(BACKLOG)
     for line in opening(name, listener, options, str(device)):
         say(line)
@@ -77,8 +75,10 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
 
 def opening(name: str, listener: socket.socket, options: ServeOptions, device: str) -> list[str]:
     """Return the lines to print once requests are accepted."""
+    from lit_vgrpo.rewards.http import is_loopback
+
     lines = [f"Serving {name} on {device} at {web_address(options.host, listener)}/score. Ctrl-C stops it."]
-    if not options.is_local and options.token is None:
+    if not is_loopback(options.host) and options.token is None:
         lines.append(
             f"Warning: anyone who can reach {options.host} can use it. Add --token-env NAME, or listen on 127.0.0.1."
         )
