@@ -58,7 +58,6 @@ class ShapesReward(Reward):
         return scores / len(self.checked)
 
 
-@checked
 class RecolourReward(Reward):
     """Correctness of edits such as ``make it red`` of pictures of one shape, 0 to 1.
 

@@ -8,7 +8,7 @@ import socket
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
 from lit_vgrpo.apps.serve.options import ServeOptions
 from lit_vgrpo.config.arguments import subcommand
-from lit_vgrpo.errors import UserError, counted, report, say
+from lit_vgrpo.errors import UserError, counted, say
 
 MEGABYTE = 1_000_000
 KEEP_ALIVE_S = 75
@@ -21,7 +21,7 @@ def serve(options: ServeOptions) -> int:
     """Serve a reward: ``RECIPE_OR_CLASS [key=value ...] [--host 127.0.0.1] [--port 8000] ...``.
 
     Returns:
-        0 after Ctrl-C or SIGTERM; 1 when the reward cannot be loaded; 2 for a mistake in what was typed.
+        0 after Ctrl-C or SIGTERM; 2 for a mistake in what was typed, or a reward that cannot be loaded.
     """
     require_packages()
     # SIGTERM ends like Ctrl-C; uvicorn handles both while it serves
@@ -42,7 +42,6 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     from lit_vgrpo.apps.serve.page import serve_page
     from lit_vgrpo.apps.serve.worker import Worker
     from lit_vgrpo.launch.reward_spec import build_reward
-    from lit_vgrpo.system.hub import LoadError
 
     reward = build_reward(options.words)
     errors = reward.check()
@@ -51,13 +50,9 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {options.device} cannot be used. Use cpu or cuda:0.") from error
-    try:
         reward.load()
-    except (LoadError, ModuleNotFoundError) as error:
-        report([str(error)])
-        return 1
+    except (RuntimeError, AssertionError, ModuleNotFoundError) as error:  # of torch, or of the reward in one line
+        raise UserError(str(error).partition("\n")[0]) from error
     name = "+".join(reward.part_names)
     worker = Worker(reward, options.batch_size, options.max_wait_ms, device)
     limits = (options.max_request_mb * MEGABYTE, options.max_images, options.max_megapixels * 2**20)
