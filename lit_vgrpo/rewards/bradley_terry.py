@@ -28,15 +28,9 @@ def choice_scores(choices: Sequence[tuple[int, Sequence[int]]], size: int, prior
     Returns:
         Shape ``(size,)``, float64, in logits.
 
-    Raises:
-        ValueError: an item is not in its set, occurs twice, or is outside of ``0..size-1``.
-
     Source:
         Bradley and Terry, Biometrika 39 (1952); Luce, Individual Choice Behavior (1959).
     """
-    for chosen, shown in choices:
-        if chosen not in shown or len(set(shown)) != len(shown) or not all(0 <= item < size for item in shown):
-            raise ValueError(f"choice {chosen} of {list(shown)} is not one of {size} different items.")
     was_shown = torch.zeros(len(choices), size, dtype=torch.bool)
     wins = torch.zeros(size, dtype=torch.float64)
     for row, (chosen, shown) in enumerate(choices):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Scores, Weighted, as_weighted
-from lit_vgrpo.rewards.base import RewardOutage
 
 IMAGES = torch.linspace(0, 1, 4).view(4, 1, 1, 1).expand(4, 3, 8, 8).contiguous()
 PROMPTS = ["a", "b", "c", "d"]
@@ -72,16 +71,13 @@ def test_a_failed_part_of_weight_zero_costs_nothing_but_is_told():
     assert batch.errors == {"bad": "OSError: picture 2 is cursed"}
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [(math.nan, "returned NaN for 1 of 4 images"), (-math.inf, "returned infinite or NaN scores for 1 of 4 images")],
-)
-def test_nan_and_infinite_scores_count_as_failed_and_never_as_zero(value, said):
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_nan_and_infinite_scores_count_as_failed_and_never_as_zero(value):
     batch = score(Field("bad", lambda scores, *_: torch.where(scores == 1, value, scores)))
     assert batch.ok.tolist() == [True, False, True, True]
     assert math.isnan(batch.total[1])
     assert math.isnan(batch.parts["bad"][1])
-    assert batch.errors == {"bad": said}
+    assert batch.errors == {"bad": "returned NaN or infinity for 1 of 4 images"}
 
 
 def test_when_all_fail_the_reward_s_own_message_is_kept():
@@ -116,26 +112,22 @@ def test_an_image_that_is_not_finite_fails_and_reaches_no_reward():
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (lambda scores, *_: scores[:3], r'"odd" returned the shape \(3,\) for 4 images'),
-        (lambda scores, *_: scores[:, None], r'"odd" returned the shape \(4, 1\)'),
-        (lambda scores, *_: scores.sum(), r'"odd" returned the shape \(\)'),
-        (lambda scores, *_: scores.double(), r'"odd" returned torch.float64'),
-        (lambda scores, *_: scores.long(), r'"odd" returned torch.int64'),
-        (lambda scores, *_: scores.tolist(), r'"odd" returned a list'),
-        (lambda *_: None, r'"odd" returned a NoneType'),
+        (lambda scores, *_: scores[:3], r"torch.float32 \(3,\)"),
+        (lambda scores, *_: scores[:, None], r"torch.float32 \(4, 1\)"),
+        (lambda scores, *_: scores.double(), r"torch.float64 \(4,\)"),
+        (lambda scores, *_: scores.tolist(), "list"),
     ],
 )
 def test_a_broken_contract_stops_the_run_and_names_the_reward(returned, said):
-    with pytest.raises(RewardError, match=said):
+    with pytest.raises(RewardError, match=rf'"odd" returned {said}. Return a float32 tensor of shape \(4,\)'):
         score(Field("good"), Field("odd", returned))
 
 
-def test_a_reward_that_calls_exit_stops_the_run_with_a_reason():
+def test_a_reward_that_calls_exit_fails_its_images():
     def leave(*_):
         raise SystemExit("bye")
 
-    with pytest.raises(RewardOutage, match=r'Reward "bad" called sys.exit\(\'bye\'\). Let it return scores.'):
-        score(Field("bad", leave))
+    assert score(Field("bad", leave)).errors == {"bad": "SystemExit: bye"}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.cuda.OutOfMemoryError])
@@ -213,23 +205,6 @@ def test_a_failed_score_stays_failed_through_clip_and_normalisation():
     assert weighted.score(IMAGES, PROMPTS, ROWS).total.isnan().tolist() == [False, False, True, False]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"clips": [(1.0, 1.0)]}, r"clips=\[1.0, 1.0\] is an empty range"),
-        ({"clips": []}, r"clips=\[\] does not match 1 rewards"),
-        (
-            {"normalise": [(0.0, 0.0)]},
-            r"normalise=\[\(0.0, 0.0\)\] holds 0.0, which is too small",
-        ),
-        ({"normalise": [(math.nan, 1.0)]}, "holds nan, which is not a finite number"),
-    ],
-)
-def test_clips_and_moments_that_make_no_sense(options, said):
-    with pytest.raises(ValueError, match=said):
-        Weighted([Field()], **options)
-
-
 MIXED = [{"number": 0}, {"number": 1, "rewards": "a"}, {"number": 2, "rewards": ["b"]}, {"number": 3, "rewards": []}]
 
 
@@ -286,9 +261,6 @@ def test_the_reward_s_own_word_on_a_failure_counts_more_than_ours():
             return torch.full((len(images),), math.nan)
 
     assert score(Spoken("slow")).errors == {"slow": "timeout after 3 tries"}
-    stale = Field("stale", lambda scores, *_: scores * math.nan)
-    stale.failure = "an old one"
-    assert score(stale).errors == {"stale": "returned NaN for 4 of 4 images"}
 
 
 def test_no_images_are_no_scores():
@@ -304,27 +276,24 @@ def test_as_weighted():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "weights", "error", "said"),
+    ("options", "said"),
     [
-        ([], None, ValueError, "rewards=\\[\\]"),
-        ([Field()], [1.0, 2.0], ValueError, "does not match 1 rewards"),
-        ([Field()], [0.0], ValueError, "are all 0. Set at least one"),
-        ([Field()], [math.nan], ValueError, "Use a finite number for each"),
-        ([Field("")], None, ValueError, "Field has no name"),
-        ([lambda images: images], None, TypeError, "function is not a reward"),
+        ({"weights": [1.0, 2.0]}, r"weights=\[1.0, 2.0\] does not match 1 rewards"),
+        ({"weights": [0.0]}, "are all 0. Set at least one"),
+        ({"weights": [math.nan]}, "finite"),
+        ({"clips": [(1.0, 1.0)]}, r"clips=\[1.0, 1.0\] is an empty range"),
+        ({"normalise": [(0.0, 0.0)]}, "normalise"),
     ],
 )
-def test_a_wrong_combination_is_refused(rewards, weights, error, said):
-    with pytest.raises(error, match=said):
-        Weighted(rewards, weights)
+def test_a_wrong_combination_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        Weighted([Field()], **options)
 
 
 def test_counts_and_shapes_must_agree():
-    weighted = Weighted([Field()])
-    with pytest.raises(ValueError, match="4 images, 3 prompts and 4 rows"):
-        weighted.score(IMAGES, PROMPTS[:3], ROWS)
-    with pytest.raises(ValueError, match="Rewards take"):
-        weighted.score(IMAGES[:, :1], PROMPTS, ROWS)
+    for images, prompts in ((IMAGES, PROMPTS[:3]), (IMAGES[:, :1], PROMPTS)):
+        with pytest.raises(ValueError, match=r"Rewards take images \(B, 3, H, W\) with B prompts and rows"):
+            Weighted([Field()]).score(images, prompts, ROWS)
 
 
 def test_joined_batches_are_one():
@@ -349,9 +318,3 @@ def test_what_a_reward_says_of_a_failure_cannot_take_over_the_terminal():
 
     own = Field("own", tells)
     assert score(own).errors == {"own": "?[2J told"}
-
-
-@pytest.mark.parametrize("name", ["a\x1b[2J", "two\nlines"])
-def test_a_name_that_cannot_be_printed_is_refused(name):
-    with pytest.raises(ValueError, match="has unprintable characters"):
-        Weighted([Field(name)])

@@ -6,8 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from lit_vgrpo.core.pixels import centre_cropped
-from lit_vgrpo.rewards.blip import renamed
-from lit_vgrpo.rewards.image_reward import ImageReward
+from lit_vgrpo.rewards.image_reward import ImageReward, renamed
 
 PROMPTS = ["a red cat", "ein bär", "two dogs on a bench"]
 SIZES = [(64, 64), (90, 70), (40, 100), (300, 200)]

@@ -78,7 +78,8 @@ def test_a_file_that_is_no_8_bit_png_is_refused(data):
 
 def test_grey_transparent_and_palette_files_are_taken_as_rgb():
     for mode in ("L", "RGBA", "P", "1", "LA"):
-        assert decode_png(open_png(file_of(Image.new(mode, (5, 4), 1 if mode in "P1" else None)), 20)).shape == (3, 4, 5)
+        data = file_of(Image.new(mode, (5, 4), 1 if mode in "P1" else None))
+        assert decode_png(open_png(data, 20)).shape == (3, 4, 5)
 
 
 @pytest.mark.parametrize("size", [(2049, 2048), (50_000, 50_000)])
