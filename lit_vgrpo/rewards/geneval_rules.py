@@ -193,7 +193,7 @@ class _Need(BaseModel):
 
 class _Row(BaseModel):
     include: list[_Need] = Field(min_length=1)
-    exclude: list[_Need] = []
+    exclude: list[_Need] | None = None
 
 
 def row_error(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | None:
@@ -208,7 +208,7 @@ def row_error(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | No
         needs = _Row.model_validate(row)
     except ValidationError as error:
         return f"{validation_message(error)}. Use GenEval's metadata: include=[{{class: bench, count: 1}}]."
-    for need in (*needs.include, *needs.exclude):
+    for need in (*needs.include, *(needs.exclude or [])):
         if need.label not in known:
             return f"class={need.label!r} is not a class of the detector. {suggestion(need.label, known)}"
     for number, need in enumerate(needs.include):

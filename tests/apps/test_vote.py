@@ -272,8 +272,6 @@ def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, caps
     assert run(["tiny.yaml", "trainer.max_epochs=1"]) == 0
     capsys.readouterr()
     assert_one_line(vote, [str(RUN), "--port=0"], capsys, "runs/tiny has no votes.sqlite3. It has not started")
-    assert_one_line(
-        vote, [str(RUN), "trainer.max_epochs=3"], capsys, "runs/tiny is a run folder and takes no settings"
-    )
+    assert_one_line(vote, [str(RUN), "trainer.max_epochs=3"], capsys, "runs/tiny is a run folder and takes no settings")
     shared = VoteOptions.parse(["tiny.yaml", "--host=0.0.0.0"])
     assert len(shared.token) > 15

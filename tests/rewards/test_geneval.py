@@ -9,10 +9,8 @@ from geneval_models import HEIGHT, NAMES, SCENES, WIDTH, pictures, save_detector
 from PIL import Image
 from processes import BARE
 
-from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.geneval import GenEval
-from lit_vgrpo.rewards.geneval_colors import ColorClassifier, object_crop
-from lit_vgrpo.rewards.geneval_detector import ObjectDetector
+from lit_vgrpo.rewards.geneval_models import ColorClassifier, ObjectDetector, object_crop
 from lit_vgrpo.rewards.geneval_rules import COLORS, Detection
 from lit_vgrpo.system.hub import LoadError
 
@@ -224,7 +222,7 @@ def test_a_row_that_cannot_be_judged_is_a_failure(reward):
     values = reward(pictures()[[THREE, THREE]], ["no row", "clocks"], [{}, CLOCKS])
     assert math.isnan(values[0])
     assert values[1] == 1
-    assert reward.failure.startswith('Prompt "no row": The row has no field include.')
+    assert reward.failure.startswith('Prompt "no row": include: Field required.')
     scores(reward, [THREE], CLOCKS)
     assert reward.failure is None
     assert reward(pictures()[:0], [], []).shape == (0,)
@@ -235,14 +233,9 @@ def test_prompts_are_held_against_the_detectors_classes(reward, detector_folder)
     assert reward.prompt_error("clocks", CLOCKS) is None
     zebra = {"include": [{"class": "zebra", "count": 1}]}
     error = GenEval(str(detector_folder)).prompt_error("a zebra", zebra)
-    assert error.startswith("Prompt \"a zebra\": include[0].class='zebra' is not a class of the detector.")
+    assert error.startswith("Prompt \"a zebra\": class='zebra' is not a class of the detector.")
     assert GenEval().prompt_error("a zebra", zebra) is None  # no detector is at hand: COCO's classes
     assert "Did you mean zebra?" in GenEval().prompt_error("x", {"include": [{"class": "zebbra", "count": 1}]})
-
-
-def test_it_counts_as_a_part(reward):
-    batch = Weighted([reward]).score(pictures()[[THREE]], ["clocks"], [CLOCKS])
-    assert batch.parts["geneval"].tolist() == [1]
 
 
 def test_the_models_are_frozen_and_loaded_once(reward):
@@ -268,23 +261,6 @@ def test_whole_folders_have_no_error(reward, segmenter_folder, clip_folder):
     assert GenEval(str(segmenter_folder), str(clip_folder)).check() == []
 
 
-def test_missing_folders_are_errors(tmp_path):
-    errors = GenEval(str(tmp_path / "no"), str(tmp_path / "none")).check()
-    assert [error.split(".")[0] for error in errors] == [
-        f"{tmp_path / name} is not a folder" for name in ("no", "none")
-    ]
-    assert "GenEval.detector" in errors[0]
-    assert "GenEval.clip" in errors[1]
-
-
-def test_models_of_other_families_are_errors(detector_folder, clip_folder):
-    errors = GenEval(str(clip_folder), str(detector_folder)).check()
-    assert len(errors) == 2
-    assert f"{clip_folder} holds a model of type 'clip', which is not an object detector." in errors[0]
-    assert f"{detector_folder} holds a model of type 'yolos', not 'clip'." in errors[1]
-    assert all("\n" not in error for error in errors)
-
-
 @pytest.mark.parametrize("missing", ["model.safetensors", "preprocessor_config.json"])
 def test_a_folder_without_weights_or_processor_is_one_line(tmp_path, detector_folder, clip_folder, missing):
     broken = tmp_path / "broken"
@@ -293,9 +269,3 @@ def test_a_folder_without_weights_or_processor_is_one_line(tmp_path, detector_fo
     with pytest.raises(LoadError, match=r"^Cannot load .*broken: .* Set GenEval\.detector to") as caught:
         GenEval(str(broken), str(clip_folder)).load()
     assert "\n" not in str(caught.value)
-
-
-def test_a_broken_config_is_an_error(tmp_path, clip_folder):
-    (tmp_path / "config.json").write_text("{")
-    (error,) = GenEval(str(tmp_path), str(clip_folder)).check()
-    assert "no readable config.json" in error

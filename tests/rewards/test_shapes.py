@@ -110,15 +110,3 @@ def test_a_picture_is_judged_alone(rows: list[dict[str, Any]], pictures: Tensor)
     together = ShapesReward()(pictures[:8], prompts_of(rows[:8]), rows[1:9])
     alone = [ShapesReward()(pictures[i : i + 1], prompts_of(rows[i : i + 1]), rows[i + 1 : i + 2]) for i in range(8)]
     assert torch.equal(together, torch.cat(alone))
-
-
-def test_unknown_check_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"check='size' is unknown\. Use one of: mean, colour, shape, place\."):
-        ShapesReward("size")  # type: ignore[arg-type]
-
-
-def test_pictures_changed_in_place_are_read_anew(rows: list[dict[str, Any]], pictures: Tensor) -> None:
-    reward, images = ShapesReward(), pictures[:4].clone()
-    assert reward(images, prompts_of(rows[:4]), rows[:4]).mean() == 1
-    images.copy_(pictures[4:8])
-    assert reward(images, prompts_of(rows[4:8]), rows[4:8]).mean() == 1
