@@ -6,9 +6,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.rewards.clip import clip_error, clip_model, clip_processor
+from lit_vgrpo.rewards.clip import clip_model, clip_processor
 from lit_vgrpo.rewards.model import ModelReward, ScoreHead, unit
 from lit_vgrpo.rewards.weights import file_error, fill, read_weights, weights_path
+from lit_vgrpo.system.hub import explain_unloadable
 
 HUB_CHECKPOINT = "camenduru/improved-aesthetic-predictor"  # a copy of the original's GitHub repository
 FILENAME = "sac+logos+ava1-l14-linearMSE.pth"
@@ -42,7 +43,7 @@ class AestheticScore(ModelReward):
 
     def _file_errors(self) -> list[str | None]:
         error = file_error(self.checkpoint, FILENAME, self.option("checkpoint"))
-        return [error, clip_error(self.clip, self.option("clip"))]
+        return [error, explain_unloadable(self.clip, "config.json", self.option("clip"))]
 
     def _build(self) -> nn.Module:
         self._processor = clip_processor(self.clip, self.option("clip"), for_images=True)

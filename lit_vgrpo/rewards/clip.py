@@ -89,17 +89,6 @@ def clip_processor(checkpoint: str, what_to_set: str, for_images: bool = False) 
         return (CLIPImageProcessor if for_images else CLIPProcessor).from_pretrained(source_of(checkpoint))
 
 
-def clip_error(checkpoint: str, what_to_set: str) -> str | None:
-    """Return why a checkpoint has no ``config.json`` within reach, in one line, or None."""
-    return explain_unloadable(checkpoint, "config.json", what_to_set)
-
-
-def processor_error(checkpoint: str, what_to_set: str) -> str | None:
-    """Return why a checkpoint has no ``CLIPProcessor``, in one line, or None."""
-    # the only file of a saved processor that both transformers 4 and 5 write
-    return explain_unloadable(checkpoint, "tokenizer_config.json", what_to_set)
-
-
 @checked
 @dataclass(eq=False)
 class CLIPCosine(ModelReward):
@@ -108,7 +97,7 @@ class CLIPCosine(ModelReward):
     weight_files: ClassVar[tuple[tuple[str, str], ...]] = (("checkpoint", "config.json"),)
 
     def _file_errors(self) -> list[str | None]:
-        return [clip_error(self.checkpoint, self.option("checkpoint"))]
+        return [explain_unloadable(self.checkpoint, "config.json", self.option("checkpoint"))]
 
     @abstractmethod
     def _processor(self) -> Any:
@@ -141,10 +130,9 @@ class CLIPReward(CLIPCosine):
         self.processor = self.processor or self.checkpoint
 
     def _file_errors(self) -> list[str | None]:
-        (error,) = super()._file_errors()
-        if error is not None and self.processor == self.checkpoint:
-            return [error]
-        return [error, processor_error(str(self.processor), self.option("processor"))]
+        # the only file of a saved processor that both transformers 4 and 5 write
+        processor = explain_unloadable(str(self.processor), "tokenizer_config.json", self.option("processor"))
+        return [*super()._file_errors(), processor]
 
     def _processor(self) -> Any:
         return clip_processor(str(self.processor), self.option("processor"))

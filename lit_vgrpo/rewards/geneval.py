@@ -13,7 +13,6 @@ from lit_vgrpo.core.batches import BATCH_SIZE, filled
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, checked
 from lit_vgrpo.rewards.clip import HUB_CHECKPOINT as HUB_CLIP
-from lit_vgrpo.rewards.clip import clip_error, processor_error
 from lit_vgrpo.rewards.geneval_models import ColorClassifier, ObjectDetector, detector_config, object_crop
 from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, Verdict, official_name, row_error
 from lit_vgrpo.rewards.model import Dtype, ModelReward, device_for
@@ -78,9 +77,10 @@ class GenEval(ModelReward):
         self._known: frozenset[str] | None = None
 
     def _file_errors(self) -> list[str | None]:
-        clip, key = self.clip, self.option("clip")
-        error = explain_unloadable(self.detector, "config.json", self.option("detector"))
-        return [error, clip_error(clip, key) or processor_error(clip, key)]
+        return [
+            explain_unloadable(self.detector, "config.json", self.option("detector")),
+            explain_unloadable(self.clip, "tokenizer_config.json", self.option("clip")),
+        ]
 
     def _build(self) -> nn.Module:
         self._detector = ObjectDetector(self.detector, self.dtype, self.option("detector"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 import torch
 from pydantic import ValidationError
@@ -23,7 +23,7 @@ from torch import Tensor
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import BatchSize, PositiveInt, Range, checked
 from lit_vgrpo.errors import one_line, printable
-from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
+from lit_vgrpo.rewards.base import Reward, RewardOutage
 from lit_vgrpo.rewards.protocol import ProtocolError, ScoreAnswer, score_request, validation_message
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Failed:
 
 
 class RemoteReward(Reward):
-    """A reward whose scores come from a server.
+    """A reward whose scores come from a server; nothing is asked before the first batch.
 
     It counts each failed attempt by cause (``timeout``, ``disconnected``, ``unreachable``, ``invalid``, ``status_500``
     and the like), of which ``retried`` were followed by another attempt and ``gave_up`` were a request's last;
@@ -112,20 +112,17 @@ class RemoteReward(Reward):
 
     Args:
         url: address to post to.
-        start_url: address to GET before the first request, which shows that the server is there and takes the token.
         connection: timeouts, retries and limits; None for the defaults.
     """
 
     concurrent = True
 
-    def __init__(self, url: str, start_url: str, connection: Connection | None) -> None:
+    def __init__(self, url: str, connection: Connection | None) -> None:
         self.connection = connection or Connection()
         self._url = url
-        self._start_url = start_url
         self._jitter = random.Random()  # the global generators belong to the run
         self._counts: Counter[str] = Counter()
         self._failed_in_a_row = 0
-        self._is_loaded = False
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
 
     def check(self) -> list[str]:
@@ -136,26 +133,6 @@ class RemoteReward(Reward):
             name = self.connection.token_env
             return [f"{self.option('connection.token_env')}={name} is not in the environment. Run: export {name}=..."]
         return []
-
-    def load(self) -> None:
-        """Check once that the server can be reached and takes the token.
-
-        Raises:
-            RewardError: it does not, or a package or the token is missing.
-        """
-        if self._is_loaded:
-            return
-        for error in self.check():
-            raise RewardError(error)
-        try:
-            status = self._run(self._start())
-        except RequestError as error:
-            advice = f"Start the server, or set {self.option('url')} to where it listens."
-            raise RewardError(f"{self._start_url} {error.reason}. {advice}") from error
-        if status in (401, 403):
-            key = self.option("connection.token_env")
-            raise RewardError(f"{self._start_url} returned status {status}. Set {key} to a variable with its token.")
-        self._is_loaded = True
 
     def take_counts(self) -> dict[str, int]:
         counts, self._counts = self._counts, Counter()
@@ -177,7 +154,6 @@ class RemoteReward(Reward):
         Raises:
             RewardOutage: too many requests failed in a row, and ``connection.on_outage`` is stop.
         """
-        self.load()
         limit = self.connection.give_up_after
         was_down = self._failed_in_a_row >= limit
         if was_down:  # the next failure counts as an outage again
@@ -222,11 +198,6 @@ class RemoteReward(Reward):
             limits=httpx.Limits(max_connections=connection.max_connections),
             trust_env=not is_loopback(urlsplit(self._url).hostname or ""),  # a proxy cannot reach this machine
         )
-
-    async def _start(self) -> int:
-        async with self._client() as client:
-            get = partial(self._exchange, client, "GET", self._start_url, {})
-            return (await self._with_retries(get, self.connection.retries)).status_code
 
     async def _post_all(self, calls: Sequence[Call[T]], retries: int) -> list[T | Failed]:
         slots = asyncio.Semaphore(self.connection.max_connections)
@@ -278,15 +249,13 @@ class RemoteReward(Reward):
 
     async def _attempt(self, client: httpx.AsyncClient, content: dict[str, Any], read: Callable[[bytes], T]) -> T:
         try:
-            answer = await self._exchange(client, "POST", self._url, content)
+            answer = await self._exchange(client, content)
             status = answer.status_code
             if status != 200:
                 detail = printable(answer.content, SHOWN)
-                reason = f"returned status {status}" + (f": {detail}" if detail else "")
+                pause_s = seconds_of(answer.headers.get("retry-after"))
                 is_permanent = status < 500 and status not in RETRIED_STATUS
-                raise RequestError(
-                    f"status_{status}", reason, is_permanent, seconds_of(answer.headers.get("retry-after"))
-                )
+                raise RequestError(f"status_{status}", f"returned status {status}: {detail}", is_permanent, pause_s)
             try:
                 return read(answer.content)
             except ProtocolError as error:
@@ -295,24 +264,21 @@ class RemoteReward(Reward):
             self._counts[error.cause] += 1
             raise
 
-    async def _exchange(
-        self, client: httpx.AsyncClient, method: str, url: str, content: dict[str, Any]
-    ) -> httpx.Response:
+    async def _exchange(self, client: httpx.AsyncClient, content: dict[str, Any]) -> httpx.Response:
         import httpx
 
         timeout_s = self.connection.timeout_s
         try:
             # a limit on the whole exchange: a server that trickles bytes never exceeds the one on a read
-            return await asyncio.wait_for(client.request(method, url, **content), timeout_s)
+            return await asyncio.wait_for(client.post(self._url, **content), timeout_s)
         except (asyncio.TimeoutError, httpx.TimeoutException) as error:
             seconds = self.connection.connect_timeout_s if isinstance(error, httpx.ConnectTimeout) else timeout_s
             raise RequestError("timeout", f"did not respond within {seconds:g} s") from error
         except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError, httpx.DecodingError) as error:
             raise RequestError("disconnected", f"broke off its response ({one_line(error)})") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise RequestError(
-                "unreachable", f"cannot be reached ({one_line(error) or type(error).__name__})"
-            ) from error
+            reason = one_line(error) or type(error).__name__
+            raise RequestError("unreachable", f"cannot be reached ({reason})") from error
 
 
 @checked
@@ -331,7 +297,7 @@ class HTTPReward(RemoteReward):
     def __init__(
         self, url: str, name: str = "http", batch_size: BatchSize = 8, connection: Connection | None = None
     ) -> None:
-        super().__init__(url, urljoin(url, "version"), connection)
+        super().__init__(url, connection)
         self.url = url
         self.name = name
         self.batch_size = batch_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import unicodedata
 from dataclasses import dataclass, field
@@ -47,9 +46,8 @@ class OCRReward(Reward):
         detect: find lines of text in the image and read them from top to bottom, left to right; ``False`` reads the
             image as one line, which is much faster and enough for small images of one word.
         min_height: pixels; smaller images are enlarged first, so that the letters are legible.
-        case_sensitive: whether ``Cat`` differs from ``cat``.
+        case_sensitive: distinguish ``Cat`` from ``cat``.
         allow_extra: score 1 if the text occurs anywhere in what is read, as in Flow-GRPO's code.
-        threads: CPU threads of each model, at most the machine's; more are faster but cost more CPU time in total.
 
     Source:
         arXiv 2505.05470 (Flow-GRPO), visual text rendering.
@@ -62,7 +60,6 @@ class OCRReward(Reward):
     min_height: Annotated[int, Range(1, 16_384)] = 64
     case_sensitive: bool = False
     allow_extra: bool = False
-    threads: Annotated[int, Range(1, 1024)] = 1
     _engine: Any = field(default=None, init=False)
 
     def check(self) -> list[str]:
@@ -90,7 +87,6 @@ class OCRReward(Reward):
             raise LoadError(error)
         from rapidocr import RapidOCR
 
-        threads = min(self.threads, os.cpu_count() or 1)
         least_width = DETECTOR_LINE_WIDTH if self.detect else RECOGNISER_HEIGHT
         self._engine = RapidOCR(
             params={
@@ -103,7 +99,7 @@ class OCRReward(Reward):
                 "Rec.rec_img_shape": [3, RECOGNISER_HEIGHT, least_width],
                 # one image at a time, so that results do not depend on the batch; it is no slower
                 "Rec.rec_batch_num": LINES_PER_PASS if self.detect else 1,
-                "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+                "EngineConfig.onnxruntime.intra_op_num_threads": 1,
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
             }
         )

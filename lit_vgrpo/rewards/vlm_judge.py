@@ -86,7 +86,7 @@ class VLMJudge(RemoteReward):
         if score_range is not None and not score_range[0] < score_range[1]:
             raise ValueError(f"score_range={list(score_range)} is empty. Write [lowest, highest].")
         self.url = url.rstrip("/")
-        super().__init__(f"{self.url}/chat/completions", f"{self.url}/models", connection)
+        super().__init__(f"{self.url}/chat/completions", connection)
         self.model = model
         self.name = name
         self.prompt_template = prompt_template

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from lit_vgrpo.rewards.bradley_terry import choice_scores
+from lit_vgrpo.rewards.vote_groups import choice_scores
 
 
 def negative_log_posterior(scores, choices, prior_std):

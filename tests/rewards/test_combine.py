@@ -80,16 +80,6 @@ def test_nan_and_infinite_scores_count_as_failed_and_never_as_zero(value):
     assert batch.errors == {"bad": "returned NaN or infinity for 1 of 4 images"}
 
 
-def test_when_all_fail_the_reward_s_own_message_is_kept():
-    def fail(*_):
-        raise RewardError("The server said 503.")
-
-    batch = score(Field("bad", fail))
-    assert not batch.ok.any()
-    assert batch.total.isnan().all()
-    assert batch.errors == {"bad": "The server said 503."}
-
-
 def test_a_single_image_is_not_tried_twice():
     bad = Field("bad", raises_on_two)
     batch = Weighted([bad]).score(IMAGES[2:3], ["c"], ROWS[2:3])
@@ -139,15 +129,6 @@ def test_errors_outside_the_image_are_not_swallowed(error):
         score(Field("bad", stop))
 
 
-def test_a_reward_that_cannot_load_stops_the_run():
-    class Unloadable(Field):
-        def load(self):
-            raise RuntimeError("Cannot load it.")
-
-    with pytest.raises(RuntimeError, match="Cannot load it"):
-        score(Unloadable())
-
-
 def test_images_are_rounded_once_before_all_rewards():
     seen = []
     keep = Field("keep", lambda scores, images, _: seen.append(images) or scores)
@@ -157,13 +138,6 @@ def test_images_are_rounded_once_before_all_rewards():
     steps = seen[0] * 255
     torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
     torch.testing.assert_close(seen[0], IMAGES * 0.9 + 0.001, atol=0.51 / 255, rtol=0)
-
-
-def test_scores_carry_no_gradient():
-    images = IMAGES.clone().requires_grad_()
-    batch = score(Field("field", lambda scores, images, _: images.mean((1, 2, 3))), images=images)
-    assert not batch.total.requires_grad
-    assert not batch.parts["field"].requires_grad
 
 
 def test_part_names_are_unique_and_leave_the_metrics_keys_alone():
@@ -178,14 +152,6 @@ def test_calling_gives_the_total_and_check_and_load_reach_every_part():
     assert weighted.check() == ["one has an error", "two has an error"]
     weighted.load()
     assert one.loads == two.loads == 2
-
-
-def test_a_weighted_sum_of_weighted_sums():
-    inner = Weighted([Field("one"), Field("two", raises_on_two)])
-    batch = score(inner, Field("three"), weights=[1, 1])
-    assert list(batch.parts) == ["weighted", "three"]
-    assert batch.ok.tolist() == [True, True, False, True]
-    assert batch.total[3] == 6
 
 
 def test_scores_are_cut_then_normalised_and_the_parts_stay_as_they_are():
@@ -237,12 +203,6 @@ def test_rewards_that_are_only_looked_at_apply_wherever_none_of_them_is_named():
     assert batch.applies["a"].tolist() == [True, True, False, True]
 
 
-def test_rows_that_name_what_is_not_there():
-    weighted = Weighted([Field("a")])
-    assert weighted.unknown_names({"rewards": ["a", "c"]}) == ["c"]
-    assert weighted.unknown_names({}) == []
-
-
 def test_a_sum_with_others_beside_it():
     trained, other = Weighted([Field("a")], [2.0]), Weighted([Field("c")], None, [(0.0, 1.0)])
     both = trained.observing(other)
@@ -261,10 +221,6 @@ def test_the_reward_s_own_word_on_a_failure_counts_more_than_ours():
             return torch.full((len(images),), math.nan)
 
     assert score(Spoken("slow")).errors == {"slow": "timeout after 3 tries"}
-
-
-def test_no_images_are_no_scores():
-    assert Weighted([Field()]).score(IMAGES[:0], [], []).total.tolist() == []
 
 
 def test_as_weighted():

@@ -77,11 +77,6 @@ def test_pictures_and_arrays():
     assert score("of_arrays", images="numpy").dtype == torch.float32
 
 
-def test_its_name_is_the_function_s_unless_given():
-    assert PythonReward("own_rewards:Scorer.score").name == "score"
-    assert PythonReward("own_rewards:brightness", name="light").name == "light"
-
-
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -110,8 +105,3 @@ def test_wrong_arguments_are_refused():
 def test_what_is_no_number_is_said():
     with pytest.raises(RewardError, match="own_rewards:words returned list. Return one number per image"):
         score("words")
-
-
-def test_options_that_the_function_does_not_take():
-    (error,) = PythonReward("own_rewards:brightness", options={"gain": 2}).check()
-    assert "cannot be called with (images, prompts, rows, gain)" in error

@@ -13,7 +13,7 @@ import torch
 from fault_server import FaultServer, answering
 from helpers import free_port
 
-from lit_vgrpo.rewards import Connection, HTTPReward, RewardError, RewardOutage, Weighted
+from lit_vgrpo.rewards import Connection, HTTPReward, RewardOutage, Weighted
 from lit_vgrpo.rewards.http import LONGEST_PAUSE_S, RequestError, seconds_of
 
 
@@ -45,10 +45,9 @@ def batch():
 def test_scores_come_back_in_order_over_few_connections(batch):
     with FaultServer() as server:
         reward = HTTPReward(server.url, batch_size=1, connection=patient(max_connections=3))
-        reward.load()
         torch.testing.assert_close(reward(*batch), means(batch[0]), rtol=0, atol=1e-6)
         assert len(server.requests) == 10
-        assert server.connections <= 3 + 1, "connections are not reused"
+        assert server.connections <= 3, "connections are not reused"
         assert server.most_at_once <= 3
     assert reward.failure is None
     assert reward.take_counts() == {}
@@ -163,14 +162,14 @@ def test_the_token_comes_from_the_environment_and_is_sent(monkeypatch):
     with FaultServer() as server:
         reward = HTTPReward(server.url, connection=patient(token_env="REWARD_TOKEN"))
         reward(*make_images(2))
-        assert [headers["Authorization"] for headers, _ in server.requests] == ["Bearer s3cret"] * 2
+        assert [headers["Authorization"] for headers, _ in server.requests] == ["Bearer s3cret"]
 
 
 def test_a_missing_package_is_found_before_anything_starts(monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
-    reward = HTTPReward("http://127.0.0.1:1/score")
-    with pytest.raises(RewardError, match=r"Run: pip install \"lit-vgrpo\[http\]\""):
-        reward.load()
+    assert HTTPReward("http://127.0.0.1:1/score").check() == [
+        'httpx or tenacity is not installed. Run: pip install "lit-vgrpo[http]"'
+    ]
 
 
 @pytest.mark.parametrize(
@@ -262,20 +261,11 @@ def test_a_server_that_is_down_is_asked_once_a_batch_if_the_recipe_continues_wit
         assert reward.failure is None
 
 
-def test_a_server_that_cannot_be_reached_is_a_clear_line_before_anything_starts():
+def test_a_server_that_cannot_be_reached_is_a_clear_line():
     reward = single(f"http://127.0.0.1:{free_port()}/score")
-    assert reward.check() == []
-    with pytest.raises(RewardError, match=r"cannot be reached .* Start the server, or set HTTPReward.url") as raised:
-        reward.load()
+    with pytest.raises(RewardOutage, match=r"cannot be reached .* or HTTPReward.url") as raised:
+        reward(*make_images(4))
     assert "\n" not in str(raised.value)
-    with FaultServer(pages={"/version": errors.hang}) as server:
-        with pytest.raises(RewardError, match="did not respond within 0.2 s"):
-            single(server.url, timeout_s=0.2, retries=0).load()
-        server.pages["/version"] = (401, b"")
-        with pytest.raises(RewardError, match="returned status 401. Set HTTPReward.connection.token_env"):
-            single(server.url).load()
-        server.pages["/version"] = (404, b"")  # other software
-        single(server.url).load()
 
 
 @pytest.mark.parametrize("behave", [errors.hang, answering(b"", 503, Retry_After="25")])

@@ -100,27 +100,6 @@ def test_the_model_is_frozen_and_loaded_once(build, images, kind):
     assert reward._model is model
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_images_count_as_files_hold_them(build, images, kind):
-    reward = build(kind)
-    nudged = images + 0.4 / 255 * torch.sign(0.5 - images)
-    assert torch.equal(reward(nudged, PROMPTS, [{}] * 5), reward(images, PROMPTS, [{}] * 5))
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_loading_and_scoring_say_nothing(build, images, kind, capfd, logged):
-    build(kind)(images, PROMPTS, [{}] * 5)
-    assert capfd.readouterr() == ("", "")
-    assert not logged
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_only_on_a_cpu_of_its_own_it_runs_beside_the_policy(kind):
-    assert not kind().concurrent
-    assert not kind(device="cuda:1").concurrent
-    assert kind(device="cpu").concurrent
-
-
 def test_an_unknown_device_is_refused():
     with pytest.raises(ValueError, match="^device='gpu' is unknown."):
         PickScore(device="gpu")
@@ -189,6 +168,7 @@ def test_a_file_without_weights_is_one_line_and_runs_nothing(build, kind, conten
     assert not (tmp_path / "trapped").exists()
 
 
+@pytest.mark.slow
 def test_building_one_loads_nothing():
     names = ", ".join(kind.__name__ for kind in ALL)
     code = (

@@ -179,6 +179,7 @@ def test_boxes_on_one_line_are_read_from_left_to_right():
     assert in_reading_order(boxes, ("c", "d", "a", "e", "b")) == ["a", "b", "c", "d", "e"]
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_early_logged_or_fetched(tmp_path):
     """In a process whose sockets refuse to open."""
     image = tmp_path / "open.png"

@@ -102,14 +102,14 @@ def test_the_request_holds_the_picture_the_question_and_the_settings(monkeypatch
         assert question["text"] == 'Is {place} {0} in the box? Answer {"score": 1} to {"score": 5}.'
         kind, data = picture["image_url"]["url"].split(",", 1)
         assert kind == "data:image/png;base64"
-        (mean,) = errors.pixel_means(json.dumps({"images": [data]}).encode(), "application/json")
+        (mean,) = errors.pixel_means(json.dumps({"images": [data]}).encode())
         assert round(mean * 255) == 10 * number, "another image's picture was sent"
 
 
 def test_scores_keep_the_order_of_the_images():
     def by_brightness(handler):
         data = json.loads(handler.body)["messages"][0]["content"][0]["image_url"]["url"].split(",", 1)[1]
-        (mean,) = errors.pixel_means(json.dumps({"images": [data]}).encode(), "application/json")
+        (mean,) = errors.pixel_means(json.dumps({"images": [data]}).encode())
         saying(f"Final Score: {1 + mean}")(handler)
 
     with FaultServer([answering(b"", 500)] * 3, then=by_brightness) as server:

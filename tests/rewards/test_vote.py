@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lit_vgrpo.rewards import Reward, RewardOutage, ScoreQueue, VoteReward, Weighted
-from lit_vgrpo.rewards.bradley_terry import choice_scores
 from lit_vgrpo.rewards.protocol import open_png
+from lit_vgrpo.rewards.vote_groups import choice_scores
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteRefused, VoteStore, VoteStoreError
 
 
