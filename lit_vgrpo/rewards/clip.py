@@ -13,7 +13,7 @@ from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.errors import counted
 from lit_vgrpo.rewards.model import Dtype, ModelReward, device_for, unit
-from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, source_of
+from lit_vgrpo.system.hub import LoadError, loading, source_of
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
@@ -96,9 +96,6 @@ class CLIPCosine(ModelReward):
 
     weight_files: ClassVar[tuple[tuple[str, str], ...]] = (("checkpoint", "config.json"),)
 
-    def _file_errors(self) -> list[str | None]:
-        return [explain_unloadable(self.checkpoint, "config.json", self.option("checkpoint"))]
-
     @abstractmethod
     def _processor(self) -> Any:
         """Return the processor of what the model embeds."""
@@ -128,11 +125,6 @@ class CLIPReward(CLIPCosine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.processor = self.processor or self.checkpoint
-
-    def _file_errors(self) -> list[str | None]:
-        # the only file of a saved processor that both transformers 4 and 5 write
-        processor = explain_unloadable(str(self.processor), "tokenizer_config.json", self.option("processor"))
-        return [*super()._file_errors(), processor]
 
     def _processor(self) -> Any:
         return clip_processor(str(self.processor), self.option("processor"))

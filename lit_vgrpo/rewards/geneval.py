@@ -16,7 +16,6 @@ from lit_vgrpo.rewards.clip import HUB_CHECKPOINT as HUB_CLIP
 from lit_vgrpo.rewards.geneval_models import ColorClassifier, ObjectDetector, detector_config, object_crop
 from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, Verdict, official_name, row_error
 from lit_vgrpo.rewards.model import Dtype, ModelReward, device_for
-from lit_vgrpo.system.hub import explain_unloadable
 
 HUB_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 Score = Literal["partial", "strict"]
@@ -75,12 +74,6 @@ class GenEval(ModelReward):
         self.clip = clip
         self.score = score
         self._known: frozenset[str] | None = None
-
-    def _file_errors(self) -> list[str | None]:
-        return [
-            explain_unloadable(self.detector, "config.json", self.option("detector")),
-            explain_unloadable(self.clip, "tokenizer_config.json", self.option("clip")),
-        ]
 
     def _build(self) -> nn.Module:
         self._detector = ObjectDetector(self.detector, self.dtype, self.option("detector"))

@@ -11,7 +11,7 @@ from lit_vgrpo.core.pixels import letterboxed
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.errors import suggestion
 from lit_vgrpo.rewards.model import ModelReward, unit
-from lit_vgrpo.rewards.weights import file_error, fill, read_weights, weights_path
+from lit_vgrpo.rewards.weights import fill, read_weights, weights_path
 from lit_vgrpo.system.hub import LoadError
 
 HUB_CHECKPOINT = "xswu/HPSv2"
@@ -45,9 +45,6 @@ class HPSv2(ModelReward):
 
     checkpoint: str = HUB_CHECKPOINT
     model: str = "ViT-H-14"
-
-    def _file_errors(self) -> list[str | None]:
-        return [file_error(self.checkpoint, FILENAME, self.option("checkpoint"))]
 
     def _build(self) -> nn.Module:
         import open_clip

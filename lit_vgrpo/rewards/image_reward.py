@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lit_vgrpo.core.pixels import centre_cropped
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.model import ModelReward, ScoreHead
-from lit_vgrpo.rewards.weights import file_error, fill, read_weights, weights_path
-from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, local_folder, source_of
+from lit_vgrpo.rewards.weights import fill, read_weights, weights_path
+from lit_vgrpo.system.hub import LoadError, loading, local_folder, source_of
 
 HUB_CHECKPOINT = "THUDM/ImageReward"
 FILENAME = "ImageReward.pt"
@@ -67,10 +67,6 @@ class ImageReward(ModelReward):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tokenizer = self.tokenizer or _tokenizer_next_to(self.checkpoint)
-
-    def _file_errors(self) -> list[str | None]:
-        tokenizer = explain_unloadable(str(self.tokenizer), "tokenizer_config.json", self.option("tokenizer"))
-        return [file_error(self.checkpoint, FILENAME, self.option("checkpoint")), tokenizer]
 
     def _build(self) -> nn.Module:
         from transformers import BertTokenizer

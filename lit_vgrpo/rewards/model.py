@@ -16,6 +16,7 @@ from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.rewards.base import Reward
+from lit_vgrpo.rewards.weights import file_error
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -61,7 +62,8 @@ class ModelReward(Reward):
         """Report a missing package or file, or weights neither cached nor reachable."""
         if self.package is not None and find_spec(self.package) is None:
             return [f'{type(self).__name__} needs {self.package}. Run: pip install "lit-vgrpo[{self.extra}]"']
-        return [error for error in self._file_errors() if error]
+        errors = [file_error(getattr(self, name), file, self.option(name)) for name, file in self.weight_files]
+        return [error for error in errors if error]
 
     def load(self) -> None:
         """Load the model; a second call does nothing.
@@ -106,10 +108,6 @@ class ModelReward(Reward):
     def _read(self, prompts: list[str]) -> Tensor:
         """Return the encoded prompts for a forward pass, on the model's device; empty by default."""
         return torch.zeros(len(prompts), 0)
-
-    def _file_errors(self) -> list[str | None]:
-        """Return errors in the files that can be found without loading them."""
-        return []
 
     def _texts(self, prompts: list[str]) -> Tensor:
         distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
