@@ -14,7 +14,7 @@ from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, checked
 from lit_vgrpo.rewards.clip import HUB_CHECKPOINT as HUB_CLIP
 from lit_vgrpo.rewards.geneval_models import ColorClassifier, ObjectDetector, detector_config, object_crop
-from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, Verdict, official_name, row_error
+from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, official_name, row_error
 from lit_vgrpo.rewards.model import Dtype, ModelReward, device_for
 
 HUB_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
@@ -93,13 +93,13 @@ class GenEval(ModelReward):
         self.failure = next((error for error in errors if error is not None), None)
         scores = torch.full((len(rows),), math.nan)
         sound = [index for index, error in enumerate(errors) if error is None]
-        for index, verdict in zip(sound, self.judge(images[sound], [rows[i] for i in sound]), strict=True):
-            scores[index] = float(verdict.correct) if self.score == "strict" else verdict.partial
+        for index, share in zip(sound, self.judge(images[sound], [rows[i] for i in sound]), strict=True):
+            scores[index] = float(share == 1) if self.score == "strict" else share
         return scores
 
     @torch.no_grad()
-    def judge(self, images: Tensor, rows: list[dict[str, Any]]) -> list[Verdict]:
-        """Return which requirements are met and which are not, with the reasons.
+    def judge(self, images: Tensor, rows: list[dict[str, Any]]) -> list[float]:
+        """Return the share of each row's requirements that is met, in [0, 1].
 
         Args:
             images: shape ``(B, 3, H, W)``, float in [0, 1].

@@ -64,16 +64,13 @@ class ObjectDetector:
         return (self._from_masks if self.segments else self._from_boxes)(outputs, threshold, sizes)
 
     def _from_boxes(self, outputs: Any, threshold: float, sizes: list[Any]) -> list[list[Detection]]:
-        pictures = self._processor.post_process_object_detection(outputs, threshold=threshold, target_sizes=sizes)
-        return [
-            [
-                Detection(self._names[label], score, tuple(box))
-                for label, score, box in zip(
-                    *(picture[key].tolist() for key in ("labels", "scores", "boxes")), strict=True
-                )
-            ]
-            for picture in pictures
-        ]
+        found = []
+        for picture in self._processor.post_process_object_detection(outputs, threshold=threshold, target_sizes=sizes):
+            columns = (picture[key].tolist() for key in ("labels", "scores", "boxes"))
+            found.append(
+                [Detection(self._names[label], score, tuple(box)) for label, score, box in zip(*columns, strict=True)]
+            )
+        return found
 
     def _from_masks(self, outputs: Any, threshold: float, sizes: list[Any]) -> list[list[Detection]]:
         from torchvision.ops import masks_to_boxes

@@ -68,21 +68,6 @@ class Detection:
     color: str | None = None
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Result of checking a prompt's requirements.
-
-    Args:
-        correct: all are met, GenEval's own result.
-        partial: share that is met, in [0, 1]; 1 exactly where ``correct``.
-        reasons: why not, one line each.
-    """
-
-    correct: bool
-    partial: float
-    reasons: list[str]
-
-
 @checked
 @dataclass(frozen=True)
 class GenEvalRules:
@@ -125,38 +110,29 @@ class GenEvalRules:
                 asked.update((id(detection), detection) for detection in found)
         return list(asked.values())
 
-    def judge(self, objects: dict[str, list[Detection]], row: dict[str, Any]) -> Verdict:
-        """Compare a row's requirements with the objects of :meth:`keep`.
+    def judge(self, objects: dict[str, list[Detection]], row: dict[str, Any]) -> float:
+        """Return the share of a row's requirements that is met, in [0, 1]; 1 exactly where GenEval's result is true.
 
         Args:
-            objects: by class, the most confident first; those of :meth:`to_color` with their colour.
+            objects: those of :meth:`keep`; those of :meth:`to_color` with their colour.
             row: with ``include`` and optionally ``exclude``, see :func:`row_error`.
         """
-        reasons: list[str] = []
         shares: list[float] = []
         groups: list[list[Detection] | None] = []  # per requirement, None if not met
         for need in row["include"]:
             wanted, found = need["count"], _first(objects, need)
             shares.append(len(found) / wanted)
-            if len(found) < wanted:
-                reasons.append(f"expected {wanted} {need['class']}, found {len(found)}")
             met = len(found) == wanted
             if need.get("color"):
-                right = sum(detection.color == need["color"] for detection in found) if met else 0
-                shares.append(right / wanted)
-                if met and right < wanted:
-                    reasons.append(f"expected {wanted} {need['color']} {need['class']}, found {right}")
-                met = right == wanted
+                shares.append(sum(detection.color == need["color"] for detection in found) / wanted if met else 0.0)
+                met = shares[-1] == 1
             if need.get("position"):
                 relation, target = need["position"]
-                share = _share_of_pairs(relation, found, groups[target]) if met else 0.0
-                shares.append(share)
-                if met and share < 1:
-                    reasons.append(f"expected {need['class']} {relation} {row['include'][target]['class']}")
-                met = share == 1
+                shares.append(_share_of_pairs(relation, found, groups[target]) if met else 0.0)
+                met = shares[-1] == 1
             groups.append(found if met else None)
-        kept = math.prod(_share_kept(objects, excess, reasons) for excess in row.get("exclude") or ())
-        return Verdict(not reasons, kept * sum(shares) / len(shares), reasons)
+        kept = math.prod(_share_kept(objects, excess) for excess in row.get("exclude") or ())
+        return kept * sum(shares) / len(shares)
 
 
 def relations(a: Box, b: Box) -> set[str]:
@@ -221,12 +197,11 @@ def _first(objects: dict[str, list[Detection]], need: dict[str, Any]) -> list[De
     return objects.get(need["class"], [])[: need["count"]]
 
 
-def _share_kept(objects: dict[str, list[Detection]], excess: dict[str, Any], reasons: list[str]) -> float:
+def _share_kept(objects: dict[str, list[Detection]], excess: dict[str, Any]) -> float:
     """Return 1 if fewer objects than excluded are present, else less by a share for each surplus object."""
     found, allowed = len(objects.get(excess["class"], [])), excess["count"] - 1
     if found <= allowed:
         return 1.0
-    reasons.append(f"expected fewer than {excess['count']} {excess['class']}, found {found}")
     return max(0.0, 1 - (found - allowed) / allowed) if allowed else 0.0
 
 

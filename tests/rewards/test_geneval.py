@@ -119,8 +119,6 @@ def test_a_picture_passes_with_the_colours_it_has(reward, clip_folder):
 
     rows = [row(other, other), row(car, other), row(car, bus)]  # six crops, two batches
     assert scores(reward, [TRAFFIC] * 3, rows) == [0.5, 0.75, 1]
-    verdicts = reward.judge(pictures()[[TRAFFIC]], [row(car, other)])
-    assert verdicts[0].reasons == [f"expected 1 {other} bus, found 0"]
 
 
 def test_a_crop_holds_the_object_alone():
