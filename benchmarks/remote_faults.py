@@ -37,9 +37,9 @@ from lit_vgrpo.rewards import Connection, HTTPReward, JPEGCompressibility
 RESULTS = Path(__file__).parent / "results" / "remote_faults.json"
 FAULTS = {
     "hang": (fault_server.hang, "timeout"),
-    "reset": (fault_server.reset, "reset"),
+    "reset": (fault_server.reset, "disconnected"),
     "500": (fault_server.answering(b"injected", 500), "status_500"),
-    "garbage": (fault_server.answering(b'{"version": 1, "scores": [0, 0, 0, '), "garbage"),
+    "garbage": (fault_server.answering(b'{"version": 1, "scores": [0, 0, 0, '), "invalid"),
 }
 """Faults with the cause that each is counted under."""
 TIMEOUT_S = 5.0  # far more than an answer takes, so that nothing but a fault is counted

@@ -25,12 +25,10 @@ from typing import Any
 import torch
 
 from lit_vgrpo.rewards.aesthetic import AestheticScore
-from lit_vgrpo.rewards.blip import blip_modules
-from lit_vgrpo.rewards.clip import CLIPScore
+from lit_vgrpo.rewards.clip import CLIPScore, PickScore
 from lit_vgrpo.rewards.hps import HPSv2
-from lit_vgrpo.rewards.image_reward import ImageReward
+from lit_vgrpo.rewards.image_reward import ImageReward, blip_modules
 from lit_vgrpo.rewards.model import ModelReward, ScoreHead
-from lit_vgrpo.rewards.pickscore import PickScore
 
 RESULTS = Path(__file__).parent / "results" / "reward_speed.json"
 PROMPT = "a red cat on a wooden bench in front of a bakery, oil painting"

@@ -2,21 +2,18 @@
 
 from lit_vgrpo.rewards.aesthetic import AestheticScore
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
-from lit_vgrpo.rewards.clip import CLIPImageSimilarity, CLIPScore
+from lit_vgrpo.rewards.clip import CLIPImageSimilarity, CLIPScore, PickScore
 from lit_vgrpo.rewards.combine import Weighted, as_weighted
-from lit_vgrpo.rewards.connection import Connection
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
-from lit_vgrpo.rewards.http import HTTPReward
+from lit_vgrpo.rewards.http import Connection, HTTPReward
 from lit_vgrpo.rewards.image_reward import ImageReward
 from lit_vgrpo.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
 from lit_vgrpo.rewards.ocr import OCRReward
-from lit_vgrpo.rewards.pickscore import PickScore
 from lit_vgrpo.rewards.queue import ScoreQueue
-from lit_vgrpo.rewards.recolour import RecolourReward
 from lit_vgrpo.rewards.scores import Scores
-from lit_vgrpo.rewards.shapes import ShapesReward
+from lit_vgrpo.rewards.shapes import RecolourReward, ShapesReward
 from lit_vgrpo.rewards.vlm_judge import VLMJudge
 from lit_vgrpo.rewards.vote import VoteReward
 

@@ -6,9 +6,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.rewards.clip import clip_error, clip_model, clip_processor
+from lit_vgrpo.rewards.clip import clip_model, clip_processor
 from lit_vgrpo.rewards.model import ModelReward, ScoreHead, unit
-from lit_vgrpo.rewards.weights import file_error, fill, read_weights, weights_path
+from lit_vgrpo.rewards.weights import fill, read_weights, weights_path
 
 HUB_CHECKPOINT = "camenduru/improved-aesthetic-predictor"  # a copy of the original's GitHub repository
 FILENAME = "sac+logos+ava1-l14-linearMSE.pth"
@@ -39,15 +39,6 @@ class AestheticScore(ModelReward):
 
     checkpoint: str = HUB_CHECKPOINT
     clip: str = HUB_CLIP
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.clip:
-            raise ValueError("clip='' is empty. Use a hub name or a local folder.")
-
-    def _file_errors(self) -> list[str | None]:
-        clip = clip_error(self.clip, self.option("clip"))
-        return [file_error(self.checkpoint, FILENAME, self.option("checkpoint")), clip]
 
     def _build(self) -> nn.Module:
         self._processor = clip_processor(self.clip, self.option("clip"), for_images=True)

@@ -13,21 +13,21 @@ from lit_vgrpo.errors import RewardError
 
 
 class RewardOutage(RewardError):
-    """A reward cannot score anything any more: the run stops, while other errors only fail their images."""
+    """A reward that can score nothing any more. It ends the run; other errors only fail their images."""
 
 
 class Reward(ABC):
-    """Scores images. Building one is cheap and loads nothing; no trainer is needed.
+    """Scores images. Construction is cheap and loads nothing; no trainer is needed.
 
-    A subclass sets ``name`` (the key of its score in the logs) and defines ``__call__``.
+    A subclass sets ``name`` and defines ``__call__``.
 
     Attributes:
-        name: the key of its score in the logs.
-        concurrent: it may run in a thread while the next images are sampled, because it waits for a server or computes
-            on the CPU; it is then only called from that thread, batch after batch.
-        asks_people: it compares images of a group, and a call may take hours; it is called once per rollout, with all
-            of a rank's images, and never for held-out images.
-        failure: why images of the last call got NaN, in one line, if the reward knows.
+        name: key of its score in the logs.
+        concurrent: call it in a thread while the next images are sampled, because it waits for a server or computes on
+            the CPU. It is then only called from that thread, batch after batch.
+        asks_people: it compares images of a group, and a call may take hours. It is called once per rollout with all of
+            a rank's images, and never for held-out images.
+        failure: one line on why images of the last call got NaN, if the reward knows.
         key: the reward's key in a recipe, such as ``model.reward``; empty if options are typed without a prefix.
     """
 
@@ -48,21 +48,17 @@ class Reward(ABC):
         self.key = key
         return self
 
-    def forget_failure(self) -> None:
-        """Drop the last call's reason before the next call."""
-        self.failure = None
-
     @abstractmethod
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         """Score a batch, loading what is needed first.
 
-        A reward that has a fourth argument ``references`` gets the pictures that the prompts edit, ``(B, 3, H, W)``,
+        A reward with a fourth argument ``references`` gets the pictures that the prompts edit, ``(B, 3, H, W)``,
         float32 in [0, 1], or ``None`` if the rows have none.
 
         Args:
             images: shape ``(B, 3, H, W)``, float32 in [0, 1].
             prompts: the B prompts.
-            rows: the prompts' rows with their extra fields, B of them.
+            rows: the prompts' B rows with their extra fields.
 
         Returns:
             Shape ``(B,)``, float32, higher is better; NaN marks an image that could not be scored.
@@ -82,7 +78,7 @@ class Reward(ABC):
         return None
 
     def load(self) -> None:
-        """Load the weights, if there are any; a second call does nothing."""
+        """Load the weights, if any; a second call does nothing."""
         return None
 
     def enter_run(self, folder: Path) -> None:  # noqa: B027

@@ -1,6 +1,5 @@
-"""CLIP models of transformers, and the rewards that compare an image with its prompt or with the picture it edits."""
+"""CLIP models of transformers, and the rewards that compare an image with its prompt or the picture it edits."""
 
-import json
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -14,12 +13,15 @@ from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.errors import counted
 from lit_vgrpo.rewards.model import Dtype, ModelReward, device_for, unit
-from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, local_folder, source_of
+from lit_vgrpo.system.hub import LoadError, loading, source_of
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
 
 HUB_CHECKPOINT = "openai/clip-vit-large-patch14"
+HUB_PICKSCORE = "yuvalkirstain/PickScore_v1"
+HUB_PICKSCORE_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # the PickScore repository has none
+PICKSCORE_SCALE = 26.0
 
 
 @dataclass
@@ -87,35 +89,12 @@ def clip_processor(checkpoint: str, what_to_set: str, for_images: bool = False) 
         return (CLIPImageProcessor if for_images else CLIPProcessor).from_pretrained(source_of(checkpoint))
 
 
-def clip_error(checkpoint: str, what_to_set: str) -> str | None:
-    """Return why a checkpoint is not a CLIP model, judged by its ``config.json``, in one line, or None."""
-    error, folder = explain_unloadable(checkpoint, "config.json", what_to_set), None
-    if error is not None or (folder := local_folder(checkpoint)) is None:
-        return error
-    remedy = f"Set {what_to_set} to a folder of a CLIP model."
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as problem:
-        return f"{folder / 'config.json'} is not JSON ({problem}). {remedy}"
-    family = config.get("model_type") if isinstance(config, dict) else None
-    return None if family == "clip" else f"{folder} holds a model of type {family!r}, not 'clip'. {remedy}"
-
-
-def processor_error(checkpoint: str, what_to_set: str) -> str | None:
-    """Return why a checkpoint has no ``CLIPProcessor``, in one line, or None."""
-    # the only file of a saved processor that both transformers 4 and 5 write
-    return explain_unloadable(checkpoint, "tokenizer_config.json", what_to_set)
-
-
 @checked
 @dataclass(eq=False)
 class CLIPCosine(ModelReward):
-    """The cosine similarity of CLIP embeddings: those of the images, and others that a subclass reads."""
+    """The cosine similarity of the images' CLIP embeddings and of others that a subclass computes."""
 
     weight_files: ClassVar[tuple[tuple[str, str], ...]] = (("checkpoint", "config.json"),)
-
-    def _file_errors(self) -> list[str | None]:
-        return [clip_error(self.checkpoint, self.option("checkpoint"))]
 
     @abstractmethod
     def _processor(self) -> Any:
@@ -146,12 +125,6 @@ class CLIPReward(CLIPCosine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.processor = self.processor or self.checkpoint
-
-    def _file_errors(self) -> list[str | None]:
-        (error,) = super()._file_errors()
-        if error is not None and self.processor == self.checkpoint:
-            return [error]
-        return [error, processor_error(str(self.processor), self.option("processor"))]
 
     def _processor(self) -> Any:
         return clip_processor(str(self.processor), self.option("processor"))
@@ -196,10 +169,43 @@ class CLIPScore(CLIPReward):
 
 @checked
 @dataclass(eq=False)
+class PickScore(CLIPReward):
+    """CLIP similarity of image and prompt: ``exp(logit_scale) * cos / 26``, near 1 for a preferred image.
+
+    The model is trained on human preferences between two images. Papers often report the cosine instead, about 0.2.
+
+    Args:
+        checkpoint: hub name or local folder of a ``CLIPModel``.
+        processor: hub name or local folder of its ``CLIPProcessor``; None uses the published one for the published
+            checkpoint, else ``checkpoint``.
+        batch_size: images per forward pass; smaller batches are padded.
+        dtype: of the weights; scores are float32.
+        device: where the model runs; ``"auto"`` follows the images.
+
+    Source:
+        arXiv 2305.01569; the division by 26 as in Flow-GRPO (arXiv 2505.05470).
+    """
+
+    name = "pickscore"
+
+    checkpoint: str = HUB_PICKSCORE
+
+    def __post_init__(self) -> None:
+        if self.processor is None and self.checkpoint == HUB_PICKSCORE:
+            self.processor = HUB_PICKSCORE_PROCESSOR
+        super().__post_init__()
+
+    def _scaled(self, cosines: Tensor) -> Tensor:
+        scale: Tensor = self._encoder.model.logit_scale
+        return scale.float().exp() * cosines / PICKSCORE_SCALE
+
+
+@checked
+@dataclass(eq=False)
 class CLIPImageSimilarity(CLIPCosine):
     """The cosine similarity of the CLIP embeddings of an image and of the picture that its prompt edits, -1 to 1.
 
-    An unchanged copy scores 1: use it beside a reward for the edit, such as CLIPScore, to keep what the prompt does not
+    An unchanged copy scores 1: use it with a reward for the edit, such as CLIPScore, to keep what the prompt does not
     name.
 
     Args:

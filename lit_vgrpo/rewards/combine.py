@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class Part:
     """One reward of a sum.
 
     Attributes:
-        name: the key of its scores.
+        name: key of its scores.
         weight: its factor in the sum; with 0 it is only logged.
         clip: the range its scores are clipped to; None leaves an end open.
         normalise: mean and std of typical scores; ``(score - mean) / std`` enters the sum.
@@ -51,27 +51,12 @@ class Part:
         return scores
 
 
-@dataclass
-class PartScores:
-    """One reward's scores of a batch, ``(B,)`` on the CPU, with errors, time and counts."""
-
-    scores: Tensor
-    error: str | None
-    seconds: float
-    counts: dict[str, int]
-
-    def split(self, sizes: Sequence[int]) -> list[PartScores]:
-        """Return the scores of consecutive batches; error, time and counts go with the first."""
-        first, *others = self.scores.split(list(sizes))
-        return [replace(self, scores=first), *(PartScores(scores, None, 0.0, {}) for scores in others)]
-
-
 @checked
 class Weighted(Reward):
     """A weighted sum of rewards: ``sum_k w_k (clip_k(r_k) - mean_k) / std_k``.
 
     A prompt's row can name the rewards that apply to it in its field ``rewards``; the others do not score it. If it
-    names none of the weighted rewards, all of those apply; the same goes for the rewards of weight 0.
+    names none of the weighted rewards, all of those apply; the same holds for the rewards of weight 0.
 
     Args:
         rewards: at least one.
@@ -81,8 +66,7 @@ class Weighted(Reward):
         overlap: score in threads while the next images are sampled, where a reward allows it; scores do not change.
 
     Raises:
-        ValueError: no rewards, or lists of the wrong length or values.
-        TypeError: an entry is not a :class:`Reward`.
+        ValueError: lists of different lengths, weights that are all 0, or an empty range.
     """
 
     name = "weighted"
@@ -95,31 +79,20 @@ class Weighted(Reward):
         normalise: list[tuple[Finite, PositiveFloat] | None] | None = None,
         overlap: bool = True,
     ) -> None:
-        if not rewards:
-            raise ValueError("rewards=[] is empty. Give at least one reward.")
-        for reward in rewards:
-            if not isinstance(reward, Reward):
-                raise TypeError(
-                    f"{type(reward).__name__} is not a reward. Subclass lit_vgrpo.rewards.Reward and define __call__."
-                )
+        size = len(rewards)
         if weights is None:
-            weights = [1 / len(rewards)] * len(rewards)
+            weights = [1 / size] * size
         for name, values in {"weights": weights, "clips": clips, "normalise": normalise}.items():
-            if values is not None and len(values) != len(rewards):
-                rest = "for the mean" if name == "weights" else "for none"
-                raise ValueError(
-                    f"{name}={values} does not match {len(rewards)} rewards. Give one per reward, or null {rest}."
-                )
+            if values is not None and len(values) != size:
+                raise ValueError(f"{name}={values} does not match {size} rewards. Give one per reward, or null.")
         if not any(weights):
             raise ValueError(f"weights={weights} are all 0. Set at least one to another value.")
+        for low, high in filter(None, clips or []):
+            if low is not None and high is not None and not low < high:
+                raise ValueError(f"clips=[{low}, {high}] is an empty range. Write [low, high] with low < high.")
         self.overlap = overlap
-        clips, normalise = clips or [None] * len(rewards), normalise or [None] * len(rewards)
-        self.parts = [
-            Part(name, reward, float(weight), _range(clip), None if moments is None else (moments[0], moments[1]))
-            for name, reward, weight, clip, moments in zip(
-                _unique_names(rewards), rewards, weights, clips, normalise, strict=True
-            )
-        ]
+        columns = (_unique_names(rewards), rewards, weights, clips or [None] * size, normalise or [None] * size)
+        self.parts = [Part(*entry) for entry in zip(*columns, strict=True)]
 
     @property
     def rewards(self) -> list[Reward]:
@@ -148,7 +121,7 @@ class Weighted(Reward):
     def observing(self, other: Weighted | None) -> Weighted:
         """Return the sum for held-out images: this one, extended by another's rewards with weight 0.
 
-        Without the rewards that ask people. If no weighted one is left, the other sum's weights count.
+        Rewards that ask people are left out. If no weighted one remains, the other sum's weights count.
 
         Raises:
             ValueError: both have a reward of the same name.
@@ -158,11 +131,11 @@ class Weighted(Reward):
                 raise ValueError(
                     f'heldout_reward has a "{name}", as model.reward does. Choose another reward, or set its name.'
                 )
-        own = [part for part in self.parts if not part.reward.asks_people]
+        kept = [part for part in self.parts if not part.reward.asks_people]
         added = [] if other is None else other.parts
-        if any(part.weight for part in own):
+        if any(part.weight for part in kept):
             added = [Part(part.name, part.reward, 0.0) for part in added]
-        parts = [*own, *added]
+        parts = [*kept, *added]
         if parts == self.parts or not any(part.weight for part in parts):
             return self
         both = Weighted.__new__(Weighted)
@@ -172,7 +145,7 @@ class Weighted(Reward):
 
     @property
     def asks_people(self) -> bool:  # type: ignore[override]
-        """Whether any of the rewards does."""
+        """True if any of the rewards does."""
         return any(part.reward.asks_people for part in self.parts)
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
@@ -202,8 +175,7 @@ class Weighted(Reward):
             part.reward.enter_run(folder)
 
     def take_counts(self) -> dict[str, int]:
-        counts = ((part.name, part.reward.take_counts()) for part in self.parts)
-        return {f"{name}/{key}": value for name, own in counts for key, value in own.items()}
+        return {f"{part.name}/{key}": n for part in self.parts for key, n in part.reward.take_counts().items()}
 
     def close(self) -> None:
         for part in self.parts:
@@ -226,43 +198,48 @@ class Weighted(Reward):
         """
         self.load()
         batch = image_batch(images, prompts, rows)
-        scores = {part.name: self.score_part(part, batch) for part in self.parts}
-        return self.summed(scores, rows)
+        return self.summed({part.name: self.score_part(part, batch) for part in self.parts}, rows)
 
     @torch.no_grad()
-    def score_part(self, part: Part, batch: ImageBatch) -> PartScores:
-        """Score the images that one reward applies to."""
+    def score_part(self, part: Part, batch: ImageBatch) -> Scores:
+        """Return the scores of one reward, before shaping; NaN where it does not apply."""
         start = time.perf_counter()
-        scores = torch.full((batch.size,), math.nan)
-        wanted = {place for place, row in enumerate(batch.rows) if self._applies(part, row)}
-        lost = len(wanted.difference(batch.sound))
-        error = f"{lost} of {batch.size} images have NaN or infinite pixels" if lost else None
-        kept = [index for index, place in enumerate(batch.sound) if place in wanted]
+        scores = torch.full((len(batch),), math.nan)
+        wanted = {index for index, row in enumerate(batch.rows) if self._applies(part, row)}
+        lost = len(wanted.difference(batch.finite))
+        errors = {part.name: f"{lost} of {len(batch)} images have NaN or infinite pixels"} if lost else {}
+        kept = [position for position, index in enumerate(batch.finite) if index in wanted]
         if kept:
-            images = batch.images if len(kept) == len(batch.sound) else batch.images[kept]
-            places = [batch.sound[index] for index in kept]
-            found, why = _score(
-                part.reward, images, [batch.prompts[i] for i in places], [batch.rows[i] for i in places]
-            )
-            scores[places] = found
-            error = why or error
-        return PartScores(scores, error, time.perf_counter() - start, part.reward.take_counts())
+            indices = [batch.finite[position] for position in kept]
+            images = batch.images if len(kept) == len(batch.finite) else batch.images[kept]
+            prompts, rows = [batch.prompts[i] for i in indices], [batch.rows[i] for i in indices]
+            scores[indices], error = _score(part.reward, images, prompts, rows)
+            if error is not None:
+                errors[part.name] = error
+        counts = part.reward.take_counts()
+        return Scores(
+            scores,
+            {part.name: scores},
+            scores.isfinite(),
+            errors,
+            seconds={part.name: time.perf_counter() - start},
+            counts={part.name: counts} if counts else {},
+        )
 
-    def summed(self, scores: Mapping[str, PartScores], rows: Sequence[Mapping[str, Any]]) -> Scores:
-        """Combine the rewards' scores."""
-        applies = {
-            part.name: torch.tensor([self._applies(part, row) for row in rows], dtype=torch.bool) for part in self.parts
-        }
-        parts = {name: own.scores for name, own in scores.items()}
+    def summed(self, scores: Mapping[str, Scores], rows: Sequence[Mapping[str, Any]]) -> Scores:
+        """Combine the results of :meth:`score_part`, by name, for the same images."""
+        applies = {p.name: torch.tensor([self._applies(p, row) for row in rows], dtype=torch.bool) for p in self.parts}
+        parts = {part.name: scores[part.name].total for part in self.parts}
         total = self.total(parts, applies)
+        columns = [scores[part.name] for part in self.parts]
         return Scores(
             total,
             parts,
             total.isfinite(),
-            errors={name: own.error for name, own in scores.items() if own.error is not None},
+            errors={name: error for column in columns for name, error in column.errors.items()},
             applies=applies,
-            seconds={name: own.seconds for name, own in scores.items()},
-            counts={name: own.counts for name, own in scores.items() if own.counts},
+            seconds={name: seconds for column in columns for name, seconds in column.seconds.items()},
+            counts={name: counts for column in columns for name, counts in column.counts.items()},
         )
 
     def total(self, parts: Mapping[str, Tensor], applies: Mapping[str, Tensor]) -> Tensor:
@@ -291,49 +268,29 @@ def as_weighted(reward: Reward) -> Weighted:
 
 
 def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> tuple[Tensor, str | None]:
-    reward.forget_failure()
     try:
         given = {"references": stacked_references(rows)} if reward.takes_references else {}
         returned = reward(images, prompts, rows, **given)
     except (MemoryError, torch.cuda.OutOfMemoryError, RewardOutage):
         raise
-    except SystemExit as error:  # would end the run silently
-        raise RewardOutage(f'Reward "{reward.name}" called sys.exit({error.code!r}). Let it return scores.') from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() would end the run silently
         if len(images) == 1 or reward.asks_people:
-            return torch.full((len(images),), math.nan), _message(error)
+            text = one_line(error)
+            own = isinstance(error, RewardError) and text
+            return torch.full((len(images),), math.nan), text if own else f"{type(error).__name__}: {text}"
         singles = [_score(reward, images[i : i + 1], prompts[i : i + 1], rows[i : i + 1]) for i in range(len(images))]
         messages = [message for _, message in singles if message is not None]
         return torch.cat([scores for scores, _ in singles]), messages[-1] if messages else None
-    scores = _checked(reward, returned, len(images))
+    shape = (len(images),)
+    if not isinstance(returned, Tensor) or tuple(returned.shape) != shape or returned.dtype != torch.float32:
+        found = f"{returned.dtype} {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
+        raise RewardError(f'Reward "{reward.name}" returned {found}. Return a float32 tensor of shape {shape}.')
+    scores = returned.detach().cpu()
     bad = ~scores.isfinite()
     if not bad.any():
         return scores, None
-    values = "NaN" if scores[bad].isnan().all() else "infinite or NaN scores"
-    why = one_line(reward.failure or "") or f"returned {values} for {int(bad.sum())} of {len(images)} images"
+    why = one_line(reward.failure or "") or f"returned NaN or infinity for {int(bad.sum())} of {len(images)} images"
     return scores.masked_fill(bad, math.nan), why
-
-
-def _checked(reward: Reward, scores: object, batch: int) -> Tensor:
-    if not isinstance(scores, Tensor):
-        raise RewardError(
-            f'Reward "{reward.name}" returned a {type(scores).__name__}. Return a float32 tensor of shape ({batch},).'
-        )
-    if tuple(scores.shape) != (batch,):
-        raise RewardError(
-            f'Reward "{reward.name}" returned the shape {tuple(scores.shape)} for {batch} images. '
-            f"Return one score per image, shape ({batch},)."
-        )
-    if scores.dtype != torch.float32:
-        raise RewardError(f'Reward "{reward.name}" returned {scores.dtype}. Return float32: scores.float().')
-    return scores.detach().cpu()
-
-
-def _message(error: Exception) -> str:
-    text = one_line(error)
-    if isinstance(error, RewardError) and text:
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _named(row: Mapping[str, Any]) -> list[str]:
@@ -341,25 +298,11 @@ def _named(row: Mapping[str, Any]) -> list[str]:
     return [named] if isinstance(named, str) else list(named)
 
 
-def _range(clip: Sequence[float | None] | None) -> tuple[float | None, float | None] | None:
-    if clip is None:
-        return None
-    low, high = clip
-    if low is not None and high is not None and not low < high:
-        raise ValueError(f"clips={list(clip)} is an empty range. Write [low, high] with low < high.")
-    return low, high
-
-
 def _unique_names(rewards: list[Reward]) -> list[str]:
     names: list[str] = []
     for reward in rewards:
-        base = getattr(reward, "name", "")
-        if not isinstance(base, str) or not base:
-            raise ValueError(f"{type(reward).__name__} has no name. Set its attribute name, the key of its score.")
-        if not base.isprintable():
-            raise ValueError(f"name={base!r} has unprintable characters. Use letters, digits and spaces.")
-        name, number = base, 2
+        name, number = reward.name, 2
         while name in names or name in RESERVED_NAMES:
-            name, number = f"{base}_{number}", number + 1
+            name, number = f"{reward.name}_{number}", number + 1
         names.append(name)
     return names

@@ -1,11 +1,11 @@
-"""A function of the user's own as a reward."""
+"""A user's function as a reward."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from functools import cached_property
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.errors import nearest
 from lit_vgrpo.rewards.base import Reward, RewardError
 from lit_vgrpo.system.paths import import_from_here
 
@@ -48,8 +47,8 @@ class PythonReward(Reward):
         concurrent: bool = False,
         options: dict[str, Any] | None = None,
     ) -> None:
-        module, _, attribute = function.partition(":")
-        if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+        attribute = function.partition(":")[2]
+        if not attribute:
             raise ValueError(f"function={function!r} is not a function. Write my_module:my_function.")
         self.function = function
         self.images: Images = images
@@ -88,10 +87,8 @@ class PythonReward(Reward):
         try:
             return torch.tensor([float("nan") if score is None else float(score) for score in returned])
         except (TypeError, ValueError) as error:
-            raise RewardError(
-                f"{self.function} returned {type(returned).__name__}, not one number per image. "
-                "Return a list, an array or a tensor of numbers."
-            ) from error
+            found = type(returned).__name__
+            raise RewardError(f"{self.function} returned {found}. Return one number per image.") from error
 
     def _converted(self, images: Tensor | None) -> Any:
         if images is None or self.images == "tensor":
@@ -102,45 +99,22 @@ class PythonReward(Reward):
 
     @cached_property
     def _call(self) -> Callable[..., Any]:
-        module_name, _, attribute = self.function.partition(":")
         import_from_here()
         try:
-            found: Any = import_module(module_name)
-        except (Exception, SystemExit) as error:
+            function = resolve_name(self.function)
+            parameters = inspect.signature(function).parameters
+        except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
             raise RewardError(
-                f"Cannot import {module_name}: {type(error).__name__}: {error}. "
-                f"Set {self.option('function')} to a function of a module in this folder or of an installed package."
+                f"{self.option('function')}={self.function} cannot be imported ({type(error).__name__}: {error}). "
+                "Use a function of a module in this folder or of an installed package."
             ) from error
-        for part in attribute.split("."):
-            if not hasattr(found, part):
-                guess = nearest(part, [name for name in dir(found) if not name.startswith("_")])
-                hint = f" Did you mean {guess}?" if guess else ""
-                raise RewardError(
-                    f"{self.option('function')}={self.function}: the module {module_name} defines no {attribute}.{hint}"
-                )
-            found = getattr(found, part)
-        if inspect.isclass(found) and issubclass(found, Reward):
-            raise RewardError(f"{self.function} is a reward itself. Write class_path: {module_name}.{attribute}.")
-        if not callable(found):
-            raise RewardError(f"{self.function} is a {type(found).__name__}, not a function.")
-        return self._adapted(found)
-
-    def _adapted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        self._takes_references = False
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # some built-in functions have no signature
-            return lambda images, prompts, rows: function(images, prompts, rows, **self.options)
-        self._takes_references = "references" in signature.parameters and "references" not in self.options
+        self._takes_references = "references" in parameters and "references" not in self.options
         known = {**self.options, **({"references": None} if self._takes_references else {})}
-        for arguments in (("images", "prompts", "rows"), ("images", "prompts")):
+        for count in (3, 2):
             try:
-                signature.bind(*arguments, **known)
+                inspect.signature(function).bind(*["images", "prompts", "rows"][:count], **known)
             except TypeError:
                 continue
-            count = len(arguments)
-            return lambda images, prompts, rows, **more: function(
-                *(images, prompts, rows)[:count], **self.options, **more
-            )
+            return lambda *given, **more: function(*given[:count], **self.options, **more)
         given = ", ".join(["images, prompts, rows", *self.options])
-        raise RewardError(f"{self.function}{signature} cannot be called with ({given}). Change its arguments.")
+        raise RewardError(f"{self.function} cannot be called with ({given}). Change its arguments.")

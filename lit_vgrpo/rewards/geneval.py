@@ -13,10 +13,8 @@ from lit_vgrpo.core.batches import BATCH_SIZE, filled
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, checked
 from lit_vgrpo.rewards.clip import HUB_CHECKPOINT as HUB_CLIP
-from lit_vgrpo.rewards.clip import clip_error, processor_error
-from lit_vgrpo.rewards.geneval_colors import ColorClassifier, object_crop
-from lit_vgrpo.rewards.geneval_detector import ObjectDetector, class_names, detector_config, detector_error
-from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, Verdict, row_error
+from lit_vgrpo.rewards.geneval_models import ColorClassifier, ObjectDetector, detector_config, object_crop
+from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, official_name, row_error
 from lit_vgrpo.rewards.model import Dtype, ModelReward, device_for
 
 HUB_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
@@ -43,7 +41,6 @@ class GenEval(ModelReward):
         score: ``"partial"`` or ``"strict"``.
         threshold: minimum confidence of an object.
         counting_threshold: the same for rows with the tag ``counting``.
-        max_overlap: of two objects of a class with at least this intersection over union, one is dropped; 1 drops none.
         batch_size: images or crops per forward pass; smaller batches are padded.
         dtype: of the weights.
         device: where the models run; ``"auto"`` follows the images.
@@ -67,22 +64,16 @@ class GenEval(ModelReward):
         score: Score = "partial",
         threshold: ClosedUnitInterval = 0.3,
         counting_threshold: ClosedUnitInterval = 0.9,
-        max_overlap: ClosedUnitInterval = 1.0,
         batch_size: BatchSize = BATCH_SIZE,
         dtype: Dtype = "float32",
         device: str = "auto",
     ) -> None:
         super().__init__(detector, batch_size=batch_size, dtype=dtype, device=device)
-        self.rules = GenEvalRules(threshold, counting_threshold, max_overlap=max_overlap)
+        self.rules = GenEvalRules(threshold, counting_threshold)
         self.detector = detector
         self.clip = clip
         self.score = score
         self._known: frozenset[str] | None = None
-
-    def _file_errors(self) -> list[str | None]:
-        clip, key = self.clip, self.option("clip")
-        of_clip = clip_error(clip, key) or processor_error(clip, key)
-        return [detector_error(self.detector, self.option("detector")), of_clip]
 
     def _build(self) -> nn.Module:
         self._detector = ObjectDetector(self.detector, self.dtype, self.option("detector"))
@@ -92,8 +83,8 @@ class GenEval(ModelReward):
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         """Refuse a row without ``include``, or with classes or relations unknown to the detector or the rules."""
         if self._known is None:
-            config = detector_config(self.detector)
-            self._known = frozenset(class_names(config) if config else CLASSES)
+            names = (detector_config(self.detector) or {}).get("id2label", {}).values()
+            self._known = frozenset(map(official_name, names)) or frozenset(CLASSES)
         error = row_error(row, self._known)
         return None if error is None else f'Prompt "{prompt}": {error}'
 
@@ -102,13 +93,13 @@ class GenEval(ModelReward):
         self.failure = next((error for error in errors if error is not None), None)
         scores = torch.full((len(rows),), math.nan)
         sound = [index for index, error in enumerate(errors) if error is None]
-        for index, verdict in zip(sound, self.judge(images[sound], [rows[i] for i in sound]), strict=True):
-            scores[index] = float(verdict.correct) if self.score == "strict" else verdict.partial
+        for index, share in zip(sound, self.judge(images[sound], [rows[i] for i in sound]), strict=True):
+            scores[index] = float(share == 1) if self.score == "strict" else share
         return scores
 
     @torch.no_grad()
-    def judge(self, images: Tensor, rows: list[dict[str, Any]]) -> list[Verdict]:
-        """Return which requirements are met and which are not, with the reasons.
+    def judge(self, images: Tensor, rows: list[dict[str, Any]]) -> list[float]:
+        """Return the share of each row's requirements that is met, in [0, 1].
 
         Args:
             images: shape ``(B, 3, H, W)``, float in [0, 1].

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from lit_vgrpo.core.ranges import ClosedUnitInterval, PositiveInt, checked
+from lit_vgrpo.core.ranges import ClosedUnitInterval, checked
 from lit_vgrpo.errors import suggestion
+from lit_vgrpo.rewards.protocol import validation_message
 
 Box = tuple[float, float, float, float]
+Color = Literal["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
+Relation = Literal["left of", "right of", "above", "below"]
 
-COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
-RELATIONS = ("left of", "right of", "above", "below")
-TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+COLORS: tuple[str, ...] = get_args(Color)
+RELATIONS: tuple[str, ...] = get_args(Relation)
 # fmt: off
 CLASSES = (
     "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "traffic light",
@@ -41,6 +44,8 @@ ALIASES = {
     "diningtable": "dining table",
     "tvmonitor": "tv",
 }
+MAX_OBJECTS = 16  # of a class
+POSITION_THRESHOLD = 0.1  # minimum distance of two objects as a share of their extents
 DEGENERATE_OFFSET = 1e-3  # pixels
 
 
@@ -63,21 +68,6 @@ class Detection:
     color: str | None = None
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Result of checking a prompt's requirements.
-
-    Args:
-        correct: all are met, GenEval's own result.
-        partial: share that is met, in [0, 1]; 1 exactly where ``correct``.
-        reasons: why not, one line each.
-    """
-
-    correct: bool
-    partial: float
-    reasons: list[str]
-
-
 @checked
 @dataclass(frozen=True)
 class GenEvalRules:
@@ -86,10 +76,6 @@ class GenEvalRules:
     Args:
         threshold: minimum confidence of an object.
         counting_threshold: the same for rows with the tag ``counting``.
-        max_objects: maximum number of objects of a class.
-        max_overlap: of two objects of a class with at least this intersection over union, the less confident is
-            dropped; 1 drops none.
-        position_threshold: minimum distance of two objects as a share of their extents.
 
     Raises:
         ValueError: a threshold out of range.
@@ -100,9 +86,6 @@ class GenEvalRules:
 
     threshold: ClosedUnitInterval = 0.3
     counting_threshold: ClosedUnitInterval = 0.9
-    max_objects: PositiveInt = 16
-    max_overlap: ClosedUnitInterval = 1.0
-    position_threshold: ClosedUnitInterval = 0.1
 
     @property
     def least_threshold(self) -> float:
@@ -116,7 +99,7 @@ class GenEvalRules:
         for detection in sorted(detections, key=lambda detection: -detection.score):
             if detection.score > threshold:
                 by_class.setdefault(detection.label, []).append(detection)
-        return {label: self._apart(found[: self.max_objects]) for label, found in by_class.items()}
+        return {label: found[:MAX_OBJECTS] for label, found in by_class.items()}
 
     def to_color(self, objects: dict[str, list[Detection]], row: dict[str, Any]) -> list[Detection]:
         """Return the objects whose colour :meth:`judge` needs."""
@@ -127,62 +110,41 @@ class GenEvalRules:
                 asked.update((id(detection), detection) for detection in found)
         return list(asked.values())
 
-    def judge(self, objects: dict[str, list[Detection]], row: dict[str, Any]) -> Verdict:
-        """Compare a row's requirements with the objects of :meth:`keep`.
+    def judge(self, objects: dict[str, list[Detection]], row: dict[str, Any]) -> float:
+        """Return the share of a row's requirements that is met, in [0, 1]; 1 exactly where GenEval's result is true.
 
         Args:
-            objects: by class, the most confident first; those of :meth:`to_color` with their colour.
+            objects: those of :meth:`keep`; those of :meth:`to_color` with their colour.
             row: with ``include`` and optionally ``exclude``, see :func:`row_error`.
         """
-        reasons: list[str] = []
         shares: list[float] = []
         groups: list[list[Detection] | None] = []  # per requirement, None if not met
         for need in row["include"]:
             wanted, found = need["count"], _first(objects, need)
             shares.append(len(found) / wanted)
-            if len(found) < wanted:
-                reasons.append(f"expected {wanted} {need['class']}, found {len(found)}")
             met = len(found) == wanted
             if need.get("color"):
-                right = sum(detection.color == need["color"] for detection in found) if met else 0
-                shares.append(right / wanted)
-                if met and right < wanted:
-                    reasons.append(f"expected {wanted} {need['color']} {need['class']}, found {right}")
-                met = right == wanted
+                shares.append(sum(detection.color == need["color"] for detection in found) / wanted if met else 0.0)
+                met = shares[-1] == 1
             if need.get("position"):
                 relation, target = need["position"]
-                share = self._share_of_pairs(relation, found, groups[target]) if met else 0.0
-                shares.append(share)
-                if met and share < 1:
-                    reasons.append(f"expected {need['class']} {relation} {row['include'][target]['class']}")
-                met = share == 1
+                shares.append(_share_of_pairs(relation, found, groups[target]) if met else 0.0)
+                met = shares[-1] == 1
             groups.append(found if met else None)
-        kept = math.prod(_share_kept(objects, excess, reasons) for excess in row.get("exclude") or ())
-        return Verdict(not reasons, kept * sum(shares) / len(shares), reasons)
+        kept = math.prod(_share_kept(objects, excess) for excess in row.get("exclude") or ())
+        return kept * sum(shares) / len(shares)
 
-    def relations(self, a: Box, b: Box) -> set[str]:
-        """Return where ``a`` is relative to ``b``: at most one relation per axis, none if they overlap much."""
-        offset = [(a[i] + a[i + 2] - b[i] - b[i + 2]) / 2 for i in (0, 1)]
-        slack = [self.position_threshold * (abs(a[i + 2] - a[i]) + abs(b[i + 2] - b[i])) for i in (0, 1)]
-        beyond = [math.copysign(max(abs(o) - s, 0), o) for o, s in zip(offset, slack, strict=True)]
-        if all(abs(distance) < DEGENERATE_OFFSET for distance in beyond):
-            return set()
-        dx, dy = (distance / math.hypot(*offset) for distance in beyond)
-        holds = {"left of": dx < -0.5, "right of": dx > 0.5, "above": dy < -0.5, "below": dy > 0.5}
-        return {relation for relation, is_so in holds.items() if is_so}
 
-    def _share_of_pairs(self, relation: str, found: list[Detection], targets: list[Detection] | None) -> float:
-        if targets is None:
-            return 0.0
-        hits = [relation in self.relations(one.box, other.box) for one in found for other in targets]
-        return sum(hits) / len(hits)
-
-    def _apart(self, found: list[Detection]) -> list[Detection]:
-        kept: list[Detection] = []
-        for detection in found:
-            if self.max_overlap == 1 or all(overlap(detection.box, other.box) < self.max_overlap for other in kept):
-                kept.append(detection)
-        return kept
+def relations(a: Box, b: Box) -> set[str]:
+    """Return where ``a`` is relative to ``b``: at most one relation per axis, none if they overlap much."""
+    offset = [(a[i] + a[i + 2] - b[i] - b[i + 2]) / 2 for i in (0, 1)]
+    slack = [POSITION_THRESHOLD * (abs(a[i + 2] - a[i]) + abs(b[i + 2] - b[i])) for i in (0, 1)]
+    beyond = [math.copysign(max(abs(o) - s, 0), o) for o, s in zip(offset, slack, strict=True)]
+    if all(abs(distance) < DEGENERATE_OFFSET for distance in beyond):
+        return set()
+    dx, dy = (distance / math.hypot(*offset) for distance in beyond)
+    holds = {"left of": dx < -0.5, "right of": dx > 0.5, "above": dy < -0.5, "below": dy > 0.5}
+    return {relation for relation, is_so in holds.items() if is_so}
 
 
 def official_name(label: str) -> str:
@@ -194,19 +156,20 @@ def official_name(label: str) -> str:
     return ALIASES.get(label, label)
 
 
-def overlap(a: Box, b: Box) -> float:
-    """Return the intersection over union of two boxes, including the last pixel.
+class _Need(BaseModel):
+    """An object that a row asks for."""
 
-    >>> overlap((0, 0, 9, 9), (0, 5, 9, 14))
-    0.3333333333333333
-    """
+    model_config = ConfigDict(strict=True)
 
-    def area(left: float, top: float, right: float, bottom: float) -> float:
-        return max(right - left + 1, 0) * max(bottom - top + 1, 0)
+    label: str = Field(alias="class")
+    count: PositiveInt
+    color: Color | None = None
+    position: Annotated[tuple[Relation, int], Field(strict=False)] | None = None
 
-    shared = area(max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3]))
-    union = area(*a) + area(*b) - shared
-    return shared / union if union else 0.0
+
+class _Row(BaseModel):
+    include: list[_Need] = Field(min_length=1)
+    exclude: list[_Need] | None = None
 
 
 def row_error(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | None:
@@ -217,35 +180,16 @@ def row_error(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | No
             last two are optional, and optionally ``exclude``, a list of ``{"class", "count"}``.
         known: the detector's classes.
     """
-    if not row.get("include"):
-        return "The row has no field include. Use GenEval's metadata: include=[{class: bench, count: 1}]."
-    for name in ("include", "exclude"):
-        needs = row.get(name) or []
-        if not isinstance(needs, list):
-            return f"{name}={needs!r} is not a list. Use GenEval's metadata: {name}=[{{class: bench, count: 1}}]."
-        for number, need in enumerate(needs):
-            error = _need_error(need, number, known)
-            if error is not None:
-                return f"{name}[{number}]{error}"
-    return None
-
-
-def _need_error(need: Any, number: int, known: Collection[str]) -> str | None:
-    if not isinstance(need, dict):
-        return f"={need!r} is not a mapping. Use {{class: bench, count: 1}}."
-    label, count, color, position = (need.get(key) for key in ("class", "count", "color", "position"))
-    if not isinstance(label, str) or label not in known:
-        return f".class={label!r} is not a class of the detector. {suggestion(str(label), known)}"
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        return f".count={count!r} is not a positive whole number. Use 1 or more."
-    if color is not None and color not in COLORS:
-        return f".color={color!r} is not a color of GenEval. {suggestion(str(color), COLORS)}"
-    if position is None:
-        return None
-    if not isinstance(position, list | tuple) or len(position) != 2 or position[0] not in RELATIONS:
-        return f".position={position!r} is not a relation. Use [left of, 0], with one of: {', '.join(RELATIONS)}."
-    if not isinstance(position[1], int) or not 0 <= position[1] < number:
-        return f".position={position!r} does not refer to an earlier requirement. Use a number below {number}."
+    try:
+        needs = _Row.model_validate(row)
+    except ValidationError as error:
+        return f"{validation_message(error)}. Use GenEval's metadata: include=[{{class: bench, count: 1}}]."
+    for need in (*needs.include, *(needs.exclude or [])):
+        if need.label not in known:
+            return f"class={need.label!r} is not a class of the detector. {suggestion(need.label, known)}"
+    for number, need in enumerate(needs.include):
+        if need.position is not None and not 0 <= need.position[1] < number:
+            return f"include[{number}].position does not refer to an earlier requirement. Use a number below {number}."
     return None
 
 
@@ -253,10 +197,14 @@ def _first(objects: dict[str, list[Detection]], need: dict[str, Any]) -> list[De
     return objects.get(need["class"], [])[: need["count"]]
 
 
-def _share_kept(objects: dict[str, list[Detection]], excess: dict[str, Any], reasons: list[str]) -> float:
+def _share_kept(objects: dict[str, list[Detection]], excess: dict[str, Any]) -> float:
     """Return 1 if fewer objects than excluded are present, else less by a share for each surplus object."""
     found, allowed = len(objects.get(excess["class"], [])), excess["count"] - 1
     if found <= allowed:
         return 1.0
-    reasons.append(f"expected fewer than {excess['count']} {excess['class']}, found {found}")
     return max(0.0, 1 - (found - allowed) / allowed) if allowed else 0.0
+
+
+def _share_of_pairs(relation: str, found: list[Detection], targets: list[Detection] | None) -> float:
+    hits = [relation in relations(one.box, other.box) for one in found for other in targets or []]
+    return sum(hits) / len(hits) if hits else 0.0

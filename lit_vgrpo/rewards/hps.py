@@ -2,8 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,7 +11,8 @@ from lit_vgrpo.core.pixels import letterboxed
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.errors import suggestion
 from lit_vgrpo.rewards.model import ModelReward, unit
-from lit_vgrpo.rewards.weights import file_error, fill, read_weights, weights_path
+from lit_vgrpo.rewards.weights import fill, read_weights, weights_path
+from lit_vgrpo.system.hub import LoadError
 
 HUB_CHECKPOINT = "xswu/HPSv2"
 FILENAME = "HPS_v2.1_compressed.pt"
@@ -47,12 +46,12 @@ class HPSv2(ModelReward):
     checkpoint: str = HUB_CHECKPOINT
     model: str = "ViT-H-14"
 
-    def _file_errors(self) -> list[str | None]:
-        return [file_error(self.checkpoint, FILENAME, self.option("checkpoint")), self._model_error()]
-
     def _build(self) -> nn.Module:
         import open_clip
 
+        if self.model not in open_clip.list_models():
+            known = suggestion(self.model, open_clip.list_models())
+            raise LoadError(f"{self.option('model')}={self.model} is unknown to open_clip. {known}")
         path = weights_path(self.checkpoint, FILENAME, self.option("checkpoint"))
         weights = read_weights(path, self.option("checkpoint"))
         threshold = logging.root.manager.disable
@@ -78,16 +77,3 @@ class HPSv2(ModelReward):
     @property
     def _open_clip(self) -> Any:
         return cast(Any, self._model)
-
-    def _model_error(self) -> str | None:
-        spec = find_spec("open_clip")
-        if spec is None or spec.origin is None:
-            return None
-        if (Path(spec.origin).parent / "model_configs" / f"{self.model}.json").is_file():
-            return None  # found without the import, which takes seconds
-        import open_clip
-
-        known = open_clip.list_models()
-        if self.model in known:
-            return None
-        return f"{self.option('model')}={self.model} is unknown to open_clip. {suggestion(self.model, known)}"

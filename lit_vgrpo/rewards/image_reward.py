@@ -1,5 +1,8 @@
 """ImageReward: BLIP on image and prompt, trained on human rankings."""
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -9,10 +12,9 @@ from torch import Tensor, nn
 
 from lit_vgrpo.core.pixels import centre_cropped
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.rewards.blip import blip_modules, renamed
-from lit_vgrpo.rewards.model import ModelReward
-from lit_vgrpo.rewards.weights import file_error, fill, read_weights, weights_path
-from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, local_folder, source_of
+from lit_vgrpo.rewards.model import ModelReward, ScoreHead
+from lit_vgrpo.rewards.weights import fill, read_weights, weights_path
+from lit_vgrpo.system.hub import LoadError, loading, local_folder, source_of
 
 HUB_CHECKPOINT = "THUDM/ImageReward"
 FILENAME = "ImageReward.pt"
@@ -20,6 +22,22 @@ HUB_TOKENIZER = "google-bert/bert-base-uncased"
 BLIP_TOKENS = ["[DEC]", "[ENC]"]  # BLIP appends them to BERT's vocabulary, in this order
 MAX_LENGTH = 35  # tokens of a prompt
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # published with the model, to standardise its raw scores
+HEAD_WIDTH = 64  # of every attention head, in BERT and the ViT: the only size that the weights do not reveal
+
+# Published names and those in transformers' Blip classes. Weights without a match do not affect the score: the
+# projections of BLIP's contrastive loss.
+NAMES = {
+    r"blip\.visual_encoder\.cls_token": "vision.embeddings.class_embedding",
+    r"blip\.visual_encoder\.pos_embed": "vision.embeddings.position_embedding",
+    r"blip\.visual_encoder\.patch_embed\.proj\.(\w+)": r"vision.embeddings.patch_embedding.\1",
+    r"blip\.visual_encoder\.norm\.(\w+)": r"vision.post_layernorm.\1",
+    r"blip\.visual_encoder\.blocks\.(\d+)\.norm([12])\.(\w+)": r"vision.encoder.layers.\1.layer_norm\2.\3",
+    r"blip\.visual_encoder\.blocks\.(\d+)\.attn\.qkv\.(\w+)": r"vision.encoder.layers.\1.self_attn.qkv.\2",
+    r"blip\.visual_encoder\.blocks\.(\d+)\.attn\.proj\.(\w+)": r"vision.encoder.layers.\1.self_attn.projection.\2",
+    r"blip\.visual_encoder\.blocks\.(\d+)\.mlp\.(fc[12])\.(\w+)": r"vision.encoder.layers.\1.mlp.\2.\3",
+    r"blip\.text_encoder\.((?!embeddings\.position_ids).+)": r"text.\1",
+    r"mlp\.(.+)": r"head.\1",
+}
 
 
 @checked
@@ -48,11 +66,7 @@ class ImageReward(ModelReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.tokenizer = self.tokenizer or _tokenizer_beside(self.checkpoint)
-
-    def _file_errors(self) -> list[str | None]:
-        tokenizer = explain_unloadable(str(self.tokenizer), "tokenizer_config.json", self.option("tokenizer"))
-        return [file_error(self.checkpoint, FILENAME, self.option("checkpoint")), tokenizer]
+        self.tokenizer = self.tokenizer or _tokenizer_next_to(self.checkpoint)
 
     def _build(self) -> nn.Module:
         from transformers import BertTokenizer
@@ -93,7 +107,56 @@ class ImageReward(ModelReward):
         return cast(Any, self._model)
 
 
-def _tokenizer_beside(checkpoint: str) -> str:
+def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the published weights under their names in :func:`blip_modules`."""
+    found = {}
+    for name, weight in weights.items():
+        for pattern, new in NAMES.items():
+            if match := re.fullmatch(pattern, name):
+                found[match.expand(new)] = weight
+    return found
+
+
+def blip_modules(weights: Mapping[str, Tensor]) -> nn.ModuleDict:
+    """Build ``vision``, ``text`` and ``head`` with the sizes of renamed weights, without loading them.
+
+    Raises:
+        KeyError: a weight that determines a size is missing.
+    """
+    from transformers import BlipTextConfig, BlipVisionConfig
+    from transformers.models.blip.modeling_blip import BlipVisionModel
+    from transformers.models.blip.modeling_blip_text import BlipTextModel
+
+    def layers(prefix: str) -> int:
+        return len({name.removeprefix(prefix).split(".")[0] for name in weights if name.startswith(prefix)})
+
+    width, _, patch, _ = weights["vision.embeddings.patch_embedding.weight"].shape
+    positions = weights["vision.embeddings.position_embedding"].shape[1] - 1  # the first is the class token's
+    vision = BlipVisionConfig(
+        hidden_size=width,
+        intermediate_size=weights["vision.encoder.layers.0.mlp.fc1.weight"].shape[0],
+        num_hidden_layers=layers("vision.encoder.layers."),
+        num_attention_heads=max(1, width // HEAD_WIDTH),
+        image_size=patch * math.isqrt(positions),
+        patch_size=patch,
+        layer_norm_eps=1e-6,  # the ViT's; the class's default differs
+    )
+    vocabulary, width = weights["text.embeddings.word_embeddings.weight"].shape
+    text = BlipTextConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        encoder_hidden_size=weights["text.encoder.layer.0.crossattention.self.key.weight"].shape[1],
+        intermediate_size=weights["text.encoder.layer.0.intermediate.dense.weight"].shape[0],
+        num_hidden_layers=layers("text.encoder.layer."),
+        num_attention_heads=max(1, width // HEAD_WIDTH),
+        max_position_embeddings=weights["text.embeddings.position_embeddings.weight"].shape[0],
+        layer_norm_eps=1e-12,
+    )
+    text_model = BlipTextModel(text, add_pooling_layer=False)
+    return nn.ModuleDict({"vision": BlipVisionModel(vision), "text": text_model, "head": ScoreHead(width)})
+
+
+def _tokenizer_next_to(checkpoint: str) -> str:
     folder: Path | None = local_folder(checkpoint)
     if folder is not None and not folder.is_dir():
         folder = folder.parent

@@ -39,14 +39,7 @@ class JPEGCompressibility(Reward):
         return -self.kilobytes(images)
 
     def kilobytes(self, images: Tensor) -> Tensor:
-        """Return the size of each image's file.
-
-        Args:
-            images: shape ``(B, 3, H, W)``, float in [0, 1].
-
-        Returns:
-            Shape ``(B,)``, float32, in 1000 bytes.
-        """
+        """Return the size of each image's file in 1000 bytes, ``(B,)``, float32."""
         sizes = []
         for picture in to_pil(images):
             buffer = io.BytesIO()

@@ -1,7 +1,7 @@
 """Shared code of the rewards that run a model.
 
-Their files have no ``from __future__ import annotations``: the type hints of inherited fields are read in the files of
-the subclasses, where a name in text may not exist.
+Their files omit ``from __future__ import annotations``: type hints of inherited fields are evaluated in the subclasses'
+files, where a name in a string may not exist.
 """
 
 from abc import abstractmethod
@@ -16,6 +16,7 @@ from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.rewards.base import Reward
+from lit_vgrpo.rewards.weights import file_error
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -50,8 +51,6 @@ class ModelReward(Reward):
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        if not self.checkpoint:
-            raise ValueError("checkpoint='' is empty. Use a hub name or a local path.")
         try:
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError as error:
@@ -60,24 +59,22 @@ class ModelReward(Reward):
         self._model: nn.Module | None = None
 
     def check(self) -> list[str]:
-        """Report a missing package or file, a model of another family, or weights neither cached nor reachable."""
-        missing = self._missing_package()
-        return [error for error in (missing, *self._file_errors()) if error]
+        """Report a missing package or file, or weights neither cached nor reachable."""
+        if self.package is not None and find_spec(self.package) is None:
+            return [f'{type(self).__name__} needs {self.package}. Run: pip install "lit-vgrpo[{self.extra}]"']
+        errors = [file_error(getattr(self, name), file, self.option(name)) for name, file in self.weight_files]
+        return [error for error in errors if error]
 
     def load(self) -> None:
         """Load the model; a second call does nothing.
 
         Raises:
-            ModuleNotFoundError: its package is not installed.
-            LoadError: another error of :meth:`check`, or files with the wrong content.
+            LoadError: an error of :meth:`check`, or files with the wrong content.
         """
         if self._model is not None:
             return
-        if missing := self._missing_package():
-            raise ModuleNotFoundError(missing)
-        for error in self._file_errors():
-            if error:
-                raise LoadError(error)
+        for error in self.check():
+            raise LoadError(error)
         with quiet_libraries():
             self._model = self._build().eval().requires_grad_(False)
 
@@ -97,7 +94,7 @@ class ModelReward(Reward):
         """Return the model with its weights, on the CPU; may store tokenizers and the like on the reward."""
 
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Run one forward pass; unused by a subclass with its own ``__call__``.
+        """Run one forward pass; not called if a subclass overrides ``__call__``.
 
         Args:
             images: shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as in PIL.
@@ -112,20 +109,11 @@ class ModelReward(Reward):
         """Return the encoded prompts for a forward pass, on the model's device; empty by default."""
         return torch.zeros(len(prompts), 0)
 
-    def _file_errors(self) -> list[str | None]:
-        """Return errors in the files that can be found without loading them."""
-        return []
-
     def _texts(self, prompts: list[str]) -> Tensor:
         distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
         place = {prompt: number for number, prompt in enumerate(distinct)}
         # one at a time, as in a policy: other prompts must not change its last bits
         return torch.cat([self._read([prompt]) for prompt in distinct])[[place[prompt] for prompt in prompts]]
-
-    def _missing_package(self) -> str | None:
-        if self.package is None or find_spec(self.package) is not None:
-            return None
-        return f'{type(self).__name__} needs {self.package}. Run: pip install "lit-vgrpo[{self.extra}]"'
 
 
 def unit(features: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import unicodedata
 from dataclasses import dataclass, field
@@ -47,9 +46,8 @@ class OCRReward(Reward):
         detect: find lines of text in the image and read them from top to bottom, left to right; ``False`` reads the
             image as one line, which is much faster and enough for small images of one word.
         min_height: pixels; smaller images are enlarged first, so that the letters are legible.
-        case_sensitive: whether ``Cat`` differs from ``cat``.
+        case_sensitive: distinguish ``Cat`` from ``cat``.
         allow_extra: score 1 if the text occurs anywhere in what is read, as in Flow-GRPO's code.
-        threads: CPU threads of each model, at most the machine's; more are faster but cost more CPU time in total.
 
     Source:
         arXiv 2505.05470 (Flow-GRPO), visual text rendering.
@@ -59,48 +57,36 @@ class OCRReward(Reward):
     concurrent = True
 
     detect: bool = True
-    min_height: Annotated[int, Range(1, 16_384, example=64)] = 64
+    min_height: Annotated[int, Range(1, 16_384)] = 64
     case_sensitive: bool = False
     allow_extra: bool = False
-    threads: Annotated[int, Range(1, 1024)] = 1
     _engine: Any = field(default=None, init=False)
 
     def check(self) -> list[str]:
-        """Report a missing package, or one without the models."""
+        """Report a missing package."""
         missing = [package for package in ("rapidocr", "onnxruntime") if find_spec(package) is None]
-        if missing:
-            return [f'OCRReward needs {" and ".join(missing)}. Run: pip install "lit-vgrpo[ocr]"']
-        return [
-            f"rapidocr has no {task} model in {_models_folder()}. Run: pip install --force-reinstall rapidocr"
-            for task in ("det", "rec")
-            if _model_file(task) is None
-        ]
+        return [f'OCRReward needs {missing[0]}. Run: pip install "lit-vgrpo[ocr]"'] if missing else []
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
         text = row.get("text")
         if text is not None and not isinstance(text, str):
-            return f'Field text={text!r} of the prompt "{_short(prompt)}" is not a string. Write the text to render.'
+            return f'Field text={text!r} of the prompt "{prompt}" is not a string. Write the text to render.'
         if not self._plain(wanted_text(prompt, row)):
-            return (
-                f'Prompt "{_short(prompt)}" has no text to render. Put the text in double quotes, '
-                "or in the row's field text."
-            )
+            return f'Prompt "{prompt}" has no text to render. Quote it, or write it in the row\'s field text.'
         return None
 
     def load(self) -> None:
         """Load detector and recogniser.
 
         Raises:
-            ModuleNotFoundError: rapidocr or onnxruntime is not installed.
-            LoadError: the installed rapidocr has no models.
+            LoadError: rapidocr or onnxruntime is not installed.
         """
         if self._engine is not None:
             return
         for error in self.check():
-            raise ModuleNotFoundError(error) if error.startswith("OCRReward needs") else LoadError(error)
+            raise LoadError(error)
         from rapidocr import RapidOCR
 
-        threads = min(self.threads, os.cpu_count() or 1)
         least_width = DETECTOR_LINE_WIDTH if self.detect else RECOGNISER_HEIGHT
         self._engine = RapidOCR(
             params={
@@ -113,7 +99,7 @@ class OCRReward(Reward):
                 "Rec.rec_img_shape": [3, RECOGNISER_HEIGHT, least_width],
                 # one image at a time, so that results do not depend on the batch; it is no slower
                 "Rec.rec_batch_num": LINES_PER_PASS if self.detect else 1,
-                "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+                "EngineConfig.onnxruntime.intra_op_num_threads": 1,
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
             }
         )
@@ -194,15 +180,11 @@ def in_reading_order(boxes: np.ndarray, texts: tuple[str, ...]) -> list[str]:
     return [texts[index] for line in lines for index in sorted(line, key=lambda index: float(left[index]))]
 
 
-def _models_folder() -> Path:
+def _model_file(task: str) -> Path:
     spec = find_spec("rapidocr")
     assert spec is not None
     assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0]) / "models"
-
-
-def _model_file(task: str) -> Path | None:
-    return max(_models_folder().glob(f"PP-OCR*_{task}_*.onnx"), default=None)
+    return max((Path(spec.submodule_search_locations[0]) / "models").glob(f"PP-OCR*_{task}_*.onnx"))
 
 
 def _enlarged(picture: Image.Image, min_height: int) -> Image.Image:
@@ -210,7 +192,3 @@ def _enlarged(picture: Image.Image, min_height: int) -> Image.Image:
         return picture
     width = max(1, round(picture.width * min_height / picture.height))
     return picture.resize((width, min_height), Image.Resampling.BICUBIC)
-
-
-def _short(prompt: str, length: int = 60) -> str:
-    return prompt if len(prompt) <= length else f"{prompt[: length - 3]}..."

@@ -11,25 +11,25 @@ from typing import Any
 from torch import Tensor
 
 from lit_vgrpo.rewards.base import RewardError
-from lit_vgrpo.rewards.combine import Part, PartScores, Weighted
+from lit_vgrpo.rewards.combine import Weighted
 from lit_vgrpo.rewards.scores import ImageBatch, Scores, image_batch
 
 MOST_WAITING = 4
-"""Maximum number of batches waiting per thread; more would only use memory."""
+"""Batches that wait per thread; more would only use memory."""
 
 
 @dataclass
 class _Pending:
-    """A batch, and its scores so far; the images are kept for rewards that ask people."""
+    """A batch and its scores so far; its images are kept for rewards that ask people."""
 
     batch: ImageBatch
-    scores: dict[str, PartScores | Future[PartScores]]
+    scores: dict[str, Future[Scores]]
 
 
 class ScoreQueue:
     """A queue that scores batches of images in order.
 
-    Each ``concurrent`` reward scores in its own thread while the caller continues; the others score immediately. Each
+    Each ``concurrent`` reward scores in its thread while the caller continues; the others score immediately. Each
     reward sees the same batches in the same order as without threads. A reward that asks people gets all images at
     once, when the scores are taken.
 
@@ -57,13 +57,18 @@ class ScoreQueue:
         asking = [part for part in self.reward.parts if part.reward.asks_people]
         threaded = [part for part in self.reward.parts if self.reward.overlap and part.reward.concurrent]
         on_cpu = replace(batch, images=batch.images.cpu()) if threaded or asking else batch
-        scores: dict[str, PartScores | Future[PartScores]] = {}
+        scores: dict[str, Future[Scores]] = {}
         for part in threaded:
-            self._wait_for_room(part)
-            scores[part.name] = self._thread(part).submit(self.reward.score_part, part, on_cpu)
+            running = [entry.scores[part.name] for entry in self._pending if not entry.scores[part.name].done()]
+            if len(running) >= MOST_WAITING:
+                running[0].exception()  # waits; take() raises errors
+            if part.name not in self._threads:
+                self._threads[part.name] = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{part.name}")
+            scores[part.name] = self._threads[part.name].submit(self.reward.score_part, part, on_cpu)
         for part in self.reward.parts:
             if part not in threaded and part not in asking:
-                scores[part.name] = self.reward.score_part(part, batch)
+                scores[part.name] = Future()
+                scores[part.name].set_result(self.reward.score_part(part, batch))
         kept = on_cpu if asking else replace(on_cpu, images=on_cpu.images[:0])
         self._pending.append(_Pending(kept, scores))
 
@@ -76,28 +81,20 @@ class ScoreQueue:
         pending, self._pending = self._pending, []
         if not pending:
             raise RewardError("No images were put into the queue.")
-        for part in self.reward.parts:
-            if part.reward.asks_people:
-                whole = self.reward.score_part(part, ImageBatch.joined([entry.batch for entry in pending]))
-                own = whole.split([entry.batch.size for entry in pending])
-                for entry, scores in zip(pending, own, strict=True):
-                    entry.scores[part.name] = scores
-        # in the order of the parts, not of completion
-        return Scores.joined(
-            [
-                self.reward.summed(
-                    {name: _done(entry.scores[name]) for name in self.reward.part_names}, entry.batch.rows
-                )
-                for entry in pending
-            ]
-        )
+        whole = ImageBatch.joined([entry.batch for entry in pending])
+        parts = {
+            part.name: self.reward.score_part(part, whole)
+            if part.reward.asks_people
+            else Scores.joined([entry.scores[part.name].result() for entry in pending])
+            for part in self.reward.parts
+        }
+        return self.reward.summed(parts, whole.rows)
 
     def close(self) -> None:
         """Drop waiting batches and cancel the rewards' pending work; the queue stays usable."""
         for entry in self._pending:
             for score in entry.scores.values():
-                if isinstance(score, Future):
-                    score.cancel()
+                score.cancel()
         self._pending = []
         self.reward.close()
         while self._threads:
@@ -111,18 +108,3 @@ class ScoreQueue:
         except BaseException:
             self.close()
             raise
-
-    def _thread(self, part: Part) -> ThreadPoolExecutor:
-        if part.name not in self._threads:
-            self._threads[part.name] = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{part.name}")
-        return self._threads[part.name]
-
-    def _wait_for_room(self, part: Part) -> None:
-        scores = [entry.scores[part.name] for entry in self._pending]
-        running = [score for score in scores if isinstance(score, Future) and not score.done()]
-        if len(running) >= MOST_WAITING:
-            running[0].exception()  # waits; take() raises errors
-
-
-def _done(score: PartScores | Future[PartScores]) -> PartScores:
-    return score.result() if isinstance(score, Future) else score

@@ -1,10 +1,10 @@
-"""A batch of images, ready to be scored, and its scores."""
+"""Images ready to be scored, and their scores."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from lit_vgrpo.core.pixels import to_uint8
 
 @dataclass
 class Scores:
-    """The scores of a batch.
+    """The scores of B images, by one reward or by a weighted sum.
 
     Args:
         total: shape ``(B,)``, float32: the weighted sum; NaN where a reward of non-zero weight failed.
-        parts: each reward's own scores by name, shape ``(B,)``, float32; NaN where it failed or does not apply.
+        parts: scores of each reward by name, shape ``(B,)``, float32; NaN where it failed or does not apply.
         ok: shape ``(B,)``, bool: where ``total`` is a number.
-        errors: the last failure of each reward that failed on any image.
+        errors: by name, the last failure of each reward that failed on any image.
         applies: by name, shape ``(B,)``, bool: where the reward applies; everywhere if a name is missing.
         seconds: by name, the reward's wall time.
         counts: by name, events that the reward counted, such as retries by cause.
@@ -47,14 +47,20 @@ class Scores:
         """Return a placeholder for images that are not scored."""
         return cls(torch.zeros(size), {}, torch.ones(size, dtype=torch.bool))
 
+    def select(self, indices: Tensor) -> Scores:
+        """Return the scores of some of the images; errors, times and counts stay those of all."""
+        parts = {name: scores[indices] for name, scores in self.parts.items()}
+        applies = {name: mask[indices] for name, mask in self.applies.items()}
+        return replace(self, total=self.total[indices], parts=parts, ok=self.ok[indices], applies=applies)
+
     @classmethod
-    def joined(cls, batches: list[Scores]) -> Scores:
+    def joined(cls, batches: Sequence[Scores]) -> Scores:
         """Concatenate batches of the same rewards, on the CPU."""
         names = list(batches[0].parts)
-        counts = {name: Counter[str]() for batch in batches for name in batch.counts}
+        counts: dict[str, Counter[str]] = {}
         for batch in batches:
-            for name, own in batch.counts.items():
-                counts[name].update(own)
+            for name, of_batch in batch.counts.items():
+                counts.setdefault(name, Counter()).update(of_batch)
         return cls(
             total=torch.cat([batch.total.cpu() for batch in batches]),
             parts={name: torch.cat([batch.parts[name].cpu() for batch in batches]) for name in names},
@@ -62,7 +68,7 @@ class Scores:
             errors={name: message for batch in batches for name, message in batch.errors.items()},
             applies={name: torch.cat([batch.applies_to(name).cpu() for batch in batches]) for name in names},
             seconds={name: sum(batch.seconds.get(name, 0.0) for batch in batches) for name in names},
-            counts={name: dict(own) for name, own in counts.items()},
+            counts={name: dict(counted) for name, counted in counts.items()},
         )
 
 
@@ -72,26 +78,28 @@ class ImageBatch:
 
     Attributes:
         images: the finite images, ``(K, 3, H, W)``, float32 in [0, 1].
-        sound: their indices among the B images.
-        size: B.
+        finite: their indices among the B images.
+        prompts: all B prompts.
+        rows: all B rows.
     """
 
     images: Tensor
-    sound: list[int]
+    finite: list[int]
     prompts: list[str]
     rows: list[dict[str, Any]]
-    size: int
+
+    def __len__(self) -> int:
+        return len(self.prompts)
 
     @classmethod
     def joined(cls, batches: Sequence[ImageBatch]) -> ImageBatch:
         """Concatenate batches."""
-        first = [sum(batch.size for batch in batches[:number]) for number in range(len(batches))]
+        starts = [sum(len(batch) for batch in batches[:number]) for number in range(len(batches))]
         return cls(
             torch.cat([batch.images for batch in batches]),
-            [start + place for start, batch in zip(first, batches, strict=True) for place in batch.sound],
+            [start + index for start, batch in zip(starts, batches, strict=True) for index in batch.finite],
             [prompt for batch in batches for prompt in batch.prompts],
             [row for batch in batches for row in batch.rows],
-            sum(batch.size for batch in batches),
         )
 
 
@@ -101,13 +109,11 @@ def image_batch(images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) 
     Raises:
         ValueError: images, prompts and rows differ in number, or images have the wrong shape.
     """
-    if images.ndim != 4 or images.shape[1] != 3:
-        raise ValueError(f"images have the shape {tuple(images.shape)}. Rewards take (B, 3, H, W).")
-    if not len(images) == len(prompts) == len(rows):
+    if images.ndim != 4 or images.shape[1] != 3 or not len(images) == len(prompts) == len(rows):
         raise ValueError(
-            f"{len(images)} images, {len(prompts)} prompts and {len(rows)} rows. Give one prompt and row per image."
+            f"Rewards take images (B, 3, H, W) with B prompts and rows, not {tuple(images.shape)}, "
+            f"{len(prompts)} prompts and {len(rows)} rows."
         )
     images = images.detach()
-    is_sound = images.isfinite().flatten(1).all(1).cpu()
-    sound = [place for place, fit in enumerate(is_sound.tolist()) if fit]
-    return ImageBatch(to_uint8(images[sound]).float() / 255, sound, prompts, rows, len(images))
+    finite = images.isfinite().flatten(1).all(1).cpu().nonzero().flatten().tolist()
+    return ImageBatch(to_uint8(images[finite]).float() / 255, finite, prompts, rows)

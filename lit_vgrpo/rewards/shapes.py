@@ -1,4 +1,4 @@
-"""A verifiable reward for the shapes task: finds the shape, then checks its colour, kind and place."""
+"""Verifiable rewards for the tiny tasks: find the shape, then check its colour, kind and place."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from lit_vgrpo.core.pictures import picture_error
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.base import Reward
+from lit_vgrpo.tiny.edits import asked_colour, edit_of
 from lit_vgrpo.tiny.shapes import CHOICES, COLOURS, IMAGE_SIZE, PALETTE, PLACES, SHAPES, attributes_of, coverage
 
 Check = Literal["mean", "colour", "shape", "place"]
 
 _MIN_CONTRAST = 0.25  # RGB distance of the shape from the background
-_MIN_AREA, _MAX_AREA = 20.0, 300.0  # pixels at 32 x 32; the task's own shapes have 50 to 125
+_MIN_AREA, _MAX_AREA = 20.0, 300.0  # pixels at 32 x 32; the task's shapes have 50 to 125
 _MIN_SHARE = 0.7  # of the foreground in the largest blob: rejects images of two shapes
 _MAX_COLOUR_DISTANCE = 0.35  # RGB; the closest two colours of the palette are .52 apart
 _MIN_OVERLAP = 0.7  # intersection over union with the best template
@@ -46,7 +47,7 @@ class ShapesReward(Reward):
         return f"Prompt \"{prompt}\" names no {missing[0]}. Write prompts such as 'a red circle on the left'."
 
     def __call__(self, images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Tensor:
-        seen = _recognise_once(images)
+        seen = recognise(images)
         wanted = [attributes_of(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
         scores = torch.zeros(len(prompts), device=images.device)
         for name in self.checked:
@@ -57,18 +58,31 @@ class ShapesReward(Reward):
         return scores / len(self.checked)
 
 
-# Recipes often use all three checks as separate rewards on the same tensor.
-_SEEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+class RecolourReward(Reward):
+    """Correctness of edits such as ``make it red`` of pictures of one shape, 0 to 1.
 
+    The mean of two checks against the edited picture, same shape and same place, each 0 or 1; 0 if the shape does not
+    have the requested colour. An unchanged copy scores 0, as no prompt asks for the colour that its picture has.
+    """
 
-def _recognise_once(images: Tensor) -> dict[str, Tensor]:
-    if images.is_inference():  # inference tensors have no version counter
-        return recognise(images)
-    version, seen = _SEEN.get(images, (None, None))
-    if version != images._version:
-        seen = recognise(images)
-        _SEEN[images] = (images._version, seen)
-    return seen
+    name = "recolour"
+
+    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
+        if asked_colour(prompt) is None:
+            return f'Prompt "{prompt}" asks for no colour. Write prompts such as {edit_of(COLOURS[0])!r}.'
+        return picture_error(prompt, row)
+
+    def __call__(
+        self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
+    ) -> Tensor:
+        if references is None:
+            return torch.full((len(images),), torch.nan, device=images.device)
+        seen, given = recognise(images), recognise(references.to(images.device))
+        asked = [asked_colour(prompt) for prompt in prompts]
+        target = torch.tensor([COLOURS.index(name) if name else -1 for name in asked], device=images.device)
+        kept = torch.stack([(seen[name] == given[name]).float() for name in ("shape", "place")]).mean(0)
+        is_change = (seen["colour"] == target) & (given["colour"] != target)
+        return torch.where(target < 0, torch.nan, is_change * kept)
 
 
 def recognise(images: Tensor) -> dict[str, Tensor]:

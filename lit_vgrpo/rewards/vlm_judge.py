@@ -6,7 +6,6 @@ import base64
 import json
 import math
 import re
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -16,10 +15,8 @@ from torch import Tensor
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import Finite, PositiveInt, Range, Seed, checked
 from lit_vgrpo.errors import one_line, suggestion
-from lit_vgrpo.rewards.base import RewardError
-from lit_vgrpo.rewards.connection import Connection
-from lit_vgrpo.rewards.png import ProtocolError, encode_png
-from lit_vgrpo.rewards.remote import Call, Failed, RemoteReward
+from lit_vgrpo.rewards.http import Connection, Failed, RemoteReward
+from lit_vgrpo.rewards.protocol import ProtocolError, encode_png
 
 SCORE_PATTERN = r"(?i)final score\W*?(-?\d+(?:\.\d+)?)"
 SCORE_RANGE = (1.0, 5.0)
@@ -31,20 +28,7 @@ Name each element of the caption and whether the image shows it, as 'element (ty
 give one score from 1 to 5 for the image as a whole, in a last line 'Final Score: x'.
 Text Caption: [{prompt}]"""
 """Asks the same as UnifiedReward's pointwise prompt, for the same answer format, in our words."""
-LONGEST_NAME = 100
-"""Maximum characters of a model's name in messages."""
-LONGEST_VERDICT = 10_000
-"""Characters at the end of an answer that are searched for a JSON object."""
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A judge's score of an image, or why there is none, with its cause in the counts."""
-
-    score: float
-    cause: str | None = None
-    reason: str | None = None
 
 
 @checked
@@ -60,16 +44,19 @@ class VLMJudge(RemoteReward):
         name: key of the score.
         prompt_template: the question; ``{prompt}`` and ``{field}`` stand for fields of the prompt's row. The model card
             of a trained judge has the wording it was trained on: scores of other wordings are not comparable.
-        score_pattern: regular expression with one group, the score; the last match counts.
-        score_key: key of the score in an answer that is a JSON object; replaces ``score_pattern``.
+        score_pattern: regular expression with one group, the score; the last match counts. For answers in JSON:
+            ``"score": *(-?[0-9.]+)``.
         score_range: lowest and highest valid score; null for any.
-        normalise: map ``score_range`` to [0, 1].
         max_tokens: length limit of an answer.
         temperature: of sampling; 0 is greedy.
         seed: of the server's sampler; null sends none.
         system_prompt: precedes the question; null for none.
         extra_body: additional fields of the request, such as ``{chat_template_kwargs: {enable_thinking: false}}``.
         connection: timeouts, retries, simultaneous requests, the token, and the reaction to an outage.
+
+    Raises:
+        ValueError: a pattern that is invalid or has another number of groups, an empty range, or a number outside its
+            range.
 
     Source:
         Pointwise judging, the range 1 to 5 and the line with the final score: UnifiedReward, arXiv 2503.05236.
@@ -82,9 +69,7 @@ class VLMJudge(RemoteReward):
         name: str = "vlm_judge",
         prompt_template: str = PROMPT_TEMPLATE,
         score_pattern: str = SCORE_PATTERN,
-        score_key: str | None = None,
         score_range: tuple[Finite, Finite] | None = SCORE_RANGE,
-        normalise: bool = False,
         max_tokens: PositiveInt = 1024,
         temperature: Annotated[float, Range(0, 100)] = 0.0,
         seed: Seed | None = 0,
@@ -95,25 +80,17 @@ class VLMJudge(RemoteReward):
         try:
             self.score_pattern = re.compile(score_pattern)
         except re.error as error:
-            raise ValueError(
-                f"score_pattern={score_pattern!r} is not a regular expression ({error}). Use {SCORE_PATTERN!r}."
-            ) from error
+            raise ValueError(f"score_pattern={score_pattern!r} is not a regular expression ({error}).") from error
         if self.score_pattern.groups != 1:
-            raise ValueError(
-                f"score_pattern={score_pattern!r} has {self.score_pattern.groups} groups. Put one around the score."
-            )
+            raise ValueError(f"score_pattern={score_pattern!r} needs exactly one group, around the score.")
         if score_range is not None and not score_range[0] < score_range[1]:
             raise ValueError(f"score_range={list(score_range)} is empty. Write [lowest, highest].")
-        if normalise and score_range is None:
-            raise ValueError("normalise=true needs the range of the scores. Set score_range=[1,5].")
         self.url = url.rstrip("/")
         super().__init__(f"{self.url}/chat/completions", connection)
         self.model = model
         self.name = name
         self.prompt_template = prompt_template
-        self.score_key = score_key
         self.score_range = score_range
-        self.normalise = normalise
         self.max_tokens = max_tokens
         self.temperature = temperature
         self.seed = seed
@@ -128,66 +105,37 @@ class VLMJudge(RemoteReward):
             return None
         return f"prompt_template uses {{{missing[0]}}}, which the row lacks. {suggestion(missing[0], known)}"
 
-    def _check_server(self) -> None:
-        """Check that the server lists the model, if it has a list."""
-        answer = self._transport.ask(f"{self.url}/models", self.option)
-        try:
-            models = [str(entry["id"]) for entry in json.loads(answer.body)["data"]] if answer.status == 200 else []
-        except (ValueError, TypeError, KeyError, RecursionError):
-            models = []
-        if models and self.model not in models:
-            meant = suggestion(self.model, [name[:LONGEST_NAME] for name in models])
-            raise RewardError(f"{self.option('model')}={self.model} is not served at {self.url}. {meant}")
-
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         self.failure = None
-        self.load()
-        pixels = to_uint8(images).cpu()
-        entries = zip(pixels, prompts, rows, strict=True)
-        calls = (Call(partial(self._content, *entry), _text_of) for entry in entries)
-        answers = self._transport.send(calls, self.option)
+        entries = zip(to_uint8(images).cpu(), prompts, rows, strict=True)
+        answers = self._post([(partial(self._content, *entry), _text_of) for entry in entries])
         scores = []
         for answer in answers:
-            verdict = Verdict(math.nan, None, answer.reason) if isinstance(answer, Failed) else self.verdict(*answer)
-            scores.append(verdict.score)
-            self.failure = verdict.reason or self.failure
-            if verdict.cause is not None:
-                self._transport.count(verdict.cause)
+            if isinstance(answer, Failed):
+                self.failure = answer.reason
+                scores.append(math.nan)
+            else:
+                scores.append(self._score_in(*answer))
         return torch.tensor(scores, dtype=torch.float32)
 
-    def verdict(self, text: str, is_cut: bool = False) -> Verdict:
-        """Return the score in an answer of the model.
-
-        Args:
-            is_cut: the answer was cut at ``max_tokens``.
-        """
-        score = self._score_in(text)
-        if score is None:
-            if is_cut:
-                return Verdict(
-                    math.nan, "cut", f"the answer was cut before the score. Raise max_tokens={self.max_tokens}"
-                )
-            return Verdict(math.nan, "unparsable", f"the answer has no score: {one_line(text)[-100:]!r}")
-        if self.score_range is None:
-            return Verdict(score)
-        low, high = self.score_range
-        if not low <= score <= high:
-            return Verdict(math.nan, "out_of_range", f"the score {score:g} is outside {low:g} to {high:g}")
-        return Verdict((score - low) / (high - low) if self.normalise else score)
-
-    def _score_in(self, text: str) -> float | None:
-        if self.score_key is not None:
-            found = _object_in(text).get(self.score_key)
-        else:
-            matches = list(self.score_pattern.finditer(text))
-            found = matches[-1].group(1) if matches else None
-        if found is None or isinstance(found, bool) or not isinstance(found, (str, int, float)):
-            return None
+    def _score_in(self, text: str, is_cut: bool) -> float:
+        """Return the score in an answer; for one without a score count the cause and return NaN."""
         try:
-            score = float(found)
-        except (ValueError, OverflowError):
-            return None
-        return score if math.isfinite(score) else None
+            score = float(self.score_pattern.findall(text)[-1])
+        except (IndexError, ValueError):
+            score = math.nan
+        low, high = self.score_range or (-math.inf, math.inf)
+        if math.isfinite(score) and low <= score <= high:
+            return score
+        if math.isfinite(score):
+            cause, self.failure = "out_of_range", f"the score {score:g} is outside {low:g} to {high:g}"
+        elif is_cut:
+            cause = "cut"
+            self.failure = f"the answer was cut before the score. Raise max_tokens={self.max_tokens}"
+        else:
+            cause, self.failure = "unparsable", f"the answer has no score: {one_line(text)[-100:]!r}"
+        self._counts[cause] += 1
+        return math.nan
 
     def _content(self, image: Tensor, prompt: str, row: dict[str, Any]) -> dict[str, Any]:
         fields = {**row, "prompt": prompt}
@@ -213,20 +161,4 @@ def _text_of(body: bytes) -> tuple[str, bool]:
         text, finish = choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ProtocolError("it is not a chat completion") from error
-    if not isinstance(text, str):
-        text = ""  # the model only reasoned, or called a tool
-    return text, finish == "length"
-
-
-def _object_in(text: str) -> dict[str, Any]:
-    """Return the last JSON object in a text, which may be in a code fence or follow other text."""
-    text = text[-LONGEST_VERDICT:]  # each unmatched brace costs a pass over the text
-    decoder, found, place = json.JSONDecoder(), {}, text.find("{")
-    while place >= 0:
-        try:
-            value, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            place = text.find("{", place + 1)
-            continue
-        found, place = value, text.find("{", end)
-    return found
+    return text if isinstance(text, str) else "", finish == "length"  # no text: it only reasoned, or called a tool

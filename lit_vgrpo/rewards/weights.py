@@ -1,16 +1,14 @@
-"""Single-file weights, as published for reward models, read without unpickling anything but tensors."""
+"""Single-file weights of reward models; only tensors are unpickled."""
 
 from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lit_vgrpo.errors import counted
 from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, local_folder
 from lit_vgrpo.system.paths import resolve_path
 
@@ -55,23 +53,16 @@ def read_weights(path: Path, what_to_set: str) -> dict[str, Tensor]:
     """Return a file's tensors by name, on the CPU; those of ``state_dict`` if the file has one.
 
     Raises:
-        LoadError: the file has no tensors, or anything that would have to be unpickled.
+        LoadError: the file has no named tensors, or anything that would have to be unpickled.
     """
-    remedy = f"Set {what_to_set} to a file of weights."
-    try:
+    with loading(str(path), f"Set {what_to_set} to a file of weights."):
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            content: Any = load_file(path)
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # readers of zip and pickle files may raise almost anything
-        raise LoadError(f"Cannot load {path}: not a pure tensor file ({type(error).__name__}). {remedy}") from error
-    if isinstance(content, Mapping):
-        content = content.get("state_dict", content)
-    if not (isinstance(content, Mapping) and content and all(isinstance(w, Tensor) for w in content.values())):
-        raise LoadError(f"Cannot load {path}: it has no named weights. {remedy}")
-    return {str(name).removeprefix("module."): weight for name, weight in content.items()}
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        weights = content.get("state_dict", content)
+        return {name.removeprefix("module."): weight.detach() for name, weight in weights.items()}
 
 
 def fill(model: nn.Module, weights: Mapping[str, Tensor], path: Path, what_to_set: str) -> None:
@@ -80,18 +71,13 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], path: Path, what_to_se
     Raises:
         LoadError: the weights belong to a different model.
     """
-    places = model.state_dict()
-    errors = {
-        "missing": [name for name in places if name not in weights],
-        "unknown": [name for name in weights if name not in places],
-        "of a different shape": [n for n, weight in weights.items() if n in places and weight.shape != places[n].shape],
-    }
-    found = [f"{counted(len(names), 'weight')} {what}, such as {names[0]}" for what, names in errors.items() if names]
-    if found:
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        first = str(error).split("\n")[1].strip()[:200]
         raise LoadError(
-            f"Cannot load {path}: it holds a different model ({'; '.join(found)}). Set {what_to_set} to the right file."
-        )
-    model.load_state_dict(weights)
+            f"Cannot load {path}: it holds a different model ({first}). Set {what_to_set} to the right file."
+        ) from error
 
 
 def _as_file(checkpoint: str) -> Path | None:

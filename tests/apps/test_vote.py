@@ -18,7 +18,6 @@ from saved_runs import assert_one_line
 from lit_vgrpo.apps.vote.app import make_app
 from lit_vgrpo.apps.vote.command import VoteOptions, has_ended, vote
 from lit_vgrpo.cli.run import run
-from lit_vgrpo.rewards.vote_groups import Demand
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
 
 RUN = Path("runs/tiny")
@@ -29,7 +28,7 @@ SETTINGS = ["model.reward=VoteReward", "model.heldout_reward=JPEGCompressibility
 @pytest.fixture
 def store(tmp_path):
     found = VoteStore(tmp_path / FILE_NAME)
-    found.publish([("a", "<b>a cat</b>", {f"a{number}": b"png" for number in range(4)})], Demand())
+    found.publish([("a", "<b>a cat</b>", {f"a{number}": b"png" for number in range(4)})])
     return found
 
 
@@ -93,31 +92,31 @@ def test_votes_are_stored_skipped_and_undone(store):
     wrong = client.post("/vote", json={"voter": "bob", "comparison": 99, "image": images[0]})
     assert (wrong.status_code, wrong.json()) == (
         409,
-        {"detail": "This vote is for images that do not exist. It was not stored."},
+        {"detail": "These images do not exist. The vote was not stored."},
     )
     for bad in ({"voter": " ", "comparison": 1, "image": "a"}, {"voter": "a" * 41, "comparison": 1, "image": "a"}, {}):
         assert client.post("/vote", json=bad).status_code == 422
     assert client.get("/image/none").status_code == 404
 
 
-def test_each_voter_sees_an_order_of_their_own_which_a_seed_repeats(store):
-    def orders(seed):
-        client = client_of(store, seed=seed)
+def test_each_voter_sees_another_order_which_repeats(store):
+    client = client_of(store)
+
+    def orders():
         return [client.get("/next", params={"voter": f"v{n}"}).json()["comparison"]["images"] for n in range(8)]
 
-    assert orders(0) == orders(0)
-    assert orders(0) != orders(1)
-    assert len({tuple(order) for order in orders(0)}) > 3
+    assert orders() == orders()
+    assert len({tuple(order) for order in orders()}) > 3
 
 
 def test_other_sites_other_hosts_and_strangers_are_refused(store):
     sent = {"voter": "ann", "comparison": 1, "image": None}
     client = client_of(store)
     assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
-    for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
-        assert client.post("/vote", json=sent, headers=headers).status_code == 403
-    assert client.post("/undo", content='{"voter": "ann"}', headers={"Content-Type": "text/plain"}).status_code == 415
-    assert client.post("/undo", json=sent, headers={"Origin": "http://127.0.0.1"}).status_code == 409  # taken, no vote
+    for headers in ({"Content-Type": "text/plain"}, {}):  # all that another site can send without asking
+        assert client.post("/undo", content='{"voter": "ann"}', headers=headers).status_code == 422
+    assert client.post("/undo", json=sent).status_code == 409  # taken, no vote
+    assert client.post("/undo", json={"voter": "a" * 20_000}).status_code == 413
     shared = client_of(store, token="secret")
     assert shared.get("/next", params={"voter": "ann"}).status_code == 401
     assert shared.get("/?token=wrong").status_code == 401
@@ -125,17 +124,16 @@ def test_other_sites_other_hosts_and_strangers_are_refused(store):
     assert shared.get("/next", params={"voter": "ann"}).status_code == 200
 
 
-def test_the_page_names_no_other_host_and_a_damaged_file_is_said(store):
+def test_the_page_names_no_other_host_and_a_damaged_file_is_reported(store):
     client = client_of(store)
-    for address in ("/", "/script.js", "/style.css"):
+    for address in ("/", "/script.js", "/style.css", "/report.css"):
         answer = client.get(address)
         assert answer.status_code == 200
         assert "://" not in answer.text
-        assert answer.headers["Content-Security-Policy"].startswith("default-src 'self'")
     store.path.write_bytes(b"damage" * 1000)
     answer = client.get("/next", params={"voter": "ann"})
     assert answer.status_code == 503
-    assert "is damaged" in answer.json()["detail"]
+    assert "cannot be used" in answer.json()["detail"]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -147,6 +145,7 @@ def accepts(port):
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.slow
 def test_a_recipe_is_trained_on_votes_and_a_killed_one_asks_only_for_the_rest(tiny_recipe, capsys):
     port = free_port()
     words = ["vote", "tiny.yaml", *SETTINGS, f"--port={port}", "data.group_size=4"]
@@ -199,7 +198,7 @@ def test_a_run_has_ended_by_its_summary_unless_it_asks_again(store):
         assert has_ended(folder, VoteStore(store.path)) == is_over, outcome
     summary.write_text('{"outcome": "finished"}')
     time.sleep(0.02)  # a file system's clock
-    store.publish([("b", "a dog", {f"b{number}": b"png" for number in range(4)})], Demand())
+    store.publish([("b", "a dog", {f"b{number}": b"png" for number in range(4)})])
     assert not has_ended(folder, store)
 
 
@@ -226,6 +225,7 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
     assert [(float(row["reward/votes/given"]), float(row["reward/votes/voters"])) for row in rows] == [(2, 1), (2, 1)]
 
 
+@pytest.mark.slow
 def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
     own = [PYTHON, "-m", "lit_vgrpo"]
     with subprocess.Popen([*own, "run", "tiny.yaml", *SETTINGS], stdout=subprocess.PIPE, stderr=-1, text=True) as job:
@@ -251,16 +251,15 @@ def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for words, line in [
         ([], "No run or recipe given. Try: lightning vote runs/my_run"),
         (["empty"], "empty is not a run folder: it has no config.yaml."),
         (["tiny.yml"], "tiny.yml is not a recipe: no such file, and not a shipped name."),
-        (["tiny.yaml", *SETTINGS, "--port=99999"], "--port 99999 is too large. Use 65535 or less."),
         (["tiny.yaml"], "The reward of tiny.yaml does not ask people. Set model.reward=VoteReward"),
         (["tiny.yaml", SETTINGS[0]], "model.reward asks people, who do not score held-out images."),
-        (["tiny.yaml", "--token-env=HOME"], "--token-env has no effect on this machine alone."),
     ]:
         assert_one_line(vote, words, capsys, line)
     with socket.socket() as taken:
@@ -272,9 +271,7 @@ def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, caps
     assert not RUN.exists()
     assert run(["tiny.yaml", "trainer.max_epochs=1"]) == 0
     capsys.readouterr()
-    assert_one_line(vote, [str(RUN), "--port=0"], capsys, "The reward of runs/tiny does not ask people.")
-    assert_one_line(
-        vote, [str(RUN), "trainer.max_epochs=3"], capsys, "trainer.max_epochs=3 has no effect on a run folder"
-    )
+    assert_one_line(vote, [str(RUN), "--port=0"], capsys, "runs/tiny has no votes.sqlite3. It has not started")
+    assert_one_line(vote, [str(RUN), "trainer.max_epochs=3"], capsys, "runs/tiny is a run folder and takes no settings")
     shared = VoteOptions.parse(["tiny.yaml", "--host=0.0.0.0"])
     assert len(shared.token) > 15

@@ -19,7 +19,7 @@ from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.data.source import PromptSource
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.rewards.connection import Connection
+from lit_vgrpo.rewards import Connection
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.fsdp2 import FSDP2
 from lit_vgrpo.training.optimizer import OptimizerConfig

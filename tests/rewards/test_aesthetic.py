@@ -37,12 +37,6 @@ def test_scores_are_the_published_arithmetic(aesthetic_file, clip_folder, reward
     torch.testing.assert_close(scores, expected, atol=atol, rtol=0)
 
 
-def test_the_prompt_does_not_count(reward):
-    images = clip_pixels.photo(40, 40)[None].expand(2, -1, -1, -1)
-    first, second = reward(images, ["a cat", "a dog"], [{}] * 2)
-    assert first == second
-
-
 def test_the_text_tower_is_not_kept(reward):
     reward.load()
     assert not any("text" in name for name, _ in reward._model.named_parameters())
@@ -53,7 +47,7 @@ def test_a_head_of_another_width_is_one_line(tmp_path, clip_folder):
     torch.save(head_weights(8, torch.Generator()), path)
     with pytest.raises(
         RuntimeError,
-        match=r"of a different shape, such as layers\.0\.weight.*AestheticScore\.clip to the right file\.$",
+        match=r"size mismatch for layers\.0\.weight.*AestheticScore\.clip to the right file\.$",
     ):
         AestheticScore(str(path), clip=str(clip_folder)).load()
 
@@ -61,5 +55,3 @@ def test_a_head_of_another_width_is_one_line(tmp_path, clip_folder):
 def test_a_missing_clip_is_an_error(aesthetic_file, tmp_path):
     (error,) = AestheticScore(str(aesthetic_file), clip=str(tmp_path / "no")).check()
     assert "Set AestheticScore.clip to" in error
-    with pytest.raises(ValueError, match=r"^clip='' is empty"):
-        AestheticScore(clip="")

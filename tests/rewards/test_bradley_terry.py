@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from lit_vgrpo.rewards.bradley_terry import choice_scores
+from lit_vgrpo.rewards.vote_groups import choice_scores
 
 
 def negative_log_posterior(scores, choices, prior_std):
@@ -49,9 +49,3 @@ def test_the_fit_is_the_maximum(choices, prior_std):
 
 def test_no_choices_give_equal_scores():
     assert torch.equal(choice_scores([], 3), torch.zeros(3, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("choice", [(2, [0, 1]), (0, [0, 0, 1]), (5, [4, 5])])
-def test_impossible_choices_are_refused(choice):
-    with pytest.raises(ValueError, match=r"is not one of 3 different items"):
-        choice_scores([choice], 3)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Scores, Weighted, as_weighted
-from lit_vgrpo.rewards.base import RewardOutage
 
 IMAGES = torch.linspace(0, 1, 4).view(4, 1, 1, 1).expand(4, 3, 8, 8).contiguous()
 PROMPTS = ["a", "b", "c", "d"]
@@ -72,26 +71,13 @@ def test_a_failed_part_of_weight_zero_costs_nothing_but_is_told():
     assert batch.errors == {"bad": "OSError: picture 2 is cursed"}
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [(math.nan, "returned NaN for 1 of 4 images"), (-math.inf, "returned infinite or NaN scores for 1 of 4 images")],
-)
-def test_nan_and_infinite_scores_count_as_failed_and_never_as_zero(value, said):
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_nan_and_infinite_scores_count_as_failed_and_never_as_zero(value):
     batch = score(Field("bad", lambda scores, *_: torch.where(scores == 1, value, scores)))
     assert batch.ok.tolist() == [True, False, True, True]
     assert math.isnan(batch.total[1])
     assert math.isnan(batch.parts["bad"][1])
-    assert batch.errors == {"bad": said}
-
-
-def test_when_all_fail_the_reward_s_own_message_is_kept():
-    def fail(*_):
-        raise RewardError("The server said 503.")
-
-    batch = score(Field("bad", fail))
-    assert not batch.ok.any()
-    assert batch.total.isnan().all()
-    assert batch.errors == {"bad": "The server said 503."}
+    assert batch.errors == {"bad": "returned NaN or infinity for 1 of 4 images"}
 
 
 def test_a_single_image_is_not_tried_twice():
@@ -116,26 +102,22 @@ def test_an_image_that_is_not_finite_fails_and_reaches_no_reward():
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (lambda scores, *_: scores[:3], r'"odd" returned the shape \(3,\) for 4 images'),
-        (lambda scores, *_: scores[:, None], r'"odd" returned the shape \(4, 1\)'),
-        (lambda scores, *_: scores.sum(), r'"odd" returned the shape \(\)'),
-        (lambda scores, *_: scores.double(), r'"odd" returned torch.float64'),
-        (lambda scores, *_: scores.long(), r'"odd" returned torch.int64'),
-        (lambda scores, *_: scores.tolist(), r'"odd" returned a list'),
-        (lambda *_: None, r'"odd" returned a NoneType'),
+        (lambda scores, *_: scores[:3], r"torch.float32 \(3,\)"),
+        (lambda scores, *_: scores[:, None], r"torch.float32 \(4, 1\)"),
+        (lambda scores, *_: scores.double(), r"torch.float64 \(4,\)"),
+        (lambda scores, *_: scores.tolist(), "list"),
     ],
 )
 def test_a_broken_contract_stops_the_run_and_names_the_reward(returned, said):
-    with pytest.raises(RewardError, match=said):
+    with pytest.raises(RewardError, match=rf'"odd" returned {said}. Return a float32 tensor of shape \(4,\)'):
         score(Field("good"), Field("odd", returned))
 
 
-def test_a_reward_that_calls_exit_stops_the_run_with_a_reason():
+def test_a_reward_that_calls_exit_fails_its_images():
     def leave(*_):
         raise SystemExit("bye")
 
-    with pytest.raises(RewardOutage, match=r'Reward "bad" called sys.exit\(\'bye\'\). Let it return scores.'):
-        score(Field("bad", leave))
+    assert score(Field("bad", leave)).errors == {"bad": "SystemExit: bye"}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.cuda.OutOfMemoryError])
@@ -147,15 +129,6 @@ def test_errors_outside_the_image_are_not_swallowed(error):
         score(Field("bad", stop))
 
 
-def test_a_reward_that_cannot_load_stops_the_run():
-    class Unloadable(Field):
-        def load(self):
-            raise RuntimeError("Cannot load it.")
-
-    with pytest.raises(RuntimeError, match="Cannot load it"):
-        score(Unloadable())
-
-
 def test_images_are_rounded_once_before_all_rewards():
     seen = []
     keep = Field("keep", lambda scores, images, _: seen.append(images) or scores)
@@ -165,13 +138,6 @@ def test_images_are_rounded_once_before_all_rewards():
     steps = seen[0] * 255
     torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
     torch.testing.assert_close(seen[0], IMAGES * 0.9 + 0.001, atol=0.51 / 255, rtol=0)
-
-
-def test_scores_carry_no_gradient():
-    images = IMAGES.clone().requires_grad_()
-    batch = score(Field("field", lambda scores, images, _: images.mean((1, 2, 3))), images=images)
-    assert not batch.total.requires_grad
-    assert not batch.parts["field"].requires_grad
 
 
 def test_part_names_are_unique_and_leave_the_metrics_keys_alone():
@@ -186,14 +152,6 @@ def test_calling_gives_the_total_and_check_and_load_reach_every_part():
     assert weighted.check() == ["one has an error", "two has an error"]
     weighted.load()
     assert one.loads == two.loads == 2
-
-
-def test_a_weighted_sum_of_weighted_sums():
-    inner = Weighted([Field("one"), Field("two", raises_on_two)])
-    batch = score(inner, Field("three"), weights=[1, 1])
-    assert list(batch.parts) == ["weighted", "three"]
-    assert batch.ok.tolist() == [True, True, False, True]
-    assert batch.total[3] == 6
 
 
 def test_scores_are_cut_then_normalised_and_the_parts_stay_as_they_are():
@@ -211,23 +169,6 @@ def test_scores_are_cut_then_normalised_and_the_parts_stay_as_they_are():
 def test_a_failed_score_stays_failed_through_clip_and_normalisation():
     weighted = Weighted([Field("bad", raises_on_two)], None, [(0.0, 1.0)], [(0.0, 1.0)])
     assert weighted.score(IMAGES, PROMPTS, ROWS).total.isnan().tolist() == [False, False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"clips": [(1.0, 1.0)]}, r"clips=\[1.0, 1.0\] is an empty range"),
-        ({"clips": []}, r"clips=\[\] does not match 1 rewards"),
-        (
-            {"normalise": [(0.0, 0.0)]},
-            r"normalise=\[\(0.0, 0.0\)\] holds 0.0, which is too small",
-        ),
-        ({"normalise": [(math.nan, 1.0)]}, "holds nan, which is not a finite number"),
-    ],
-)
-def test_clips_and_moments_that_make_no_sense(options, said):
-    with pytest.raises(ValueError, match=said):
-        Weighted([Field()], **options)
 
 
 MIXED = [{"number": 0}, {"number": 1, "rewards": "a"}, {"number": 2, "rewards": ["b"]}, {"number": 3, "rewards": []}]
@@ -262,12 +203,6 @@ def test_rewards_that_are_only_looked_at_apply_wherever_none_of_them_is_named():
     assert batch.applies["a"].tolist() == [True, True, False, True]
 
 
-def test_rows_that_name_what_is_not_there():
-    weighted = Weighted([Field("a")])
-    assert weighted.unknown_names({"rewards": ["a", "c"]}) == ["c"]
-    assert weighted.unknown_names({}) == []
-
-
 def test_a_sum_with_others_beside_it():
     trained, other = Weighted([Field("a")], [2.0]), Weighted([Field("c")], None, [(0.0, 1.0)])
     both = trained.observing(other)
@@ -286,13 +221,6 @@ def test_the_reward_s_own_word_on_a_failure_counts_more_than_ours():
             return torch.full((len(images),), math.nan)
 
     assert score(Spoken("slow")).errors == {"slow": "timeout after 3 tries"}
-    stale = Field("stale", lambda scores, *_: scores * math.nan)
-    stale.failure = "an old one"
-    assert score(stale).errors == {"stale": "returned NaN for 4 of 4 images"}
-
-
-def test_no_images_are_no_scores():
-    assert Weighted([Field()]).score(IMAGES[:0], [], []).total.tolist() == []
 
 
 def test_as_weighted():
@@ -304,27 +232,24 @@ def test_as_weighted():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "weights", "error", "said"),
+    ("options", "said"),
     [
-        ([], None, ValueError, "rewards=\\[\\]"),
-        ([Field()], [1.0, 2.0], ValueError, "does not match 1 rewards"),
-        ([Field()], [0.0], ValueError, "are all 0. Set at least one"),
-        ([Field()], [math.nan], ValueError, "Use a finite number for each"),
-        ([Field("")], None, ValueError, "Field has no name"),
-        ([lambda images: images], None, TypeError, "function is not a reward"),
+        ({"weights": [1.0, 2.0]}, r"weights=\[1.0, 2.0\] does not match 1 rewards"),
+        ({"weights": [0.0]}, "are all 0. Set at least one"),
+        ({"weights": [math.nan]}, "finite"),
+        ({"clips": [(1.0, 1.0)]}, r"clips=\[1.0, 1.0\] is an empty range"),
+        ({"normalise": [(0.0, 0.0)]}, "normalise"),
     ],
 )
-def test_a_wrong_combination_is_refused(rewards, weights, error, said):
-    with pytest.raises(error, match=said):
-        Weighted(rewards, weights)
+def test_a_wrong_combination_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        Weighted([Field()], **options)
 
 
 def test_counts_and_shapes_must_agree():
-    weighted = Weighted([Field()])
-    with pytest.raises(ValueError, match="4 images, 3 prompts and 4 rows"):
-        weighted.score(IMAGES, PROMPTS[:3], ROWS)
-    with pytest.raises(ValueError, match="Rewards take"):
-        weighted.score(IMAGES[:, :1], PROMPTS, ROWS)
+    for images, prompts in ((IMAGES, PROMPTS[:3]), (IMAGES[:, :1], PROMPTS)):
+        with pytest.raises(ValueError, match=r"Rewards take images \(B, 3, H, W\) with B prompts and rows"):
+            Weighted([Field()]).score(images, prompts, ROWS)
 
 
 def test_joined_batches_are_one():
@@ -349,9 +274,3 @@ def test_what_a_reward_says_of_a_failure_cannot_take_over_the_terminal():
 
     own = Field("own", tells)
     assert score(own).errors == {"own": "?[2J told"}
-
-
-@pytest.mark.parametrize("name", ["a\x1b[2J", "two\nlines"])
-def test_a_name_that_cannot_be_printed_is_refused(name):
-    with pytest.raises(ValueError, match="has unprintable characters"):
-        Weighted([Field(name)])

@@ -1,18 +1,14 @@
 import math
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
 from geneval_models import HEIGHT, NAMES, SCENES, WIDTH, pictures, save_detector, save_segmenter
 from PIL import Image
-from processes import BARE
 
-from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.geneval import GenEval
-from lit_vgrpo.rewards.geneval_colors import ColorClassifier, object_crop
-from lit_vgrpo.rewards.geneval_detector import ObjectDetector
+from lit_vgrpo.rewards.geneval_models import ColorClassifier, ObjectDetector, object_crop
 from lit_vgrpo.rewards.geneval_rules import COLORS, Detection
 from lit_vgrpo.system.hub import LoadError
 
@@ -67,18 +63,8 @@ def test_pictures_are_judged_by_what_is_found(reward):
     assert scores(reward, [MOUSE, PAIR], mouse) == [1, 0]
     assert scores(reward, [THREE, TWO, EMPTY], CLOCKS) == pytest.approx([1, 2 / 3, 0])
     assert scores(reward, [SWAPPED, PAIR], LEFT) == pytest.approx([1, 2 / 3])
-
-
-def test_strict_is_all_or_nothing(detector_folder, clip_folder):
-    strict = GenEval(str(detector_folder), str(clip_folder), score="strict")
+    strict = GenEval(reward.detector, reward.clip, score="strict")
     assert scores(strict, [THREE, TWO, EMPTY], CLOCKS) == [1, 0, 0]
-    assert scores(strict, [SWAPPED, PAIR], LEFT) == [1, 0]
-
-
-def test_thresholds_are_those_given(detector_folder, clip_folder):
-    unsure = GenEval(str(detector_folder), str(clip_folder), counting_threshold=1.0)
-    assert scores(unsure, [THREE], CLOCKS) == [0]
-    assert scores(unsure, [SWAPPED], LEFT) == [1]
 
 
 @torch.no_grad()
@@ -133,8 +119,6 @@ def test_a_picture_passes_with_the_colours_it_has(reward, clip_folder):
 
     rows = [row(other, other), row(car, other), row(car, bus)]  # six crops, two batches
     assert scores(reward, [TRAFFIC] * 3, rows) == [0.5, 0.75, 1]
-    verdicts = reward.judge(pictures()[[TRAFFIC]], [row(car, other)])
-    assert verdicts[0].reasons == [f"expected 1 {other} bus, found 0"]
 
 
 def test_a_crop_holds_the_object_alone():
@@ -211,20 +195,11 @@ def test_a_score_depends_on_neither_batch_nor_neighbours(detector_folder, clip_f
     assert together == scores(reward, scenes[::-1], rows[::-1])[::-1]
 
 
-def test_bfloat16_weights_still_find_the_objects(detector_folder, clip_folder):
-    half = GenEval(str(detector_folder), str(clip_folder), dtype="bfloat16")
-    row = {"include": [{"class": "clock", "count": 2, "color": "white"}]}
-    values = half(pictures()[[TWO, EMPTY]], ["a"] * 2, [row] * 2)
-    assert values.dtype == torch.float32
-    assert values[0] >= 0.5
-    assert values[1] == 0
-
-
 def test_a_row_that_cannot_be_judged_is_a_failure(reward):
     values = reward(pictures()[[THREE, THREE]], ["no row", "clocks"], [{}, CLOCKS])
     assert math.isnan(values[0])
     assert values[1] == 1
-    assert reward.failure.startswith('Prompt "no row": The row has no field include.')
+    assert reward.failure.startswith('Prompt "no row": include: Field required.')
     scores(reward, [THREE], CLOCKS)
     assert reward.failure is None
     assert reward(pictures()[:0], [], []).shape == (0,)
@@ -235,54 +210,9 @@ def test_prompts_are_held_against_the_detectors_classes(reward, detector_folder)
     assert reward.prompt_error("clocks", CLOCKS) is None
     zebra = {"include": [{"class": "zebra", "count": 1}]}
     error = GenEval(str(detector_folder)).prompt_error("a zebra", zebra)
-    assert error.startswith("Prompt \"a zebra\": include[0].class='zebra' is not a class of the detector.")
+    assert error.startswith("Prompt \"a zebra\": class='zebra' is not a class of the detector.")
     assert GenEval().prompt_error("a zebra", zebra) is None  # no detector is at hand: COCO's classes
     assert "Did you mean zebra?" in GenEval().prompt_error("x", {"include": [{"class": "zebbra", "count": 1}]})
-
-
-def test_it_counts_as_a_part(reward):
-    batch = Weighted([reward]).score(pictures()[[THREE]], ["clocks"], [CLOCKS])
-    assert batch.parts["geneval"].tolist() == [1]
-
-
-def test_the_models_are_frozen_and_loaded_once(reward):
-    reward.load()
-    model = reward._detector.model
-    assert not model.training
-    assert not any(weight.requires_grad for weight in [*model.parameters(), *reward._colors.model.parameters()])
-    reward.load()
-    assert reward._detector.model is model
-    assert not reward(pictures().requires_grad_(), ["x"] * len(SCENES), [LEFT] * len(SCENES)).requires_grad
-
-
-def test_building_one_loads_nothing():
-    code = (
-        "import sys; from lit_vgrpo.rewards.geneval import GenEval as G; "
-        "G().prompt_error('a', {}); print('transformers' in sys.modules)"
-    )
-    assert subprocess.run([BARE, "-c", code], capture_output=True, text=True).stdout == "False\n"
-
-
-def test_whole_folders_have_no_error(reward, segmenter_folder, clip_folder):
-    assert reward.check() == []
-    assert GenEval(str(segmenter_folder), str(clip_folder)).check() == []
-
-
-def test_missing_folders_are_errors(tmp_path):
-    errors = GenEval(str(tmp_path / "no"), str(tmp_path / "none")).check()
-    assert [error.split(".")[0] for error in errors] == [
-        f"{tmp_path / name} is not a folder" for name in ("no", "none")
-    ]
-    assert "GenEval.detector" in errors[0]
-    assert "GenEval.clip" in errors[1]
-
-
-def test_models_of_other_families_are_errors(detector_folder, clip_folder):
-    errors = GenEval(str(clip_folder), str(detector_folder)).check()
-    assert len(errors) == 2
-    assert f"{clip_folder} holds a model of type 'clip', which is not an object detector." in errors[0]
-    assert f"{detector_folder} holds a model of type 'yolos', not 'clip'." in errors[1]
-    assert all("\n" not in error for error in errors)
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "preprocessor_config.json"])
@@ -293,9 +223,3 @@ def test_a_folder_without_weights_or_processor_is_one_line(tmp_path, detector_fo
     with pytest.raises(LoadError, match=r"^Cannot load .*broken: .* Set GenEval\.detector to") as caught:
         GenEval(str(broken), str(clip_folder)).load()
     assert "\n" not in str(caught.value)
-
-
-def test_a_broken_config_is_an_error(tmp_path, clip_folder):
-    (tmp_path / "config.json").write_text("{")
-    (error,) = GenEval(str(tmp_path), str(clip_folder)).check()
-    assert "no readable config.json" in error

@@ -10,7 +10,7 @@ from lit_vgrpo.rewards.geneval_rules import (
     Detection,
     GenEvalRules,
     official_name,
-    overlap,
+    relations,
     row_error,
 )
 
@@ -22,9 +22,8 @@ def seen(label, score=0.95, box=(0, 0, 10, 10), color=None):
 
 
 def judged(detections, row, rules=RULES):
-    verdict = rules.judge(rules.keep(detections, row), row)
-    assert verdict.correct == (not verdict.reasons)
-    return verdict.correct, round(verdict.partial, 4)
+    share = rules.judge(rules.keep(detections, row), row)
+    return share == 1, round(share, 4)
 
 
 BENCH = {"tag": "single_object", "include": [{"class": "bench", "count": 1}]}
@@ -84,13 +83,6 @@ def test_the_six_tags(row, detections, correct, partial):
     assert judged(detections, row) == (correct, partial)
 
 
-def test_several_of_a_colour():
-    row = {"include": [{"class": "cup", "count": 2, "color": "pink"}]}
-    assert judged([seen("cup", color="pink")] * 2, row) == (True, 1)
-    assert judged([seen("cup", color="pink"), seen("cup", color="red")], row) == (False, 0.75)
-    assert judged([seen("cup", color="pink")], row) == (False, 0.25)
-
-
 def test_every_pair_has_to_be_in_place():
     row = {"include": [{"class": "cat", "count": 2}, {"class": "dog", "count": 1, "position": ["left of", 0]}]}
     cats = [seen("cat", 0.9, EAST), seen("cat", 0.8, EAST)]
@@ -117,7 +109,7 @@ def test_fields_of_a_table_without_value_are_as_absent():
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "relations"),
+    ("a", "b", "expected"),
     [
         ((0, 0, 10, 10), (30, 0, 40, 10), {"left of"}),
         ((30, 0, 40, 10), (0, 0, 10, 10), {"right of"}),
@@ -131,28 +123,8 @@ def test_fields_of_a_table_without_value_are_as_absent():
         ((0, 0, 10, 10), (5, 0, 15, 10), {"left of"}),  # by 3 beyond, more than half of it
     ],
 )
-def test_where_one_box_lies(a, b, relations):
-    assert RULES.relations(a, b) == relations
-
-
-def test_the_surest_sixteen_of_a_class_count():
-    kept = RULES.keep([seen("cat", 0.4 + 0.01 * n) for n in range(20)], BENCH)
-    assert [round(detection.score, 2) for detection in kept["cat"]] == [round(0.59 - 0.01 * n, 2) for n in range(16)]
-
-
-def test_overlapping_objects_of_a_class_are_one_where_asked():
-    boxes = [(0, 0, 9, 9), (0, 1, 9, 10), (40, 0, 49, 9)]
-    found = [seen("cat", 0.9 - 0.1 * n, box) for n, box in enumerate(boxes)] + [seen("dog", 0.5, boxes[0])]
-    assert len(RULES.keep(found, BENCH)["cat"]) == 3
-    kept = GenEvalRules(max_overlap=0.5).keep(found, BENCH)
-    assert [detection.box for detection in kept["cat"]] == [boxes[0], boxes[2]]
-    assert len(kept["dog"]) == 1
-
-
-def test_overlap_counts_the_last_pixel():
-    assert overlap((0, 0, 9, 9), (0, 0, 9, 9)) == 1
-    assert overlap((0, 0, 4, 9), (5, 0, 9, 9)) == 0
-    assert overlap((0, 0, 9, 9), (5, 0, 14, 9)) == pytest.approx(50 / 150)
+def test_where_one_box_lies(a, b, expected):
+    assert relations(a, b) == expected
 
 
 def test_colours_are_asked_only_where_they_decide():
@@ -224,18 +196,16 @@ ROWS = st.fixed_dictionaries(
 @settings(deadline=None, max_examples=200)
 def test_random_detections_are_judged_as_by_the_official_procedure(detections, row):
     assert row_error(row) is None
-    verdict = RULES.judge(RULES.keep(detections, row), row)
-    assert verdict.correct == official_result(detections, row)
-    assert 0 <= verdict.partial <= 1
-    assert (verdict.partial == 1) == verdict.correct
-    assert all("\n" not in reason for reason in verdict.reasons)
+    share = RULES.judge(RULES.keep(detections, row), row)
+    assert 0 <= share <= 1
+    assert (share == 1) == official_result(detections, row)
 
 
 @given(st.tuples(*[st.integers(0, 50)] * 4), st.tuples(*[st.integers(0, 50)] * 4))
 def test_positions_seen_from_the_other_side_are_opposite(a, b):
     a, b = ((*box[:2], box[0] + box[2], box[1] + box[3]) for box in (a, b))
     opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
-    assert {opposite[relation] for relation in RULES.relations(a, b)} == RULES.relations(b, a)
+    assert {opposite[relation] for relation in relations(a, b)} == relations(b, a)
 
 
 def test_the_classes_are_cocos():
@@ -249,28 +219,17 @@ def test_the_classes_are_cocos():
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({}, "The row has no field include."),
-        ({"include": []}, "The row has no field include."),
-        ({"include": "bench"}, "include='bench' is not a list."),
-        ({"include": ["bench"]}, "include[0]='bench' is not a mapping."),
-        ({"include": [{"class": "banch", "count": 1}]}, "include[0].class='banch' is not a class of the detector. Did"),
-        ({"include": [{"count": 1}]}, "include[0].class=None is not a class"),
-        ({"include": [{"class": "bench"}]}, "include[0].count=None is not a positive whole number"),
-        ({"include": [{"class": "bench", "count": 0}]}, "include[0].count=0 is not a positive whole number"),
-        (
-            {"include": [{"class": "bench", "count": 1, "color": "grean"}]},
-            "color='grean' is not a color of GenEval. Did",
-        ),
-        (
-            {"include": [*LEFT["include"], {**LEFT["include"][1], "position": ["near", 0]}]},
-            "include[2].position=['near'",
-        ),
+        ({}, "include: Field required"),
+        ({"include": []}, "include: List should have at least 1 item"),
+        ({"include": ["bench"]}, "include.0: "),
+        ({"include": [{"class": "banch", "count": 1}]}, "class='banch' is not a class of the detector. Did"),
+        ({"include": [{"count": 1}]}, "include.0.class: Field required"),
+        ({"include": [{"class": "bench", "count": 0}]}, "include.0.count: Input should be greater than 0"),
+        ({"include": [{"class": "bench", "count": "1"}]}, "include.0.count: Input should be a valid integer"),
+        ({"include": [{"class": "bench", "count": 1, "color": "grean"}]}, "include.0.color: Input should be 'red'"),
+        ({"include": [*LEFT["include"], {**LEFT["include"][1], "position": ["near", 0]}]}, "include.2.position.0: "),
         ({"include": [{**LEFT["include"][1], "position": ["above", 0]}]}, "does not refer to an earlier requirement"),
-        (
-            {"include": [LEFT["include"][0], {**LEFT["include"][1], "position": ["above", -1]}]},
-            "does not refer to an earlier requirement",
-        ),
-        ({**BENCH, "exclude": [{"class": "bench", "count": 0}]}, "exclude[0].count=0"),
+        ({**BENCH, "exclude": [{"class": "bench", "count": 0}]}, "exclude.0.count"),
     ],
 )
 def test_a_row_that_cannot_be_judged_is_one_line(row, said):
@@ -279,13 +238,7 @@ def test_a_row_that_cannot_be_judged_is_one_line(row, said):
     assert "\n" not in error
 
 
-def test_a_class_that_the_detector_does_not_know_is_an_error():
-    assert row_error(BENCH, {"cat"}) == "include[0].class='bench' is not a class of the detector. Use one of: cat."
-
-
-@pytest.mark.parametrize("name", ["threshold", "counting_threshold", "max_overlap", "position_threshold"])
+@pytest.mark.parametrize("name", ["threshold", "counting_threshold"])
 def test_a_wrong_threshold_is_refused(name):
-    with pytest.raises(ValueError, match=rf"^{name}=1.5 is too large"):
+    with pytest.raises(ValueError, match=name):
         GenEvalRules(**{name: 1.5})
-    with pytest.raises(ValueError, match=r"^max_objects=0 is too small"):
-        GenEvalRules(max_objects=0)

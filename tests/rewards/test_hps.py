@@ -4,8 +4,6 @@ import scorer_files
 import torch
 from torch.nn import functional as F
 
-from lit_vgrpo.core.pixels import letterboxed
-from lit_vgrpo.rewards import hps, model
 from lit_vgrpo.rewards.hps import HPSv2
 
 PROMPTS = ["a red cat", "ein blauer Bär, 猫", "two dogs"]
@@ -51,14 +49,6 @@ def test_scores_are_the_published_arithmetic(hps_checkpoint, reward, size):
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_preprocessing_is_the_published_one(size):
-    image = clip_pixels.photo(*size)
-    pixels = letterboxed((image * 255).round().to(torch.uint8)[None], 32)
-    assert pixels.shape == (1, 3, 32, 32)
-    torch.testing.assert_close(pixels.double(), published_pixels(image, 32), atol=1e-5, rtol=0)
-
-
 def test_a_long_prompt_is_cut_to_the_context_and_keeps_its_end(reward):
     images = clip_pixels.photo(40, 40)[None].expand(3, -1, -1, -1)
     scores = reward(images, ["a " * 10, "a " * 10 + "b b", "a " * 9 + "b b"], [{}] * 3)  # start, 10 words, end
@@ -78,25 +68,14 @@ def test_the_file_itself_and_safetensors_are_read_too(hps_checkpoint, reward, tm
 
 
 def test_an_unknown_architecture_is_an_error(hps_checkpoint):
-    (error,) = HPSv2(str(hps_checkpoint[0]), model="ViT-H14").check()
-    assert error == "HPSv2.model=ViT-H14 is unknown to open_clip. Did you mean ViT-H-14?"
+    with pytest.raises(RuntimeError, match=r"HPSv2.model=ViT-H14 is unknown to open_clip. Did you mean ViT-H-14\?"):
+        HPSv2(str(hps_checkpoint[0]), model="ViT-H14").load()
 
 
 def test_weights_of_another_architecture_are_one_line(hps_checkpoint, tmp_path):
     scorer_files.write_hps(tmp_path, "wider-hps", embed_dim=24)
     reward = HPSv2(str(hps_checkpoint[0]), model="wider-hps")
-    said = (
-        r"it holds a different model \(2 weights of a different shape, .*\)\. Set HPSv2\.checkpoint and HPSv2\.model to"
-    )
+    said = r"it holds a different model \(size mismatch for .*\)\. Set HPSv2\.checkpoint and HPSv2\.model to"
     with pytest.raises(RuntimeError, match=said) as caught:
         reward.load()
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_open_clip_is_said_with_the_command(hps_checkpoint, monkeypatch):
-    for module in (hps, model):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
-    reward = HPSv2(str(hps_checkpoint[0]))
-    assert reward.check() == ['HPSv2 needs open_clip. Run: pip install "lit-vgrpo[hps]"']
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "lit-vgrpo\[hps\]"'):
-        reward.load()

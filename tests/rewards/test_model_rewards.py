@@ -10,11 +10,10 @@ import torch
 from processes import BARE
 from support.pretended_gpu import pretended_gpu
 
-from lit_vgrpo.rewards import AestheticScore, CLIPScore, HPSv2, ImageReward, PickScore, Weighted
+from lit_vgrpo.rewards import AestheticScore, CLIPScore, HPSv2, ImageReward, PickScore
 
 PROMPTS = ["a red cat", "a dog", "a red cat", "the long way " * 40, "a dog"]
 ALL = [PickScore, CLIPScore, HPSv2, ImageReward, AestheticScore]
-FROM_FILES = [HPSv2, ImageReward, AestheticScore]
 WITH_HEAD = [ImageReward, AestheticScore]
 
 
@@ -101,46 +100,9 @@ def test_the_model_is_frozen_and_loaded_once(build, images, kind):
     assert reward._model is model
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_images_count_as_files_hold_them(build, images, kind):
-    reward = build(kind)
-    nudged = images + 0.4 / 255 * torch.sign(0.5 - images)
-    assert torch.equal(reward(nudged, PROMPTS, [{}] * 5), reward(images, PROMPTS, [{}] * 5))
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_it_counts_as_a_part(build, images, kind):
-    reward = build(kind)
-    batch = Weighted([reward]).score(images, PROMPTS, [{}] * 5)
-    assert batch.ok.all()
-    torch.testing.assert_close(batch.parts[kind.name], reward(images, PROMPTS, [{}] * 5))
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_loading_and_scoring_say_nothing(build, images, kind, capfd, logged):
-    build(kind)(images, PROMPTS, [{}] * 5)
-    assert capfd.readouterr() == ("", "")
-    assert not logged
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_only_on_a_cpu_of_its_own_it_runs_beside_the_policy(kind):
-    assert not kind().concurrent
-    assert not kind(device="cuda:1").concurrent
-    assert kind(device="cpu").concurrent
-
-
-@pytest.mark.parametrize("kind", ALL)
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"device": "gpu"}, "device='gpu' is unknown."),
-        ({"checkpoint": ""}, "checkpoint='' is empty."),
-    ],
-)
-def test_wrong_arguments_are_refused(kind, arguments, said):
-    with pytest.raises(ValueError, match=f"^{said}"):
-        kind(**arguments)
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ValueError, match="^device='gpu' is unknown."):
+        PickScore(device="gpu")
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -165,13 +127,6 @@ def test_a_missing_folder_or_file_is_an_error(build, kind, tmp_path):
             build(kind, checkpoint=str(path)).load()
 
 
-@pytest.mark.parametrize("kind", FROM_FILES)
-def test_an_empty_folder_is_an_error(build, kind, tmp_path):
-    (error,) = build(kind, checkpoint=str(tmp_path)).check()
-    assert error.startswith(f"{tmp_path} has no ")
-    assert f"Set {kind.__name__}.checkpoint to" in error
-
-
 @pytest.mark.parametrize("kind", [PickScore, CLIPScore, AestheticScore])
 def test_a_clip_folder_that_lacks_a_weight_is_one_line(build, kind, clip_folder, tmp_path):
     from safetensors.torch import load_file, save_file
@@ -193,8 +148,8 @@ class Trap:
         return (exec, ("import pathlib; pathlib.Path('trapped').touch()",))
 
 
-@pytest.mark.parametrize("kind", FROM_FILES)
-@pytest.mark.parametrize("content", ["noise", "picture", "trap", "trap in zip", "numbers", "safetensors"])
+@pytest.mark.parametrize("kind", [HPSv2])
+@pytest.mark.parametrize("content", ["noise", "trap", "trap in zip", "numbers", "safetensors"])
 def test_a_file_without_weights_is_one_line_and_runs_nothing(build, kind, content, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / ("bad.safetensors" if content == "safetensors" else "bad.pt")
@@ -204,7 +159,7 @@ def test_a_file_without_weights_is_one_line_and_runs_nothing(build, kind, conten
         torch.save({"epoch": 3}, path)
     else:
         trap = pickle.dumps(Trap(), protocol=2)
-        path.write_bytes({"trap": trap, "picture": b"\x89PNG\r\n\x1a\n" + bytes(99)}.get(content, b"noise" * 99))
+        path.write_bytes(trap if content == "trap" else b"noise" * 99)
     with pytest.raises(
         RuntimeError, match=rf"^Cannot load .*bad\.\w+: .* Set {kind.__name__}\.checkpoint to"
     ) as caught:
@@ -213,6 +168,7 @@ def test_a_file_without_weights_is_one_line_and_runs_nothing(build, kind, conten
     assert not (tmp_path / "trapped").exists()
 
 
+@pytest.mark.slow
 def test_building_one_loads_nothing():
     names = ", ".join(kind.__name__ for kind in ALL)
     code = (

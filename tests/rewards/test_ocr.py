@@ -1,6 +1,5 @@
 import math
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 
 import matplotlib
@@ -12,9 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 from processes import BARE
 
-from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.ocr import OCRReward, in_reading_order, wanted_text
-from lit_vgrpo.system.hub import LoadError
 
 FONT_FOLDER = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 FONTS = ["default", "DejaVuSans", "DejaVuSans-Oblique", "DejaVuSerif", "DejaVuSansMono", "cmr10", "cmtt10"]
@@ -157,16 +154,14 @@ def test_the_text_of_a_prompt(prompt, row, text):
 @pytest.mark.parametrize(
     ("prompt", "row", "said"),
     [
-        ("a red cat", {}, 'Prompt "a red cat" has no text to render. Put the text in double quotes'),
+        ("a red cat", {}, 'Prompt "a red cat" has no text to render. Quote it'),
         ("a red cat", {"text": " "}, "has no text to render"),
         ('a "sign"', {"text": 5}, 'Field text=5 of the prompt "a "sign"" is not a string.'),
-        ("very long " * 50, {}, 'very long very lo..." has no text'),
     ],
 )
 def test_a_prompt_without_text_is_an_error_and_a_failure(line_reward, prompt, row, said):
     error = line_reward.prompt_error(prompt, row)
     assert said in error
-    assert len(error) < 200
     image = drawn("cat", shape=(24, 48))
     scores = line_reward(torch.cat([image, image]), [prompt, '"cat"'], [row, {}])
     assert math.isnan(scores[0])
@@ -184,14 +179,7 @@ def test_boxes_on_one_line_are_read_from_left_to_right():
     assert in_reading_order(boxes, ("c", "d", "a", "e", "b")) == ["a", "b", "c", "d", "e"]
 
 
-def test_it_counts_as_a_part(line_reward):
-    image = drawn("cat")
-    batch = Weighted([line_reward]).score(image, ['"cat"'], [{}])
-    assert batch.parts["ocr"].tolist() == [1]
-    assert line_reward.concurrent
-    assert line_reward(image[:0], [], []).shape == (0,)
-
-
+@pytest.mark.slow
 def test_nothing_is_loaded_early_logged_or_fetched(tmp_path):
     """In a process whose sockets refuse to open."""
     image = tmp_path / "open.png"
@@ -211,26 +199,3 @@ print(page.read(pixels), line.read(pixels), page.read(pixels * 0))
     done = subprocess.run([BARE, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     assert done.stdout == "[] False\n['Open'] ['Open'] ['']\n"
-
-
-@pytest.mark.parametrize("package", ["rapidocr", "onnxruntime"])
-def test_a_missing_package_is_one_line_with_the_command(monkeypatch, package):
-    monkeypatch.setattr("lit_vgrpo.rewards.ocr.find_spec", lambda name: None if name == package else find_spec(name))
-    line = f'OCRReward needs {package}. Run: pip install "lit-vgrpo[ocr]"'
-    assert OCRReward().check() == [line]
-    with pytest.raises(ModuleNotFoundError) as caught:
-        OCRReward().load()
-    assert str(caught.value) == line
-
-
-def test_a_package_without_models_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr("lit_vgrpo.rewards.ocr._models_folder", lambda: tmp_path)
-    (tmp_path / "PP-OCRv6_rec_small.onnx").touch()
-    (error,) = OCRReward().check()
-    assert error.startswith(f"rapidocr has no det model in {tmp_path}. Run: pip install")
-    with pytest.raises(LoadError, match="no det model"):
-        OCRReward().load()
-
-
-def test_the_installed_package_has_no_error():
-    assert OCRReward().check() == []

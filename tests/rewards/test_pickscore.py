@@ -46,16 +46,10 @@ def test_a_folder_without_config_is_an_error(tmp_path, clip_folder):
     assert "has no config.json" in error
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [('{"model_type": "siglip"}', "'siglip', not 'clip'"), ("[]", "None, not 'clip'"), ("{", "is not JSON")],
-)
-def test_a_model_of_another_family_is_an_error(tmp_path, clip_folder, config, said):
+@pytest.mark.parametrize("config", ['{"model_type": "siglip"}', "{"])
+def test_a_model_of_another_family_cannot_be_loaded(tmp_path, clip_folder, config):
     (tmp_path / "config.json").write_text(config)
-    (error,) = PickScore(str(tmp_path), processor=str(clip_folder)).check()
-    assert said in error
-    assert "\n" not in error
-    with pytest.raises(RuntimeError, match=r"config\.json|type"):
+    with pytest.raises(RuntimeError, match="^Cannot load .* Set PickScore.checkpoint to"):
         PickScore(str(tmp_path), processor=str(clip_folder)).load()
 
 

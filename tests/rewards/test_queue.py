@@ -95,15 +95,6 @@ def test_without_overlap_everything_works_in_the_caller_s_thread():
     assert set(slow.threads) == {threading.current_thread().name}
 
 
-def test_seconds_are_those_of_each_reward():
-    gate = threading.Event()
-    threading.Timer(0.2, gate.set).start()
-    queue = ScoreQueue(Weighted([Mean("slow", concurrent=True, gate=gate), Mean("quick")]))
-    put_all(queue, batches(1))
-    seconds = queue.take().seconds
-    assert seconds["slow"] > seconds["quick"] > 0
-
-
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_an_outage_ends_the_run_where_another_error_fails_the_images(concurrent):
     queue = ScoreQueue(Weighted([Mean("bad", concurrent, trouble=OSError("gone"))]))

@@ -1,14 +1,11 @@
 """Rewards of edits: they get the pictures, and rewards that do not ask for them work as before."""
 
-import json
-
 import pytest
 import torch
 from PIL import Image
 
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.rewards import CLIPImageSimilarity, PythonReward, RecolourReward, Reward, Weighted
-from lit_vgrpo.rewards.protocol import Limits, json_request, read_json_request
 from lit_vgrpo.tiny.edits import edit_of, random_edits
 
 
@@ -60,16 +57,6 @@ def test_an_own_function_gets_the_pictures_in_its_format(edits, tmp_path, monkey
     assert reward.check() == []
     assert Weighted([reward]).score(before, prompts, rows).total.tolist() == [1.0] * 6
     assert Weighted([reward]).score(after, prompts, rows).total.tolist() == [0.0] * 6
-
-
-def test_a_server_is_sent_no_path_and_reads_none(edits):
-    """A path in a request would make the server open a file of its own that a stranger names."""
-    before, _, prompts, rows = edits
-    body = json_request(to_uint8(before), prompts, rows)
-    assert b'image"' not in body.partition(b'"prompts"')[2]
-    forged = json.dumps({**json.loads(body), "rows": rows}).encode()
-    (found, *_) = read_json_request(forged, Limits()).rows
-    assert found == {"prompt": prompts[0]}
 
 
 def test_recolouring_scores_the_edit_and_a_copy_scores_nothing(edits):

@@ -6,9 +6,7 @@ import pytest
 import torch
 from fault_server import FaultServer, answering
 
-from lit_vgrpo.rewards import RewardError
-from lit_vgrpo.rewards.connection import Connection
-from lit_vgrpo.rewards.vlm_judge import VLMJudge
+from lit_vgrpo.rewards import Connection, VLMJudge
 
 
 def judge(server, **options):
@@ -30,7 +28,6 @@ def score(text, finish="stop", **options):
     with FaultServer([saying(text, finish)]) as server:
         reward = judge(server, **options)
         result = reward(*batch())
-        reward.close()
     return result.item(), reward.take_counts(), reward.failure
 
 
@@ -51,11 +48,9 @@ def test_the_last_score_of_the_answer_counts(text, expected):
     ("text", "cause"),
     [
         ("I would rather not say.", "unparsable"),
-        ("", "unparsable"),
         (None, "unparsable"),
         ("Final Score: ten", "unparsable"),
         ("Final Score: 10", "out_of_range"),
-        ("Final Score: -1", "out_of_range"),
         ("Final Score: 0", "out_of_range"),
     ],
 )
@@ -74,33 +69,10 @@ def test_an_answer_that_was_cut_says_what_to_raise():
     assert "max_tokens=7" in failure
 
 
-def test_a_score_may_be_mapped_to_0_to_1():
-    assert score("Final Score: 4", normalise=True)[0] == 0.75
-    assert score("Final Score: 15", score_range=(0.0, 20.0), normalise=True)[0] == 0.75
-    assert score("Final Score: 1200", score_range=None)[0] == 1200
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('Thinking {aloud}. ```json\n{"why": "{x}", "score": 4}\n```', 4.0),
-        ('{"score": "2.5"} {"score": 3}', 3.0),
-        ('{"score": "2.5"}', 2.5),
-        ('{"rating": 4}', None),
-        ('{"score": true}', None),
-        ('{"score": 4', None),
-        ('{"score": NaN}', None),
-        # Minutes, were all of it looked at.
-        pytest.param('{"score": 3}' + "{" * 900_000 + ' so {"score": 4}', 4.0, id="braces"),
-    ],
-)
-def test_the_score_may_stand_in_a_json_object(text, expected):
-    result, counts, _ = score(text, score_key="score")
-    if expected is None:
-        assert np.isnan(result)
-        assert counts == {"unparsable": 1}
-    else:
-        assert (result, counts) == (expected, {})
+def test_a_pattern_finds_the_score_in_a_json_object():
+    options = {"score_pattern": '"score": *(-?[0-9.]+)', "score_range": None}
+    assert score('Thinking. ```json\n{"why": "x", "score": 1200}\n```', **options)[0] == 1200
+    assert np.isnan(score('{"score": NaN}', **options)[0])
 
 
 def test_the_request_holds_the_picture_the_question_and_the_settings(monkeypatch):
@@ -114,7 +86,6 @@ def test_the_request_holds_the_picture_the_question_and_the_settings(monkeypatch
             connection={"token_env": "JUDGE_TOKEN", "max_connections": 1},
         )
         reward(*batch(2, prompt="{place} {0}", place="box"))
-        reward.close()
         asked = [(headers, json.loads(body)) for headers, body in server.requests if body]
     for number, (headers, body) in enumerate(asked):
         assert headers["Authorization"] == "Bearer s3cret"
@@ -131,20 +102,19 @@ def test_the_request_holds_the_picture_the_question_and_the_settings(monkeypatch
         assert question["text"] == 'Is {place} {0} in the box? Answer {"score": 1} to {"score": 5}.'
         kind, data = picture["image_url"]["url"].split(",", 1)
         assert kind == "data:image/png;base64"
-        (mean,) = errors.pixel_means(json.dumps({"images": [data]}).encode(), "application/json")
+        (mean,) = errors.pixel_means(json.dumps({"images": [data]}).encode())
         assert round(mean * 255) == 10 * number, "another image's picture was sent"
 
 
 def test_scores_keep_the_order_of_the_images():
     def by_brightness(handler):
         data = json.loads(handler.body)["messages"][0]["content"][0]["image_url"]["url"].split(",", 1)[1]
-        (mean,) = errors.pixel_means(json.dumps({"images": [data]}).encode(), "application/json")
+        (mean,) = errors.pixel_means(json.dumps({"images": [data]}).encode())
         saying(f"Final Score: {1 + mean}")(handler)
 
     with FaultServer([answering(b"", 500)] * 3, then=by_brightness) as server:
         reward = judge(server, connection={"max_connections": 4, "retries": 3})
         scores = reward(*batch(12))
-        reward.close()
     torch.testing.assert_close(scores, 1 + torch.arange(12) * 10 / 255)
     assert reward.take_counts() == {"retried": 3, "status_500": 3}
 
@@ -154,25 +124,7 @@ def test_what_is_no_chat_completion_is_asked_for_again(body):
     with FaultServer([answering(body), saying("Final Score: 3")]) as server:
         reward = judge(server)
         assert reward(*batch()).item() == 3
-        reward.close()
-    assert reward.take_counts() == {"garbage": 1, "retried": 1}
-
-
-def test_the_server_is_asked_once_whether_it_has_the_model():
-    with FaultServer(pages={"/v1/models": (200, b'{"data": [{"id": "judge-7B"}]}')}) as server:
-        with pytest.raises(RewardError, match="model=judge-7b is not served at .* Did you mean judge-7B"):
-            judge(server).load()
-        server.pages["/v1/models"] = (401, b"")
-        with pytest.raises(RewardError, match="token_env"):
-            judge(server).load()
-        server.pages["/v1/models"] = (200, json.dumps({"data": [{"id": "\x1b[2J" + "x" * 5000}]}).encode())
-        with pytest.raises(RewardError, match="model=judge-7b is not served") as raised:
-            judge(server).load()
-        assert str(raised.value).isprintable()
-        assert len(str(raised.value)) < 300
-        for page in ((404, b""), (200, b"{}"), (200, b"no"), (200, b'{"data": [{"id": "judge-7b"}]}')):
-            server.pages["/v1/models"] = page
-            judge(server).load()
+    assert reward.take_counts() == {"invalid": 1, "retried": 1}
 
 
 def test_a_field_that_the_rows_lack_is_found_before_the_run():
@@ -185,14 +137,12 @@ def test_a_field_that_the_rows_lack_is_found_before_the_run():
     "options",
     [
         {"score_pattern": "(unclosed"},
-        {"score_pattern": "no group"},
         {"score_pattern": "(two)(groups)"},
         {"score_range": (5.0, 1.0)},
-        {"normalise": True, "score_range": None},
         {"max_tokens": 0},
         {"temperature": -1.0},
     ],
 )
 def test_arguments_are_checked(options):
-    with pytest.raises(ValueError, match=f"^{next(iter(options))}="):
+    with pytest.raises(ValueError, match=next(iter(options))):
         VLMJudge("http://127.0.0.1:1/v1", "m", **options)

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import re
 import socket
 import struct
 import threading
@@ -30,7 +29,6 @@ class FaultServer:
         self.connections = 0
         self.at_once = 0
         self.most_at_once = 0
-        self.sent_bytes = 0
         self.lock = threading.Lock()
         self.closing = threading.Event()
         self.server = _Server(("127.0.0.1", 0), _Handler)
@@ -107,20 +105,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def pixel_means(body, content_type):
+def pixel_means(body):
     """Return the mean pixel of each image of a request in [0, 1], without the package under test."""
-    if content_type.startswith("multipart/"):
-        boundary = re.search("boundary=(.+)", content_type).group(1).encode()
-        parts = [part.split(b"\r\n\r\n", 1) for part in body.split(b"--" + boundary)[1:-1]]
-        files = [data[:-2] for head, data in parts if b'name="images"' in head]
-    else:
-        files = [base64.b64decode(text) for text in json.loads(body)["images"]]
+    files = [base64.b64decode(text) for text in json.loads(body)["images"]]
     return [float(np.asarray(Image.open(io.BytesIO(data))).astype(np.float64).mean() / 255) for data in files]
 
 
 def scores(handler):
-    means = pixel_means(handler.body, handler.headers["Content-Type"])
-    handler.answer({"version": 1, "scores": means, "errors": [None] * len(means), "name": "mean"})
+    means = pixel_means(handler.body)
+    handler.answer({"version": 1, "scores": means, "errors": [None] * len(means)})
 
 
 def answering(body, status=200, **headers):
@@ -145,15 +138,6 @@ def drip(handler):
     _for_seconds(handler, b" ")
 
 
-def drip_headers(handler):
-    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
-    _for_seconds(handler, b"X-More: 1\r\n")
-
-
-def close(handler):
-    handler.close_connection = True
-
-
 def reset(handler):
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     handler.connection.close()
@@ -168,12 +152,3 @@ def close_midway(handler):
 def no_http(handler):
     handler.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
     handler.close_connection = True
-
-
-def hundred_megabytes(handler):
-    owner, piece = handler.server.owner, b"0" * 100_000
-    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n")
-    handler.close_connection = True
-    for _ in range(1000):
-        handler.wfile.write(piece)
-        owner.sent_bytes += len(piece)

@@ -13,7 +13,7 @@ from lit_vgrpo.rewards.aesthetic import AestheticScore
 from lit_vgrpo.rewards.clip import CLIPCosine
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
-from lit_vgrpo.rewards.geneval_detector import SEGMENTERS
+from lit_vgrpo.rewards.geneval_models import SEGMENTERS
 from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.image_reward import FILENAME, ImageReward
 from lit_vgrpo.rewards.model import ModelReward
@@ -104,7 +104,7 @@ def _vision(reward: AestheticScore) -> int | None:
 
 
 def _elements(reward: ImageReward) -> int | None:
-    from lit_vgrpo.rewards.blip import renamed
+    from lit_vgrpo.rewards.image_reward import renamed
 
     if local_folder(reward.checkpoint) is None:
         return PUBLISHED.get(reward.checkpoint)

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
+from torch import Tensor
 
 from lit_vgrpo import __version__
-from lit_vgrpo.apps.serve.worker import Busy, Stopping, Worker
+from lit_vgrpo.apps.serve.worker import Stopping, Worker
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.protocol import (
     VERSION,
-    EncodedRequest,
-    Limits,
     ProtocolError,
-    read_json_request,
-    read_multipart_request,
-    score_answer,
+    ScoreAnswer,
+    ScoreRequest,
+    decode_png,
+    open_png,
+    validation_message,
 )
 
-RETRY_AFTER_S = 1
-DECODERS = 4
-"""Requests decoded at the same time; each takes several times the memory of its body."""
-BODIES = 16
-"""Bodies of the largest size that are held at the same time, whole or in part."""
+REQUESTS = 16
+"""Requests held at the same time; the others wait in their connections, unread."""
+BODY_S = 60.0
+"""Time for a body to arrive."""
+VALUES_PER_IMAGE = 1000
+"""JSON values that a request may contain, per allowed image: parsed, two bytes can take a hundred."""
+REQUEST_PIXELS = 64 * 2**20
+"""Pixels of all images of a request together; decoded, they take 201 MB."""
 
 
-def make_app(worker: Worker, name: str, token: str | None, max_request_bytes: int, limits: Limits) -> FastAPI:
+def make_app(
+    worker: Worker, name: str, token: str | None, max_request_bytes: int, max_images: int, max_pixels: int
+) -> FastAPI:
     """Return the application of one reward.
 
     Args:
@@ -42,100 +45,63 @@ def make_app(worker: Worker, name: str, token: str | None, max_request_bytes: in
         name: the reward's name in answers.
         token: required as ``Authorization: Bearer`` everywhere but at ``/health``; None requires none.
         max_request_bytes: a larger request is refused with 413 while it is read.
-        limits: limits of a request.
+        max_images: images per request.
+        max_pixels: pixels per image.
     """
-    app = FastAPI(title="lit-vgrpo reward", openapi_url=None)
-    decoding = asyncio.Semaphore(DECODERS)
-    room = _Room(max_request_bytes)
+    app = FastAPI(title="lit-vgrpo reward", openapi_url=None, max_body_size=max_request_bytes)
+    room = asyncio.Semaphore(REQUESTS)
 
-    def admit(request: Request) -> None:
+    def check_token(request: Request) -> None:
         given = request.headers.get("authorization", "").encode("utf-8", errors="replace")
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             raise HTTPException(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", "waiting": worker.waiting}
+        return {"status": "ok", "scored": worker.scored_images}
 
     @app.get("/version")
     async def version(request: Request) -> dict[str, Any]:
-        admit(request)
+        check_token(request)
         return {"protocol": VERSION, "name": name, "lit_vgrpo": __version__}
 
     @app.post("/score")
-    async def score(request: Request) -> JSONResponse:
-        admit(request)
+    async def score(request: Request) -> ScoreAnswer:
+        check_token(request)
         try:
-            with ExitStack() as held:
-                with room.counted(request) as counted:
-                    parse = await _read(counted, max_request_bytes, limits)
-                    async with decoding:  # in threads, so that others go on meanwhile
-                        sent = await asyncio.to_thread(parse)
-                        held.enter_context(worker.room_for(sent))
-                        wanted = await asyncio.to_thread(sent.decoded)
-                    del counted, parse, sent
-                scores = await asyncio.wrap_future(worker.submit(wanted))
-        except StarletteHTTPException:  # FastAPI's own are of that kind, and so is one of a form with too many files
-            raise
+            async with room:
+                body = await asyncio.wait_for(request.body(), BODY_S)
+                images, sent = await asyncio.to_thread(_decoded, body, max_images, max_pixels)
+                scores = await asyncio.wrap_future(worker.submit(images, sent.prompts, sent.rows))
+        except (asyncio.TimeoutError, ClientDisconnect) as error:
+            raise HTTPException(408, f"the request did not arrive within {BODY_S:g} s") from error
         except ProtocolError as error:
-            raise HTTPException(413 if error.cause == "too_large" else 422, one_line(error)) from error
-        except (Busy, Stopping) as error:
-            raise HTTPException(503, one_line(error), {"Retry-After": str(RETRY_AFTER_S)}) from error
-        except Exception as error:  # a client that went away among them, who reads no answer
+            raise HTTPException(413 if error.is_too_large else 422, str(error)) from error
+        except Stopping as error:
+            raise HTTPException(503, str(error)) from error
+        except RuntimeError as error:  # a reward that broke its contract, or ran out of memory
             raise HTTPException(500, f"{type(error).__name__}: {one_line(error)}") from error
-        parts = scores.parts if len(scores.parts) > 1 else None
-        return JSONResponse(score_answer(scores.total, scores.errors, name, parts))
+        why = "; ".join(f"{part}: {one_line(error)}" for part, error in scores.errors.items()) or "no score"
+        return ScoreAnswer(scores=scores.total.tolist(), errors=[None if ok else why for ok in scores.ok.tolist()])
 
     return app
 
 
-async def _read(request: Request, most_bytes: int, limits: Limits) -> Callable[[], EncodedRequest]:
-    """Read the body and return the function that parses it."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        return partial(read_json_request, await request.body(), limits)
-    async with request.form(max_files=limits.max_images + 1, max_fields=1, max_part_size=most_bytes) as fields:
-        text = fields.get("request")
-        if not isinstance(text, str):
-            raise ProtocolError("the field request is missing")
-        uploads = [upload for upload in fields.getlist("images") if isinstance(upload, UploadFile)]
-        files = [await upload.read() for upload in uploads]
-    return partial(read_multipart_request, text.encode(), files, limits)
-
-
-class _Room:
-    """Room for request bodies: ``most`` bytes for one, ``BODIES`` times that for all together."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.held = 0
-
-    @contextmanager
-    def counted(self, request: Request) -> Iterator[Request]:
-        """Count the body of a request while it arrives and until the block ends.
-
-        Raises:
-            HTTPException: 413, as soon as the body is larger than ``most``.
-            Busy: there is no room for it beside those of other requests.
-        """
-        read = 0
-        too_large = HTTPException(413, f"the request is larger than {self.most} bytes", {"Connection": "close"})
-
-        async def receive() -> Any:
-            nonlocal read
-            message = await request.receive()
-            size = len(message.get("body", b""))
-            read += size
-            self.held += size
-            if read > self.most:
-                raise too_large
-            if self.held > BODIES * self.most:
-                raise Busy(f"{self.held} bytes of requests are already held")
-            return message
-
-        length = request.headers.get("content-length", "")
-        if length.isdigit() and int(length) > self.most:
-            raise too_large
-        try:
-            yield Request(request.scope, receive)
-        finally:
-            self.held -= read
+def _decoded(body: bytes, max_images: int, max_pixels: int) -> tuple[list[Tensor], ScoreRequest]:
+    # Counted before parsing. Characters inside strings count too: base64 has none of them, and prompts have few.
+    if sum(body.count(mark) for mark in (b",", b"[", b"{")) > max_images * VALUES_PER_IMAGE:
+        raise ProtocolError(f"more than {max_images * VALUES_PER_IMAGE} JSON values", is_too_large=True)
+    try:
+        sent = ScoreRequest.model_validate_json(body)
+        files = [base64.b64decode(text, validate=True) for text in sent.images]
+    except ValidationError as error:
+        raise ProtocolError(validation_message(error)) from error
+    except ValueError as error:
+        raise ProtocolError("an image is not base64") from error
+    if len(files) > max_images:
+        raise ProtocolError(f"{len(files)} images exceed the limit of {max_images} per request", is_too_large=True)
+    pictures = [open_png(data, max_pixels) for data in files]
+    pixels = sum(picture.width * picture.height for picture in pictures)
+    if pixels > REQUEST_PIXELS:
+        raise ProtocolError(f"{pixels} pixels exceed the limit of {REQUEST_PIXELS} per request", is_too_large=True)
+    return [decode_png(picture) for picture in pictures], sent

@@ -8,8 +8,9 @@ import socket
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
 from lit_vgrpo.apps.serve.options import ServeOptions
 from lit_vgrpo.config.arguments import subcommand
-from lit_vgrpo.errors import UserError, counted, one_line, report, say
+from lit_vgrpo.errors import UserError, counted, say
 
+MEGABYTE = 1_000_000
 KEEP_ALIVE_S = 75
 SHUTDOWN_S = 5
 BACKLOG = 256
@@ -20,22 +21,18 @@ def serve(options: ServeOptions) -> int:
     """Serve a reward: ``RECIPE_OR_CLASS [key=value ...] [--host 127.0.0.1] [--port 8000] ...``.
 
     Returns:
-        0 after Ctrl-C or SIGTERM; 1 when the reward cannot be loaded; 2 for a mistake in what was typed.
+        0 after Ctrl-C or SIGTERM; 2 for a mistake in what was typed, or a reward that cannot be loaded.
     """
-    # SIGTERM ends like Ctrl-C; uvicorn takes both over while it serves
+    require_packages()
+    # SIGTERM ends like Ctrl-C; uvicorn handles both while it serves
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _serve(options)
+        with listening_socket(options.host, options.port) as listener:  # before the weights: a taken port is known
+            return _serve_on(listener, options)
     except KeyboardInterrupt:
         return 0
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def _serve(options: ServeOptions) -> int:
-    require_packages("python_multipart")
-    with listening_socket(options.host, options.port) as listener:  # before the weights: a taken port is known at once
-        return _serve_on(listener, options)
 
 
 def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
@@ -45,7 +42,6 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     from lit_vgrpo.apps.serve.page import serve_page
     from lit_vgrpo.apps.serve.worker import Worker
     from lit_vgrpo.launch.reward_spec import build_reward
-    from lit_vgrpo.system.hub import LoadError
 
     reward = build_reward(options.words)
     errors = reward.check()
@@ -54,16 +50,13 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {options.device} cannot be used: {one_line(error)}. Use cpu or cuda:0.") from error
-    try:
         reward.load()
-    except (LoadError, ModuleNotFoundError) as error:
-        report([str(error)])
-        return 1
+    except (RuntimeError, AssertionError, ModuleNotFoundError) as error:  # of torch, or of the reward in one line
+        raise UserError(str(error).partition("\n")[0]) from error
     name = "+".join(reward.part_names)
     worker = Worker(reward, options.batch_size, options.max_wait_ms, device)
-    app = make_app(worker, name, options.token, options.max_request_bytes, options.limits)
+    limits = (options.max_request_mb * MEGABYTE, options.max_images, options.max_megapixels * 2**20)
+    app = make_app(worker, name, options.token, *limits)
     listener.listen(BACKLOG)
     for line in opening(name, listener, options, str(device)):
         say(line)
@@ -77,8 +70,10 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
 
 def opening(name: str, listener: socket.socket, options: ServeOptions, device: str) -> list[str]:
     """Return the lines to print once requests are accepted."""
+    from lit_vgrpo.rewards.http import is_loopback
+
     lines = [f"Serving {name} on {device} at {web_address(options.host, listener)}/score. Ctrl-C stops it."]
-    if not options.is_local and options.token is None:
+    if not is_loopback(options.host) and options.token is None:
         lines.append(
             f"Warning: anyone who can reach {options.host} can use it. Add --token-env NAME, or listen on 127.0.0.1."
         )

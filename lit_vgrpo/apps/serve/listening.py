@@ -7,12 +7,10 @@ from importlib.util import find_spec
 
 from lit_vgrpo.errors import UserError, one_line
 
-PACKAGES = ("fastapi", "uvicorn")
 
-
-def require_packages(*others: str) -> None:
+def require_packages() -> None:
     """Raise UserError if a package that a server needs is missing, with the command that installs it."""
-    missing = [package for package in (*PACKAGES, *others) if find_spec(package) is None]
+    missing = [package for package in ("fastapi", "uvicorn") if find_spec(package) is None]
     if missing:
         raise UserError(f'{missing[0]} is not installed. Run: pip install "lit-vgrpo[serve]"')
 
@@ -21,25 +19,19 @@ def listening_socket(host: str, port: int) -> socket.socket:
     """Return a bound socket that does not listen yet.
 
     Raises:
-        UserError: The port is taken, or the host is no address of this machine.
+        UserError: the port is taken, or the host is no address of this machine.
     """
+    listener = None
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UserError(f"--host {host} cannot be listened on: {one_line(error)}. Use 127.0.0.1 or 0.0.0.0.") from error
-    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        listener.close()
-        if isinstance(error, PermissionError):
-            raise UserError(f"--port {port} needs administrator rights. Use 1024 or more.") from error
-        raise UserError(
-            f"Cannot listen on {host}:{port}: {one_line(error.strerror)}. Use another --port, or 0 for a free one."
-        ) from error
+        if listener is not None:
+            listener.close()
+        reason = one_line(error.strerror or error)
+        raise UserError(f"Cannot listen on {host}:{port}: {reason}. Use another --host or --port.") from error
     return listener
 
 

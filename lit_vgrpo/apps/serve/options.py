@@ -1,4 +1,4 @@
-"""Options of ``lightning serve-reward``."""
+"""Options of the subcommands that serve something."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import ClassVar
 
 from lit_vgrpo.config.arguments import Options, option, whole
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.rewards.connection import is_loopback
-from lit_vgrpo.rewards.protocol import MEGAPIXEL, Limits
 
 LOOPBACK = "127.0.0.1"
-MEGABYTE = 1_000_000
 MOST_MEGAPIXELS = 85
 """Of an image that Pillow does not take for a decompression bomb."""
 MOST_PORT = 65535
@@ -33,13 +30,13 @@ class ServeOptions(Options):
     Attributes:
         host: Address to listen on; loopback only by default.
         port: Port to listen on; 0 takes a free one.
-        token: Secret that requests must carry, in the environment variable of this name; without it all are accepted.
-        device: Device of the reward; ``None`` takes the first GPU where there is one.
-        batch_size: Images per call of the reward, at most.
+        token: Environment variable with the secret that requests must carry; without it all are accepted.
+        device: Device of the reward; ``None`` takes the first GPU if there is one.
+        batch_size: Maximum number of images per call of the reward.
         max_wait_ms: Time that a request waits for others to be scored with it.
-        max_request_mb: Larger requests are refused while they are read.
-        max_images: Images per request, at most.
-        max_megapixels: Size of an image, at most.
+        max_request_mb: Maximum size of a request in megabytes.
+        max_images: Maximum number of images per request.
+        max_megapixels: Maximum size of an image.
     """
 
     subcommand: ClassVar[str] = "serve-reward"
@@ -57,18 +54,3 @@ class ServeOptions(Options):
     def __post_init__(self) -> None:
         if not self.words:
             raise UserError("No reward given. Try: lightning serve-reward PickScore")
-
-    @property
-    def is_local(self) -> bool:
-        """True if only this machine can reach the server."""
-        return is_loopback(self.host)
-
-    @property
-    def max_request_bytes(self) -> int:
-        """Bytes of a request, at most."""
-        return self.max_request_mb * MEGABYTE
-
-    @property
-    def limits(self) -> Limits:
-        """Limits of the content of a request."""
-        return Limits(self.max_images, self.max_megapixels * MEGAPIXEL)

@@ -1,4 +1,4 @@
-"""Pages for a browser, served until Ctrl-C or beside other work."""
+"""Applications served until Ctrl-C, or while other work runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 
 import uvicorn
 
-from lit_vgrpo.apps.serve.connections import BoundedProtocol
-
 LOCAL_NAMES = ["127.0.0.1", "localhost"]
 """A page of another name that resolves to this machine may not read what is served."""
 SHUTDOWN_S = 2
 BACKLOG = 64
+CONNECTIONS = 512
 
 
 def serve_page(app: Any, listener: socket.socket, shutdown_s: int = SHUTDOWN_S, keep_alive_s: int = 5) -> None:
@@ -24,15 +23,15 @@ def serve_page(app: Any, listener: socket.socket, shutdown_s: int = SHUTDOWN_S, 
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         bounded_server(app, shutdown_s, keep_alive_s).run(sockets=[listener])
-    except KeyboardInterrupt:  # uvicorn hands the signal on when it is done
+    except KeyboardInterrupt:  # uvicorn passes the signal on when it is done
         pass
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
-def served_beside(app: Any, listener: socket.socket) -> Iterator[None]:
-    """Serve an ASGI application on a listening socket in a thread, to the end of the block."""
+def served_in_thread(app: Any, listener: socket.socket) -> Iterator[None]:
+    """Serve an ASGI application on a listening socket in a thread until the block ends."""
     server = bounded_server(app, SHUTDOWN_S)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="page", daemon=True)
     thread.start()
@@ -44,10 +43,10 @@ def served_beside(app: Any, listener: socket.socket) -> Iterator[None]:
 
 
 def bounded_server(app: Any, shutdown_s: int, keep_alive_s: int = 5) -> uvicorn.Server:
-    """Return a server of an ASGI application whose connections are bounded in number and time.
+    """Return a server of an ASGI application with at most ``CONNECTIONS`` connections.
 
     Args:
-        shutdown_s: seconds that requests under way get when it ends.
+        shutdown_s: seconds that active requests get when it ends.
         keep_alive_s: seconds that a connection may be idle.
     """
     config = uvicorn.Config(
@@ -55,8 +54,8 @@ def bounded_server(app: Any, shutdown_s: int, keep_alive_s: int = 5) -> uvicorn.
         log_level="warning",
         access_log=False,
         lifespan="off",
-        http=BoundedProtocol,
         ws="none",
+        limit_concurrency=CONNECTIONS,
         timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=shutdown_s,
     )

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.errors import counted, one_line
-from lit_vgrpo.rewards import Weighted
-from lit_vgrpo.rewards.protocol import MEGAPIXEL, EncodedRequest, ScoreRequest
+from lit_vgrpo.rewards import Scores, Weighted
 
-MOST_WAITING_IMAGES = 1024
-MOST_WAITING_PIXELS = 256 * MEGAPIXEL
-"""1,024 images of 512 px; decoded, they take 805 MB."""
-BATCH_PIXELS = 32 * MEGAPIXEL
+BATCH_PIXELS = 32 * 2**20
 """32 images of 1,024 px; in float32 they take 403 MB on the reward's device."""
-
-
-class Busy(RuntimeError):
-    """There is no room for another request now."""
 
 
 class Stopping(RuntimeError):
@@ -35,24 +24,13 @@ class Stopping(RuntimeError):
 
 
 @dataclass
-class _Answer:
-    """The scores of a request's images, in order.
-
-    Args:
-        total: shape ``(B,)``, float32, NaN where an image failed.
-        errors: why an image failed; None elsewhere.
-        parts: scores of each reward by name, ``(B,)``.
-    """
-
-    total: Tensor
-    errors: list[str | None]
-    parts: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass
 class _Job:
-    request: ScoreRequest
-    done: Future[_Answer] = field(default_factory=Future)
+    """Images to score: uint8, ``(3, H, W)`` each, perhaps of several sizes, with a prompt and a row per image."""
+
+    images: list[Tensor]
+    prompts: list[str]
+    rows: list[dict[str, Any]]
+    done: Future[Scores] = field(default_factory=Future)
 
 
 class Worker:
@@ -66,6 +44,9 @@ class Worker:
         batch_size: images per call.
         max_wait_ms: how long the first request of a call waits for others.
         device: device of the images.
+
+    Attributes:
+        scored_images: images scored so far.
     """
 
     def __init__(self, reward: Weighted, batch_size: int, max_wait_ms: int, device: torch.device) -> None:
@@ -74,49 +55,21 @@ class Worker:
         self.max_wait_s = max_wait_ms / 1000
         self.device = device
         self.scored_images = 0
-        self.calls = 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._waiting = 0
-        self._pixels = 0
         self._is_closed = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="reward-worker", daemon=True)
         self._thread.start()
 
-    @property
-    def waiting(self) -> int:
-        """Images that are not scored yet, including those being decoded."""
-        return self._waiting
+    def submit(self, images: list[Tensor], prompts: list[str], rows: list[dict[str, Any]]) -> Future[Scores]:
+        """Queue a request and return the future of its scores; raise Stopping if the worker was closed.
 
-    @contextmanager
-    def room_for(self, request: EncodedRequest) -> Iterator[None]:
-        """Count a request's images as waiting while the block runs: from before decoding until they are scored.
-
-        Raises:
-            Busy: too much is waiting.
-            Stopping: the worker was closed.
+        Args:
+            images: uint8, shape ``(3, H, W)`` each; sizes may differ.
+            prompts: one per image.
+            rows: one per image.
         """
-        images, pixels = len(request.files), request.pixels
-        with self._lock:
-            if self._is_closed:
-                raise Stopping("the server is shutting down")
-            is_much = self._waiting + images > MOST_WAITING_IMAGES or self._pixels + pixels > MOST_WAITING_PIXELS
-            if self._waiting and is_much:
-                raise Busy(
-                    f"{counted(self._waiting, 'image')} of {self._pixels / MEGAPIXEL:.1f} megapixels already waiting"
-                )
-            self._waiting += images
-            self._pixels += pixels
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._waiting -= images
-                self._pixels -= pixels
-
-    def submit(self, request: ScoreRequest) -> Future[_Answer]:
-        """Queue a request and return the future of its scores; raise Stopping if the worker was closed."""
-        job = _Job(request)
+        job = _Job(images, prompts, rows)
         with self._lock:
             if self._is_closed:
                 raise Stopping("the server is shutting down")
@@ -133,20 +86,18 @@ class Worker:
 
     def _run(self) -> None:
         while (first := self._jobs.get()) is not None:
-            taken = [first, *self._others(len(first.request.images))]
-            jobs = [job for job in taken if job.done.set_running_or_notify_cancel()]  # nobody waits for the others
+            arrived = [first, *self._others(len(first.images))]
+            jobs = [job for job in arrived if job.done.set_running_or_notify_cancel()]  # nobody waits for the others
             try:
                 if self._is_closed:
                     raise Stopping("the server is shutting down")
-                scores = self._score([job.request for job in jobs])
-            except BaseException as error:
-                # whatever the reward raises, exit() too, is an answer to its requests and not the end of the thread
-                raised = error if isinstance(error, Exception) else RuntimeError(f"the reward raised {error!r}")
+                scores = self._score(jobs) if jobs else []
+            except BaseException as error:  # the thread must survive whatever the reward raises
                 for job in jobs:
-                    job.done.set_exception(raised)
+                    job.done.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             else:
-                for job, own in zip(jobs, scores, strict=True):
-                    job.done.set_result(own)
+                for job, of_job in zip(jobs, scores, strict=True):
+                    job.done.set_result(of_job)
 
     def _others(self, images: int) -> list[_Job]:
         """Return the requests that arrive within the wait, until a batch is full."""
@@ -161,36 +112,25 @@ class Worker:
                 self._jobs.put(None)  # the end, for the loop outside
                 break
             found.append(job)
-            images += len(job.request.images)
+            images += len(job.images)
         return found
 
-    def _score(self, requests: list[ScoreRequest]) -> list[_Answer]:
-        images = [image for request in requests for image in request.images]
-        prompts = [prompt for request in requests for prompt in request.prompts]
-        rows = [row for request in requests for row in request.rows]
-        total = torch.full((len(images),), math.nan)
-        parts = {name: torch.full((len(images),), math.nan) for name in self.reward.part_names}
-        errors: list[str | None] = [None] * len(images)
+    def _score(self, jobs: list[_Job]) -> list[Scores]:
+        images = [image for job in jobs for image in job.images]
+        prompts = [prompt for job in jobs for prompt in job.prompts]
+        rows = [row for job in jobs for row in job.rows]
         by_size: dict[torch.Size, list[int]] = defaultdict(list)
-        for place, image in enumerate(images):
-            by_size[image.shape].append(place)
-        for (_, height, width), places in by_size.items():
+        for index, image in enumerate(images):
+            by_size[image.shape].append(index)
+        calls: list[Scores] = []
+        order: list[int] = []
+        for (_, height, width), indices in by_size.items():
             size = max(1, min(self.batch_size, BATCH_PIXELS // (height * width)))
-            for start in range(0, len(places), size):
-                chosen = places[start : start + size]
-                pixels = torch.stack([images[place] for place in chosen]).to(self.device).float().div_(255)
-                batch = self.reward.score(pixels, [prompts[i] for i in chosen], [rows[i] for i in chosen])
-                self.calls += 1
-                total[chosen] = batch.total.cpu()
-                for name, scores in batch.parts.items():
-                    parts[name][chosen] = scores.cpu()
-                why = "; ".join(f"{name}: {one_line(error)}" for name, error in batch.errors.items()) or "no score"
-                for place, is_ok in zip(chosen, batch.ok.tolist(), strict=True):
-                    errors[place] = None if is_ok else why
+            for start in range(0, len(indices), size):
+                chosen = indices[start : start + size]
+                pixels = torch.stack([images[i] for i in chosen]).to(self.device).float().div_(255)
+                calls.append(self.reward.score(pixels, [prompts[i] for i in chosen], [rows[i] for i in chosen]))
+                order += chosen
         self.scored_images += len(images)
-        split, start = [], 0
-        for request in requests:
-            own = slice(start, start + len(request.images))
-            split.append(_Answer(total[own], errors[own], {name: part[own] for name, part in parts.items()}))
-            start = own.stop
-        return split
+        scores = Scores.joined(calls).select(torch.tensor(order).argsort())
+        return [scores.select(part) for part in torch.arange(len(images)).split([len(job.images) for job in jobs])]

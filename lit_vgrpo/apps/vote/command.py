@@ -1,4 +1,4 @@
-"""``lightning vote``: ask people which images are better, beside a run or with it."""
+"""``lightning vote``: people choose between a run's images on a page."""
 
 from __future__ import annotations
 
@@ -6,29 +6,24 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
-
 from lit_vgrpo.apps.curriculum.curriculum import is_curriculum
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
 from lit_vgrpo.apps.serve.options import LOOPBACK, MOST_PORT, read_token
-from lit_vgrpo.config.arguments import Options, flag, is_override, option, subcommand, whole
+from lit_vgrpo.config.arguments import Options, flag, option, subcommand, whole
 from lit_vgrpo.config.recipe import Command
-from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import train_recipe
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
-from lit_vgrpo.rewards.connection import is_loopback
-from lit_vgrpo.rewards.vote import VoteReward
+from lit_vgrpo.rewards.http import is_loopback
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.system.process import is_first_process
-from lit_vgrpo.training.folder import CONFIG_NAME
 from lit_vgrpo.training.resume import SUMMARY_NAME, read_summary
 from lit_vgrpo.training.saved_run import find_run
 
@@ -41,14 +36,12 @@ NOT_ASKED = "does not ask people. Set model.reward=VoteReward, and model.heldout
 
 @dataclass(kw_only=True)
 class VoteOptions(Options):
-    """Options of ``lightning vote``; the words are a run folder, or a recipe with overlays and overrides.
+    """Options of ``lightning vote``; the words are a run folder, or a recipe with overrides.
 
     Attributes:
         host: Address to listen on; only this machine by default.
         port: Port of the page; 0 takes a free one.
-        token: Secret in the page's address for other machines, in the environment variable of this name; one is drawn
-            by default.
-        seed: Seed of the order in which a voter sees the images.
+        token: Environment variable with the secret in the page's address for other machines; drawn by default.
         resume: Continue the recipe's run in its folder.
         run: The run folder; ``None`` for a recipe.
         command: The recipe; ``None`` for a run folder.
@@ -60,7 +53,6 @@ class VoteOptions(Options):
     host: str = option(LOOPBACK)
     port: int = whole(PORT, least=0, most=MOST_PORT)
     token: str | None = option(None, read_token, name="token_env")
-    seed: int = whole(0, least=0)
     resume: bool = flag()
     run: Path | None = field(init=False, default=None)
     command: Command | None = field(init=False, default=None)
@@ -69,10 +61,7 @@ class VoteOptions(Options):
         if not self.words:
             raise UserError("No run or recipe given. Try: lightning vote runs/my_run")
         require_packages()
-        if is_loopback(self.host):
-            if self.token is not None:
-                raise UserError("--token-env has no effect on this machine alone. Add --host, or leave it out.")
-        else:
+        if not is_loopback(self.host):
             self.token = self.token or secrets.token_urlsafe(16)
         if not Path(self.words[0]).expanduser().is_dir():
             self.command = Command.parse([*self.words, *(["--resume"] if self.resume else [])])
@@ -80,16 +69,8 @@ class VoteOptions(Options):
                 raise UserError(f"{self.words[0]} is a curriculum. Run it, and vote on each run: lightning vote RUN")
             return
         self.run = find_run(self.words[0])[0]
-        settings = [word for word in self.words if is_override(word)]
-        if settings or len(self.words) > 1 or self.resume:
-            extra = "--resume" if self.resume else (settings or self.words[1:])[0]
-            config = self.run / CONFIG_NAME
-            raise UserError(f"{extra} has no effect on a run folder. To train it too: lightning vote {config} {extra}")
-
-    def address(self, listener: socket.socket) -> str:
-        """Return the page's address."""
-        secret = "" if self.token is None else f"?token={self.token}"
-        return f"{web_address(self.host, listener)}/{secret}"
+        if len(self.words) > 1 or self.resume:
+            raise UserError(f"{self.run} is a run folder and takes no settings. To train it, give its config.yaml.")
 
 
 @subcommand(VoteOptions)
@@ -105,17 +86,18 @@ def vote(options: VoteOptions) -> int:
         if options.run is not None:
             return _serve(options, listener, options.run)
         assert options.command is not None
-        return train_recipe(options.command, partial(_page_beside, options, listener))
+        return train_recipe(options.command, partial(_page_during, options, listener))
 
 
 def _serve(options: VoteOptions, listener: socket.socket, run: Path) -> int:
     from lit_vgrpo.apps.serve.page import serve_page
 
-    store = _open(_folder_of_votes(run))
-    app = _listen(options, listener, store, partial(has_ended, run, store))
-    serve_page(app, listener)
-    found = store.progress()
-    left = found.needed - found.given
+    if not (run / FILE_NAME).is_file():
+        raise UserError(f"{run} has no {FILE_NAME}. It has not started, or its reward does not ask people.")
+    store = _open(run)
+    serve_page(_listen(options, listener, store, partial(has_ended, run, store)), listener)
+    progress = store.progress()
+    left = progress.needed - progress.given
     missing = f"; still needed: {left}" if left else ""
     say(f"Stopped. Every vote is in {store.path}{missing}.")
     return 0
@@ -123,47 +105,42 @@ def _serve(options: VoteOptions, listener: socket.socket, run: Path) -> int:
 
 def has_ended(run: Path, store: VoteStore) -> bool:
     """Return True if a run has ended and has not asked for votes since; one that was interrupted may continue."""
-    summary = run / SUMMARY_NAME
     if (read_summary(run) or {}).get("outcome") in (None, *UNFINISHED):
         return False
-    return summary.stat().st_mtime_ns >= store.path.stat().st_mtime_ns
+    return (run / SUMMARY_NAME).stat().st_mtime_ns >= store.path.stat().st_mtime_ns
 
 
-def _page_beside(options: VoteOptions, listener: socket.socket, cli: RecipeCLI) -> AbstractContextManager[object]:
+def _page_during(options: VoteOptions, listener: socket.socket, cli: RecipeCLI) -> AbstractContextManager[object]:
     """Return a context that serves the page while a recipe trains.
 
     Raises:
         UserError: the recipe does not ask people.
     """
-    asking = [reward for reward in cli.model.reward.rewards if isinstance(reward, VoteReward)]
-    if not asking:
+    if not any(reward.asks_people for reward in cli.model.reward.rewards):
         raise UserError(f"The reward of {options.words[0]} {NOT_ASKED}.")
-    folder = asking[0].folder or cli.folder
-    return _page(options, listener, folder)
+    return _page(options, listener, cli.folder)
 
 
 @contextmanager
 def _page(options: VoteOptions, listener: socket.socket, folder: Path) -> Iterator[None]:
-    from lit_vgrpo.apps.serve.page import served_beside
+    from lit_vgrpo.apps.serve.page import served_in_thread
 
     is_over = threading.Event()
-    with served_beside(_listen(options, listener, _open(folder), is_over.is_set), listener):
+    with served_in_thread(_listen(options, listener, _open(folder), is_over.is_set), listener):
         yield
         is_over.set()
         time.sleep(LAST_LOOK_S)
 
 
-def _listen(
-    options: VoteOptions, listener: socket.socket, store: VoteStore, is_over: Callable[[], bool] = lambda: False
-) -> Any:
+def _listen(options: VoteOptions, listener: socket.socket, store: VoteStore, is_over: Callable[[], bool]) -> Any:
     from lit_vgrpo.apps.serve.page import BACKLOG
     from lit_vgrpo.apps.vote.app import make_app
 
-    app = make_app(store, options.seed, options.token, is_over)
     listener.listen(BACKLOG)
+    secret = "" if options.token is None else f"?token={options.token}"
     whom = "on this machine only" if options.token is None else "for everyone who has this address"
-    say(f"Vote at {options.address(listener)} {whom}. Ctrl-C stops it.")
-    return app
+    say(f"Vote at {web_address(options.host, listener)}/{secret} {whom}. Ctrl-C stops it.")
+    return make_app(store, options.token, is_over)
 
 
 def _open(folder: Path) -> VoteStore:
@@ -171,27 +148,3 @@ def _open(folder: Path) -> VoteStore:
         return VoteStore(folder / FILE_NAME)
     except VoteStoreError as error:
         raise UserError(str(error)) from error
-
-
-def _folder_of_votes(run: Path) -> Path:
-    """Return the folder that holds a run's votes.
-
-    Raises:
-        UserError: the run does not ask people, or its recipe cannot be read.
-    """
-    try:
-        recipe = yaml.safe_load((run / CONFIG_NAME).read_text())
-        own = [node for node in _parts(recipe["model"]["reward"]) if class_name(node) == VoteReward.__name__]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise UserError(f"{run / CONFIG_NAME} cannot be read as a recipe. Restore it from a copy.") from error
-    if not own:
-        raise UserError(f"The reward of {run} {NOT_ASKED}, in a new run: lightning vote {run / CONFIG_NAME} ...")
-    return Path((own[0].get("init_args") or {}).get("folder") or run).expanduser()
-
-
-def _parts(reward: Any) -> list[Mapping[str, Any]]:
-    """Return a reward of a recipe, and those in its list."""
-    if not isinstance(reward, Mapping):
-        return [{"class_path": str(reward)}]
-    inner = (reward.get("init_args") or {}).get("rewards") or []
-    return [reward, *(part for one in inner for part in _parts(one))]

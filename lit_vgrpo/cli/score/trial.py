@@ -13,7 +13,6 @@ from lit_vgrpo.cli.score.images import batches_of
 from lit_vgrpo.cli.score.report import aligned
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.rewards import Scores, Weighted
-from lit_vgrpo.rewards.combine import PartScores
 from lit_vgrpo.rewards.scores import image_batch
 from lit_vgrpo.system.memory import MemoryUse, measured_memory
 
@@ -93,7 +92,7 @@ def trials(
     """
     batches = list(batches_of(images, rows, batch_size))
     prepared = [image_batch(batch.images, batch.prompts, batch.rows) for batch in batches]
-    found: dict[str, list[PartScores]] = {}
+    found: dict[str, list[Scores]] = {}
     memory: dict[str, MemoryUse] = {}
     for part in reward.parts:
         with measured_memory() as memory[part.name]:

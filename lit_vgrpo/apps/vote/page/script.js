@@ -57,11 +57,10 @@ const next = () => `next?voter=${encodeURIComponent(voter)}`;
 async function show(found, said = "", isError = false) {
   const before = comparison;
   comparison = found.comparison;
-  const { given, needed, same, compared } = found.progress;
+  const { given, needed } = found.progress;
   element("left").textContent = needed ? `${given} of ${needed} votes` : "No votes needed now";
   element("given").max = needed || 1;
   element("given").value = needed ? given : 0;
-  element("agreement").textContent = compared ? `Voters agreed in ${same} of ${count(compared, "comparison")}.` : "";
   element("ballot").hidden = comparison === null;
   isOver = comparison === null && found.is_over;
   element("over").hidden = !isOver;
@@ -96,7 +95,7 @@ function vote(place) {
   if (image !== undefined) move("vote", { voter, comparison: comparison.id, image }, `Image ${place + 1} is stored.`);
 }
 const skip = () => { if (comparison) move("vote", { voter, comparison: comparison.id, image: null }, "Skipped."); };
-const undo = () => move("undo", { voter }, "The last vote is taken back.");
+const undo = () => move("undo", { voter }, "The last vote is undone.");
 
 function start() {
   element("who").hidden = Boolean(voter);

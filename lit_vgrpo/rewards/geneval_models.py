@@ -1,4 +1,4 @@
-"""Object detection with a transformers detector or instance segmenter."""
+"""GenEval's models: a detector or instance segmenter of transformers, and CLIP as a classifier of colours."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import json
 from typing import Any, cast
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
-from lit_vgrpo.rewards.geneval_rules import Detection, official_name
-from lit_vgrpo.rewards.model import Dtype
-from lit_vgrpo.system.hub import explain_unloadable, file_at_hand, loading, local_folder, source_of
+from lit_vgrpo.rewards.clip import CLIPEncoder, clip_model, clip_processor
+from lit_vgrpo.rewards.geneval_rules import COLORS, Detection, official_name
+from lit_vgrpo.rewards.model import Dtype, unit
+from lit_vgrpo.system.hub import file_at_hand, loading, source_of
 
 SEGMENTERS = frozenset({"mask2former"})
+TEMPLATES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
+BACKGROUND = (0x99, 0x99, 0x99)  # of objects with a mask
 
 
 class ObjectDetector:
@@ -60,16 +64,13 @@ class ObjectDetector:
         return (self._from_masks if self.segments else self._from_boxes)(outputs, threshold, sizes)
 
     def _from_boxes(self, outputs: Any, threshold: float, sizes: list[Any]) -> list[list[Detection]]:
-        pictures = self._processor.post_process_object_detection(outputs, threshold=threshold, target_sizes=sizes)
-        return [
-            [
-                Detection(self._names[label], score, tuple(box))
-                for label, score, box in zip(
-                    *(picture[key].tolist() for key in ("labels", "scores", "boxes")), strict=True
-                )
-            ]
-            for picture in pictures
-        ]
+        found = []
+        for picture in self._processor.post_process_object_detection(outputs, threshold=threshold, target_sizes=sizes):
+            columns = (picture[key].tolist() for key in ("labels", "scores", "boxes"))
+            found.append(
+                [Detection(self._names[label], score, tuple(box)) for label, score, box in zip(*columns, strict=True)]
+            )
+        return found
 
     def _from_masks(self, outputs: Any, threshold: float, sizes: list[Any]) -> list[list[Detection]]:
         from torchvision.ops import masks_to_boxes
@@ -98,32 +99,53 @@ class ObjectDetector:
 def detector_config(checkpoint: str) -> dict[str, Any] | None:
     """Return a checkpoint's ``config.json``, or None if it is not available locally."""
     path = file_at_hand(checkpoint, "config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
+    return None if path is None else cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
 
 
-def class_names(config: dict[str, Any]) -> list[str]:
-    """Return the classes in a detector's configuration by their GenEval names."""
-    return [official_name(label) for label in config.get("id2label", {}).values()]
+class ColorClassifier:
+    """Classifier of an object's colour: the one whose prompts are closest to its crop.
+
+    Args:
+        checkpoint: hub name or local folder of a ``CLIPModel`` with its processor.
+        dtype: of the weights.
+        what_to_set: the recipe's key of the checkpoint, for messages.
+
+    Raises:
+        LoadError: the checkpoint is not a complete CLIP model.
+    """
+
+    def __init__(self, checkpoint: str, dtype: Dtype, what_to_set: str) -> None:
+        encoder = CLIPEncoder(clip_model(checkpoint, dtype, what_to_set), clip_processor(checkpoint, what_to_set))
+        self._encoder, self.model = encoder, encoder.model
+        self._directions: dict[str, Tensor] = {}
+
+    def name(self, crops: list[Image.Image], labels: list[str]) -> list[str]:
+        """Return the colour of each crop.
+
+        Args:
+            crops: images of single objects, of any size.
+            labels: their classes.
+        """
+        features = self._encoder.of_images(crops)
+        directions = torch.stack([self._directions_of(label) for label in labels]).to(features.device)
+        nearest = torch.einsum("bd,bcd->bc", features, directions).argmax(1)
+        return [COLORS[index] for index in nearest.tolist()]
+
+    def _directions_of(self, label: str) -> Tensor:
+        """Return the unit-length means over the templates, ``(colours, D)``, float32."""
+        if label not in self._directions:
+            texts = [template.format(color=color, label=label) for color in COLORS for template in TEMPLATES]
+            features = self._encoder.of_texts(texts).view(len(COLORS), len(TEMPLATES), -1)
+            self._directions[label] = unit(features.mean(1))
+        return self._directions[label]
 
 
-def detector_error(checkpoint: str, what_to_set: str) -> str | None:
-    """Return why a checkpoint's configuration is not a detector's, in one line, or None."""
-    error = explain_unloadable(checkpoint, "config.json", what_to_set)
-    if error is not None:
-        return error
-    config = detector_config(checkpoint)
-    if config is None:
-        return None if local_folder(checkpoint) is None else f"{checkpoint} holds no readable config.json."
-    from transformers.models.auto.modeling_auto import MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES
-
-    family = config.get("model_type")
-    if family in SEGMENTERS or family in MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES:
-        return None
-    return (
-        f"{checkpoint} holds a model of type {family!r}, which is not an object detector. "
-        f"Set {what_to_set} to a detector, such as an instance mask2former, detr, rt_detr or yolos."
-    )
+def object_crop(picture: Image.Image, detection: Detection) -> Image.Image:
+    """Crop an object to its box, on grey if it has a mask; at least one pixel wide and high."""
+    if detection.mask is not None:
+        grey = Image.new("RGB", picture.size, BACKGROUND)
+        picture = Image.composite(picture, grey, Image.fromarray(detection.mask))
+    left, top, right, bottom = (round(side) for side in detection.box)
+    left, top = (min(max(low, 0), size - 1) for low, size in zip((left, top), picture.size, strict=True))
+    right, bottom = max(left + 1, min(right, picture.width)), max(top + 1, min(bottom, picture.height))
+    return picture.crop((left, top, right, bottom))
