@@ -213,8 +213,9 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        remedy = f" Or: hf download {place} --repo-type dataset --local-dir FOLDER, and use it." if kind == "hub" else ""
-        message = f"{source.path} cannot be read as a dataset ({one_line(cause)[:200].rstrip('.')}).{remedy}"
+        message = f"{source.path} cannot be read as a dataset ({one_line(cause)[:200].rstrip('.')})."
+        if kind == "hub":
+            message += f" Or use a folder: hf download {place} --repo-type dataset --local-dir FOLDER"
         raise PromptError(message) from error
 
 
