@@ -1,18 +1,14 @@
 """``lightning check-reward`` on the tiny pipeline."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+from lit_vgrpo.cli.check_reward import check_reward, findings, training_rows, trials
 from lit_vgrpo.cli.main import main
-from lit_vgrpo.cli.score.check_reward import check_reward, training_rows
-from lit_vgrpo.cli.score.report import aligned
-from lit_vgrpo.cli.score.trial import findings, trial_table, trials
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, Weighted
 
@@ -154,8 +150,6 @@ def test_the_numbers_of_a_part():
     assert (part.failed, total.failed) == (3, 3)
     assert part.flat_share == 0.5  # of the two prompts with two scores
     assert part.row()[:8] == ["given", "1", "1.0000", "0.6325", "0.0000", "2.0000", "3", "50%"]
-    assert part.memory is not None
-    assert total.memory is None
     assert findings([part, total]) == ["given failed for 3 of 8 images: the row has none"]
 
 
@@ -201,31 +195,3 @@ def test_seconds_leave_the_first_call_out():
     rows = [{"prompt": "a"}] * 6
     trials(Weighted([Counting()]), [torch.rand(1, 3, 8, 8)] * 6, rows, torch.arange(6), 4)
     assert calls == [4, 4, 2]
-
-
-MEMORY = """
-import torch
-from lit_vgrpo.system.memory import measured_memory
-held = [torch.ones(30, 2**20)]
-with measured_memory() as first:
-    held.append(torch.ones(20, 2**20))
-    held.clear()
-with measured_memory() as second:
-    held.append(torch.ones(10, 2**20))
-print(first.resident / 2**20, second.resident / 2**20)
-"""
-
-
-def test_memory_is_that_of_the_block_at_its_peak():
-    # in a process of its own: what other tests left behind may be given back meanwhile
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=120, check=True)
-    first, second = map(float, done.stdout.split()[-2:])
-    assert 75 <= first <= 140
-    assert 35 <= second <= 70  # and not what the block before took
-
-
-def test_the_table_is_aligned():
-    parts = tried([0.0, 1.0])
-    widths = {len(line) for line in trial_table(parts).splitlines()[:2]}
-    assert len(widths) == 1
-    assert aligned([["a", "b"], ["cc", "ddd"]]) == "a     b\ncc  ddd"

@@ -5,7 +5,7 @@ from feature_networks import save_script
 from PIL import EpsImagePlugin
 from torch import nn
 
-from lit_vgrpo.cli.score.images import read_image
+from lit_vgrpo.cli.image_files import read_image
 from lit_vgrpo.metrics import Reference, feature_network, reference_errors, reference_statistics
 from lit_vgrpo.metrics.__main__ import main
 

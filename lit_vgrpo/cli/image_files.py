@@ -1,8 +1,9 @@
-"""Image files as rewards take them: found, read, and batched by size."""
+"""Image files as rewards take them: found, read and batched by size; tables of scores."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +13,15 @@ from torch import Tensor
 from lit_vgrpo.core.pictures import read_picture
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.metrics.reference import IMAGE_SUFFIXES
+from lit_vgrpo.rewards import Weighted
+from lit_vgrpo.system.hub import LoadError
 
 
 def find_images(words: Sequence[str]) -> list[Path]:
     """Return the named files, and the images of the named folders, sorted within each.
 
     Raises:
-        UserError: With each path that does not exist and each folder without images, or without any path.
+        UserError: With each path that has no images, and with each file that cannot be read as an image.
     """
     if not words:
         raise UserError("No image given. Name files or folders, for example: lightning score PickScore cat.png")
@@ -27,25 +30,16 @@ def find_images(words: Sequence[str]) -> list[Path]:
     for word in words:
         path = Path(word).expanduser()
         found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
-        if not path.exists():
-            errors.append(f"{word} does not exist. Give an image file or a folder of images.")
-        elif not found:
-            errors.append(f"{path} contains no images. Give a folder of {', '.join(sorted(IMAGE_SUFFIXES))}.")
+        errors += [] if found else [f"{word} {'contains no images' if path.is_dir() else 'does not exist'}."]
         files += found
+    for file in files:
+        try:
+            read_picture(file)
+        except ValueError as error:
+            errors.append(str(error))
     if errors:
         raise UserError(*errors)
     return files
-
-
-def image_errors(files: Sequence[Path]) -> list[str]:
-    """Return an error for every file that cannot be read as an image."""
-    errors = []
-    for file in files:
-        try:
-            read_image(file)
-        except ValueError as error:
-            errors.append(str(error))
-    return errors
 
 
 def read_image(file: Path) -> Tensor:
@@ -73,14 +67,20 @@ def batches_of(images: Iterable[Tensor], rows: Sequence[Mapping[str, Any]], size
         rows: The prompt's row of each image.
         size: Images per batch, at most.
     """
-    waiting: list[tuple[Tensor, dict[str, Any]]] = []
-    for image, row in zip(images, rows, strict=True):
-        if waiting and (len(waiting) == size or image.shape != waiting[0][0].shape):
-            yield _batch(waiting)
-            waiting = []
-        waiting.append((image, dict(row)))
+    waiting: list[Tensor] = []
+    start = 0
+
+    def batch() -> Batch:
+        of_images = [dict(row) for row in rows[start : start + len(waiting)]]
+        return Batch(torch.cat(waiting).to(device()), [row["prompt"] for row in of_images], of_images)
+
+    for image in images:
+        if waiting and (len(waiting) == size or image.shape != waiting[0].shape):
+            yield batch()
+            start, waiting = start + len(waiting), []
+        waiting.append(image)
     if waiting:
-        yield _batch(waiting)
+        yield batch()
 
 
 def device() -> torch.device:
@@ -88,6 +88,28 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _batch(waiting: Sequence[tuple[Tensor, dict[str, Any]]]) -> Batch:
-    images, rows = zip(*waiting, strict=True)
-    return Batch(torch.cat(images).to(device()), [row["prompt"] for row in rows], list(rows))
+@contextmanager
+def loaded(reward: Weighted) -> Iterator[None]:
+    """Load a reward for the block and close it at the end; raise UserError if it cannot be loaded."""
+    try:
+        reward.load()
+        yield
+    except (LoadError, ModuleNotFoundError) as error:
+        raise UserError(str(error)) from error
+    finally:
+        reward.close()
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Align rows of equal length in columns, the first to the left, the others to the right.
+
+    >>> print(aligned([["image", "total"], ["a.png", "0.5"]]))
+    image  total
+    a.png    0.5
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
