@@ -20,7 +20,7 @@ from lit_vgrpo.data.prompt_sets import PromptChoice, PromptSets, limited_heldout
 from lit_vgrpo.data.prompts import read_prompts
 from lit_vgrpo.data.rows import Row, Rows, text_of
 from lit_vgrpo.data.sampler import GroupSampler, LocalSampler
-from lit_vgrpo.data.source import PromptError, Source, Sources, as_source, as_sources
+from lit_vgrpo.data.source import Source, Sources, as_source, as_sources
 from lit_vgrpo.system.paths import resolve_path
 
 
@@ -120,7 +120,7 @@ class PromptDataModule(L.LightningDataModule):
         errors = self.sizes.errors(world_size)
         try:
             sets = PromptSets(self.choice)
-        except (PromptError, ModuleNotFoundError) as error:
+        except (ValueError, OSError, ModuleNotFoundError) as error:
             return [*errors, str(error)]
         if sets.heldout and world_size >= 1:
             images = len(sets.heldout) * self.heldout_images_per_prompt

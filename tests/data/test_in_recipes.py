@@ -55,8 +55,8 @@ def test_a_saved_recipe_has_the_same_sources(recipe):
 @pytest.mark.parametrize(
     ("train", "words", "said"),
     [
-        ("[a.csv, {path: b.txt, wieght: 1}]", [], "data.train[1].wieght is not an option of PromptSource. Did you"),
-        ("a.csv", ["data.heldout={path: b.txt, column: text}"], "b.txt has one prompt per line and no columns."),
+        ("[a.csv, {path: b.txt, wieght: 1}]", [], "wieght is not an option of PromptSource. Did you"),
+        ("a.csv", ["data.heldout={path: b.txt, column: text}"], "b.txt has no column."),
         ("a.csv", ["data.heldout_fraction=0.1"], "data.heldout_fraction=0.1 and heldout are both given."),
         ("[a.csv, none.parquet]", ["model.reward=Nothing"], "none.parquet does not exist."),
     ],

@@ -131,7 +131,7 @@ def test_check_tells_every_error(files, tmp_path):
     empty.touch()
     data = data_module({"train": str(tmp_path / "no.txt"), "heldout": str(empty)})
     errors = data.check(world_size=3)
-    assert [key in error for key, error in zip(("prompts_per_iteration=4", "no.txt", "empty.txt"), errors, strict=True)]
+    assert [key in error for key, error in zip(("prompts_per_iteration=4", "no.txt"), errors, strict=True)]
     with pytest.raises(ValueError, match=r"no\.txt does not exist"):
         data.setup()
     assert data_module(files).check(world_size=2) == []
