@@ -208,7 +208,10 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
             found = datasets.load_dataset(place, source.config, split=source.split)
         if not isinstance(found, dict):
             return found
-        return found[source.split or (next(iter(found)) if len(found) == 1 else "train")]
+        split = source.split or (next(iter(found)) if len(found) == 1 else "train")
+        if split not in found:
+            raise ValueError(f"It has no split {split}, but {', '.join(found)}")
+        return found[split]
     except Exception as error:  # the library raises anything on damaged files
         cause: BaseException = error
         while cause.__cause__ is not None:

@@ -98,7 +98,10 @@ class FeatureNetwork(ABC):
         with loading(self.source, remedy), quiet_libraries(), warnings.catch_warnings():
             # deprecated, but clean-fid's network is a TorchScript file
             warnings.filterwarnings("ignore", message=".*torch.jit.*", category=FutureWarning)
-            self._model = self._load().requires_grad_(False).eval().to(self.device)
+            model = self._load().eval().to(self.device)
+        for parameter in model.parameters():  # TorchScript has no model.requires_grad_
+            parameter.requires_grad_(False)
+        self._model = model
 
     def to(self, device: torch.device | str) -> FeatureNetwork:
         """Move the network to a device and return it."""

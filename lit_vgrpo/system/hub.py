@@ -144,7 +144,7 @@ def _ask_hub(checkpoint: str, filename: str, what_to_set: str, revision: str | N
     if error is None:
         return None
     reasons: dict[type[Exception], str] = {  # the first is a subclass of the second
-        errors.GatedRepoError: "access must be granted first. Run: hf auth login. Then",
+        errors.GatedRepoError: "access must be granted first. Run: hf auth login.",
         errors.RepositoryNotFoundError: "no such repository.",
         errors.RevisionNotFoundError: f"it has no revision {revision!r}.",
         errors.EntryNotFoundError: f"it has no {filename}.",

@@ -164,20 +164,7 @@ def test_networks_that_cannot_be_loaded(source, message):
         network(torch.zeros(1, 3, 8, 8))
 
 
-class Pair(nn.Module):
-    def forward(self, x):
-        return x, x
-
-
-class Scalar(nn.Module):
-    def forward(self, x):
-        return x.mean()
-
-
-def test_files_that_hold_something_else(tmp_path):
+def test_a_file_that_holds_something_else(tmp_path):
     (tmp_path / "text.pt").write_text("no network")
-    with pytest.raises(LoadError, match=r"text.pt is not a TorchScript file. Save one with"):
+    with pytest.raises(LoadError, match=r"^Cannot load .*text.pt: .* Set features to a TorchScript file"):
         feature_network(str(tmp_path / "text.pt")).load()
-    for wrong, message in ((Pair(), "returns tuple"), (Scalar(), r"gives features of shape \(\) for 8 images")):
-        with pytest.raises(LoadError, match=message):
-            _ = feature_network(str(save_script(wrong, tmp_path / "wrong.pt"))).dimension

@@ -82,7 +82,7 @@ def test_pickscore_without_weights_ends_in_that_line(offline):
     [
         (404, "RepoNotFound", "no such repository"),
         (404, "EntryNotFound", "it has no config.json"),
-        (403, "GatedRepo", "access must be granted first. Run: hf auth login, then run: hf download"),
+        (403, "GatedRepo", "access must be granted first. Run: hf auth login. Run: hf download"),
         (500, "", "the hub cannot be reached"),
     ],
 )
@@ -126,21 +126,10 @@ def hub_server():
         server.server_close()
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
-    """A recipe names several checkpoints, and each would take as long to be given up."""
+def test_a_hub_that_does_not_answer_is_given_up(monkeypatch):
     monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(hub, "_silent_since", -hub.SILENCE_S)
-    never, asked = threading.Event(), []
-
-    def question():
-        asked.append(1)
-        never.wait()
-
+    never = threading.Event()
     try:
-        assert [type(hub_error(question)) for _ in range(3)] == [TimeoutError] * 3
-        assert len(asked) == 1
-        monkeypatch.setattr(hub, "SILENCE_S", 0.0)
-        assert isinstance(hub_error(question), TimeoutError)
-        assert len(asked) == 2
+        assert isinstance(hub_error(never.wait), TimeoutError)
     finally:
         never.set()
