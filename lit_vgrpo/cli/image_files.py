@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,36 +52,23 @@ def read_image(file: Path) -> Tensor:
     return read_picture(file)[None].float() / 255
 
 
-class Batch(NamedTuple):
-    """Consecutive images of the same size, ``(B, 3, H, W)``, with their prompts and rows."""
-
-    images: Tensor
-    prompts: list[str]
-    rows: list[dict[str, Any]]
-
-
-def batches_of(images: Iterable[Tensor], rows: Sequence[Mapping[str, Any]], size: int) -> Iterator[Batch]:
-    """Yield batches of at most ``size`` images on the accelerator, reading no image before its batch.
+def batches_of(
+    images: Iterable[Tensor], rows: Iterable[Mapping[str, Any]], size: int
+) -> Iterator[tuple[Tensor, list[str], list[dict[str, Any]]]]:
+    """Yield batches of consecutive images of equal size, reading no image before its batch.
 
     Args:
         images: Each ``(1, 3, H, W)`` in [0, 1]; sizes may differ.
         rows: The prompt's row of each image.
         size: Images per batch, at most.
+
+    Yields:
+        Images ``(B, 3, H, W)`` on the accelerator, prompts and rows.
     """
-    waiting: list[Tensor] = []
-    start = 0
-
-    def batch() -> Batch:
-        of_images = [dict(row) for row in rows[start : start + len(waiting)]]
-        return Batch(torch.cat(waiting).to(device()), [row["prompt"] for row in of_images], of_images)
-
-    for image in images:
-        if waiting and (len(waiting) == size or image.shape != waiting[0].shape):
-            yield batch()
-            start, waiting = start + len(waiting), []
-        waiting.append(image)
-    if waiting:
-        yield batch()
+    for _, same_size in groupby(zip(images, rows, strict=True), key=lambda pair: pair[0].shape):
+        while batch := list(islice(same_size, size)):
+            pixels = torch.cat([image for image, _ in batch]).to(device())
+            yield pixels, [row["prompt"] for _, row in batch], [dict(row) for _, row in batch]
 
 
 def device() -> torch.device:

@@ -108,9 +108,9 @@ def score(options: ScoreOptions) -> int:
     with loaded(reward), tqdm(total=len(files), leave=False, disable=not sys.stderr.isatty()) as bar:
         for batch in batches_of(map(read_image, files), rows, options.batch_size):
             found = reward.score(*batch)
-            for index, prompt in enumerate(batch.prompts):
+            for index, prompt in enumerate(batch[1]):
                 scores.append(image_scores(found, index, files[len(scores)], prompt))
-            bar.update(len(batch.prompts))
+            bar.update(len(found))
     say(score_table(scores, reward.part_names))
     if has_no_prompt:
         say("No prompt was given: rewards that use it received an empty one.", error=True)

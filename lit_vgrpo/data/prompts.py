@@ -103,30 +103,22 @@ def _jsonl_records(text: str, source: PromptSource, file: Path) -> Iterator[tupl
 
 
 def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of a csv file; every cell is text, and empty ones are left out."""
-    reader = csv.reader(StringIO(text, newline=""), strict=True)
-    header: list[str] | None = None
-    while True:
-        line = reader.line_num + 1
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise PromptError(f"{file} line {line}: not csv ({error}).") from error
-        if not any(cell.strip() for cell in cells):
-            continue
-        if header is None:
-            header = [cell.strip() for cell in cells]
-            check_column(header, source, f"{file} line {line}")
-            if len(set(header)) < len(header):
-                raise PromptError(f"{file} line {line}: two columns have the same name. Rename one.")
-            continue
-        if len(cells) != len(header):
-            need = f"{len(cells)} cells where the header has {len(header)}"
-            raise PromptError(f"{file} line {line}: {need}. Put a cell with a comma in quotes.")
-        filled = {name: cell for name, cell in zip(header, cells, strict=True) if cell.strip()}
-        yield line, {source.column or PROMPT: "", **filled}
+    """Yield the rows of a csv file with the number of their last line; cells are text, and empty ones are left out."""
+    reader = csv.DictReader(StringIO(text, newline=""), strict=True)
+    try:
+        names = list(reader.fieldnames or [])
+        check_column(names, source, f"{file} line 1")
+        if len(set(names)) < len(names):
+            raise PromptError(f"{file} line 1: two columns have the same name. Rename one.")
+        for row in reader:
+            if None in row or None in row.values():
+                need = f"more or fewer cells than the {len(names)} of the header. Put a cell with a comma in quotes."
+                raise PromptError(f"{file} line {reader.line_num}: {need}")
+            if any(cell.strip() for cell in row.values()):
+                filled = {name: cell for name, cell in row.items() if cell.strip()}
+                yield reader.line_num, {source.column or PROMPT: "", **filled}
+    except csv.Error as error:
+        raise PromptError(f"{file} line {reader.line_num}: not csv ({error}).") from error
 
 
 _PARSERS = {"txt": _txt_records, "jsonl": _jsonl_records, "csv": _csv_records}

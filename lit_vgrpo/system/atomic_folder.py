@@ -71,8 +71,6 @@ def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Pat
                 os.replace(entry, target / entry.name)
             sync_folder(target)
             return
-        if target.is_dir():
-            target.rmdir()  # empty; except on POSIX, a rename does not replace it
         os.rename(draft, target)
         sync_folder(target.parent)
     finally:
@@ -99,10 +97,7 @@ def _finish(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Sync a folder's entries to disk."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # folders cannot be opened on Windows
-        return
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = tuple(name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 REPEAT_S = 1.0
 """Signals this close together are one request: a closing shell sends SIGHUP more than once."""
 POLL_S = 0.2
@@ -214,5 +214,4 @@ def _stop_listening_in_a_fork() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_stop_listening_in_a_fork)
+os.register_at_fork(after_in_child=_stop_listening_in_a_fork)

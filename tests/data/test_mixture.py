@@ -39,11 +39,6 @@ def test_weights_are_taken_as_they_are_written():
     assert whole_weights([3, 1]) == whole_weights([0.75, 0.25]) == whole_weights([3e-9, 1e-9]) == [3, 1]
 
 
-def test_two_halves_take_turns():
-    assert [place_in_mixture(position, [1, 1])[0] for position in range(6)] == [0, 1, 0, 1, 0, 1]
-    assert [place_in_mixture(position, [1, 1, 2])[0] for position in range(8)] == [2, 0, 1, 2, 2, 0, 1, 2]
-
-
 def test_one_source_has_the_order_that_it_always_had():
     rows = [{"prompt": str(i)} for i in range(7)]
     (mixed,) = {tuple(row["prompt"] for row in PromptMixture([rows]).rows(5, range(20)))}

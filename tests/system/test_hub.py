@@ -3,7 +3,6 @@ import threading
 import pytest
 from huggingface_hub import constants
 
-from lit_vgrpo.rewards import PickScore
 from lit_vgrpo.system import hub
 from lit_vgrpo.system.hub import explain_unloadable, hub_error, local_folder
 
@@ -20,11 +19,6 @@ def cache(tmp_path, monkeypatch):
 def offline(cache, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return cache
-
-
-def test_a_folder_with_the_file_can_be_loaded(tmp_path):
-    (tmp_path / "model_index.json").touch()
-    assert explain_unloadable(str(tmp_path), "model_index.json", "key") is None
 
 
 def test_a_folder_without_the_file_or_no_folder_is_told(tmp_path):
@@ -68,13 +62,6 @@ def test_a_hub_that_cannot_be_reached_is_one_line(cache, monkeypatch):
         f"Cannot load {NAME}: not in the local cache and the hub cannot be reached. "
         f"Run: hf download {NAME}, or set key=/a/local/folder."
     )
-
-
-def test_pickscore_without_weights_ends_in_that_line(offline):
-    reward = PickScore()
-    assert len(reward.check()) == 2
-    with pytest.raises(RuntimeError, match=r"^Cannot load yuvalkirstain/PickScore_v1: .* Run: hf download [^\n]*$"):
-        reward.load()
 
 
 @pytest.mark.parametrize(
