@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_vgrpo.callbacks.divergence import finite_mean
 from lit_vgrpo.core.gather import rows_of_all_ranks
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.metrics.diversity import diversity
+from lit_vgrpo.metrics import diversity
 from lit_vgrpo.metrics.features import FeatureNetwork, feature_network
 from lit_vgrpo.module import VGRPOModule
 

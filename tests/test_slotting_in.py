@@ -99,7 +99,7 @@ def test_fit_test_the_best_and_go_on(tiny_sd3, tmp_path):
     def parts(epochs):
         callbacks = [eval(documented[0], {"ModelCheckpoint": ModelCheckpoint}), EMA(0.5)]
         trainer = make_trainer(tmp_path, epochs, callbacks, enable_checkpointing=True, logger=CSVLogger(tmp_path))
-        return make_module(tiny_sd3), make_data(num_workers=0, pin_memory=False), trainer
+        return make_module(tiny_sd3), make_data(), trainer
 
     module, data, trainer = parts(2)
     trainer.fit(model=module, datamodule=data)

@@ -16,8 +16,8 @@ from types import ModuleType
 
 from lit_vgrpo import __version__
 from lit_vgrpo.cli.subcommands import SUBCOMMANDS, Subcommand
-from lit_vgrpo.system.process import QuickEnd, import_at_once
-from lit_vgrpo.system.streams import outlast_readers
+from lit_vgrpo.system.process import import_without_gc
+from lit_vgrpo.system.streams import ignore_broken_pipes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,16 +43,11 @@ def main(argv: list[str] | None = None) -> int:
         return int(sdk() or 0)
     if argv is not None:
         return _answer(args) if subcommand is None else _run(subcommand, args, import_module)
-    end = QuickEnd()
-    outputs = outlast_readers()
+    ignore_broken_pipes()
     if subcommand is not None and subcommand.ends_quickly:
         # It compiles nothing, but bitsandbytes would prepare the compiler when it is imported: a CPU second.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    status = _answer(args) if subcommand is None else _run(subcommand, args, import_at_once)
-    status = next((1 for output in outputs if output.is_incomplete()), 0) or status
-    if subcommand is not None and subcommand.ends_quickly:
-        end.status = status
-    return status
+    return _answer(args) if subcommand is None else _run(subcommand, args, import_without_gc)
 
 
 def _run(subcommand: Subcommand, args: list[str], load: Callable[[str], ModuleType]) -> int:

@@ -101,16 +101,16 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         takes_recipe=True,
     ),
     "score": Subcommand(
-        "lit_vgrpo.cli.score.command:score",
-        "lit_vgrpo.cli.score.command:ScoreOptions",
+        "lit_vgrpo.cli.score:score",
+        "lit_vgrpo.cli.score:ScoreOptions",
         "REWARD_OR_RECIPE IMAGE_OR_FOLDER ... [--prompt TEXT | --prompts FILE] [--out FILE.json|.csv] [--batch-size 1] "
         "[key=value ...]",
         "score image files with a reward: each part and the total",
         'score PickScore photo.png --prompt "two cats"',
     ),
     "check-reward": Subcommand(
-        "lit_vgrpo.cli.score.check_reward:check_reward",
-        "lit_vgrpo.cli.score.check_reward:CheckRewardOptions",
+        "lit_vgrpo.cli.check_reward:check_reward",
+        "lit_vgrpo.cli.check_reward:CheckRewardOptions",
         "RECIPE.yaml [OVERLAY.yaml ...] [key=value ...] [--images FOLDER] [--num-prompts 4] [--images-per-prompt 2]",
         "try a recipe's rewards on a few images: scores, failures, time, memory",
         "check-reward tiny_shapes --num-prompts 8",

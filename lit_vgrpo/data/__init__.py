@@ -3,7 +3,7 @@
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.data.prompts import read_prompts
-from lit_vgrpo.data.sampler import GroupSampler, prompt_indices
+from lit_vgrpo.data.sampler import GroupSampler
 from lit_vgrpo.data.source import PromptError, PromptSource
 
 __all__ = [
@@ -12,6 +12,5 @@ __all__ = [
     "PromptDataModule",
     "PromptError",
     "PromptSource",
-    "prompt_indices",
     "read_prompts",
 ]

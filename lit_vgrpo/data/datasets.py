@@ -8,8 +8,8 @@ from torch.utils.data import Dataset
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.data.mixture import PromptMixture
 from lit_vgrpo.data.rows import Rows
+from lit_vgrpo.data.sampler import PromptMixture
 
 
 class IterationDataset(Dataset[PromptBatch]):
@@ -29,20 +29,20 @@ class IterationDataset(Dataset[PromptBatch]):
             update_of = [sizes.update_of(slot, member) for slot in self.slots for member in self.members]
             self.order = sorted(range(len(update_of)), key=update_of.__getitem__)
         self.seed = seed
-        self._drawn: tuple[int, Rows] = (-1, [])
 
     def __len__(self) -> int:
         return self.plan.steps_per_iteration
 
     def __getitem__(self, index: int) -> PromptBatch:
         iteration, step = divmod(index, len(self))
-        rows = self._rows(iteration)
+        start = iteration * self.plan.prompts_per_iteration
+        rows = self.prompts.rows(self.seed, [start + slot for slot in self.slots])
         return PromptBatch(
             iteration=iteration,
             step=step,
             num_steps=len(self),
             prompts=[row["prompt"] for row in rows],
-            rows=list(rows),
+            rows=rows,
             slots=list(self.slots),
             group_size=self.plan.group_size,
             images=self.plan.images_per_iteration,
@@ -52,13 +52,6 @@ class IterationDataset(Dataset[PromptBatch]):
             micro_batches_per_update=self.plan.micro_batches_per_update,
             micro_batch_size=self.plan.micro_batch_size,
         )
-
-    def _rows(self, iteration: int) -> Rows:
-        """Return this rank's rows, cached for the steps of an iteration because a stream cannot go back."""
-        if self._drawn[0] != iteration:
-            start = iteration * self.plan.prompts_per_iteration
-            self._drawn = iteration, self.prompts.rows(self.seed, [start + slot for slot in self.slots])
-        return self._drawn[1]
 
 
 class HeldOutDataset(Dataset[PromptBatch]):
@@ -114,6 +107,5 @@ def held_out_error(images: int, batch_size: int, world_size: int) -> str | None:
 
 
 def _even_parts(start: int, stop: int, parts: int) -> list[range]:
-    length = stop - start
-    edges = [start + part * length // parts for part in range(parts + 1)]
+    edges = [start + part * (stop - start) // parts for part in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(edges)]

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lit_vgrpo.core.ranges import Count, GroupSize, NonNegativeInt, PositiveInt, Range, Seed, checked
+from lit_vgrpo.core.ranges import Count, GroupSize, PositiveInt, Range, Seed, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_error
-from lit_vgrpo.data.description import describe, prompts_fingerprint
 from lit_vgrpo.data.prompt_sets import PromptChoice, PromptSets, limited_heldout
-from lit_vgrpo.data.prompts import read_prompts, text_of
-from lit_vgrpo.data.rows import Row, Rows
+from lit_vgrpo.data.prompts import read_prompts
+from lit_vgrpo.data.rows import Row, Rows, text_of
 from lit_vgrpo.data.sampler import GroupSampler, LocalSampler
 from lit_vgrpo.data.source import Source, Sources, as_source, as_sources
 from lit_vgrpo.system.paths import resolve_path
@@ -34,14 +34,14 @@ class PromptDataModule(L.LightningDataModule):
     Args:
         train: prompt file, folder or dataset, or a mapping of the options of
             :class:`~lit_vgrpo.data.source.PromptSource`, or a list of these. Several are mixed by weight, and each is
-            shuffled and repeated on its own.
+            shuffled and repeated independently.
         prompts_per_iteration: prompts of one iteration over all ranks.
         group_size: images per prompt, at least 2.
         heldout: prompts for evaluation; null for no evaluation, unless ``heldout_fraction`` is given.
         updates_per_iteration: optimizer steps of one iteration.
         micro_batch_size: maximum number of images in a rank's forward and backward pass; ``auto`` finds the largest
             that fits into memory before training.
-        split_updates: every update uses its own share of the images, instead of all of them.
+        split_updates: every update uses a different share of the images, instead of all of them.
         heldout_images_per_prompt: images per held-out prompt.
         heldout_limit: use only the first N held-out prompts.
         eval_batch_size: maximum number of held-out images in a rank's batch.
@@ -49,10 +49,6 @@ class PromptDataModule(L.LightningDataModule):
         heldout_fraction: hold out this share of the training prompts for evaluation instead, chosen by hash.
         deduplicate: keep only the first of equal prompts, and do not train on held-out prompts; prompts that differ
             only in case or white space are equal.
-        streaming: leave the training prompts on disk; by default only large files. See
-            :func:`~lit_vgrpo.data.prompts.open_prompts`.
-        num_workers: must be 0; accepted for configurations that set it.
-        pin_memory: must be false, likewise: prompts are text.
 
     Raises:
         TypeError: a number is not a whole number, or an option of a source is wrong.
@@ -73,21 +69,10 @@ class PromptDataModule(L.LightningDataModule):
         heldout_limit: PositiveInt | None = None,
         eval_batch_size: Count = 32,
         seed: Seed = 0,
-        heldout_fraction: Annotated[float, Range(above=0, below=1, example=0.05)] | None = None,
+        heldout_fraction: Annotated[float, Range(above=0, below=1)] | None = None,
         deduplicate: bool = False,
-        streaming: bool | None = None,
-        num_workers: NonNegativeInt = 0,
-        pin_memory: bool = False,
     ) -> None:
         super().__init__()
-        if num_workers:
-            raise ValueError(
-                f"num_workers={num_workers} has no use: a batch is a few prompts, already in memory, and prefetching "
-                "would break resuming. Use 0, or leave it out."
-            )
-        if pin_memory:
-            raise ValueError("pin_memory=true has no use: a batch is text. Use false, or leave it out.")
-        self.num_workers, self.pin_memory = num_workers, pin_memory
         self._sizes = Sizes(prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates)
         if heldout_fraction is not None and heldout is not None:
             raise ValueError(
@@ -97,43 +82,33 @@ class PromptDataModule(L.LightningDataModule):
         self.heldout = heldout
         self.choice = PromptChoice(
             as_sources(train),
-            as_source(heldout, "heldout") if heldout is not None else None,
+            as_source(heldout) if heldout is not None else None,
             heldout_fraction,
             heldout_limit,
             deduplicate,
-            streaming,
-            seed,
         )
         self.heldout_images_per_prompt = heldout_images_per_prompt
         self.heldout_limit = heldout_limit
         self.eval_batch_size = eval_batch_size
         self.seed = seed
         self._first_step = 0
-        self._small_sizes: Sizes | None = None
+        self._settled: int | None = None
         self._sets: PromptSets | None = None
 
     @property
     def sizes(self) -> Sizes:
         """The sizes of an iteration, with as few prompts as possible under a trainer's ``fast_dev_run``."""
-        if not self._is_tried:
-            return self._sizes
-        return self._small_sizes or self._sizes.smallest(self._world_size)
+        is_tried = self.trainer is not None and bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        sizes = self._sizes.smallest(self._world_size) if is_tried else self._sizes
+        return sizes if self._settled is None else replace(sizes, micro_batch_size=self._settled)
 
     def settle(self, micro_batch_size: int) -> None:
         """Replace ``micro_batch_size="auto"`` by a number."""
-        sizes = replace(self.sizes, micro_batch_size=micro_batch_size)
-        if self._is_tried:
-            self._small_sizes = sizes
-        else:
-            self._sizes = sizes
+        self._settled = micro_batch_size
 
     def start_at(self, step: int) -> None:
         """Let the next training loader, and no later one, start at a step of its iteration."""
         self._first_step = step
-
-    @property
-    def _is_tried(self) -> bool:
-        return self.trainer is not None and bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
 
     @property
     def has_heldout(self) -> bool:
@@ -141,8 +116,19 @@ class PromptDataModule(L.LightningDataModule):
         return self.heldout is not None or self.choice.heldout_fraction is not None
 
     def check(self, world_size: int = 1) -> list[str]:
-        """Return all errors in the sizes and files for ``world_size`` ranks, one line each."""
-        return self._load(world_size)
+        """Read the prompts, and return the errors in the sizes and files for ``world_size`` ranks, one line each."""
+        errors = self.sizes.errors(world_size)
+        try:
+            sets = PromptSets(self.choice)
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+            return [*errors, str(error)]
+        if sets.heldout and world_size >= 1:
+            images = len(sets.heldout) * self.heldout_images_per_prompt
+            error_of_heldout = held_out_error(images, self.eval_batch_size, world_size)
+            errors += [error_of_heldout] if error_of_heldout else []
+        if not errors:
+            self._sets = sets
+        return errors
 
     def setup(self, stage: str | None = None) -> None:
         """Read the prompts.
@@ -151,14 +137,14 @@ class PromptDataModule(L.LightningDataModule):
             ValueError: the first error of :meth:`check`.
         """
         if self._sets is None or self.sizes.errors(self._world_size):
-            for error in self._load(self._world_size):
+            for error in self.check(self._world_size):
                 raise ValueError(error)
 
     def train_dataloader(self) -> DataLoader[PromptBatch]:
         """Return the steps of one iteration on this rank; ``sampler.set_epoch`` sets the iteration."""
         dataset = IterationDataset(self._loaded().training, self.sizes, self._world_size, self._rank, self.seed)
         first_step, self._first_step = self._first_step, 0
-        sampler = GroupSampler(dataset, len(dataset), self._world_size, self._rank, self.seed, first_step)
+        sampler = GroupSampler(dataset, self._world_size, self._rank, first_step)
         return _loader(dataset, sampler)
 
     def val_dataloader(self) -> DataLoader[PromptBatch] | list[Any]:
@@ -210,12 +196,7 @@ class PromptDataModule(L.LightningDataModule):
         """
         if self._sets is None and self.choice.heldout is not None:
             return limited_heldout(read_prompts(self.choice.heldout), self.choice)
-        if self._sets is None and not self.has_heldout:
-            return []
-        sets = self._sets or PromptSets(self.choice)
-        for error in sets.errors:
-            raise ValueError(error)
-        return sets.heldout or []
+        return self._loaded().heldout or [] if self.has_heldout else []
 
     def heldout_origin(self) -> dict[str, str]:
         """Return the held-out prompts' origin for a report: ``file``, and the ``sha256`` of it or of the prompts."""
@@ -229,21 +210,17 @@ class PromptDataModule(L.LightningDataModule):
 
     def describe(self) -> list[str]:
         """Return a line about what was read, and one per warning, to print before a run."""
-        lines = describe(self._loaded())
+        lines = self._loaded().describe()
         if self.heldout_limit is not None and not self.has_heldout:
             lines.append(f"data.heldout_limit={self.heldout_limit} has no effect: there are no held-out prompts.")
         return lines
 
     def fingerprint(self) -> str:
-        """Return a fingerprint of the training prompts and their order.
-
-        Raises:
-            ValueError: they cannot be read.
-        """
-        return prompts_fingerprint(self._loaded())
+        """Return the SHA-256 of the training prompts in order; see :meth:`PromptSets.fingerprint`."""
+        return self._loaded().fingerprint()
 
     def training_rows(self) -> Iterator[Row]:
-        """Return the training rows to check before a run: all in memory, and the first ones of other sources."""
+        """Return the training rows to check before a run: all in memory, and the first ones of tables."""
         return self._loaded().training_rows()
 
     @property
@@ -259,25 +236,9 @@ class PromptDataModule(L.LightningDataModule):
         assert self._sets is not None
         return self._sets
 
-    def _load(self, world_size: int) -> list[str]:
-        sets = PromptSets(self.choice)
-        errors = [*self.sizes.errors(world_size), *sets.errors]
-        if sets.heldout and world_size >= 1:
-            images = len(sets.heldout) * self.heldout_images_per_prompt
-            error = held_out_error(images, self.eval_batch_size, world_size)
-            errors += [error] if error else []
-        if not errors:
-            self._sets = sets
-        return errors
 
-
-def take_item(items: list[PromptBatch]) -> PromptBatch:
-    """Collate a batch of one item into the item."""
-    return items[0]
-
-
-def _loader(dataset: Dataset[PromptBatch], sampler: GroupSampler | LocalSampler) -> DataLoader[PromptBatch]:
-    # its own generator, since a loader otherwise draws a seed from the global one at each iteration
+def _loader(dataset: Dataset[PromptBatch], sampler: GroupSampler) -> DataLoader[PromptBatch]:
+    # with a generator, since a loader otherwise draws a seed from the global one at each iteration
     return DataLoader(
-        dataset, batch_size=1, sampler=sampler, num_workers=0, collate_fn=take_item, generator=torch.Generator()
+        dataset, batch_size=1, sampler=sampler, num_workers=0, collate_fn=itemgetter(0), generator=torch.Generator()
     )

@@ -1,29 +1,29 @@
-"""Training and held-out prompts: opening, deduplication, splitting."""
+"""Training and held-out prompts: deduplication, splitting by hash, start-up messages and fingerprint."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+import json
+import unicodedata
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import islice
-from typing import cast
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_vgrpo.data.mixture import PromptMixture
-from lit_vgrpo.data.prompts import open_prompts, prompts_of, read_prompts, text_of
-from lit_vgrpo.data.rows import Row, Rows, RowSequence
+from lit_vgrpo.core.pictures import PICTURE
+from lit_vgrpo.data.prompts import TableRows, open_prompts, read_prompts
+from lit_vgrpo.data.rows import Row, Rows, text_of
+from lit_vgrpo.data.sampler import PromptMixture
 from lit_vgrpo.data.source import PromptError, PromptSource
-from lit_vgrpo.data.split import Keys, first_of_each, held_out, prompt_key, prompt_keys
-from lit_vgrpo.data.tables import StreamedRows
+from lit_vgrpo.system.file_fingerprint import file_sha256
 
 CHECKED_ROWS = 10_000
-"""Rows checked before a run, for sources that are not in memory."""
-CHECKED_STREAM_ROWS = 1_000
-
-Opened = Sequence[Row] | StreamedRows
-NO_KEYS: Keys = np.empty(0, dtype=np.uint64)
+"""Rows of a table whose fields are checked before a run; prompts are all checked."""
+KEY_BITS = 64
+Keys = NDArray[np.uint64]
 
 
 @dataclass
@@ -35,186 +35,141 @@ class PromptChoice:
     heldout_fraction: float | None = None
     heldout_limit: int | None = None
     deduplicate: bool = False
-    streaming: bool | None = None
-    seed: int = 0
-
-    @property
-    def reads_all(self) -> bool:
-        """True if every training prompt is read before a run, even from disk."""
-        return self.deduplicate or self.heldout_fraction is not None
-
-
-class ChosenRows(RowSequence):
-    """A selection of rows of a source that is not in memory: 8 bytes per row."""
-
-    def __init__(self, rows: Sequence[Row], numbers: NDArray[np.int64]) -> None:
-        self.rows, self.numbers = rows, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def row(self, number: int) -> Row:
-        return self.rows[int(self.numbers[number])]
 
 
 class PromptSets:
     """A recipe's prompts.
 
     Attributes:
-        errors: errors, one line each; the other attributes are valid only if there are none.
         training: the training prompts.
         heldout: the held-out prompts; None without any.
         dropped: number of duplicates left out.
         repeated: number of duplicate training prompts that were kept.
         shared: number of training prompts that are also held-out prompts, and were kept.
-    """
 
-    training: PromptMixture
+    Raises:
+        PromptError: a source cannot be read, or no prompts remain on a side.
+        ModuleNotFoundError: a source needs the extra ``data``.
+    """
 
     def __init__(self, choice: PromptChoice) -> None:
         self.choice = choice
-        self.errors: list[str] = []
         self.heldout: Rows | None = None
-        self.dropped = self.repeated = self.shared = 0
-        sources = self._opened()
-        apart = NO_KEYS
-        try:
-            if choice.heldout is not None:
-                rows = read_prompts(choice.heldout)
-                apart = prompt_keys(map(text_of, rows))
-                self.heldout = limited_heldout(rows, choice)
-        except (PromptError, ModuleNotFoundError) as error:
-            self.errors.append(str(error))
-        if self.errors:
-            return
-        try:
-            sources = self._split(sources, apart)
-        except PromptError as error:
-            self.errors.append(str(error))
-            return
-        if choice.heldout_fraction is not None and not self.heldout:
-            self.errors.append(
-                f"heldout_fraction={choice.heldout_fraction} holds out no prompts. "
-                "Use a larger fraction, or a held-out file."
-            )
-        self.training = PromptMixture(sources, [source.weight for source in choice.train])
+        sources = [open_prompts(source) for source in choice.train]
+        apart = prompt_keys([])
+        if choice.heldout is not None:
+            heldout = read_prompts(choice.heldout)
+            apart = prompt_keys(map(text_of, heldout))
+            self.heldout = limited_heldout(heldout, choice)
+        keys = np.concatenate([prompt_keys(_texts(rows)) for rows in sources])
+        firsts, is_shared = first_of_each(keys), np.isin(keys, apart)
+        stays = firsts & ~is_shared if choice.deduplicate else np.ones_like(firsts)
+        self.dropped = int((~stays).sum())
+        self.repeated = 0 if choice.deduplicate else int((~firsts).sum())
+        self.shared = 0 if choice.deduplicate else int(is_shared.sum())
+        aside = stays & is_held_out(keys, choice.heldout_fraction or 0.0)
+        starts = np.cumsum([0, *map(len, sources)])
+        if choice.heldout_fraction is not None:
+            # sorted by key, so independent of the order of sources and rows
+            chosen = np.flatnonzero(aside)
+            chosen = chosen[np.argsort(keys[chosen], kind="stable")][: choice.heldout_limit]
+            places = zip(np.searchsorted(starts, chosen, side="right") - 1, chosen, strict=True)
+            self.heldout = [sources[source][int(index - starts[source])] for source, index in places]
+            if not self.heldout:
+                raise PromptError(f"heldout_fraction={choice.heldout_fraction} holds out no prompts. Use a larger one.")
+        training: list[Rows | TableRows] = []
+        for source, rows, mask in zip(choice.train, sources, np.split(stays & ~aside, starts[1:-1]), strict=True):
+            indices = np.flatnonzero(mask)
+            if not len(indices):
+                raise PromptError(f"{source.path} has no prompts left for training: all are held out or duplicates.")
+            training.append(rows.select(indices) if isinstance(rows, TableRows) else [rows[i] for i in indices])
+        self.training = PromptMixture(training, [source.weight for source in choice.train])
 
     def training_rows(self) -> Iterator[Row]:
-        """Return the training rows, source by source; of sources not in memory only the first ones."""
-        for _, rows in self.sources():
-            yield from islice(rows, checked_rows(rows))
+        """Return the training rows to check before a run, source by source; of a table only the first ones."""
+        for rows in self.training.sources:
+            yield from islice(rows, CHECKED_ROWS) if isinstance(rows, TableRows) else rows
 
-    def sources(self) -> Iterator[tuple[PromptSource, Opened]]:
-        """Return the training sources with their rows."""
-        return zip(self.choice.train, self.training.sources, strict=True)
-
-    def _opened(self) -> list[Opened]:
-        sources: list[Opened] = []
-        for number, source in enumerate(self.choice.train):
-            seed = random.Random(f"stream {self.choice.seed} source {number}").getrandbits(32)
-            try:
-                rows = open_prompts(source, self.choice.streaming, seed)
-                if isinstance(rows, StreamedRows):
-                    self._check_stream(source)
-                if not isinstance(rows, list):
-                    for _ in islice(rows, checked_rows(rows)):
-                        pass
-                sources.append(rows)
-            except (PromptError, ModuleNotFoundError) as error:
-                self.errors.append(str(error))
-        return sources
-
-    def _check_stream(self, source: PromptSource) -> None:
+    def describe(self) -> list[str]:
+        """Return a line about what was read, and one per warning."""
+        weights = [f"{source.weight:g}" for source in self.choice.train]
+        origin = "1 source" if len(weights) == 1 else f"{len(weights)} sources (weights {':'.join(weights)})"
+        line = f"Prompts: {sum(map(len, self.training.sources)):,} from {origin}"
+        if self.heldout is not None:
+            line += f", {len(self.heldout):,} held out" + (" by hash" if self.choice.heldout is None else "")
         if self.choice.deduplicate:
-            raise PromptError(
-                f"deduplicate=true needs all of {source.path}, which is a stream. "
-                "Set data.deduplicate=false or data.streaming=null."
-            )
-        if self.choice.heldout_fraction is not None and self.choice.heldout_limit is None:
-            raise PromptError(
-                f"heldout_fraction={self.choice.heldout_fraction} of the stream {source.path} is unbounded. "
-                "Set data.heldout_limit."
-            )
+            line += f", {self.dropped:,} duplicates dropped"
+        lines = [f"{line}."]
+        remedy = "Set data.deduplicate=true to train without them."
+        if self.shared:
+            lines.append(f"{self.shared:,} of the training prompts are also held-out prompts. {remedy}")
+        if self.repeated:
+            lines.append(f"{self.repeated:,} of the training prompts are duplicates. {remedy}")
+        return lines
 
-    def _split(self, sources: list[Opened], apart: Keys) -> list[Opened]:
-        """Remove duplicates and held-out prompts; those split off by hash go to ``heldout``.
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of the training prompts in order, independent of file locations.
 
-        Args:
-            sources: the opened sources.
-            apart: keys of the prompts of the held-out file.
+        It covers all fields and pictures of rows in memory, and the prompts of tables.
         """
-        fraction = self.choice.heldout_fraction
-        own_keys = {number: keys for number, rows in enumerate(sources) if (keys := self._keys(rows)) is not None}
-        keys = np.concatenate([NO_KEYS, *own_keys.values()])
-        firsts, outside = first_of_each(keys), np.isin(keys, apart)
-        stays = np.ones(len(keys), dtype=bool)
-        if self.choice.deduplicate:
-            stays = firsts & ~outside
-            self.dropped = int((~stays).sum())
-        else:
-            self.repeated, self.shared = int((~firsts).sum()), int(outside.sum())
-        aside = stays & held_out(keys, fraction or 0.0)
-
-        taken: list[tuple[int, Row]] = []
-        start = 0
-        for number, own in own_keys.items():
-            part = slice(start, start := start + len(own))
-            rows = cast(Sequence[Row], sources[number])
-            taken += self._taken(rows, own, np.flatnonzero(aside[part]))
-            remains = stays[part] & ~aside[part]
-            sources[number] = _chosen(rows, remains)
-            if not remains.any():
-                path = self.choice.train[number].path
-                self.errors.append(f"{path} has no prompts left for training: all are held out or duplicates.")
-        if fraction is not None:
-            streams = [rows for rows in sources if isinstance(rows, StreamedRows)]
-            taken += [pair for rows in streams for pair in self._of_stream(rows, fraction)]
-            # by hash, independent of the order of sources and rows
-            taken.sort(key=lambda pair: pair[0])
-            self.heldout = [row for _, row in taken][: self.choice.heldout_limit]
-        return sources
-
-    def _keys(self, rows: Opened) -> Keys | None:
-        """Return the keys of a source; None if it is not read completely."""
-        if isinstance(rows, StreamedRows):
-            return None
-        if isinstance(rows, list) or self.choice.reads_all:
-            return prompt_keys(prompts_of(rows))
-        return None
-
-    def _taken(self, rows: Sequence[Row], keys: Keys, numbers: NDArray[np.int64]) -> list[tuple[int, Row]]:
-        """Return a source's held-out rows with their keys, as many as needed."""
-        lowest = numbers[np.argsort(keys[numbers], kind="stable")][: self.choice.heldout_limit]
-        return [(int(keys[number]), rows[number]) for number in lowest.tolist()]
-
-    def _of_stream(self, rows: StreamedRows, fraction: float) -> list[tuple[int, Row]]:
-        """Return a stream's first rows with their keys."""
-
-        def is_aside(row: Row) -> bool:
-            return bool(held_out(prompt_keys([text_of(row)]), fraction)[0])
-
-        rows.skip(is_aside)
-        aside = (row for row in rows if is_aside(row))
-        return [(prompt_key(text_of(row)), row) for row in islice(aside, self.choice.heldout_limit)]
+        digest = sha256()
+        for rows in self.training.sources:
+            for text in rows.texts() if isinstance(rows, TableRows) else map(_portable_json, rows):
+                digest.update(f"{text}\0".encode())
+        return digest.hexdigest()
 
 
 def limited_heldout(rows: Rows, choice: PromptChoice) -> Rows:
     """Return the rows of a held-out file that the evaluation uses."""
     if choice.deduplicate:
-        firsts = first_of_each(prompt_keys(map(text_of, rows)))
-        rows = [row for row, first in zip(rows, firsts, strict=True) if first]
+        rows = [rows[index] for index in np.flatnonzero(first_of_each(prompt_keys(map(text_of, rows))))]
     return rows[: choice.heldout_limit]
 
 
-def _chosen(rows: Sequence[Row], mask: NDArray[np.bool_]) -> Sequence[Row]:
-    if mask.all():
-        return rows
-    numbers = np.flatnonzero(mask)
-    return [rows[number] for number in numbers.tolist()] if isinstance(rows, list) else ChosenRows(rows, numbers)
+def _texts(rows: Rows | TableRows) -> Iterable[str]:
+    return rows.texts() if isinstance(rows, TableRows) else map(text_of, rows)
 
 
-def checked_rows(rows: Opened) -> int | None:
-    """Return how many rows of a source are checked before a run; None for all."""
-    if isinstance(rows, list):
-        return None
-    return CHECKED_STREAM_ROWS if isinstance(rows, StreamedRows) else CHECKED_ROWS
+def _portable_json(row: Row) -> str:
+    """Return a row as JSON, with its picture's hash in place of its path."""
+    fields = {**row, PICTURE: file_sha256(Path(row[PICTURE]))} if PICTURE in row else row
+    return json.dumps(fields, sort_keys=True, default=str)
+
+
+def normalised(prompt: str) -> str:
+    """Normalise a prompt's case, white space and Unicode representation of accents.
+
+    >>> normalised("A  Cafe\\u0301 ") == normalised("a caf\\u00e9")
+    True
+    """
+    folded = unicodedata.normalize("NFD", prompt).casefold()
+    return " ".join(unicodedata.normalize("NFC", folded).split())
+
+
+def prompt_keys(prompts: Iterable[str]) -> Keys:
+    """Return the first 64 bits of the SHA-256 of every normalised prompt, shape ``(N,)``."""
+    digests = (sha256(normalised(prompt).encode()).digest() for prompt in prompts)
+    return np.fromiter((int.from_bytes(digest[: KEY_BITS // 8], "big") for digest in digests), dtype=np.uint64)
+
+
+def is_held_out(keys: Keys, fraction: float) -> NDArray[np.bool_]:
+    """Return a mask of the held-out prompts: those with keys in the lowest ``fraction`` of all possible keys.
+
+    Only the prompt matters: it keeps its side whatever else is in its file, and a larger fraction holds out the same
+    prompts and more.
+
+    Args:
+        keys: from :func:`prompt_keys`, shape ``(N,)``.
+        fraction: between 0 and 1.
+
+    Returns:
+        Shape ``(N,)``.
+    """
+    return keys < np.uint64(int(fraction * 2**KEY_BITS))
+
+
+def first_of_each(keys: Keys) -> NDArray[np.bool_]:
+    """Return a mask of the entries that are the first with their key, shape ``(N,)``."""
+    firsts = np.zeros(len(keys), dtype=bool)
+    firsts[np.unique(keys, return_index=True)[1]] = True
+    return firsts

@@ -1,24 +1,26 @@
-"""Prompts from files, folders and datasets."""
+"""Prompts from text files, and from tables that the ``datasets`` library keeps on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lit_vgrpo.core.pictures import PICTURE
-from lit_vgrpo.data.hub_datasets import is_saved
-from lit_vgrpo.data.rows import PROMPT, Row
-from lit_vgrpo.data.source import PromptError, PromptSource, as_source, kind_of
-from lit_vgrpo.data.tables import StreamedRows, TableRows, read_parquet
-from lit_vgrpo.data.text_files import IndexedRows, read_text
-from lit_vgrpo.system.file_fingerprint import file_sha256
+from lit_vgrpo.data.rows import PROMPT, Row, Rows, check_column, checked_prompt, checked_row, text_of
+from lit_vgrpo.data.source import Kind, PromptError, PromptSource, as_source, kind_of
+from lit_vgrpo.errors import one_line
 from lit_vgrpo.system.paths import resolve_path
 
-LARGE_FILE_BYTES = 64 * 2**20
-"""Files of at least this size are left on disk."""
-
-__all__ = ["PromptError", "open_prompts", "prompt_errors", "prompts_of", "read_prompts"]
+SAVED_MARKS = ("dataset_dict.json", "state.json")
+"""Files of which a folder written by ``save_to_disk`` has one."""
 
 
 def read_prompts(source: str | Path | PromptSource) -> list[dict[str, Any]]:
@@ -34,58 +36,188 @@ def read_prompts(source: str | Path | PromptSource) -> list[dict[str, Any]]:
             names the file and the line or row.
         ModuleNotFoundError: it needs the extra ``data``.
     """
-    return list(open_prompts(as_source(source), streaming=False))
+    return list(open_prompts(as_source(source)))
 
 
-def open_prompts(source: PromptSource, streaming: bool | None = None, seed: int = 0) -> Sequence[Row] | StreamedRows:
-    """Open a source's rows, in memory or on disk.
-
-    Args:
-        source: what to open.
-        streaming: True leaves them on disk, and reads folders of data files and hub datasets sequentially; False reads
-            text and parquet files into memory; None decides by file size.
-        seed: seed of the order of a stream.
+def open_prompts(source: PromptSource) -> Rows | TableRows:
+    """Open a source's rows: text files in memory, parquet files, folders and hub datasets on disk.
 
     Raises:
-        PromptError: as in :func:`read_prompts`; rows left on disk are checked when accessed.
+        PromptError: as in :func:`read_prompts`; rows on disk are read on access.
         ModuleNotFoundError: it needs the extra ``data``.
     """
     kind = kind_of(source)
-    if kind in ("hub", "folder"):
-        is_stream = streaming and not (kind == "folder" and is_saved(resolve_path(source.path)))
-        return StreamedRows(source, kind, seed) if is_stream else TableRows(source, kind)
-    if streaming is None:
-        streaming = resolve_path(source.path).stat().st_size >= LARGE_FILE_BYTES
-    if not streaming:
-        return read_parquet(source) if kind == "parquet" else read_text(source, kind)
-    return TableRows(source, kind) if kind == "parquet" else IndexedRows(source, kind)
+    rows = read_text(source, kind) if kind in _PARSERS else TableRows(source, _open_table(source, kind))
+    if not len(rows):
+        raise PromptError(f"{source.path} has no prompts.")
+    return rows
 
 
 def prompt_errors(*given: object) -> list[str]:
     """Return why sources in a recipe's plain values cannot be opened; other values are skipped."""
     errors = []
-    for value in given:
-        for entry in value if isinstance(value, list) else [value]:
-            if not isinstance(entry, str | dict):
-                continue
-            try:
-                source = as_source(entry)
-            except (TypeError, ValueError):
-                continue  # the parser reports it
-            try:
-                open_prompts(source)
-            except (PromptError, ModuleNotFoundError) as error:
-                errors.append(str(error))
+    entries = [entry for value in given for entry in (value if isinstance(value, list) else [value])]
+    for entry in entries:
+        try:
+            if isinstance(entry, str | dict):
+                open_prompts(as_source(entry))
+        except (PromptError, ModuleNotFoundError) as error:
+            errors.append(str(error))
+        except (TypeError, ValueError):
+            continue  # the parser reports it
     return errors
 
 
-def prompts_of(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield every row's text that tells it from others, in order: its prompt, and the picture that the prompt edits."""
-    if isinstance(rows, TableRows) and not rows.has_pictures:
-        return rows.prompts()
-    return map(text_of, rows)
+# --- text files ------------------------------------------------------------------------------------------------------
 
 
-def text_of(row: Row) -> str:
-    """Return what tells a row from others: its prompt, and a hash of the picture that the prompt edits."""
-    return row[PROMPT] if PICTURE not in row else f"{row[PROMPT]}\n{file_sha256(Path(row[PICTURE]))}"
+def read_text(source: PromptSource, kind: Kind) -> Rows:
+    """Read a txt, jsonl or csv file; raises as :func:`read_prompts`."""
+    file = resolve_path(source.path)
+    content = file.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise PromptError(f"{file} line {line}: not UTF-8. Save the file as UTF-8.") from error
+    records = _PARSERS[kind](text, source, file)
+    return [checked_row(row, source, f"{file} line {number}") for number, row in islice(records, source.limit)]
+
+
+def _txt_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[int, Row]]:
+    # str.splitlines would also split at U+2028 and the like, which may occur inside a JSON string
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, {PROMPT: line.strip()}
+
+
+def _jsonl_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[int, Row]]:
+    for number, line in _txt_records(text, source, file):
+        try:
+            row = json.loads(line[PROMPT])
+        except (ValueError, RecursionError) as error:
+            raise PromptError(f"{file} line {number}: not JSON ({error}).") from error
+        if not isinstance(row, dict):
+            raise PromptError(f'{file} line {number}: not an object. Write lines such as {{"prompt": "a cat"}}.')
+        yield number, row
+
+
+def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a csv file with the number of their last line; cells are text, and empty ones are left out."""
+    reader = csv.DictReader(StringIO(text, newline=""), strict=True)
+    try:
+        names = list(reader.fieldnames or [])
+        check_column(names, source, f"{file} line 1")
+        if len(set(names)) < len(names):
+            raise PromptError(f"{file} line 1: two columns have the same name. Rename one.")
+        for row in reader:
+            if None in row or None in row.values():
+                need = f"more or fewer cells than the {len(names)} of the header. Put a cell with a comma in quotes."
+                raise PromptError(f"{file} line {reader.line_num}: {need}")
+            if any(cell.strip() for cell in row.values()):
+                filled = {name: cell for name, cell in row.items() if cell.strip()}
+                yield reader.line_num, {source.column or PROMPT: "", **filled}
+    except csv.Error as error:
+        raise PromptError(f"{file} line {reader.line_num}: not csv ({error}).") from error
+
+
+_PARSERS = {"txt": _txt_records, "jsonl": _jsonl_records, "csv": _csv_records}
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+class TableRows:
+    """Rows of a dataset that stays on disk, read on access.
+
+    Args:
+        source: its options.
+        table: a ``datasets.Dataset``.
+        numbers: the selected rows, shape ``(N,)``; all by default.
+
+    Raises:
+        PromptError: the dataset lacks the prompt's column; on access: the row is invalid.
+    """
+
+    def __init__(self, source: PromptSource, table: Any, numbers: NDArray[np.int64] | None = None) -> None:
+        check_column(table.column_names, source, source.path)
+        self.source = source
+        # images and audio are not decoded
+        media = [name for name, of in table.features.items() if hasattr(of, "decode_example") or "binary" in repr(of)]
+        self.table = table.remove_columns(media)
+        self.numbers = np.arange(len(table))[: source.limit] if numbers is None else numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Row:
+        number = int(self.numbers[index])
+        row, column = self.table[number], self.source.column or PROMPT
+        return checked_row({**_without_nulls(row), column: row[column]}, self.source, self._where(number))
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+    def select(self, indices: NDArray[np.int64]) -> TableRows:
+        """Return these rows."""
+        return TableRows(self.source, self.table, self.numbers[indices])
+
+    def texts(self) -> Iterator[str]:
+        """Yield the rows' texts as in :func:`text_of`, without reading other columns where possible."""
+        if PICTURE in self.table.column_names:
+            yield from map(text_of, self)
+            return
+        column = self.source.column or PROMPT
+        numbers = iter(self.numbers)
+        for batch in self.table.select_columns([column]).select(self.numbers).iter(1000):
+            for prompt in batch[column]:
+                yield checked_prompt(prompt, self.source, self._where(next(numbers)))
+
+    def _where(self, number: int) -> str:
+        return f"{self.source.path} row {number + 1}"
+
+
+def _open_table(source: PromptSource, kind: Kind) -> Any:
+    """Open a parquet file, a folder or a hub dataset as a ``datasets.Dataset``.
+
+    Raises:
+        PromptError: it cannot be read.
+        ModuleNotFoundError: the ``datasets`` package is missing.
+    """
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        message = f'{source.path} needs the datasets package. Run: pip install "lit-vgrpo[data]"'
+        raise ModuleNotFoundError(message) from error
+    datasets.disable_progress_bars()
+    place = source.path if kind == "hub" else str(resolve_path(source.path))
+    try:
+        if kind == "parquet":
+            return datasets.load_dataset("parquet", data_files=place, split="train")
+        if any((Path(place) / name).is_file() for name in SAVED_MARKS):
+            found = datasets.load_from_disk(place)
+        else:
+            found = datasets.load_dataset(place, source.config, split=source.split)
+        if not isinstance(found, dict):
+            return found
+        split = source.split or (next(iter(found)) if len(found) == 1 else "train")
+        if split not in found:
+            raise ValueError(f"It has no split {split}, but {', '.join(found)}")
+        return found[split]
+    except Exception as error:  # the library raises anything on damaged files
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        message = f"{source.path} cannot be read as a dataset ({one_line(cause)[:200].rstrip('.')})."
+        if kind == "hub":
+            message += f" Or use a folder: hf download {place} --repo-type dataset --local-dir FOLDER"
+        raise PromptError(message) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove empty cells from a table's value, so that a row has only the fields it was written with."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value

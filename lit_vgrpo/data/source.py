@@ -1,8 +1,8 @@
-"""The sources of prompts that a recipe names."""
+"""The prompt sources that a recipe names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +14,7 @@ from lit_vgrpo.system.paths import resolve_path
 
 Kind = Literal["txt", "jsonl", "csv", "parquet", "folder", "hub"]
 FILE_KINDS: tuple[Kind, ...] = ("txt", "jsonl", "csv", "parquet")
-USE = "Use a .txt, .jsonl, .csv or .parquet file, a folder of them, or a dataset of the hub, owner/name."
+USE = "Use a .txt, .jsonl, .csv or .parquet file, a folder of them, or a hub dataset, owner/name."
 
 
 class PromptError(ValueError):
@@ -38,7 +38,7 @@ class PromptSource:
         limit: use only the first N rows.
 
     Raises:
-        TypeError: a value has the wrong type.
+        TypeError: a weight or limit has the wrong type.
         ValueError: a weight or limit is too small, or the path is empty.
     """
 
@@ -51,19 +51,8 @@ class PromptSource:
     limit: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        for name, value, needed in self._typed():
-            if not needed:
-                what = "name or a list of names" if name == "rewards" else "text"
-                raise TypeError(f"{name}={value!r} has the wrong type. Give a {what}.")
-        if not self.path.strip():
+        if not str(self.path).strip():  # would be the current folder
             raise ValueError(f"path={self.path!r} is empty. {USE}")
-
-    def _typed(self) -> Iterator[tuple[str, object, bool]]:
-        names = self.rewards if isinstance(self.rewards, list) else [self.rewards or ""]
-        yield "path", self.path, isinstance(self.path, str)
-        for name in ("column", "split", "config"):
-            yield name, getattr(self, name), isinstance(getattr(self, name), str | type(None))
-        yield "rewards", self.rewards, all(isinstance(name, str) for name in names)
 
 
 if TYPE_CHECKING:
@@ -75,73 +64,56 @@ else:
     Sources = Source | list[Source]
 
 
-def as_source(value: Source | Path, name: str = "") -> PromptSource:
+def as_source(value: Source | Path) -> PromptSource:
     """Build a source from a path or from its options.
 
-    Args:
-        value: the recipe's value.
-        name: its key, for messages.
-
     Raises:
-        TypeError: an option is unknown or has the wrong type.
+        TypeError: an option is unknown, missing or has the wrong type.
         ValueError: an option's value is invalid.
     """
     if isinstance(value, PromptSource):
         return value
-    given = dict(value) if isinstance(value, Mapping) else {"path": str(value)}
-    prefix = f"{name}." if isinstance(value, Mapping) and name else ""
+    if not isinstance(value, Mapping):
+        return PromptSource(str(value))
     options = [field.name for field in fields(PromptSource)]
-    for option in given:
+    for option in value:
         if option not in options:
-            raise TypeError(unknown_option(f"{prefix}{option}", "PromptSource", options))
-    if "path" not in given:
-        raise TypeError(f"{prefix}path is missing. {USE}")
-    try:
-        return PromptSource(**given)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{prefix}{error}") from error
+            raise TypeError(unknown_option(option, "PromptSource", options))
+    return PromptSource(**value)
 
 
 def as_sources(value: Sources) -> list[PromptSource]:
     """Return one or several sources as a list; raises as in :func:`as_source`, and ValueError for an empty list."""
     if isinstance(value, str | PromptSource | Mapping):
-        return [as_source(value, "train")]
+        return [as_source(value)]
     if not value:
         raise ValueError(f"train=[] is empty. {USE}")
-    return [as_source(entry, f"train[{number}]") for number, entry in enumerate(value)]
+    return [as_source(entry) for entry in value]
 
 
 def kind_of(source: PromptSource) -> Kind:
     """Return the kind of file, folder or dataset at the source's path.
 
     Raises:
-        PromptError: it does not exist or holds no prompts, or an option does not apply to it.
+        PromptError: there is none, or an option does not apply to it.
     """
-    kind = _kind(source.path)
-    if kind in FILE_KINDS:
-        for name, value in (("split", source.split), ("config", source.config)):
-            if value is not None:
-                raise PromptError(f"{source.path} is a file and has no {name}. Leave out {name}={value}.")
-    if kind == "txt" and source.column is not None:
-        raise PromptError(f"{source.path} has one prompt per line and no columns. Leave out column={source.column}.")
-    return kind
-
-
-def _kind(text: str) -> Kind:
     try:
-        path = resolve_path(text)
+        path = resolve_path(source.path)
     except ValueError as error:
         raise PromptError(str(error)) from error
     suffix = path.suffix.lower().removeprefix(".")
-    for kind in FILE_KINDS:
-        if suffix == kind:
-            if path.is_file():
-                return kind
-            wrong = "is not a file" if path.exists() else "does not exist"
-            raise PromptError(f"{path} {wrong}. Give the path of a .txt, .jsonl, .csv or .parquet prompt file.")
     if path.is_dir():
         return "folder"
+    if path.is_file() and suffix in FILE_KINDS:
+        ignored = [name for name in ("split", "config") if getattr(source, name) is not None]
+        ignored += ["column"] if suffix == "txt" and source.column is not None else []
+        if ignored:
+            raise PromptError(f"{path} has no {ignored[0]}. Leave out {ignored[0]}={getattr(source, ignored[0])}.")
+        return next(kind for kind in FILE_KINDS if kind == suffix)
+    if path.exists():
+        raise PromptError(f"{path} is not a prompt file. {USE}")
     # "prompts/train.tsv" looks like a hub name, but the folder prompts/ exists
-    if path.exists() or local_folder(text) is not None or "/" not in text or path.parent.is_dir():
-        raise PromptError(f"{path} is not a prompt file. {USE}" if path.exists() else f"{path} does not exist. {USE}")
+    is_hub_name = local_folder(source.path) is None and "/" in source.path and not path.parent.is_dir()
+    if suffix in FILE_KINDS or not is_hub_name:
+        raise PromptError(f"{path} does not exist. {USE}")
     return "hub"

@@ -1,10 +1,14 @@
 """FID, KID, diversity and confidence intervals of a set of images; none of them needs a trainer."""
 
 from lit_vgrpo.metrics.bootstrap import bootstrap_interval
-from lit_vgrpo.metrics.diversity import diversity, mean_pairwise_distance
+from lit_vgrpo.metrics.distances import (
+    FrechetDistance,
+    KeptFeatures,
+    diversity,
+    kernel_distance,
+    mean_pairwise_distance,
+)
 from lit_vgrpo.metrics.features import FeatureNetwork, feature_network
-from lit_vgrpo.metrics.fid import FrechetDistance
-from lit_vgrpo.metrics.kid import KeptFeatures, kernel_distance
 from lit_vgrpo.metrics.reference import Reference, reference_errors, reference_statistics
 
 __all__ = [

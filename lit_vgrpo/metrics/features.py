@@ -26,8 +26,7 @@ INCEPTION = "inception"
 INCEPTION_FILE = "inception-2015-12-05.pt"
 INCEPTION_SIDE = 299
 TORCHSCRIPT_SUFFIXES = (".pt", ".pts")
-WEIGHT_SUFFIXES = (".safetensors", ".bin")
-CONFIG_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
+MODEL_SUFFIXES = (".safetensors", ".bin", ".json")
 
 Pixels = npt.NDArray[np.uint8]
 """One image, ``(H, W, 3)``."""
@@ -39,7 +38,7 @@ class FeatureNetwork(ABC):
 
     Args:
         source: where the weights are.
-        side: images are resized to ``side`` x ``side`` pixels; ``None`` uses the network's own size.
+        side: images are resized to ``side`` x ``side`` pixels; ``None`` uses the network's default size.
         batch_size: images per forward pass. Smaller batches are padded, so that features are the same to the bit.
 
     Attributes:
@@ -73,9 +72,7 @@ class FeatureNetwork(ABC):
     def name(self) -> str:
         """Label of its statistics: the network's name, a hash of its files, and the side in pixels."""
         self.load()
-        digest = hashlib.sha256()
-        for file in self._files():
-            digest.update(file_sha256(file).encode())
+        digest = hashlib.sha256("".join(map(file_sha256, self._files())).encode())
         return f"{Path(self.source).name}@{digest.hexdigest()[:16]}/{self.side}"
 
     def has_made(self, name: str) -> bool:
@@ -97,13 +94,14 @@ class FeatureNetwork(ABC):
             return
         for error in self.check():
             raise LoadError(error)
-        with warnings.catch_warnings():
+        remedy = "Set features to a TorchScript file, or to a folder with a vision model and its processor."
+        with loading(self.source, remedy), quiet_libraries(), warnings.catch_warnings():
             # deprecated, but clean-fid's network is a TorchScript file
             warnings.filterwarnings("ignore", message=".*torch.jit.*", category=FutureWarning)
-            model = self._load()
-        for parameter in model.parameters():
+            model = self._load().eval().to(self.device)
+        for parameter in model.parameters():  # TorchScript has no model.requires_grad_
             parameter.requires_grad_(False)
-        self._model = model.eval().to(self.device)
+        self._model = model
 
     def to(self, device: torch.device | str) -> FeatureNetwork:
         """Move the network to a device and return it."""
@@ -139,15 +137,7 @@ class FeatureNetwork(ABC):
     def _features(self, pixels: Tensor) -> Tensor:
         # the trainer's autocast would change the statistics
         with torch.autocast(self.device.type, enabled=False):
-            features = self._forward(pixels.permute(0, 3, 1, 2).contiguous().to(self.device))
-        if features.ndim > 2:
-            features = features.flatten(1)
-        if features.ndim != 2 or len(features) != len(pixels):
-            raise LoadError(
-                f"{self.source} gives features of shape {tuple(features.shape)} for {len(pixels)} images. "
-                "Set features to a network that gives (B, D)."
-            )
-        return features.float()
+            return self._forward(pixels.permute(0, 3, 1, 2).contiguous().to(self.device)).flatten(1).float()
 
 
 class TorchScriptFeatures(FeatureNetwork):
@@ -163,18 +153,10 @@ class TorchScriptFeatures(FeatureNetwork):
         return []
 
     def _load(self) -> Any:
-        try:
-            return torch.jit.load(str(self.path), map_location="cpu")
-        except (RuntimeError, ValueError) as error:
-            raise LoadError(
-                f"{self.path} is not a TorchScript file. Save one with torch.jit.script(net).save()."
-            ) from error
+        return torch.jit.load(str(self.path), map_location="cpu")
 
     def _forward(self, pixels: Tensor) -> Tensor:
-        features = self._model(pixels)
-        if not isinstance(features, Tensor):
-            raise LoadError(f"{self.path} returns {type(features).__name__}. Save a network that returns a tensor.")
-        return features
+        return self._model(pixels)
 
     def _files(self) -> list[Path]:
         return [self.path]
@@ -199,12 +181,7 @@ class InceptionFeatures(TorchScriptFeatures):
     def _load(self) -> Any:
         from cleanfid.inception_torchscript import InceptionV3W
 
-        try:
-            return InceptionV3W(str(self.path.parent), download=False)
-        except (RuntimeError, ValueError, AttributeError) as error:
-            raise LoadError(
-                f"{self.path} is not clean-fid's Inception network. Remove it and download it again."
-            ) from error
+        return InceptionV3W(str(self.path.parent), download=False)
 
 
 class TransformersFeatures(FeatureNetwork):
@@ -221,33 +198,24 @@ class TransformersFeatures(FeatureNetwork):
     def _load(self) -> Any:
         from transformers import AutoImageProcessor, AutoModel
 
-        remedy = "Set features to a folder with a vision model and its processor."
-        with loading(self.source, remedy), quiet_libraries():
-            processor: Any = AutoImageProcessor.from_pretrained(source_of(self.source))
-            model = AutoModel.from_pretrained(source_of(self.source), dtype=torch.float32)
-        self.side = self.side or _processor_side(processor)
+        processor: Any = AutoImageProcessor.from_pretrained(source_of(self.source))
+        size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
+        self.side = self.side or int(next(size[key] for key in ("height", "shortest_edge") if size.get(key)))
         moments = (processor.image_mean, processor.image_std)
         self._mean, self._std = (torch.tensor(values, dtype=torch.float32).view(1, 3, 1, 1) for values in moments)
-        return model
+        return AutoModel.from_pretrained(source_of(self.source), dtype=torch.float32)
 
     def _forward(self, pixels: Tensor) -> Tensor:
         inputs = (pixels / 255 - self._mean.to(pixels)) / self._std.to(pixels)
-        if hasattr(self._model, "get_image_features"):
-            output = self._model.get_image_features(pixel_values=inputs)
-        else:
-            output = self._model(pixel_values=inputs)
-        features = output if isinstance(output, Tensor) else getattr(output, "pooler_output", None)
-        if features is None:
-            raise LoadError(f"{self.source} has no pooled output. Set features to a vision model that has one.")
-        return features
+        output = getattr(self._model, "get_image_features", self._model)(pixel_values=inputs)
+        return output if isinstance(output, Tensor) else output.pooler_output
 
     def _files(self) -> list[Path]:
         from transformers.utils import cached_file
 
         config = cached_file(source_of(self.source), "config.json")
         assert config is not None
-        files = Path(config).parent.iterdir()
-        return sorted(file for file in files if file.suffix in WEIGHT_SUFFIXES or file.name in CONFIG_FILES)
+        return sorted(file for file in Path(config).parent.iterdir() if file.suffix in MODEL_SUFFIXES)
 
 
 def feature_network(source: str = INCEPTION, size: int | None = None, batch_size: int = BATCH_SIZE) -> FeatureNetwork:
@@ -256,7 +224,7 @@ def feature_network(source: str = INCEPTION, size: int | None = None, batch_size
     Args:
         source: ``inception`` (clean-fid's), a TorchScript file (``.pt``, ``.pts``), or a folder or hub name of a
             vision model of transformers.
-        size: images are resized to ``size`` x ``size`` pixels; ``None`` uses the network's own size.
+        size: images are resized to ``size`` x ``size`` pixels; ``None`` uses the network's default size.
         batch_size: images per forward pass; see :class:`FeatureNetwork`.
 
     Raises:
@@ -264,9 +232,7 @@ def feature_network(source: str = INCEPTION, size: int | None = None, batch_size
     """
     if source == INCEPTION:
         if size not in (None, INCEPTION_SIDE):
-            raise ValueError(
-                f"size={size} does not fit features={INCEPTION}, which needs {INCEPTION_SIDE}. Leave it out."
-            )
+            raise ValueError(f"size={size} does not fit features={INCEPTION}, which needs {INCEPTION_SIDE}.")
         return InceptionFeatures(batch_size)
     if Path(source).suffix.lower() in TORCHSCRIPT_SUFFIXES:
         return TorchScriptFeatures(source, size, batch_size)
@@ -279,8 +245,3 @@ def clean_resize(picture: Pixels, side: int) -> npt.NDArray[np.float32]:
 
     resized: npt.NDArray[np.float32] = make_resizer("PIL", False, "bicubic", (side, side))(picture)
     return resized
-
-
-def _processor_side(processor: Any) -> int:
-    size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
-    return int(next(size[key] for key in ("height", "shortest_edge") if size.get(key)))

@@ -25,12 +25,9 @@ def vacant_folder(text: str) -> Path:
         UserError: The path is a file or a non-empty folder.
     """
     folder = Path(text).expanduser()
-    if folder.is_dir():
-        error = "is not empty" if any(folder.iterdir()) else None
-    else:
-        error = "is a file" if folder.exists() or folder.is_symlink() else None
-    if error is not None:
-        raise UserError(f"{text} {error}, and nothing is overwritten. Choose a new folder.")
+    if any(folder.iterdir()) if folder.is_dir() else folder.exists():
+        what = "is not empty" if folder.is_dir() else "is a file"
+        raise UserError(f"{text} {what}, and nothing is overwritten. Choose a new folder.")
     return folder
 
 
@@ -52,7 +49,7 @@ def write_new_folder(folder: Path, option: str) -> Iterator[Path]:
 def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder next to the destination, and rename it at the end of the block.
 
-    If the block raises, the temporary folder is removed; if the process is killed, it remains under its own name.
+    If the block raises, the temporary folder is removed.
 
     Args:
         replace: if the destination has entries, replace those of the same name and keep the others.
@@ -69,11 +66,11 @@ def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Pat
         _finish(draft)
         if replace and target.is_dir():
             for entry in sorted(draft.iterdir()):
-                _move_over(entry, target / entry.name)
+                if (target / entry.name).is_dir():
+                    shutil.rmtree(target / entry.name)
+                os.replace(entry, target / entry.name)
             sync_folder(target)
             return
-        if target.is_dir():
-            target.rmdir()  # empty; except on POSIX, a rename does not replace it
         os.rename(draft, target)
         sync_folder(target.parent)
     finally:
@@ -83,12 +80,6 @@ def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Pat
 def write_error(error: Exception) -> str:
     """Return why something could not be written, in a few words."""
     return error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-
-
-def _move_over(entry: Path, place: Path) -> None:
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
-    os.replace(entry, place)
 
 
 def _finish(folder: Path) -> None:
@@ -106,10 +97,7 @@ def _finish(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Sync a folder's entries to disk."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # folders cannot be opened on Windows
-        return
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

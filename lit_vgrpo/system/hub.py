@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +14,6 @@ from lit_vgrpo.errors import one_line
 from lit_vgrpo.system.paths import SHIPPED_PREFIX, resolve_path
 
 HUB_TIMEOUT_S = 4.0
-SILENCE_S = 60.0
-"""Time to wait before contacting an unresponsive hub again."""
-_silent_since = -SILENCE_S
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
@@ -32,24 +28,17 @@ def quiet_libraries() -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     libraries = (diffusers_logging, transformers_logging)
-    levels = [library.get_verbosity() for library in libraries]
     bars = [library.is_progress_bar_enabled() for library in libraries]
-    # Setting a level, even to what it is, empties the caches of all loggers: a millisecond where there are thousands.
-    loud = [library for library, level in zip(libraries, levels, strict=True) if level != logging.ERROR]
-    for library in loud:
-        library.set_verbosity_error()
     for library in libraries:
         library.disable_progress_bar()
     try:
         # peft imports bitsandbytes if installed, which logs messages about kernels
-        with only_errors_of("bitsandbytes"), warnings.catch_warnings():
+        with only_errors_of("diffusers", "transformers", "bitsandbytes"), warnings.catch_warnings():
             # torch_dtype was renamed to dtype between two supported releases
             warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
             yield
     finally:
-        for library, level, bar in zip(libraries, levels, bars, strict=True):
-            if library in loud:
-                library.set_verbosity(level)
+        for library, bar in zip(libraries, bars, strict=True):
             if bar:
                 library.enable_progress_bar()
 
@@ -57,15 +46,14 @@ def quiet_libraries() -> Iterator[None]:
 @contextmanager
 def only_errors_of(*names: str) -> Iterator[None]:
     """Silence these loggers below errors."""
-    loggers = [logger for name in names if (logger := logging.getLogger(name)).level != logging.ERROR]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    levels = {name: logging.getLogger(name).level for name in names}
     try:
+        for name in names:
+            logging.getLogger(name).setLevel(logging.ERROR)
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 @contextmanager
@@ -145,43 +133,29 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
 
 
 def _ask_hub(checkpoint: str, filename: str, what_to_set: str, revision: str | None) -> str | None:
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
 
     which = f" --revision {revision}" if revision else ""
-    download = f"hf download {checkpoint}{which}, or set {what_to_set}=/a/local/folder."
-    remedy = f"Run: {download}"
+    remedy = f"Run: hf download {checkpoint}{which}, or set {what_to_set}=/a/local/folder."
     if constants.HF_HUB_OFFLINE:
         return f"Cannot load {checkpoint}: not in the local cache and HF_HUB_OFFLINE is set. {remedy}"
-
     address = hf_hub_url(checkpoint, filename, revision=revision)
     error = hub_error(lambda: get_hf_file_metadata(address, timeout=HUB_TIMEOUT_S))
     if error is None:
         return None
-    if isinstance(error, GatedRepoError):
-        return f"Cannot load {checkpoint}: access must be granted first. Run: hf auth login, then run: {download}"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"Cannot load {checkpoint}: no such repository. Set {what_to_set} to another name or a folder."
-    if isinstance(error, RevisionNotFoundError):
-        return f"Cannot load {checkpoint}: it has no revision {revision!r}. Use one of its branches, tags or commits."
-    if isinstance(error, EntryNotFoundError):
-        return f"Cannot load {checkpoint}: it has no {filename}. Set {what_to_set} to another name or a folder."
-    return f"Cannot load {checkpoint}: not in the local cache and the hub cannot be reached. {remedy}"
+    reasons: dict[type[Exception], str] = {  # the first is a subclass of the second
+        errors.GatedRepoError: "access must be granted first. Run: hf auth login.",
+        errors.RepositoryNotFoundError: "no such repository.",
+        errors.RevisionNotFoundError: f"it has no revision {revision!r}.",
+        errors.EntryNotFoundError: f"it has no {filename}.",
+    }
+    unreachable = "not in the local cache and the hub cannot be reached."
+    reason = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), unreachable)
+    return f"Cannot load {checkpoint}: {reason} {remedy}"
 
 
 def hub_error(question: Callable[[], object]) -> Exception | None:
-    """Return the exception of a request to the hub, or None; ``TimeoutError`` if no answer comes within about 4 s.
-
-    After one request without an answer, those for a recipe's other checkpoints are skipped.
-    """
-    global _silent_since
-    if time.monotonic() < _silent_since + SILENCE_S:
-        return TimeoutError()
+    """Return the exception of a request to the hub, or None; ``TimeoutError`` if no answer comes within about 4 s."""
     answers: list[Exception | None] = []
 
     def ask() -> None:
@@ -195,6 +169,4 @@ def hub_error(question: Callable[[], object]) -> Exception | None:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(HUB_TIMEOUT_S)
-    if not answers:
-        _silent_since = time.monotonic()
     return answers[0] if answers else TimeoutError()

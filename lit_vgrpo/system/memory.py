@@ -42,13 +42,13 @@ def measured_memory() -> Iterator[MemoryUse]:
     has_gpu = torch.cuda.is_available()
     with suppress(OSError):
         _RESET.write_text("5")
-    before = _resident()
+    before = _bytes_of("VmRSS") or peak_resident_bytes()
     if has_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         gpu_before = torch.cuda.memory_allocated()
     yield use
-    use.resident = max(0, _peak() - before)
+    use.resident = max(0, (_bytes_of("VmHWM") or peak_resident_bytes()) - before)
     if has_gpu:
         use.gpu = torch.cuda.max_memory_allocated() - gpu_before
 
@@ -68,14 +68,6 @@ def idle_gpu(device: torch.device) -> str | None:
     return torch.cuda.get_device_name() if device.type == "cpu" and torch.cuda.is_available() else None
 
 
-def _resident() -> int:
-    return _kilobytes("VmRSS") or _peak()
-
-
-def _peak() -> int:
-    return _kilobytes("VmHWM") or peak_resident_bytes()
-
-
 def peak_resident_bytes() -> int:
     """Return the process's peak resident memory."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -84,11 +76,11 @@ def peak_resident_bytes() -> int:
 
 def available_bytes() -> int:
     """Return the machine's available memory; the total if the system does not report it."""
-    known = _kilobytes("MemAvailable", _MACHINE)
+    known = _bytes_of("MemAvailable", _MACHINE)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known is None else known
 
 
-def _kilobytes(name: str, account: Path = _STATUS) -> int | None:
+def _bytes_of(name: str, account: Path = _STATUS) -> int | None:
     """Return an entry of Linux's status of the process or machine, in bytes."""
     try:
         lines = account.read_text().splitlines()

@@ -36,12 +36,7 @@ def resolve_path(text: str | Path) -> Path:
 
 
 def import_from_here() -> None:
-    """Make modules in the current folder importable, which they are not from a console script.
-
-    Bytecode is no longer cached: Python takes it for current if a source of the same size is written within a second,
-    so that a run would train on code that its fingerprint does not show.
-    """
-    sys.dont_write_bytecode = True
+    """Make modules in the current folder importable, which they are not from a console script."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 

@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -29,15 +29,18 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Ite
     """Handle all stop signals within the context; does nothing outside the main thread."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
-        # nohup and a shell's background jobs ignore some signals, which stay ignored.
-        heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, handler) for number in heard}
+        before = {number: signal.signal(number, handler) for number in _heard()}
     try:
         yield
     finally:
-        for number, own in before.items():
-            signal.signal(number, own)
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _heard() -> list[int]:
+    # nohup and a shell's background jobs ignore some signals, which stay ignored
+    numbers = [signal.Signals[name].value for name in STOP_SIGNALS]
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def how_it_ended(code: int) -> str:
@@ -48,12 +51,7 @@ def how_it_ended(code: int) -> str:
     >>> how_it_ended(3)
     'ended with exit status 3'
     """
-    if code >= 0:
-        return f"ended with exit status {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    return f"ended with exit status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 class StopRequests(ABC):
@@ -86,23 +84,21 @@ class StopRequests(ABC):
             yield
             return
         global _listening
-        for end in (self._reader, self._writer):
-            end.setblocking(False)
-        thread = threading.Thread(target=self._poll, name="stop-requests", daemon=True)
-        with ExitStack() as stack:
-            for close in (self._writer.close, self._reader.close, thread.join, self._wake, self._done.set):
-                stack.callback(close)
-            stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False))
-            stack.enter_context(handle_stop_signals(self.on_signal))
-            thread.start()
+        with self._reader, self._writer:
+            self._reader.setblocking(False)
+            self._writer.setblocking(False)
+            wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+            thread = threading.Thread(target=self._poll, name="stop-requests", daemon=True)
             before, _listening = _listening, self
             try:
-                yield
+                with handle_stop_signals(self.on_signal):
+                    thread.start()
+                    yield
             finally:
                 _listening = before
-
-    def _wake(self) -> None:
-        self._writer.send(b"\0")
+                signal.set_wakeup_fd(wakeup)
+                self._done.set()
+                thread.join()
 
     @abstractmethod
     def can_wait(self) -> bool:
@@ -132,7 +128,7 @@ class StopRequests(ABC):
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread."""
         self._count()
-        self._heed()
+        self._obey_pending()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -142,7 +138,7 @@ class StopRequests(ABC):
             yield
         finally:
             self._holds -= 1
-        self._heed()
+        self._obey_pending()
 
     def hold(self) -> None:
         """Defer requests until :meth:`release`; the time limit of an urgent one still applies."""
@@ -152,32 +148,31 @@ class StopRequests(ABC):
         """Stop deferring and carry out pending requests; harmless without :meth:`hold`."""
         self._is_held = False
         if heed:
-            self._heed()
+            self._obey_pending()
 
-    def _heed(self) -> None:
+    def _obey_pending(self) -> None:
         while not (self._holds or self._is_held) and self._obeyed < len(self.signals):
             self._obeyed += 1
             self.obey(self.signals[self._obeyed - 1])
 
     def _count(self) -> None:
+        """Read the signals' numbers from the socket."""
         with self._counting:
             try:
                 numbers = self._reader.recv(4096)
             except OSError:
                 return
             for number in numbers:
-                if number in {getattr(signal, name, None) for name in STOP_SIGNALS}:
-                    self._take(number, time.monotonic())
-
-    def _take(self, number: int, now: float) -> None:
-        can_repeat = number != signal.SIGINT or len(self.signals) > 1
-        repeats = can_repeat and now - self._last < REPEAT_S
-        self._last = now
-        if not repeats:
-            self.is_urgent = self.is_urgent or bool(self.signals) or not self.can_wait()
-            self.signals.append(number)
-            if not self.is_urgent:
-                self.answer(number)
+                if number not in [signal.Signals[name] for name in STOP_SIGNALS]:
+                    continue
+                now, before = time.monotonic(), self._last
+                self._last = now
+                if now - before < REPEAT_S and (number != signal.SIGINT or len(self.signals) > 1):
+                    continue
+                self.is_urgent = self.is_urgent or bool(self.signals) or not self.can_wait()
+                self.signals.append(number)
+                if not self.is_urgent:
+                    self.answer(number)
 
     def _poll(self) -> None:
         waited = 0
@@ -187,7 +182,7 @@ class StopRequests(ABC):
             reason = self._reason(waited * POLL_S)
             if reason is not None and not self._done.is_set():
                 self.end(self.signals[0], reason)
-            # Counted in polls, not seconds, because a suspended process has not used its time.
+            # counted in polls, not seconds, because a suspended process has not used its time
             waited += self.is_urgent and not readable and not self._holds
 
     def _reason(self, waited_s: float) -> str | None:
@@ -215,10 +210,8 @@ def _stop_listening_in_a_fork() -> None:
     """Restore signals in a process forked by a reward, which would otherwise count its parent's and never end."""
     if _listening is not None:
         signal.set_wakeup_fd(-1)
-        for number in map(signal.Signals.__getitem__, STOP_SIGNALS):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for number in _heard():
+            signal.signal(number, signal.SIG_DFL)
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_stop_listening_in_a_fork)
+os.register_at_fork(after_in_child=_stop_listening_in_a_fork)

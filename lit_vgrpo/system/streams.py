@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import sys
@@ -13,50 +12,31 @@ from lit_vgrpo.errors import say
 
 
 class Output(io.FileIO):
-    """Standard stream that never fails: output to a closed pipe or terminal, or a full disk, is dropped.
-
-    A run's results are in its folder, and its output only reports them: closing a pager must not end a long training
-    run, and ``| head`` is not an error.
-    """
-
-    _lost: OSError | None = None
+    """Standard stream that drops what cannot be written, because closing a pager must not end a long training run."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # the reader or the terminal is gone
-                self._lost = error
+        except OSError:
             return memoryview(data).nbytes
 
-    def is_incomplete(self) -> bool:
-        """Return True and warn if a file lacks part of the output."""
-        sys.stdout.flush()
-        if self._lost is not None:
-            say(f"Not all of the output could be written: {self._lost.strerror}.", error=True)
-        return self._lost is not None
 
-
-def outlast_readers() -> list[Output]:
+def ignore_broken_pipes() -> None:
     """Replace the standard streams with ones that never fail."""
-    outputs = []
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell with >&-; the next opened file must not get its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open for as long as the process
         if isinstance(stream, io.TextIOWrapper):
-            output = Output(stream.fileno(), "wb", closefd=False)
-            buffer = io.BufferedWriter(output)
+            buffer = io.BufferedWriter(Output(stream.fileno(), "wb", closefd=False))
             text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
             setattr(sys, name, text)
-            outputs.append(output)
-    return outputs
 
 
 def say_from_handler(text: str) -> None:
-    """Write to stderr from a signal's handler, which may interrupt another write; a line end stands before the text.
+    """Write to stderr from a signal's handler, which may interrupt another write.
 
-    A live table would draw over what is written past it; its own stream locks, and takes the text above the table.
+    A live table would draw over what is written past it; its stream locks, and takes the text above the table.
     """
     if hasattr(sys.stderr, "rich_proxied_file"):
         say(text.strip(), error=True)

@@ -33,7 +33,7 @@ _FINER = 4  # rendered at this scale and averaged, for subpixel positions
 
 
 def prompt_of(word: str) -> str:
-    """Return the task's prompt for a word, which it quotes for the OCR reward."""
+    """Return the task's prompt for a word, quoted for the OCR reward."""
     return PROMPT.format(word)
 
 
@@ -102,11 +102,8 @@ class WordImages:
             Images of shape ``(B, 3, 16, 40)``, float32 in [0, 1], and one caption per image.
         """
         shown = [random_letters(generator) for generator in generators]
-        images = [render(letters, generator) for letters, generator in zip(shown, generators, strict=True)]
-        captions = [
-            prompt_of(self._misspell(letters, generator)) for letters, generator in zip(shown, generators, strict=True)
-        ]
-        return torch.stack(images), captions
+        images = list(map(render, shown, generators))
+        return torch.stack(images), [prompt_of(letters) for letters in map(self._misspell, shown, generators)]
 
     def _misspell(self, letters: str, generator: torch.Generator) -> str:
         u, pick = torch.rand(2, len(letters), generator=generator, device=generator.device).tolist()

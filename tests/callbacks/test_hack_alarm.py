@@ -13,8 +13,7 @@ from lit_vgrpo.callbacks import RewardHackAlarm, RunSummary
 from lit_vgrpo.callbacks.divergence import Divergence, Measurement
 from lit_vgrpo.callbacks.diversity import HeldOutDiversity, small_pixels
 from lit_vgrpo.data.datasets import HeldOutDataset
-from lit_vgrpo.metrics import feature_network
-from lit_vgrpo.metrics.diversity import diversity
+from lit_vgrpo.metrics import diversity, feature_network
 from lit_vgrpo.rewards import JPEGCompressibility, ShapesReward
 from lit_vgrpo.training.best_evaluation import TRAINED, UNTRAINED
 from lit_vgrpo.training.checkpoint import RunCheckpoint

@@ -109,53 +109,20 @@ sys.exit(status)
     assert done.stdout.endswith("for world size 1.\nTrue False\nthread\nhandler\n")
 
 
-@pytest.mark.parametrize(
-    ("after", "status"),
-    [("end.status = 3; print('said', end='')", 3), ("", 0), ("end.status = 3; raise ValueError", 1)],
-)
-def test_a_quick_end_hides_no_error(after, status):
-    code = f"""
-import atexit
-from lit_vgrpo.system.process import QuickEnd
-end = QuickEnd()
-atexit.register(print, "handler")
-{after}
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == status
-    assert ("ValueError" in done.stderr) == (status == 1)
-    assert done.stdout == ("said" if "said" in after else "") + "handler\n"
-
-
 def test_module_and_argv():
     done = subprocess.run([sys.executable, "-m", "lit_vgrpo", "train"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "'train' is not a subcommand" in done.stderr
 
 
-FULL = "/dev/full"
-
-
-@pytest.mark.parametrize(
-    ("redirect", "status", "last"),
-    [
-        ("2>&1 | true", 0, ""),  # read by nobody
-        (">&-", 0, ""),
-        pytest.param(
-            f">{FULL}",
-            1,
-            "Not all of the output could be written: No space left on device.\n",
-            marks=pytest.mark.skipif(not os.path.exists(FULL), reason="no such device here"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("redirect", ["2>&1 | true", ">&-"])  # read by nobody
 @pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs a shell")
-def test_output_that_nobody_reads_is_no_error(redirect, status, last):
+def test_output_that_nobody_reads_is_no_error(redirect):
     # Slow enough for the reader to have left.
     slow = f"{sys.executable} -c 'import time; time.sleep(.3); import sys; from lit_vgrpo.cli.main import main; "
     script = f'{slow}sys.argv[1:] = ["--help"]; sys.exit(main())\' {redirect}; echo status ${{PIPESTATUS[0]}} >&2'
     done = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True)
-    assert done.stderr == f"{last}status {status}\n"
+    assert done.stderr == "status 0\n"
 
 
 def test_other_subcommands_go_to_the_lightning_sdk_where_it_is_installed(tmp_path):

@@ -7,8 +7,8 @@ from make_geneval import CLASSES, COLORS, RELATIONS, geneval_rows, phrase, plura
 from make_ocr import ocr_prompts
 from make_prompts import files, write
 
+from lit_vgrpo.data.prompt_sets import normalised
 from lit_vgrpo.data.prompts import read_prompts
-from lit_vgrpo.data.split import normalised
 from lit_vgrpo.rewards.geneval_rules import row_error
 from lit_vgrpo.rewards.ocr import OCRReward
 from lit_vgrpo.system.paths import resolve_path

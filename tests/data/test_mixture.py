@@ -1,17 +1,13 @@
 import math
 from collections import Counter
 from fractions import Fraction
-from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.data import sampler
 from lit_vgrpo.data.datasets import IterationDataset
-from lit_vgrpo.data.mixture import PromptMixture, place_in_mixture, whole_weights
-from lit_vgrpo.data.sampler import prompt_index, prompt_indices, shuffled_index
+from lit_vgrpo.data.sampler import PromptMixture, place_in_mixture, prompt_index, whole_weights
 
 WEIGHTS = st.lists(st.integers(1, 50), min_size=1, max_size=7)
 quick = settings(max_examples=100, deadline=None)
@@ -43,15 +39,10 @@ def test_weights_are_taken_as_they_are_written():
     assert whole_weights([3, 1]) == whole_weights([0.75, 0.25]) == whole_weights([3e-9, 1e-9]) == [3, 1]
 
 
-def test_two_halves_take_turns():
-    assert [place_in_mixture(position, [1, 1])[0] for position in range(6)] == [0, 1, 0, 1, 0, 1]
-    assert [place_in_mixture(position, [1, 1, 2])[0] for position in range(8)] == [2, 0, 1, 2, 2, 0, 1, 2]
-
-
 def test_one_source_has_the_order_that_it_always_had():
     rows = [{"prompt": str(i)} for i in range(7)]
     (mixed,) = {tuple(row["prompt"] for row in PromptMixture([rows]).rows(5, range(20)))}
-    alone = [str(i) for iteration in range(4) for i in prompt_indices(5, iteration, 5, 7)]
+    alone = [str(prompt_index(5, position, 7)) for position in range(20)]
     assert list(mixed) == alone
 
 
@@ -80,30 +71,3 @@ def test_a_mixture_does_not_depend_on_ranks_or_on_what_was_drawn_before(world, i
     assert [prompt for rank in range(world) for prompt in drawn(world, rank, iteration)] == alone
     stream = [row["prompt"] for row in mixture.rows(1, range((iteration + 1) * 8))]
     assert stream[-8:] == alone
-
-
-@quick
-@given(st.text(max_size=5), st.integers(1, 700))
-def test_a_shuffled_index_is_a_permutation(key, size):
-    assert sorted(shuffled_index(key, index, size) for index in range(size)) == list(range(size))
-
-
-def test_a_permutation_mixes_and_follows_its_key():
-    size = 10**9 + 7
-    drawn = [shuffled_index("prompts 0 0", index, size) for index in range(2000)]
-    assert len(set(drawn)) == 2000
-    assert sum(drawn) / len(drawn) / size == pytest.approx(0.5, abs=0.03)
-    assert sum(a < b for a, b in pairwise(drawn)) / 1999 == pytest.approx(0.5, abs=0.05)
-    assert drawn[:3] != [shuffled_index("prompts 0 1", index, size) for index in range(3)]
-    assert drawn[:2] == [504513544, 397835866]  # the order of a run may not change between versions
-
-
-def test_large_sets_are_shuffled_without_a_list(monkeypatch):
-    monkeypatch.setattr(sampler, "_shuffled_pass", None)
-    size = sampler.LARGEST_IN_MEMORY + 1
-    assert len({prompt_index(0, position, size) for position in range(1000)}) == 1000
-    monkeypatch.undo()
-    monkeypatch.setattr(sampler, "LARGEST_IN_MEMORY", 9)
-    passes = [[prompt_index(0, position, 10) for position in range(start, start + 10)] for start in (0, 10)]
-    assert sorted(passes[0]) == sorted(passes[1]) == list(range(10))
-    assert passes[0] != passes[1]

@@ -67,15 +67,6 @@ def test_an_epoch_is_an_iteration_and_resume_goes_on_with_the_next(files, tmp_pa
     assert rest.seen == whole.seen[3 * STEPS :]
 
 
-def test_the_prompts_come_with_their_rows(files, tmp_path):
-    module = Recorder()
-    trainer(tmp_path, 3, enable_checkpointing=False).fit(module, datamodule=data_module(files))
-    firsts = [batch for batch in module.seen if batch.is_first]
-    taken = [number["number"] for batch in firsts for number in batch.rows]
-    assert sorted(taken[:6]) == sorted(taken[6:]) == list(range(6))  # two passes in three iterations
-    assert [f"train {number}" for number in taken] == [prompt for batch in firsts for prompt in batch.prompts]
-
-
 def test_nothing_walks_through_the_prompts_of_a_batch(files, tmp_path, monkeypatch):
     def walk(*_):
         raise AssertionError("Lightning looked for tensors in every prompt and row")
@@ -131,7 +122,7 @@ def test_check_tells_every_error(files, tmp_path):
     empty.touch()
     data = data_module({"train": str(tmp_path / "no.txt"), "heldout": str(empty)})
     errors = data.check(world_size=3)
-    assert [key in error for key, error in zip(("prompts_per_iteration=4", "no.txt", "empty.txt"), errors, strict=True)]
+    assert [key in error for key, error in zip(("prompts_per_iteration=4", "no.txt"), errors, strict=True)]
     with pytest.raises(ValueError, match=r"no\.txt does not exist"):
         data.setup()
     assert data_module(files).check(world_size=2) == []
@@ -149,16 +140,3 @@ def test_held_out_images_that_do_not_reach_every_rank_are_an_error(files):
     assert data_module(files, prompts_per_iteration=8).check(8) == [
         "5 held-out images cannot be split over 8 ranks. Use heldout_images_per_prompt=2 or more, or fewer ranks."
     ]
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "said"),
-    [
-        ({"group_size": 1}, ValueError, "group_size=1 has no group to compare with"),
-        ({"micro_batch_size": 2.0}, TypeError, "micro_batch_size=2.0 is not a whole number"),
-        ({"seed": "a"}, TypeError, "seed=a is not a whole number"),
-    ],
-)
-def test_wrong_numbers_are_refused_at_once(files, change, error, said):
-    with pytest.raises(error, match=said):
-        data_module(files, **change)

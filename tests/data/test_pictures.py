@@ -51,8 +51,7 @@ def test_a_picture_is_found_beside_the_prompt_file(folder, kind):
     [
         ("pictures/gone.png", "gone.png does not exist. Give an image file."),
         ("edits.jsonl", "is not a readable image"),
-        (7, '"image" is a number. Write the path of a picture'),
-        (" ", '"image" is empty'),
+        (7, "7 does not exist."),
     ],
 )
 def test_a_wrong_picture_is_one_line_with_its_row(folder, image, said):

@@ -1,5 +1,4 @@
 import json
-import sys
 
 import pytest
 
@@ -28,47 +27,25 @@ def test_a_shipped_path_is_found():
     assert len(read_prompts("shipped:prompts/pickscore_heldout.txt")) == 60
 
 
-NEED = 'Each line must be an object with a "prompt" string.'
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"prompt": "a"', "not JSON (Expecting ',' delimiter)."),
-        ("a cat", "not JSON (Expecting value)."),
-        ('["a"]', "not an object but an array."),
-        ("3", "not an object but a number."),
-        ('{"text": "a"}', 'no "prompt", but "text".'),
-        ("{}", 'no "prompt".'),
-        ('{"prompt": null}', '"prompt" is null.'),
-        ('{"prompt": 7}', '"prompt" is a number.'),
-        ('{"prompt": " "}', '"prompt" is empty.'),
-        ('{"prompt": "\\ud800"}', '"prompt" contains half a character (a lone surrogate).'),
+        ('{"prompt": "a"', "not JSON (Expecting ',' delimiter"),
+        pytest.param("[" * 100_000, "not JSON (", id="nested"),
+        ("3", "not an object."),
+        ('{"promt": "a"}', 'no column "prompt". Did you mean promt? Set column='),
+        ("{}", 'no column "prompt".'),
+        ('{"prompt": null}', "\"prompt\" is 'None'. A prompt must be text."),
+        ('{"prompt": " "}', "\"prompt\" is ' '. A prompt must be text."),
+        ('{"prompt": "a", "rewards": [1]}', '"rewards" is [1]. Write the names of rewards'),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, line, said):
     path = write(tmp_path, "p.jsonl", f'{{"prompt": "ok"}}\n\n{line}\n')
     with pytest.raises(ValueError, match="line 3") as caught:
         read_prompts(path)
-    assert str(caught.value) == f"{path} line 3: {said} {NEED}"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[" * 100_000,
-        pytest.param(
-            '{"prompt": "a", "n": ' + "9" * 5000 + "}",
-            marks=pytest.mark.skipif(not hasattr(sys, "get_int_max_str_digits"), reason="no limit on digits"),
-        ),
-    ],
-    ids=["nested", "digits"],
-)
-def test_a_hostile_line_is_one_short_message(tmp_path, line):
-    path = write(tmp_path, "p.jsonl", line)
-    with pytest.raises(ValueError, match="line 1: not JSON") as caught:
-        read_prompts(path)
-    assert len(str(caught.value)) < 400 + len(str(path))
+    assert str(caught.value).startswith(f"{path} line 3: {said}")
+    assert len(str(caught.value)) < 300 + len(str(path))
 
 
 @pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
@@ -93,9 +70,3 @@ def test_a_missing_or_foreign_file_is_refused(tmp_path, name, said):
     (tmp_path / "p.tsv").touch()
     with pytest.raises(ValueError, match=said):
         read_prompts(tmp_path / name)
-
-
-def test_a_folder_is_refused(tmp_path):
-    (tmp_path / "d.txt").mkdir()
-    with pytest.raises(ValueError, match="is not a file"):
-        read_prompts(tmp_path / "d.txt")

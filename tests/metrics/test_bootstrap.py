@@ -47,16 +47,3 @@ def test_one_prompt_weighs_by_its_images():
     """A resample's mean is over its images: 3 of one prompt against 1 of the other."""
     low, high = bootstrap_interval([0.0, 0.0, 0.0, 1.0], ["a", "a", "a", "b"], level=0.3)
     assert (low, high) == (0.25, 0.25)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"level": 1.0}, "level=1.0 is outside"),
-        ({"resamples": 0}, "resamples=0 is too small"),
-        ({"clusters": ["a"]}, "1 clusters do not match 2 values"),
-    ],
-)
-def test_settings_without_meaning(options, message):
-    with pytest.raises(ValueError, match=message):
-        bootstrap_interval([1.0, 2.0], **options)

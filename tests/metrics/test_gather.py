@@ -48,12 +48,12 @@ def test_each_rank_has_the_whole_reference(spec, found, network):
     alone = reference_statistics(spec["real"], network, keep_features=True)
     for rank in range(2):
         read = Reference.load(Path(spec["out"], f"{rank}.npz"), network)
-        assert (read.count, read.images_sha256) == (23, alone.images_sha256)
+        assert read.count == 23
         torch.testing.assert_close(read.cov, alone.cov, rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(read.features, alone.features, rtol=1e-5, atol=1e-5)
 
 
 def test_what_fails_on_one_rank_is_raised_on_both(found):
     torn, other = found["errors"]
-    assert torn.endswith("1.png is not a readable image. Remove it from the reference folder.")
+    assert torn.endswith("1.png is not a readable image. Leave it out, or save it again.")
     assert other == "KeyError 'rank 1'"

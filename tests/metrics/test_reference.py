@@ -5,7 +5,7 @@ from feature_networks import save_script
 from PIL import EpsImagePlugin
 from torch import nn
 
-from lit_vgrpo.cli.score.images import read_image
+from lit_vgrpo.cli.image_files import read_image
 from lit_vgrpo.metrics import Reference, feature_network, reference_errors, reference_statistics
 from lit_vgrpo.metrics.__main__ import main
 
@@ -16,22 +16,8 @@ def test_a_file_holds_all_of_it(folders, network, tmp_path):
     read = reference_statistics(tmp_path / "deep" / "real.npz", network, keep_features=True)
     for name in ("mean", "cov", "features"):
         assert torch.equal(getattr(read, name), getattr(made, name))
-    assert (read.count, read.network, read.images_sha256) == (23, network.name, made.images_sha256)
+    assert (read.count, read.network) == (23, network.name)
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["real.npz"]
-
-
-def test_the_hash_is_that_of_names_and_contents(folders, network, tmp_path):
-    files = sorted(folders[0].glob("*.png"))[:3]
-    hashes = set()
-    for names in ("abc", "abd"):
-        folder = tmp_path / names
-        folder.mkdir()
-        for name, file in zip(names, files, strict=True):
-            (folder / f"{name}.png").write_bytes(file.read_bytes())
-        hashes.add(reference_statistics(folder, network).images_sha256)
-    (tmp_path / "abc" / "a.png").write_bytes(files[1].read_bytes())
-    hashes.add(reference_statistics(tmp_path / "abc", network).images_sha256)
-    assert len(hashes) == 3
 
 
 def test_a_file_of_another_network_is_refused(folders, network, torch_network, tmp_path):
@@ -43,15 +29,6 @@ def test_a_file_of_another_network_is_refused(folders, network, torch_network, t
         reference_statistics(tmp_path / "x.npz", feature_network(str(other)))
     with pytest.raises(ValueError, match=r"299, not with small.pt@\w+/32"):
         reference_statistics(tmp_path / "x.npz", feature_network(network.source, 32))
-
-
-def test_a_changed_file_is_refused(folders, network, tmp_path):
-    reference_statistics(folders[0], network).save(tmp_path / "x.npz")
-    arrays = dict(np.load(tmp_path / "x.npz"))
-    arrays["mean"][0] += 1e-6
-    np.savez(tmp_path / "x.npz", **arrays)
-    with pytest.raises(ValueError, match=r"x.npz does not match its own hash \w{16}: it was changed"):
-        reference_statistics(tmp_path / "x.npz", network)
 
 
 def test_kid_needs_the_features(folders, network, tmp_path):
@@ -74,13 +51,10 @@ def test_errors(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04 torn")
     np.savez(tmp_path / "other.npz", weights=np.zeros(3))
-    np.savez_compressed(tmp_path / "bomb.npz", mu=np.zeros(3000), sigma=np.zeros((3000, 3000)))
     expected = {
-        "nowhere": "nowhere is neither a folder nor a .npz file",
         "empty": "empty has 0 images",
-        "nowhere.npz": "nowhere.npz does not exist",
-        "torn.npz": "torn.npz is not a readable .npz file",
-        "bomb.npz": "bomb.npz is not a readable .npz file",
+        "nowhere.npz": "nowhere.npz cannot be read",
+        "torn.npz": "torn.npz cannot be read",
         "other.npz": "other.npz has no statistics but weights",
     }
     for name, message in expected.items():
@@ -95,7 +69,7 @@ def test_a_file_that_is_no_image(folders, network, tmp_path):
         (tmp_path / f"{index}.png").write_bytes(file.read_bytes())
     for data in (b"no picture", (tmp_path / "2.png").read_bytes()[:200]):
         (tmp_path / "1.png").write_bytes(data)
-        with pytest.raises(ValueError, match=r"1.png is not a readable image. Remove it"):
+        with pytest.raises(ValueError, match=r"1.png is not a readable image. Leave it out"):
             reference_statistics(tmp_path, network)
 
 

@@ -3,7 +3,6 @@ import threading
 import pytest
 from huggingface_hub import constants
 
-from lit_vgrpo.rewards import PickScore
 from lit_vgrpo.system import hub
 from lit_vgrpo.system.hub import explain_unloadable, hub_error, local_folder
 
@@ -20,11 +19,6 @@ def cache(tmp_path, monkeypatch):
 def offline(cache, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return cache
-
-
-def test_a_folder_with_the_file_can_be_loaded(tmp_path):
-    (tmp_path / "model_index.json").touch()
-    assert explain_unloadable(str(tmp_path), "model_index.json", "key") is None
 
 
 def test_a_folder_without_the_file_or_no_folder_is_told(tmp_path):
@@ -70,19 +64,12 @@ def test_a_hub_that_cannot_be_reached_is_one_line(cache, monkeypatch):
     )
 
 
-def test_pickscore_without_weights_ends_in_that_line(offline):
-    reward = PickScore()
-    assert len(reward.check()) == 2
-    with pytest.raises(RuntimeError, match=r"^Cannot load yuvalkirstain/PickScore_v1: .* Run: hf download [^\n]*$"):
-        reward.load()
-
-
 @pytest.mark.parametrize(
     ("status", "code", "said"),
     [
         (404, "RepoNotFound", "no such repository"),
         (404, "EntryNotFound", "it has no config.json"),
-        (403, "GatedRepo", "access must be granted first. Run: hf auth login, then run: hf download"),
+        (403, "GatedRepo", "access must be granted first. Run: hf auth login. Run: hf download"),
         (500, "", "the hub cannot be reached"),
     ],
 )
@@ -126,21 +113,10 @@ def hub_server():
         server.server_close()
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
-    """A recipe names several checkpoints, and each would take as long to be given up."""
+def test_a_hub_that_does_not_answer_is_given_up(monkeypatch):
     monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(hub, "_silent_since", -hub.SILENCE_S)
-    never, asked = threading.Event(), []
-
-    def question():
-        asked.append(1)
-        never.wait()
-
+    never = threading.Event()
     try:
-        assert [type(hub_error(question)) for _ in range(3)] == [TimeoutError] * 3
-        assert len(asked) == 1
-        monkeypatch.setattr(hub, "SILENCE_S", 0.0)
-        assert isinstance(hub_error(question), TimeoutError)
-        assert len(asked) == 2
+        assert isinstance(hub_error(never.wait), TimeoutError)
     finally:
         never.set()

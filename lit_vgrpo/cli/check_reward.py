@@ -1,0 +1,196 @@
+"""``lightning check-reward``: the rewards of a recipe on a few images, before a long run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.cli.image_files import aligned, batches_of, device, find_images, loaded, read_image
+from lit_vgrpo.config.arguments import Options, option, subcommand, whole
+from lit_vgrpo.core.advantages import no_spread_share
+from lit_vgrpo.core.pictures import references_of
+from lit_vgrpo.data.rows import Rows
+from lit_vgrpo.errors import UserError, counted, report, say
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.launch.recipe_cli import RecipeCLI
+from lit_vgrpo.rewards import Scores, Weighted
+from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.memory import measured_memory
+from lit_vgrpo.training.start import load_policy
+
+OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
+HEADER = ("reward", "weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
+
+
+@dataclass(kw_only=True)
+class CheckRewardOptions(Options):
+    """Options of ``lightning check-reward``; the words are a recipe, overlays and overrides.
+
+    Attributes:
+        images: File or folder of images to score; ``None`` takes images of the recipe's policy.
+        num_prompts: Training prompts to score images of.
+        images_per_prompt: Images of each.
+    """
+
+    subcommand: ClassVar[str] = "check-reward"
+
+    images: str | None = option()
+    num_prompts: int = whole(4)
+    images_per_prompt: int = whole(2)
+
+
+@subcommand(CheckRewardOptions, stopped="Stopped: nothing was written.")
+def check_reward(options: CheckRewardOptions) -> int:
+    """Try a recipe's rewards: ``RECIPE [OVERLAY ...] [key=value ...] [--images FOLDER]``.
+
+    Returns:
+        0; 1 where a reward is constant or failed; 2 for a mistake in the recipe; 130 after Ctrl-C.
+    """
+    num_prompts, each = options.num_prompts, options.images_per_prompt
+    cli = build([*options.words, *OVERRIDES], make_folder=False)
+    files = find_images([options.images])[: num_prompts * each] if options.images is not None else []
+    reward = cli.model.observed
+    errors = [*reward.check(), *cli.datamodule.check()]
+    errors += [] if files else cli.model.policy.check()
+    if errors:
+        raise UserError(*errors)
+    unscorable, strict = cli.find_unscorable(), cli.model.failed_images == "stop"
+    refused = [error for found in unscorable for error in found.refused(any_failure=strict)]
+    if refused:
+        raise UserError(*refused)
+    rows = [row for row in training_rows(cli, num_prompts) for _ in range(each)]
+    if files:
+        rows, images = rows[: len(files)], [read_image(file) for file in files]
+        say(f"{counted(len(images), 'image')} of {options.images}, {each} for each of the first training prompts")
+    else:
+        start = time.perf_counter()
+        images = made_images(cli, rows)
+        say(f"{counted(len(images), 'image')} made by the recipe's policy in {time.perf_counter() - start:.1f} s")
+    groups = torch.arange(len(images)) // each
+    with measured_memory() as memory, loaded(reward):
+        parts = trials(reward, images, rows, groups[: len(images)], cli.model.policy.decode_batch_size)
+    say(aligned([HEADER, *(part.row() for part in parts)]))
+    per_rank = cli.datamodule.sizes.plan(cli.trainer.world_size).images_per_rank
+    trained = {part.name for part in cli.model.reward.parts}
+    seconds = sum(part.seconds_per_image * per_rank for part in parts if part.name in trained)
+    say(f"Rewards of an iteration, {counted(per_rank, 'image')} per rank: about {seconds:.2g} s. Memory: {memory}.")
+    found = [*(line for of in unscorable for line in of.lines()), *findings(parts)]
+    report(found)
+    return int(bool(found))
+
+
+def training_rows(cli: RecipeCLI, count: int) -> Rows:
+    """Return the rows that the run would draw first."""
+    dataset = cli.datamodule.train_dataloader().dataset
+    rows: Rows = []
+    while len(rows) < count:
+        iteration = len(rows) // cli.datamodule.sizes.prompts_per_iteration
+        rows += dataset[iteration * len(dataset)].rows
+    return rows[:count]
+
+
+def made_images(cli: RecipeCLI, rows: Rows) -> list[Tensor]:
+    """Generate an image ``(1, 3, H, W)`` per prompt with the recipe's policy and evaluation settings.
+
+    Raises:
+        UserError: The policy cannot be loaded.
+    """
+    module, size = cli.model, cli.model.policy.decode_batch_size
+    try:
+        load_policy(module.policy)
+    except LoadError as error:
+        raise UserError(str(error)) from error
+    module.to(device())
+    images: list[Tensor] = []
+    for start in range(0, len(rows), size):
+        batch = rows[start : start + size]
+        numbers, prompts = list(range(start, start + len(batch))), [row["prompt"] for row in batch]
+        images += module.generate(prompts, numbers, references=references_of(batch)).cpu().split(1)
+    return images
+
+
+@dataclass
+class PartTrial:
+    """Result of one reward, or of the weighted sum, whose weight is ``None``.
+
+    Attributes:
+        scores: ``(n,)``, of the images that the reward applies to; NaN where it failed.
+        groups: ``(n,)``, index of each image's prompt.
+        seconds: Wall time for all images, after a warm-up.
+        error: The last failure, if any.
+    """
+
+    name: str
+    weight: float | None
+    scores: Tensor
+    groups: Tensor
+    seconds: float
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        is_finite = self.scores.isfinite()
+        self.finite = self.scores[is_finite].double()
+        self.failed = len(self.scores) - len(self.finite)
+        self.seconds_per_image = self.seconds / max(1, len(self.scores))
+        self.is_constant = len(self.finite) > 1 and len(self.finite.unique()) == 1
+        # share of the prompts whose images all score the same; None if no prompt has two scored images
+        prompts, counts = self.groups[is_finite].unique(return_counts=True)
+        kept = is_finite & torch.isin(self.groups, prompts[counts > 1])
+        self.flat_share = no_spread_share(self.scores[kept], self.groups[kept]) if kept.any() else None
+
+    def row(self) -> list[str]:
+        """Return the cells of :data:`HEADER`."""
+        values = self.finite
+        numbers = [values.mean(), values.std(correction=0), values.min(), values.max()] if len(values) else []
+        return [
+            self.name,
+            "" if self.weight is None else f"{self.weight:.3g}",
+            *([f"{float(number):.4f}" for number in numbers] or ["-"] * 4),
+            str(self.failed),
+            "-" if self.flat_share is None else f"{self.flat_share:.0%}",
+            f"{self.seconds_per_image:.4f}",
+        ]
+
+
+def trials(
+    reward: Weighted, images: Iterable[Tensor], rows: Sequence[Mapping[str, Any]], groups: Tensor, batch_size: int
+) -> list[PartTrial]:
+    """Score images, and return the result of each reward and, last, of the sum.
+
+    Args:
+        images: Each ``(1, 3, H, W)``.
+        rows: The prompt's row of each image.
+        groups: ``(N,)``, index of each image's prompt.
+        batch_size: Images per call of a reward, at most.
+    """
+    batches = list(batches_of(images, rows, batch_size))
+    reward.score(*batches[0])  # the first call of a model takes longer
+    found = Scores.joined([reward.score(*batch) for batch in batches])
+    parts = []
+    for name, scores in found.parts.items():
+        applies = found.applies_to(name)
+        weight, seconds, error = reward.weight_of[name], found.seconds[name], found.errors.get(name)
+        parts.append(PartTrial(name, weight, scores[applies], groups[applies], seconds, error))
+    return [*parts, PartTrial("total", None, found.total, groups, sum(found.seconds.values()))]
+
+
+def findings(parts: Sequence[PartTrial]) -> list[str]:
+    """Return the warnings before a long run; ``parts`` are those of :func:`trials`."""
+    *single, total = parts
+    found = [
+        f"{part.name} failed for {part.failed} of {len(part.scores)} images: {part.error}"
+        for part in single
+        if part.failed
+    ]
+    constant = [part for part in single if part.is_constant] or [total] * total.is_constant
+    for part in constant:
+        value = f"{part.name} is constant ({float(part.finite[0]):.4g}) on {len(part.finite)} images"
+        found.append(f"{value}, so nothing is learned from it. Check the prompts, or try more with --num-prompts.")
+    if not constant and total.flat_share == 1.0:
+        found.append("No prompt has images that differ in reward, so there is no gradient. Try --images-per-prompt 8.")
+    return found

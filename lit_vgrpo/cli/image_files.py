@@ -1,0 +1,103 @@
+"""Image files as rewards take them: found, read and batched by size; tables of scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_vgrpo.core.pictures import read_picture
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.metrics.reference import IMAGE_SUFFIXES
+from lit_vgrpo.rewards import Weighted
+from lit_vgrpo.system.hub import LoadError
+
+
+def find_images(words: Sequence[str]) -> list[Path]:
+    """Return the named files, and the images of the named folders, sorted within each.
+
+    Raises:
+        UserError: With each path that has no images, and with each file that cannot be read as an image.
+    """
+    if not words:
+        raise UserError("No image given. Name files or folders, for example: lightning score PickScore cat.png")
+    files: list[Path] = []
+    errors: list[str] = []
+    for word in words:
+        path = Path(word).expanduser()
+        found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
+        errors += [] if found else [f"{word} {'contains no images' if path.is_dir() else 'does not exist'}."]
+        files += found
+    for file in files:
+        try:
+            read_picture(file)
+        except ValueError as error:
+            errors.append(str(error))
+    if errors:
+        raise UserError(*errors)
+    return files
+
+
+def read_image(file: Path) -> Tensor:
+    """Return an image ``(1, 3, H, W)``, float32 in [0, 1], upright, on white where it is transparent.
+
+    Raises:
+        ValueError: The file is not an image, or is truncated.
+    """
+    return read_picture(file)[None].float() / 255
+
+
+def batches_of(
+    images: Iterable[Tensor], rows: Iterable[Mapping[str, Any]], size: int
+) -> Iterator[tuple[Tensor, list[str], list[dict[str, Any]]]]:
+    """Yield batches of consecutive images of equal size, reading no image before its batch.
+
+    Args:
+        images: Each ``(1, 3, H, W)`` in [0, 1]; sizes may differ.
+        rows: The prompt's row of each image.
+        size: Images per batch, at most.
+
+    Yields:
+        Images ``(B, 3, H, W)`` on the accelerator, prompts and rows.
+    """
+    for _, same_size in groupby(zip(images, rows, strict=True), key=lambda pair: pair[0].shape):
+        while batch := list(islice(same_size, size)):
+            pixels = torch.cat([image for image, _ in batch]).to(device())
+            yield pixels, [row["prompt"] for _, row in batch], [dict(row) for _, row in batch]
+
+
+def device() -> torch.device:
+    """Return the device for images and rewards."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def loaded(reward: Weighted) -> Iterator[None]:
+    """Load a reward for the block and close it at the end; raise UserError if it cannot be loaded."""
+    try:
+        reward.load()
+        yield
+    except (LoadError, ModuleNotFoundError) as error:
+        raise UserError(str(error)) from error
+    finally:
+        reward.close()
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Align rows of equal length in columns, the first to the left, the others to the right.
+
+    >>> print(aligned([["image", "total"], ["a.png", "0.5"]]))
+    image  total
+    a.png    0.5
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,1 +1,0 @@
-"""``lightning score`` and ``lightning check-reward``: rewards on image files."""
