@@ -1,6 +1,5 @@
 """Overlays: what a method changes in a recipe, and what it may not change."""
 
-
 import pytest
 import yaml
 
