@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -18,7 +17,6 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.training.live_memory import LiveMemory
 from lit_vgrpo.training.memory_passes import Pass, demand
 from lit_vgrpo.training.memory_shares import (
-    Shares,
     bytes_of,
     copy_in_8_bits,
     restored_at_once,
@@ -126,30 +124,21 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     }
     if spec.scouts is not None:
         # Their noise and latents are kept until the last of them is scored.
-        elsewhere = on_gpu and module.rollout_device is not None
-        held = 0 if elsewhere else 2 * latent * spec.scouts.factor * plan.images_per_rank
-        scouts = (
-            at_most(plan.images_per_iteration * spec.scouts.factor, module.rollout_batch_size)
-            or plan.images_per_rank * spec.scouts.factor
-        )
+        factor = spec.scouts.factor
+        held = 0 if on_gpu and module.rollout_device is not None else 2 * latent * factor * plan.images_per_rank
+        scouts = at_most(plan.images_per_iteration * factor, module.rollout_batch_size) or plan.images_per_rank * factor
         phases[SCOUTS] = peak_of(Pass(scouts, spec.guidance, False)) + asked.samples_with_copy * own.trained + held
         phases[DECODING] = max(phases[DECODING], _decoding(policy, scouts) + held)
     if asked.stored is not None:
         phases[STORED] = peak_of(asked.stored) + bool(asked.copies) * own.trained
-    if cli.datamodule.has_heldout:
-        phases[EVALUATION] = _evaluation(cli, policy, peak_of, own, averages)
+    if (data := cli.datamodule).has_heldout:
+        images = len(data.heldout_rows()) * data.heldout_images_per_prompt
+        batch = min(data.eval_batch_size, -(-images // trainer.world_size))
+        sampled = at_most(images, module.rollout_batch_size) or batch
+        evaluation = module.evaluation or spec.as_ode()
+        peak = max(peak_of(Pass(sampled, evaluation.guidance, False)), _decoding(policy, batch))
+        phases[EVALUATION] = peak + bool(averages) * own.trained  # which are swapped in
     return Estimate(parts, phases, tuple(unknown))
-
-
-def _evaluation(cli: RecipeCLI, policy: Policy, peak_of: Callable[[Pass], int], own: Shares, averages: int) -> int:
-    """Return the peak of a batch of held-out images, with the averaged weights swapped in if there are any."""
-    module, data = cli.model, cli.datamodule
-    spec = module.evaluation or module.objective.rollout_spec(0).as_ode()
-    images = len(data.heldout_rows()) * data.heldout_images_per_prompt
-    batch = min(data.eval_batch_size, -(-images // cli.trainer.world_size))
-    at_once = at_most(images, module.rollout_batch_size) or batch
-    sampled = peak_of(Pass(at_once, spec.guidance, False))
-    return max(sampled, _decoding(policy, batch)) + bool(averages) * own.trained
 
 
 def encoding_peak(policy: Policy, prompts: int) -> int:
@@ -168,9 +157,8 @@ def peak_of_pass(policy: Policy, asked: Pass, cond: Conditioning | None = None) 
     cond = cond or policy.encode(["a"], policy.blank_references(1))
     policy.negative()
     weights = [p for p in policy.parameters() if p.requires_grad]
-    before = [torch.empty_like(p) for p in weights]
-    for weight, gradient in zip(weights, before, strict=True):
-        weight.grad = gradient
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
     with torch.set_grad_enabled(asked.with_grad), LiveMemory() as live:
         z = torch.empty(asked.rows, *policy.latent_shape, device="meta")
         t = torch.empty(asked.rows, device="meta")
