@@ -81,6 +81,8 @@ class SampleOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ema and self.reference:
+            raise UserError("--ema and --reference are both given. Sample once with each, with the same --seed.")
         if self.prompt_file is None and not self.typed_prompts:
             raise UserError('No prompt given. Add --prompt "a red circle", or --prompts FILE.')
         try:
@@ -107,28 +109,22 @@ def sample_images(options: SampleOptions) -> int:
     """
     recipe = recipe_of(options.run, options.words, USED, "sampling")
     policy, spec = build_policy(recipe), spec_of(recipe, options)
-    if spec.solver not in policy.solvers:
-        raise UserError(
-            f"model.evaluation.solver={spec.solver} is not an ODE solver of {type(policy).__name__}. "
-            f"Use {' or '.join(policy.solvers)}."
-        )
+    is_trained = options.variant != REFERENCE
     try:
-        errors = picture_errors(policy, options.rows, fix="Add --image FILE")
+        if errors := picture_errors(policy, options.rows, fix="Add --image FILE"):
+            raise UserError(*errors)
+        saved = saved_weights(options.run, options.checkpoint, options.variant) if is_trained else None
+        load_saved_policy(policy, saved, options.variant)
+        policy.to("cuda" if torch.cuda.is_available() else "cpu")
+        with tqdm(total=len(options.rows) * options.count, leave=False, disable=not sys.stderr.isatty()) as bar:
+            for number, row in enumerate(options.rows, start=1):
+                for seed in range(options.seed, options.seed + options.count):
+                    path = options.out / f"{number:03d}_seed{seed}.png"
+                    write_png(image_of(policy, spec, row, seed), path)
+                    bar.update()
+                    bar.write(str(path))
     except ValueError as error:
         raise UserError(str(error)) from error
-    if errors:
-        raise UserError(*errors)
-    is_trained = options.variant != REFERENCE
-    saved = saved_weights(options.run, options.checkpoint, options.variant) if is_trained else None
-    load_saved_policy(policy, saved, options.variant)
-    policy.to("cuda" if torch.cuda.is_available() else "cpu")
-    with tqdm(total=len(options.rows) * options.count, leave=False, disable=not sys.stderr.isatty()) as bar:
-        for number, row in enumerate(options.rows, start=1):
-            for seed in range(options.seed, options.seed + options.count):
-                path = options.out / f"{number:03d}_seed{seed}.png"
-                write_png(image_of(policy, spec, row, seed), path)
-                bar.update()
-                bar.write(str(path))
     return 0
 
 
@@ -157,8 +153,8 @@ def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
     image = policy.decode(latents)[0]
     if not all_finite([latents, image]):
         raise UserError(
-            f'The image of prompt "{prompt}", seed {seed}, has values that are not finite and was not written. '
-            "Try model.policy.dtype=float32, a lower --guidance, or an earlier checkpoint with --checkpoint FILE."
+            f'The image of prompt "{prompt}", seed {seed}, has values that are not finite. Try '
+            "model.policy.dtype=float32, or an earlier checkpoint with --checkpoint FILE."
         )
     return image
 

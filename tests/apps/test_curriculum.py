@@ -60,21 +60,14 @@ def test_overrides_are_for_all_stages_or_for_one_and_the_last_word_is_the_comman
     assert found.run_dir.name == "out"
 
 
-def test_a_check_needs_no_earlier_run(here):
-    found = curriculum("both.yaml")
-    assert found.check_words(found.stages[1])[1:] == ["run_dir=runs/both/2_second"]
-
-
 @pytest.mark.parametrize(
     ("text", "words", "error"),
     [
         ("stages: []", [], "x.yaml lists no recipes. Write stages: [first, second]."),
         ("stages: [first]\noveride: {}", [], "overide is not an option of a curriculum. Did you mean override"),
         ("stages: [tiny_shape]", [], "tiny_shape is not a recipe: no such file, and not a shipped name. Did you mean"),
-        ("stages: [first]\noverlays: [zero2]", [], "zero2 is not an overlay: no such file, and not a shipped name."),
         ("stages: [first]", ["stage2.a=1"], "stage2.a is for stage 2, but there are stages 1 to 1."),
         ("stages: [first]", ["stage1.run_dir=a"], "run_dir cannot be set: the curriculum decides it."),
-        ("stages: [first]", ["ckpt_path=a"], "ckpt_path cannot be set"),
         ("stages: [first]", ["model.policy.start_from=a"], "model.policy.start_from cannot be set"),
     ],
 )

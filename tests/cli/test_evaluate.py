@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,16 +13,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import grey_level, in_order, make_module
+from helpers import grey_level, in_order
 from PIL import Image
 from processes import PYTHON
 from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.cli.eval import EvaluateOptions, evaluate, results, table, write
 from lit_vgrpo.cli.eval_scores import ImageScores
-from lit_vgrpo.errors import UserError
 from lit_vgrpo.training.folder import CONFIG_NAME
-from lit_vgrpo.training.saved_weights import SavedWeights
 
 VARIANTS = ["trained", "EMA", "reference"]
 SAME = 4 * grey_level()  # a grey level in one of the quarters whose means are the features
@@ -117,9 +114,6 @@ def summary(name):
 def files(folder):
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-
-
-# --- the numbers -----------------------------------------------------------------------------------------------------
 
 
 def test_the_numbers_are_those_of_the_run(inside, evaluated):
@@ -217,9 +211,6 @@ def test_two_ranks_find_the_same(inside, evaluated, strategy):
             path.unlink()
 
 
-# --- by hand ---------------------------------------------------------------------------------------------------------
-
-
 def scored(total, features=None):
     images = pd.DataFrame({"prompt": "p", "image": range(len(total)), "reward": total})
     return ImageScores(images.assign(part=2 * images["reward"]), features=features)
@@ -257,9 +248,6 @@ def test_shares_of_ranks_are_put_in_order():
     assert joined.images["image"].tolist() == [0, 1, 2, 3]
     assert joined.images["reward"].tolist() == joined.features[:, 0].tolist() == [2.0, 1.0, 3.0, 0.0]
     assert joined.images["part"].tolist() == [4.0, 2.0, 6.0, 0.0]
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_of_the_run_changes_and_no_evaluation_is_overwritten(inside, capsys):
@@ -312,9 +300,6 @@ def test_a_torn_checkpoint_is_skipped_and_can_be_named_no_more(inside, capsys):
         torn.unlink()
 
 
-# --- mistakes --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -340,19 +325,6 @@ def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
     shutil.copy(f"runs/tiny/{CONFIG_NAME}", tmp_path)
     assert evaluate([str(tmp_path)]) == 2
     assert f"{tmp_path} holds no checkpoint yet. Train it: " in capsys.readouterr().err
-
-
-def test_weights_of_another_shape_are_refused(inside, tiny_sd3):
-    saved = SavedWeights.read(Path("runs/tiny/checkpoints/last.ckpt"))
-    module = make_module(tiny_sd3)
-    module.configure_model()
-    saved.refuse_misfit("trained", module.policy)
-    name = next(iter(saved.tensors["EMA"]))
-    here = tuple(saved.tensors["EMA"][name].shape)
-    saved.tensors["EMA"][name] = torch.zeros(1, 1)
-    said = f"1 trained tensor would not fit, such as {name}, which has shape (1, 1) there and {here} here."
-    with pytest.raises(UserError, match=re.escape(said)):
-        saved.refuse_misfit("EMA", module.policy)
 
 
 def test_a_checkpoint_names_its_run(inside):

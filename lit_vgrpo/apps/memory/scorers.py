@@ -14,6 +14,7 @@ from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.hub import file_at_hand
+from lit_vgrpo.training.memory_shares import bytes_of, tensors_of
 
 PUBLISHED = {
     "yuvalkirstain/PickScore_v1": 986_109_441,
@@ -37,12 +38,11 @@ def scorers(rewards: Iterable[Reward], device: torch.device) -> tuple[int, list[
         place = device if wanted == "auto" else torch.device(wanted)
         if place.type != device.type or place.index not in (None, device.index):
             continue
-        sizes = [_parameters(name) for name in _models(reward)]
-        known = [size for size in sizes if size is not None]
-        if len(known) < len(sizes):
+        dtype = getattr(torch, str(getattr(reward, "dtype", "float32")))
+        sizes = [_bytes(name, dtype) for name in _models(reward)]
+        if None in sizes:
             unknown.append(reward.name)
-        elif known:
-            total += sum(known) * getattr(torch, str(getattr(reward, "dtype", "float32"))).itemsize
+        total += sum(size or 0 for size in sizes)
     return total, unknown
 
 
@@ -60,18 +60,17 @@ def _models(reward: Reward) -> list[str]:
     return [] if is_ours else [""]
 
 
-def _parameters(name: str) -> int | None:
-    """Return the number of parameters: as published, or from the configuration if it is on this machine."""
+def _bytes(name: str, dtype: torch.dtype) -> int | None:
+    """Return a model's size: as published, or from its configuration if that is on this machine."""
     from transformers import AutoConfig, AutoModel
 
     if name in PUBLISHED:
-        return PUBLISHED[name]
+        return PUBLISHED[name] * dtype.itemsize
     try:
-        path = file_at_hand(name, "config.json")
-        if path is None:
+        if (path := file_at_hand(name, "config.json")) is None:
             return None
         with torch.device("meta"):
             model = AutoModel.from_config(AutoConfig.from_pretrained(path.parent))
     except (OSError, ValueError):  # not a transformers model: the reward's check reports damaged files
         return None
-    return sum(parameter.numel() for parameter in model.parameters())
+    return bytes_of(tensors_of(model.to(dtype)))

@@ -175,14 +175,6 @@ def test_a_folder_in_use_is_refused(tiny_recipe, tmp_path, capsys):
     assert "Another process is still writing to race." in capsys.readouterr().err
 
 
-def test_a_mistake_is_one_line_and_status_2(tiny_recipe, tmp_path, capsys):
-    assert compare([str(tiny_recipe), "--methods", "vgrop"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("vgrop is not a method. Did you mean vgrpo? Use one of ")
-    assert err.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
-
-
 def test_the_last_error_of_a_log(tmp_path):
     log = tmp_path / "x.log"
     log.write_text("iteration 1\nTraceback (most recent call last):\n  File x\n    y\nValueError: two\n  words\nbye\n")

@@ -75,15 +75,6 @@ def test_a_method_that_cannot_run_on_the_policy_is_one_line(tmp_path, monkeypatc
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_recipe_with_an_sde_gives_the_others_its_ode():
-    rollout = {"solver": "flow_sde", "steps": 8, "noise_level": 0.7, "shared_noise": True}
-    base = {**BASE, "model": {**BASE["model"], "objective": {"class_path": "X", "init_args": {"rollout": rollout}}}}
-    recipe = with_overlay(base, {"model": {"objective": "VGRPO"}})
-    plain = {"solver": "euler", "steps": 8, "guidance": 1.0}
-    assert recipe["model"]["objective"] == {"class_path": "VGRPO", "init_args": {"rollout": plain}}
-    assert recipe["model"]["evaluation"] == plain
-
-
 def test_a_race_drops_what_costs_and_keeps_the_average():
     callbacks = [
         {"class_path": "EMA", "init_args": {"decay": 0.9}},
@@ -172,15 +163,6 @@ def test_an_overlay_says_what_its_search_was_given(tmp_path, tiny_recipe):
     race = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path)]))
     assert [entrant.settings for entrant in race] == ["published", "tuned"]
     assert race[1].found == budget
-
-
-def test_a_sweep_needs_no_held_out_prompts_in_the_recipe(tmp_path, tiny_recipe):
-    recipe = yaml.safe_load(tiny_recipe.read_text())
-    recipe["data"].pop("heldout")
-    tiny_recipe.write_text(yaml.safe_dump(recipe, sort_keys=False))
-    path = overlay_file(tmp_path, sweep={"model.optimizer.lr": [0.1]})
-    (point,) = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path), "--sweep"]))
-    assert point.recipe["data"]["heldout_fraction"] == 0.2
 
 
 def errors_of(call, *args):
