@@ -15,7 +15,7 @@ from lit_vgrpo.config.recipe import loaded, resolved
 from lit_vgrpo.config.schema import options_of_class
 from lit_vgrpo.config.tree import class_name, dotted, leaves
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.errors import UserError, nearest, suggestion, unknown_option
+from lit_vgrpo.errors import UserError, counted, nearest, suggestion, unknown_option
 from lit_vgrpo.system.paths import shipped_root
 
 KEYS = ("like", "published", "tuned", "found", "sweep")
@@ -52,7 +52,8 @@ class Budget:
     prompts: str = ""
 
     def __str__(self) -> str:
-        return f"{self.points} points x {self.seeds} seeds x {self.iterations} iterations, {self.prompts or 'unknown'}"
+        seeds = counted(self.seeds, "seed")
+        return f"{counted(self.points, 'point')} x {seeds} x {self.iterations} iterations, {self.prompts or 'unknown'}"
 
 
 @dataclass
