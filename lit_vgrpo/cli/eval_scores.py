@@ -115,20 +115,18 @@ class HeldOutEvaluation(VGRPOModule):
             fid.on_validation_start(self.trainer, self)
 
     def validation_step(self, batch: str, batch_idx: int) -> None:  # type: ignore[override]
+        per_prompt, batch_size = self.data.heldout_images_per_prompt, self.data.eval_batch_size
+        dataset = HeldOutDataset(self.rows, per_prompt, batch_size, self.trainer.world_size, self.global_rank)
+        quiet = not (self.trainer.is_global_zero and sys.stderr.isatty())
         with self._weights(batch):
-            share = ImageScores.joined([self._scored(images) for images in self._batches(batch)])
+            images = tqdm((dataset[i] for i in range(len(dataset))), batch, len(dataset), leave=False, disable=quiet)
+            share = ImageScores.joined([self._scored(prompts) for prompts in images])
             distances = {name: value for fid in self.fids for name, value in fid.compute(self).items()}
         self.scores[batch] = ImageScores.joined(objects_of_all_ranks(share))
         self.scores[batch].distances = {name.removeprefix("heldout/"): value for name, value in distances.items()}
 
     def on_validation_epoch_end(self) -> None:
         """Nothing to log: the scores are the result."""
-
-    def _batches(self, variant: str) -> Iterator[PromptBatch]:
-        per_prompt, batch_size = self.data.heldout_images_per_prompt, self.data.eval_batch_size
-        dataset = HeldOutDataset(self.rows, per_prompt, batch_size, self.trainer.world_size, self.global_rank)
-        quiet = not (self.trainer.is_global_zero and sys.stderr.isatty())
-        yield from tqdm((dataset[i] for i in range(len(dataset))), variant, len(dataset), leave=False, disable=quiet)
 
     def _scored(self, batch: PromptBatch) -> ImageScores:
         images = self.generate_batch(batch)

@@ -35,11 +35,7 @@ USED = ("model.policy", "model.objective", "model.evaluation")
 
 
 def read_guidance(text: str) -> float:
-    """Return a guidance scale.
-
-    Raises:
-        UserError: It is not a finite number of at least 1.
-    """
+    """Return a guidance scale; raise UserError if it is not a finite number of at least 1."""
     try:
         scale = float(text)
     except ValueError:
@@ -140,7 +136,7 @@ def spec_of(recipe: dict[str, Any], options: SampleOptions) -> RolloutSpec:
 def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
     """Sample an image ``(3, H, W)`` in [0, 1] that depends on its row, its seed and the weights alone.
 
-    The noise is what the family's pipeline draws with a CPU generator of the seed. Each image is sampled on its own,
+    The noise is what the family's pipeline draws with a CPU generator of the seed. Each image is sampled alone,
     since a batch rounds differently.
 
     Raises:

@@ -53,12 +53,7 @@ class RunOptions(Options):
 
 
 def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], what: str) -> dict[str, Any]:
-    """Return the recipe of a run as plain values, with overrides applied.
-
-    Args:
-        words: Overrides, ``key=value``.
-        used: Parts of the recipe that may be overridden, such as ``model.policy``.
-        what: What is done with them, for messages.
+    """Return the recipe of a run as plain values, with overrides of the used parts applied.
 
     Raises:
         UserError: An override is outside of these parts, or the recipe cannot be read.
@@ -84,14 +79,12 @@ def saved_weights(run: Path, checkpoint: Path | None, *variants: str) -> SavedWe
 
 def build_policy(recipe: dict[str, Any]) -> Policy:
     """Build a recipe's policy without loading it; raise UserError with every error that can be found so."""
-    policy = built_part(recipe, "model.policy", Policy)
-    if policy is None:
-        raise UserError("The run's recipe has no model.policy. Is it the config.yaml of a run?")
+    policy: Policy = built_part(recipe, "model.policy", Policy)
     return policy
 
 
 def load_saved_policy(policy: Policy, saved: SavedWeights | None, variant: str) -> Policy:
-    """Load a policy and its saved weights; ``saved`` may be ``None`` for the reference, which has none.
+    """Load a policy and its saved weights, which the reference has none of.
 
     Raises:
         UserError: Something cannot be loaded, or the checkpoint belongs to another policy.

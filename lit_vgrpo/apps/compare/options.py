@@ -57,7 +57,7 @@ def set_sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> str:
         overridden: Keys that the command line sets.
 
     Returns:
-        The prompts that the sweep is evaluated on, in words.
+        Name of the prompts that the sweep is evaluated on.
     """
     if any(key in ("data", "data.heldout_fraction") or f"{key}.".startswith("data.heldout.") for key in overridden):
         return "prompts of the command line"
@@ -87,7 +87,7 @@ class CompareOptions(Options):
             cost to reach the highest.
         command: The base recipe and its overrides.
         base: The base recipe as plain values; in a sweep with other held-out prompts, see :func:`set_sweep_prompts`.
-        prompts: The prompts that methods are evaluated on, in words.
+        prompts: Name of the prompts that methods are evaluated on.
     """
 
     subcommand: ClassVar[str] = "compare"

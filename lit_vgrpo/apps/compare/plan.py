@@ -39,7 +39,7 @@ class Entrant:
         settings: ``published`` or ``tuned``; in a sweep ``sweep0``, ``sweep1``, ...
         recipe: The merged recipe as plain values, without seed and folder.
         changed: The swept keys with their values.
-        found: The search that the overlay's tuned settings come from, where it says so.
+        found: The search that the overlay's tuned settings come from; ``None`` if unknown.
     """
 
     method: str
@@ -87,7 +87,7 @@ def entrants(options: CompareOptions) -> list[Entrant]:
     words = [str(options.command.recipe), *(f"{key}={text}" for key, text in options.command.overrides)]
     base = build(words, make_folder=False)
     errors = base.errors()
-    if not base.datamodule.has_heldout and not options.sweep:  # a sweep holds out its own
+    if not base.datamodule.has_heldout and not options.sweep:  # a sweep holds out training prompts
         errors.append("The recipe has no data.heldout, so there is nothing to compare. Set data.heldout=PROMPT_FILE.")
     if errors:
         raise UserError(*errors)

@@ -353,7 +353,6 @@ def draw(path: Path, evaluations: pd.DataFrame, targets: Iterable[float], title:
     """Plot means over the seeds, with bands from the lowest to the highest seed; four panels per kind of settings.
 
     Args:
-        path: A ``.png`` file.
         evaluations: See :func:`evaluation_table`; methods whose runs all failed are left out.
         targets: Drawn as thin lines.
     """
@@ -375,7 +374,6 @@ def draw(path: Path, evaluations: pd.DataFrame, targets: Iterable[float], title:
             for target in targets:
                 axis.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
             axis.set(xlabel=label, ylabel=f"held-out reward, {kind}")
-            axis.set_xlim(left=0)
             axis.grid(alpha=0.25)
         part.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     draft = path.with_suffix(".tmp.png")

@@ -106,11 +106,9 @@ def prepare_run_folder(run: Run) -> None:
 
 
 def _error_of(run: Run, returncode: int) -> str:
-    if returncode < 0:
-        return f"{how_it_ended(returncode)}; if memory ran out, try --jobs 1"
     if returncode == 0:
         return "" if is_complete(run) else "ended early, or without an evaluation"
-    return last_error(run.log)
+    return last_error(run.log) if returncode > 0 else f"{how_it_ended(returncode)}; if memory ran out, try --jobs 1"
 
 
 def last_error(log: Path) -> str:

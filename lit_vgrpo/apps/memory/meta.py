@@ -24,7 +24,7 @@ from lit_vgrpo.system.hub import quiet_libraries
 LIBRARIES = ("diffusers", "transformers")
 LOWERED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "baddbmm", "addmm"})
 RAISED = frozenset({"layer_norm", "group_norm", "softmax", "pow", "__pow__", "exp", "norm"})
-"""Names of torch functions that autocast computes in its own dtype, and in float32 on a GPU."""
+"""Names of torch functions that autocast computes in the lower dtype, and in float32 on a GPU."""
 
 
 class NotHere(Exception):

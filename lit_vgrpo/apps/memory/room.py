@@ -35,7 +35,7 @@ ADVICE = {
 
 
 class NotEstimated(Exception):
-    """The memory of a recipe cannot be estimated here; the message says why."""
+    """The memory of a recipe cannot be estimated here, for the reason in the message."""
 
 
 def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, list[str]]:
