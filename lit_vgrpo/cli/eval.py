@@ -186,11 +186,11 @@ def results(scores: Mapping[str, ImageScores], images_per_prompt: int) -> dict[s
     def intervals(metrics: Mapping[str, pd.Series]) -> dict[str, Any]:
         return {name: interval(values.tolist(), values.index.tolist()) for name, values in metrics.items()}
 
-    measured = {variant: _measured(own, images_per_prompt) for variant, own in scores.items()}
+    measured = {variant: _measured(score, images_per_prompt) for variant, score in scores.items()}
     found: dict[str, Any] = {"variants": {}}
-    for variant, own in scores.items():
+    for variant, score in scores.items():
         means = intervals(measured[variant])
-        found["variants"][variant] = {"means": means, "distances": own.distances, "errors": own.errors}
+        found["variants"][variant] = {"means": means, "distances": score.distances, "errors": score.errors}
     if REFERENCE in scores:
         start = measured.pop(REFERENCE)
         found["difference_to_reference"] = {
@@ -216,7 +216,7 @@ def write(report: dict[str, Any], scores: Mapping[str, ImageScores], wanted: Pat
     paths = (stem.with_name(f"{stem.name}.json") for stem in candidates(wanted.with_suffix("")))
     path = next(path for path in paths if not path.exists() and not path.with_suffix(".csv").exists())
     path.parent.mkdir(parents=True, exist_ok=True)
-    images = pd.concat([own.images.assign(variant=variant) for variant, own in scores.items()])
+    images = pd.concat([score.images.assign(variant=variant) for variant, score in scores.items()])
     columns = ["prompt", "image", "variant"]
     images = images[[*columns, *images.columns.drop(columns)]]
     write_atomically(path.with_suffix(".csv"), images.to_csv(index=False, lineterminator="\n"))
@@ -238,14 +238,14 @@ def table(report: dict[str, Any]) -> str:
     lines: dict[str, list[str]] = {}
     for name in next(iter(variants))["means"]:
         shown = f"{name} (held out)" if report["rewards"].get(name, {}).get("held_out") else name
-        means = [own["means"][name] for own in variants]
+        means = [result["means"][name] for result in variants]
         lines[shown] = [_with_interval(mean) for mean in means]
         if any(mean["failed"] for mean in means):
             lines[f"  failed: {name}"] = [str(mean["failed"]) for mean in means]
         if differences:
-            lines[f"  minus reference: {name}"] = [*(_with_interval(own[name], "+") for own in differences), ""]
-    for name in dict.fromkeys(name for own in variants for name in own["distances"]):
-        lines[name] = [format(own["distances"].get(name, math.nan), ".4g") for own in variants]
+            lines[f"  minus reference: {name}"] = [*(_with_interval(result[name], "+") for result in differences), ""]
+    for name in dict.fromkeys(name for result in variants for name in result["distances"]):
+        lines[name] = [format(result["distances"].get(name, math.nan), ".4g") for result in variants]
     saved, prompts = report["checkpoint"], report["prompts"]
     sampled = f"{counted(prompts['count'], 'held-out prompt')} x {counted(prompts['images_per_prompt'], 'image')}"
     parts = [
@@ -253,8 +253,8 @@ def table(report: dict[str, Any]) -> str:
         pd.DataFrame.from_dict(lines, orient="index", columns=list(report["variants"])).to_string(),
         f"\nIn brackets: {LEVEL:.0%} intervals of the mean, from {RESAMPLES} bootstrap samples of the prompts.",
     ]
-    for variant, own in report["variants"].items():
-        parts += [f'{variant}: reward "{name}" failed: {message}' for name, message in own["errors"].items()]
+    for variant, result in report["variants"].items():
+        parts += [f'{variant}: reward "{name}" failed: {message}' for name, message in result["errors"].items()]
     return "\n".join(parts)
 
 

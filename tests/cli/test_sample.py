@@ -1,7 +1,6 @@
 """``lightning sample``: an image depends on its prompt, its seed and the weights alone, and nothing is overwritten."""
 
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,7 @@ import torch
 from PIL import Image
 from saved_runs import assert_one_line, folder_with, train
 
-from lit_vgrpo.cli import sample as command
-from lit_vgrpo.cli.sample import sample_images, write_png
+from lit_vgrpo.cli.sample import sample_images
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
@@ -142,20 +140,6 @@ def test_a_picture_is_edited(tmp_path, monkeypatch, capsys):
         (["--image=wide.png"], "has 32 x 48 pixels (height x width), the images have 32 x 32. Resize it"),
     ):
         assert_one_line(sample_images, [*asked, *image, "--out=out"], capsys, line)
-
-
-def test_ctrl_c_leaves_whole_images(inside, capsys, monkeypatch):
-    def pressed(image, path):
-        write_png(image, path)
-        if path.name == "001_seed1.png":
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(command, "write_png", pressed)
-    # so many seeds that a list of them would not fit into memory
-    assert sample_images(["runs/tiny", "--prompt=x", "--steps=1", f"--count={10**12}", "--out=out"]) == 130
-    out, err = capsys.readouterr()
-    assert (out, err) == ("out/001_seed0.png\n", "Stopped. The images listed so far are complete.\n")
-    assert [pixels(path).shape for path in sorted(Path("out").iterdir())] == 2 * [(32, 32, 3)]
 
 
 @pytest.mark.parametrize(

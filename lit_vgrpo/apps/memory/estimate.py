@@ -68,7 +68,7 @@ class Estimate:
 
 
 def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
-    """Estimate the memory that a recipe needs, without the libraries' own.
+    """Estimate the memory that a recipe needs, without that of the libraries.
 
     Args:
         device: Device of a rank; ``None`` uses the recipe's on this machine.
@@ -83,11 +83,11 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     plan = cli.datamodule.sizes.plan(trainer.world_size)
     policy = policy_on_meta(module.policy, device.type)
     asked = demand(module.objective, policy, plan)
-    own = shares(policy, module.optimization.optimizer, trainer.strategy, trainer.world_size, on_gpu)
+    share = shares(policy, module.optimization.optimizer, trainer.strategy, trainer.world_size, on_gpu)
     averages = len(callbacks_of(trainer, EMA))
     copies = len(asked.copies) + averages
     if not on_gpu and "reference" not in asked.copies:
-        copies += 1  # the module's own copy, which is kept in CPU memory
+        copies += 1  # the module's reference, which is kept in CPU memory
     vae = policy.pipeline.vae
     encoders = sum(bytes_of(tensors_of(encoder)) for encoder in policy.encoders())
     leave = on_gpu and module.policy.offload_encoders
@@ -97,8 +97,8 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     narrow = {one.quantise for one in (spec, spec.scouts and spec.of_scouts, module.evaluation) if one} - {None}
     kept = 0 if on_gpu and module.rollout_device is not None else round(latent * asked.kept)
     parts = {
-        **own.parts,
-        "copies of the trained weights": copies * own.trained,
+        **share.parts,
+        "copies of the trained weights": copies * share.trained,
         "copies for 8-bit rollouts": len(narrow) * copy_in_8_bits(policy),
         "text encoders": 0 if leave else encoders,
         "VAE": bytes_of(tensors_of(vae)),
@@ -110,27 +110,27 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     peak_of = cache(lambda asked: peak_of_pass(policy, asked, cond))  # phases may ask for the same
     phases = {
         ENCODING: encoding_peak(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0),
-        ROLLOUT: peak_of(Pass(rollout, spec.guidance, False)) + asked.samples_with_copy * own.trained,
+        ROLLOUT: peak_of(Pass(rollout, spec.guidance, False)) + asked.samples_with_copy * share.trained,
         DECODING: _decoding(policy, rollout),
         TRAINING: peak_of(asked.trained) + round(latent * asked.loss),
-        STEP: own.step,
+        STEP: share.step,
     }
     if spec.scouts is not None:
         # Their noise and latents are kept until the last of them is scored.
         factor = spec.scouts.factor
         held = 0 if on_gpu and module.rollout_device is not None else 2 * latent * factor * plan.images_per_rank
         scouts = at_most(plan.images_per_iteration * factor, module.rollout_batch_size) or plan.images_per_rank * factor
-        phases[SCOUTS] = peak_of(Pass(scouts, spec.guidance, False)) + asked.samples_with_copy * own.trained + held
+        phases[SCOUTS] = peak_of(Pass(scouts, spec.guidance, False)) + asked.samples_with_copy * share.trained + held
         phases[DECODING] = max(phases[DECODING], _decoding(policy, scouts) + held)
     if asked.stored is not None:
-        phases[STORED] = peak_of(asked.stored) + bool(asked.copies) * own.trained
+        phases[STORED] = peak_of(asked.stored) + bool(asked.copies) * share.trained
     if (data := cli.datamodule).has_heldout:
         images = len(data.heldout_rows()) * data.heldout_images_per_prompt
         batch = min(data.eval_batch_size, -(-images // trainer.world_size))
         sampled = at_most(images, module.rollout_batch_size) or batch
         evaluation = module.evaluation or spec.as_ode()
         peak = max(peak_of(Pass(sampled, evaluation.guidance, False)), _decoding(policy, batch))
-        phases[EVALUATION] = peak + bool(averages) * own.trained  # which are swapped in
+        phases[EVALUATION] = peak + bool(averages) * share.trained  # which are swapped in
     return Estimate(parts, phases, tuple(unknown))
 
 

@@ -51,13 +51,12 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
     """
     device = cli.trainer.strategy.root_device if gpu_memory is None else torch.device("cuda", 0)
     if gpu_memory is not None:
-        name, free = "the given GPU", gpu_memory - reserve_of(gpu_memory)
+        name, size = "the given GPU", gpu_memory
     elif device.type == "cuda":
-        size = torch.cuda.get_device_properties(device).total_memory
-        name, free = torch.cuda.get_device_name(device), size - reserve_of(size)
+        name, size = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     else:
-        name, free = "this machine's free memory", available_bytes() // max(1, cli.trainer.num_devices)
-    free = max(0, free)
+        name, size = "this machine's free memory", available_bytes() // max(1, cli.trainer.num_devices)
+    free = size if device.type == "cpu" else max(0, size - max(SMALLEST_RESERVE, size // RESERVED))
     try:
         found = estimate(cli, device)
     except NotHere as error:
@@ -77,11 +76,6 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
         f"The recipe needs about {shown(found.peak)} per rank, in {found.peak_phase}; {shown(free)} is available "
         f"({name}). Set {ADVICE[found.peak_phase]}."
     ]
-
-
-def reserve_of(size: int) -> int:
-    """Return the bytes of a GPU that are kept back for what is not counted."""
-    return max(SMALLEST_RESERVE, size // RESERVED)
 
 
 def gpu_memory_of(text: str) -> int:

@@ -125,16 +125,6 @@ def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
             assert recipe_errors(other, TOP_LEVEL, LINKED) == [], method
 
 
-@pytest.mark.parametrize("method", shipped_methods())
-def test_a_shipped_overlay_says_its_command_and_source(method):
-    lines = shipped_methods()[method].read_text().splitlines()
-    head = [line for line in lines if line.startswith("#")]
-    assert "arXiv 25" in head[0] or "arXiv 26" in head[0] or "arXiv 23" in head[0]
-    assert head[1].startswith("#   lightning compare tiny_")
-    assert method in head[1].partition("--methods ")[2].split(",")
-    assert max(map(len, lines)) <= 120
-
-
 def test_an_overlay_may_start_from_a_shipped_methods_published_settings(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("like: nft\npublished: {model: {objective: {init_args: {beta: 0.5}}}}")
