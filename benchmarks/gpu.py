@@ -358,11 +358,12 @@ def _compared(place: Place, methods: str, words: list[str]) -> Row:
     if status != 0:
         raise RuntimeError(f"lightning compare ended with status {status}")
     found: Row = {}
-    for row in json.loads((out / "compare.json").read_text())["methods"]:
-        name = f"{row['method']} {row['settings']}"
-        reached = row["targets"]["0.7"]
-        found |= {f"{name}: final": row["final"], f"{name}: seeds to .7": reached["reached"]}
-        found |= {f"{name}: to .7, {cost}": value for cost, value in (reached["mean"] or {}).items()}
+    saved = json.loads((out / "compare.json").read_text())
+    for run in saved["final"]:
+        found[f"{run['method']} {run['settings']}, seed {run['seed']}: final"] = run["final"]
+    for row in saved["costs"]:
+        name = f"{row.pop('method')} {row.pop('settings')}"
+        found |= {f"{name}: to {row['target']:g}, {cost}": value for cost, value in row.items()}
     return found
 
 

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from lit_vgrpo.apps.report.loading import load_lines
 from lit_vgrpo.apps.report.model_card import add_card
-from lit_vgrpo.cli.export_upload import (
-    HUB_PREFIX,
-    Repository,
-    ask,
-    can_ask,
-    find_repository,
-    new_local_folder,
-    read_repository_name,
-    upload,
-)
 from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.config.arguments import flag, option, subcommand
-from lit_vgrpo.errors import UserError, counted, report, say, suggestion
+from lit_vgrpo.errors import UserError, counted, one_line, say, suggestion
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import save_kohya, save_merged
 from lit_vgrpo.policies.pipeline import DTYPES
 from lit_vgrpo.system.atomic_folder import vacant_folder, write_new_folder
+from lit_vgrpo.training.folder import candidates
 
 DIFFUSERS, KOHYA = "diffusers", "kohya"
+HUB_PREFIX = "hub:"
 
 
 class Target(NamedTuple):
@@ -42,8 +36,10 @@ def read_target(text: str) -> Target:
     """Return the target that ``--to`` names: a vacant folder, or a repository as ``hub:owner/name``."""
     if not text.startswith(HUB_PREFIX):
         return Target(vacant_folder(text))
-    name = read_repository_name(text)
-    return Target(new_local_folder(name), name)
+    name = text.removeprefix(HUB_PREFIX)
+    if name.count("/") != 1:
+        raise UserError(f"{text} is not a repository's name. Write {HUB_PREFIX}owner/name.")
+    return Target(next(path for path in candidates(Path("exports", Path(name).name)) if not path.exists()), name)
 
 
 def read_format(text: str) -> str:
@@ -87,23 +83,14 @@ class ExportOptions(RunOptions):
         if not self.has("to"):
             example = f"exports/{self.run.resolve().name}"
             raise UserError(f"No output folder given. Add --to DIR, for example --to {example}")
-        if self.format == KOHYA and self.merge:
-            raise UserError("--format kohya applies to a LoRA, and --merge leaves none. Leave out one of them.")
-        if (self.yes or self.public) and self.to is not None and self.to.repository is None:
-            raise UserError(f"--{'yes' if self.yes else 'public'} is for uploads. Write --to {HUB_PREFIX}owner/name.")
 
     @property
     def kohya_file(self) -> Path:
         """File of an adapter in kohya's format, named like the folder: programs list adapters by that name."""
         return self.to.folder / f"{self.to.folder.resolve().name}.safetensors"
 
-    @property
-    def written(self) -> Path:
-        """Folder or file that diffusers loads."""
-        return self.kohya_file if self.format == KOHYA else self.to.folder
 
-
-@subcommand(ExportOptions, stopped="Stopped: nothing was written.")
+@subcommand(ExportOptions, stopped="Stopped. An export that was reported as written is complete.")
 def export(options: ExportOptions) -> int:
     """Write a run's weights: ``RUN --to DIR [options] [key=value ...]``."""
     recipe = recipe_of(options.run, options.words, ["model.policy"], "an export")
@@ -111,45 +98,75 @@ def export(options: ExportOptions) -> int:
     refuse_misfit(policy, options)
     policy.ignore_quantisation()  # no frozen weight is written, and a merge must not round them
     saved = saved_weights(options.run, options.checkpoint, options.variant)
-    name = options.to.repository
-    repository = None if name is None else find_repository(name, options.yes or can_ask())
+    folder, repository = options.to
+    if repository is not None:
+        check_login(options)
     load_saved_policy(policy, saved, options.variant)
-    loaded_from = options.written if repository is None else Path(repository.name)
-    with write_new_folder(options.to.folder, "--to") as draft:
+    written = options.kohya_file if options.format == KOHYA else folder
+    loaded_from = written if repository is None else Path(repository)
+    iterations = saved.progress.iterations
+    with write_new_folder(folder, "--to") as draft:
         if options.merge:
             save_merged(policy, draft, options.dtype)
         elif options.format == KOHYA:
             save_kohya(policy, draft / options.kohya_file.name, options.dtype)
         else:
             policy.save(draft, dtype=options.dtype)
-        iterations = saved.progress.iterations
         add_card(draft, options.run, policy, loaded_from, options.variant, iterations, options.dtype, options.merge)
-    what, lines = load_lines(policy, loaded_from, options.dtype, options.merge, options.to.folder)
+    what, lines = load_lines(policy, loaded_from, options.dtype, options.merge, folder)
     origin = f"{options.variant} weights of {saved.path} after {counted(iterations, 'iteration')}"
-    say(f"Written: {options.written} ({what}): {origin}")
-    status = 0 if repository is None else _publish(options, repository)
-    if status == 0:
-        say("\n".join(lines))
-    return status
+    say(f"Written: {written} ({what}): {origin}")
+    if repository is not None and not upload(folder, repository, options):
+        say(f"Nothing was uploaded. The export is in {folder}.", error=True)
+        return 130
+    say("\n".join(lines))
+    return 0
 
 
-def _publish(options: ExportOptions, repository: Repository) -> int:
-    folder = options.to.folder
+def check_login(options: ExportOptions) -> None:
+    """Raise UserError where an upload could not be confirmed, or there is no token, before anything is written."""
+    from huggingface_hub import get_token
+
+    if not options.yes and not sys.stdin.isatty():
+        raise UserError("An upload asks for confirmation, and stdin is not a terminal. Add --yes.")
+    if get_token() is None:
+        raise UserError("Not logged in to the hub. Run hf auth login, or set HF_TOKEN.")
+
+
+def upload(folder: Path, repository: str, options: ExportOptions) -> bool:
+    """List an export's files, and upload them in one commit if that is confirmed.
+
+    Returns:
+        False if it was not confirmed.
+
+    Raises:
+        UserError: The hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    say(f"To upload to {api.endpoint}/{repository} (if new, {'public' if options.public else 'private'}):")
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        say(f"  {tqdm.format_sizeof(path.stat().st_size, 'B'):>8}  {path.relative_to(folder)}")
+    if not options.yes and input("Upload these files? [y/N] ").strip().lower() not in ("y", "yes"):
+        return False
     try:
-        if upload(folder, repository, options.public, lambda: options.yes or ask()):
-            say(f"Uploaded to {repository.name}.")
-            return 0
-        report([f"Nothing was uploaded. The export is in {folder}."])
-    except KeyboardInterrupt:
-        report([f"Stopped, perhaps before the upload was complete. The export is in {folder}."])
-    return 130
+        api.create_repo(repository, private=not options.public, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by lightning export")
+    except Exception as error:  # the hub's client raises those of its HTTP library, which differs between versions
+        advice = f"The export is in {folder}. Upload it later: hf upload {repository} {folder}"
+        raise UserError(f"Cannot upload to {repository}: {one_line(error)}. {advice}") from error
+    say(f"Uploaded to {repository}.")
+    return True
 
 
 def refuse_misfit(policy: Policy, options: ExportOptions) -> None:
-    """Check that the run's kind of weights can be exported as the options ask; raise UserError if it cannot."""
+    """Raise UserError if the run's kind of weights cannot be exported as the options ask."""
+    if options.format == KOHYA and options.merge:
+        raise UserError("--format kohya applies to a LoRA, and --merge leaves none. Leave out one of them.")
     if policy.lora_rank is None and (options.merge or options.format == KOHYA):
-        asked = "--merge has nothing to merge" if options.merge else f"--format {KOHYA} applies to a LoRA"
-        raise UserError(f"{asked}: {options.run} trained the network's own weights, not a LoRA. Leave it out.")
+        asked = "--merge" if options.merge else f"--format {KOHYA}"
+        raise UserError(f"{asked} applies to a LoRA: {options.run} trained the network's weights. Leave it out.")
     if options.format == KOHYA and policy.network_name != "unet":
         raise UserError(
             f"--format {KOHYA} is for the UNets of SD 1.x, 2.x and XL, and {type(policy).__name__} has a "

@@ -53,23 +53,14 @@ class RunOptions(Options):
 
 
 def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], what: str) -> dict[str, Any]:
-    """Return the recipe of a run as plain values, with overrides applied.
-
-    Args:
-        run: Run folder.
-        words: Overrides, ``key=value``.
-        used: Parts of the recipe that may be overridden, such as ``model.policy``.
-        what: What is done with them, for messages.
+    """Return the recipe of a run as plain values, with overrides of the used parts applied.
 
     Raises:
-        UserError: A word is no such override, or the recipe cannot be read.
+        UserError: An override is outside of these parts, or the recipe cannot be read.
     """
     for word in words:
-        key, equals, _ = word.partition("=")
-        if not equals:
-            raise UserError(f"{word} is unexpected: {what} takes one run. Write settings as key=value.")
-        if not key.startswith(tuple(f"{part}." for part in used)) and key not in used:
-            raise UserError(f"{key} has no effect on {what}, which uses only settings of {', '.join(used)}.")
+        if not f"{word.partition('=')[0]}.".startswith(tuple(f"{part}." for part in used)):
+            raise UserError(f"{word} has no effect on {what}, which uses only settings of {', '.join(used)}.")
     import_from_here()
     return read_recipe(Command.parse([str(run / CONFIG_NAME), *words]))
 
@@ -87,22 +78,13 @@ def saved_weights(run: Path, checkpoint: Path | None, *variants: str) -> SavedWe
 
 
 def build_policy(recipe: dict[str, Any]) -> Policy:
-    """Build the policy of a recipe without loading it.
-
-    Raises:
-        UserError: With every error that can be found without loading.
-    """
-    policy = built_part(recipe, "model.policy", Policy)
-    if policy is None:
-        raise UserError("The run's recipe has no model.policy. Is it the config.yaml of a run?")
+    """Build a recipe's policy without loading it; raise UserError with every error that can be found so."""
+    policy: Policy = built_part(recipe, "model.policy", Policy)
     return policy
 
 
 def load_saved_policy(policy: Policy, saved: SavedWeights | None, variant: str) -> Policy:
-    """Load a policy and its saved weights.
-
-    Args:
-        saved: May be ``None`` for the reference, whose weights a policy is loaded with.
+    """Load a policy and its saved weights, which the reference has none of.
 
     Raises:
         UserError: Something cannot be loaded, or the checkpoint belongs to another policy.
@@ -114,7 +96,6 @@ def load_saved_policy(policy: Policy, saved: SavedWeights | None, variant: str) 
         load_policy(policy)
     except (LoadError, ModuleNotFoundError) as error:
         raise UserError(str(error)) from error
-    if variant != REFERENCE:
-        assert saved is not None
+    if saved is not None and variant != REFERENCE:
         saved.put_into(policy, variant)
     return policy

@@ -52,8 +52,8 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "init my_run",
     ),
     "eval": Subcommand(
-        "lit_vgrpo.cli.eval.command:evaluate",
-        "lit_vgrpo.cli.eval.command:EvaluateOptions",
+        "lit_vgrpo.cli.eval:evaluate",
+        "lit_vgrpo.cli.eval:EvaluateOptions",
         "RUN [--ema] [--reference] [--checkpoint FILE] [--fid-reference FOLDER] [--features NETWORK] [--out FILE.json] "
         "[key=value ...]",
         "score the held-out prompts with a run's weights, with confidence intervals",

@@ -5,25 +5,22 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from helpers import grey_level, in_order, make_module
+from helpers import grey_level, in_order
 from PIL import Image
 from processes import PYTHON
 from saved_runs import assert_one_line, folder_with, train
 
-from lit_vgrpo.cli.eval.command import EvaluateOptions, evaluate
-from lit_vgrpo.cli.eval.report import results, table, write
-from lit_vgrpo.cli.eval.scores import ImageScores
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.cli.eval import EvaluateOptions, evaluate, results, table, write
+from lit_vgrpo.cli.eval_scores import ImageScores
 from lit_vgrpo.training.folder import CONFIG_NAME
-from lit_vgrpo.training.saved_weights import SavedWeights
 
 VARIANTS = ["trained", "EMA", "reference"]
 SAME = 4 * grey_level()  # a grey level in one of the quarters whose means are the features
@@ -119,9 +116,6 @@ def files(folder):
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-# --- the numbers -----------------------------------------------------------------------------------------------------
-
-
 def test_the_numbers_are_those_of_the_run(inside, evaluated):
     report, _ = evaluated
     end = summary("tiny")
@@ -149,15 +143,9 @@ def test_the_json_says_what_was_evaluated(inside, evaluated):
         "images": IMAGES,
     }
     assert report["seed"] == 7
-    assert report["world_size"] == 1
-    assert "torch" in report["versions"]
-    assert report["missing"] == {}
     held_out = {name: about["held_out"] for name, about in report["rewards"].items()}
     assert held_out == {"brightness": False, "jpeg": True, "colour": True}
-    shown = table(report).splitlines()
-    assert max(map(len, shown)) <= 100
-    assert any(line.startswith("jpeg (held out) ") for line in shown)
-    assert any(line.startswith("brightness  ") for line in shown)
+    assert "jpeg (held out) " in table(report)
 
 
 def test_failed_images_are_counted_and_left_out(evaluated):
@@ -166,18 +154,7 @@ def test_failed_images_are_counted_and_left_out(evaluated):
     assert (colour["count"], colour["failed"]) == (6, 3)
     assert report["variants"]["trained"]["means"]["reward"]["failed"] == 0
     assert [row["colour"] for row in scores if row["prompt"] == "something else"] == [""] * 9
-    assert any(line.split() == ["failed", "3", "3", "3"] for line in table(report).splitlines())
-
-
-def test_every_interval_holds_its_mean(evaluated):
-    report, _ = evaluated
-    found = [own["means"] for own in report["variants"].values()] + list(report["difference_to_reference"].values())
-    assert len(found) == 5
-    for numbers in found:
-        assert {"reward", "diversity"} <= numbers.keys()
-        for name, number in numbers.items():
-            assert number["low"] <= number["mean"] <= number["high"], name
-        assert numbers["reward"]["low"] < numbers["reward"]["high"]
+    assert any(line.split() == ["failed:", "colour", "3", "3", "3"] for line in table(report).splitlines())
 
 
 def test_the_csv_has_a_line_for_every_image(evaluated):
@@ -192,9 +169,8 @@ def test_the_csv_has_a_line_for_every_image(evaluated):
     assert report["difference_to_reference"]["EMA"]["reward"]["mean"] == pytest.approx(np.mean(pairs), abs=SAME)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp2"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero3", "ddp", "fsdp2"])
 def test_two_ranks_find_the_same(inside, evaluated, strategy):
     report, scores = evaluated
     words = ["runs/tiny", "--ema", "--reference", "--out=two.json", "trainer.devices=2", f"trainer.strategy={strategy}"]
@@ -224,12 +200,9 @@ def test_two_ranks_find_the_same(inside, evaluated, strategy):
             path.unlink()
 
 
-# --- by hand ---------------------------------------------------------------------------------------------------------
-
-
 def scored(total, features=None):
-    total = torch.tensor(total)
-    return ImageScores(list(range(len(total))), ["p"] * len(total), total, {"part": 2 * total}, {}, features)
+    images = pd.DataFrame({"prompt": "p", "image": range(len(total)), "reward": total})
+    return ImageScores(images.assign(part=2 * images["reward"]), features=features)
 
 
 def test_differences_are_taken_image_by_image():
@@ -258,15 +231,12 @@ def test_diversity_is_the_distance_within_a_prompt():
 
 
 def test_shares_of_ranks_are_put_in_order():
-    first, second = scored([0.0, 1.0]), scored([2.0, 3.0])
-    first.image_ids, second.image_ids = [3, 1], [0, 2]
+    first, second = scored([0.0, 1.0], torch.tensor([[0.0], [1.0]])), scored([2.0, 3.0], torch.tensor([[2.0], [3.0]]))
+    first.images["image"], second.images["image"] = [3, 1], [0, 2]
     joined = ImageScores.joined([first, second])
-    assert joined.image_ids == [0, 1, 2, 3]
-    assert joined.total.tolist() == [2.0, 1.0, 3.0, 0.0]
-    assert joined.parts["part"].tolist() == [4.0, 2.0, 6.0, 0.0]
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
+    assert joined.images["image"].tolist() == [0, 1, 2, 3]
+    assert joined.images["reward"].tolist() == joined.features[:, 0].tolist() == [2.0, 1.0, 3.0, 0.0]
+    assert joined.images["part"].tolist() == [4.0, 2.0, 6.0, 0.0]
 
 
 def test_nothing_of_the_run_changes_and_no_evaluation_is_overwritten(inside, capsys):
@@ -286,9 +256,7 @@ def test_nothing_of_the_run_changes_and_no_evaluation_is_overwritten(inside, cap
     assert "Written: runs/tiny/eval-2.json and runs/tiny/eval-2.csv" in capsys.readouterr().out
     report = json.loads(Path("runs/tiny/eval-2.json").read_text())
     assert report["overrides"] == ["data.heldout_images_per_prompt=1"]
-    assert report["missing"] == {
-        "diversity": "there is only one image per prompt. Set data.heldout_images_per_prompt=4."
-    }
+    assert "diversity" not in means(report, "trained")  # of a single image per prompt
     assert sorted(path.name for path in inside.iterdir() if path.name.startswith("runs")) == ["runs"]
 
 
@@ -307,46 +275,18 @@ def test_fid_and_diversity_that_the_recipe_does_not_have(inside, evaluated):
     found = json.loads(Path("runs/plain/eval-x.json").read_text())["variants"]["trained"]
     assert found["distances"] == pytest.approx(report["variants"]["trained"]["distances"], abs=SAME)
     assert found["means"]["diversity"]["mean"] == pytest.approx(means(report, "trained")["diversity"], abs=SAME)
-    assert evaluate(base) == 0
-    without = json.loads(Path("runs/plain/eval-x-2.json").read_text())
-    assert without["missing"].keys() == {"fid", "diversity"}
-    assert "No diversity: there is no feature network. Give --features" in table(without)
-
-
-def test_a_torn_checkpoint_is_skipped_and_can_be_named_no_more(inside, capsys):
-    good, torn = Path("runs/tiny/checkpoints/last.ckpt"), Path("runs/tiny/checkpoints/torn.ckpt")
-    torn.write_bytes(good.read_bytes()[:2000])
-    try:
-        assert evaluate(["runs/tiny", "data.heldout_images_per_prompt=1"]) == 0
-        assert "Skipped runs/tiny/checkpoints/torn.ckpt" in capsys.readouterr().err
-        assert evaluate(["runs/tiny", "--checkpoint", "torn.ckpt"]) == 2
-        assert "is torn, or no checkpoint. Give another: --checkpoint FILE." in capsys.readouterr().err
-    finally:
-        torn.unlink()
-
-
-# --- mistakes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (["runs/tny"], "runs/tny is not a run. Did you mean runs/tiny?"),
-        (["runs"], "runs is not a run folder: it has no config.yaml. Use one of: runs/plain, runs/tiny."),
-        (
-            ["tiny.yaml"],
-            "tiny.yaml is not part of a run: it is not a run's config.yaml or checkpoint. Did you mean ",
-        ),
         ([], "No run given. Try: lightning eval runs/tiny_shapes"),
-        (["runs/tiny", "--emma"], "--emma is not an option of eval. Did you mean ema?"),
-        (["runs/tiny", "--out"], "--out has no value. Write --out VALUE."),
         (["runs/tiny", "--out=x.csv"], "--out x.csv is not a JSON file. Use --out x.json."),
         (["runs/tiny", "--checkpoint=lst.ckpt"], "--checkpoint lst.ckpt does not exist. Did you mean last.ckpt?"),
         (["runs/tiny", "ckpt_path=x"], "ckpt_path has no effect on an evaluation. Use --checkpoint FILE."),
-        (["runs/tiny", "run_dir=x"], "run_dir has no effect on an evaluation. Use --out FILE.json."),
         (["runs/tiny", "data.heldout=null"], "The run's recipe has no held-out prompts. Set data.heldout=prompts.txt."),
         (["runs/tiny", "data.heldout=none.txt"], "none.txt does not exist."),
-        (["runs/tiny", "data.heldut=a.txt"], "data.heldut is not an option of PromptDataModule. Did you mean heldout?"),
         (["runs/plain", "--ema"], "last.ckpt holds no average: the run had no EMA callback. Leave out --ema."),
         (["runs/tiny", "--features=none.pt"], "none.pt does not exist."),
         (["runs/tiny", "--fid-reference=none"], "reference=none is neither a folder nor"),
@@ -362,19 +302,6 @@ def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
     shutil.copy(f"runs/tiny/{CONFIG_NAME}", tmp_path)
     assert evaluate([str(tmp_path)]) == 2
     assert f"{tmp_path} holds no checkpoint yet. Train it: " in capsys.readouterr().err
-
-
-def test_weights_of_another_shape_are_refused(inside, tiny_sd3):
-    saved = SavedWeights.read(Path("runs/tiny/checkpoints/last.ckpt"))
-    module = make_module(tiny_sd3)
-    module.configure_model()
-    saved.refuse_misfit("trained", module.policy)
-    name = next(iter(saved.tensors["EMA"]))
-    here = tuple(saved.tensors["EMA"][name].shape)
-    saved.tensors["EMA"][name] = torch.zeros(1, 1)
-    said = f"1 trained tensor would not fit, such as {name}, which has shape (1, 1) there and {here} here."
-    with pytest.raises(UserError, match=re.escape(said)):
-        saved.refuse_misfit("EMA", module.policy)
 
 
 def test_a_checkpoint_names_its_run(inside):

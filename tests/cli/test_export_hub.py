@@ -42,24 +42,21 @@ def test_the_hub_receives_exactly_the_files_that_were_listed(hub, capsys):
     received = hub.repositories["somebody/shapes"]
     assert received == {".gitattributes": b"", **{name: path.read_bytes() for name, path in written.items()}}
     assert any(name.endswith(".safetensors") for name in written)
-    listed = [line.split()[2] for line in out.splitlines() if line.startswith("   ") and line.split()[2] != "files"]
-    assert sorted([name for name in listed if "/" in name or "." in name]) == sorted(written)
+    listed = [line.split()[1] for line in out.splitlines() if line.startswith("   ")]
+    assert sorted(listed) == sorted(written)
     assert hub.private == {"somebody/shapes": True}
     loads = 'from_pretrained("somebody/shapes"'
     assert loads in received["README.md"].decode()
     assert loads in out
 
-    # Again, by the name alone: the same files are replaced, from a folder beside the first.
-    hub.changes.clear()
-    assert export(["runs/tiny", "--to=hub:shapes", "--yes", "--public"]) == 0
-    assert "replaces the file there" in capsys.readouterr().out
+    # Again: the same files are replaced, from a folder next to the first.
+    assert export(["runs/tiny", TO, "--yes", "--public"]) == 0
     assert Path("exports/shapes-2/README.md").exists()
-    assert hub.changes == ["commit somebody/shapes"]
     assert hub.private == {"somebody/shapes": True}  # one that exists stays as it is
 
 
 def test_nothing_is_uploaded_that_was_not_confirmed(hub, monkeypatch, capsys):
-    assert_one_line(export, ["runs/tiny", TO], capsys, "this is no terminal. Add --yes.")
+    assert_one_line(export, ["runs/tiny", TO], capsys, "stdin is not a terminal. Add --yes.")
     answers = io.StringIO("n\n")
     answers.isatty = lambda: True
     monkeypatch.setattr("sys.stdin", answers)
@@ -76,28 +73,16 @@ def test_nothing_is_uploaded_that_was_not_confirmed(hub, monkeypatch, capsys):
     ("token", "to", "line"),
     [
         ("", TO, "Not logged in to the hub. Run hf auth login, or set HF_TOKEN"),
-        ("wrong", TO, "The hub refuses somebody/shapes: the token is not valid."),
-        ("reads", "--to=hub:somebody/new", "The hub refuses somebody/new: the token may not write there."),
-        ("writes", "--to=hub:a/b/c", "--to hub:a/b/c is no repository's name."),
-        ("writes", "--to=hub:", "--to hub: is no repository's name."),
-        ("writes", "--to=out", "--yes is for uploads."),
-        ("writes", "--to=hub:somebody/full", "holds 1 file that this export does not have (theirs.bin)."),
+        ("wrong", TO, "Cannot upload to somebody/shapes: "),
+        ("reads", "--to=hub:somebody/new", "Cannot upload to somebody/new: "),
+        ("writes", "--to=hub:shapes", "--to hub:shapes is not a repository's name. Write hub:owner/name."),
     ],
 )
-def test_what_cannot_be_uploaded_is_said_in_a_line(hub, monkeypatch, capsys, token, to, line):
+def test_what_cannot_be_uploaded_is_one_line(hub, monkeypatch, capsys, token, to, line):
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "no_such_file")
-    hub.repositories["somebody/full"] = {"theirs.bin": b"0"}
     assert export(["runs/tiny", to, "--yes"]) == 2
     err = capsys.readouterr().err
     assert line in err
     assert err.count("\n") == 1
     assert hub.changes == []
-
-
-def test_a_hub_that_cannot_be_reached_is_said_before_anything_is_exported(hub, monkeypatch, capsys):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert_one_line(export, ["runs/tiny", "--to=hub:somebody/far", "--yes"], capsys, "http://127.0.0.1:9")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert_one_line(export, ["runs/tiny", "--to=hub:somebody/far", "--yes"], capsys, "HF_HUB_OFFLINE is set.")
-    assert not Path("exports/far").exists()

@@ -2,7 +2,7 @@ import pytest
 from helpers import prompt_file
 
 from lit_vgrpo.cli.check import check
-from lit_vgrpo.cli.eval.command import heldout_rows
+from lit_vgrpo.cli.eval import heldout_rows
 from lit_vgrpo.launch.build import build
 
 SHIPPED = f"train: {prompt_file('shapes_train.jsonl')}"

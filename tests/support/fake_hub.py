@@ -89,6 +89,8 @@ class _Handler(BaseHTTPRequestHandler):
         name = f"{asked.get('organization') or 'somebody'}/{asked['name']}"
         if not self.may("writes"):
             return self.refuse(403)
+        if name in self.server.hub.repositories:
+            return self.answer({"url": f"{self.server.hub.address}/{name}", "name": name}, 409)
         self.server.hub.changes.append(f"create {name}")
         self.server.hub.repositories[name] = {".gitattributes": b""}
         self.server.hub.private[name] = asked.get("private", asked.get("visibility") == "private")

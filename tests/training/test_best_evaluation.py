@@ -11,7 +11,7 @@ from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import RunSummary
 from lit_vgrpo.cli.check import CHECKPOINTS_AT_ONCE
-from lit_vgrpo.cli.eval.command import EvaluateOptions
+from lit_vgrpo.cli.eval import EvaluateOptions
 from lit_vgrpo.cli.run import run
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.training.best_evaluation import BestEvaluation

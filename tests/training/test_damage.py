@@ -10,7 +10,7 @@ from conftest import tiny_recipe_of
 from helpers import Brightness, make_data, make_module, make_trainer
 
 from lit_vgrpo import VGRPOModule
-from lit_vgrpo.cli.eval.command import evaluate
+from lit_vgrpo.cli.eval import evaluate
 from lit_vgrpo.cli.export import export
 from lit_vgrpo.cli.run import run
 from lit_vgrpo.cli.sample import sample_images

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shlex
 from collections.abc import Mapping, Set
@@ -21,55 +19,34 @@ FIRST_SWEEP_SEED = 100
 """A sweep chooses settings on seeds that comparisons do not use."""
 SWEEP_HELDOUT_FRACTION = 0.2
 """Share of the training prompts that a sweep evaluates on, so that it does not see the race's held-out prompts."""
-INSTEAD = {
-    "seed_everything": "Use --seeds and --first-seed.",
-    "run_dir": "Use --out.",
-    "name": "Use --out.",
-    "trainer.max_epochs": "Use --iterations.",
-    "trainer.check_val_every_n_epoch": "Use --evaluate-every.",
-    **dict.fromkeys(
-        ("ckpt_path", "trainer.max_steps", "trainer.logger", "trainer.enable_checkpointing", "model.evaluate_at_start"),
-        "Leave it out.",
-    ),
-}
+REFUSED = (
+    *("seed_everything", "run_dir", "name", "ckpt_path", "model.evaluate_at_start", "trainer.max_epochs"),
+    *("trainer.max_steps", "trainer.check_val_every_n_epoch", "trainer.logger", "trainer.enable_checkpointing"),
+)
 
 
 def read_names(text: str) -> list[str]:
-    """Return the names, which commas separate; raise UserError if there is none, or one is there twice."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise UserError(f"{text!r} names nothing. Separate names with commas: a,b.")
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise UserError(*(f"names {name} twice." for name in twice))
-    return names
+    """Return the names that commas separate, each once."""
+    return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
 
 
 def read_settings(text: str) -> list[str]:
-    """Return the names of settings, see :func:`read_names`."""
+    """Return the kinds of settings that commas separate; raise UserError if one is unknown."""
     names = read_names(text)
-    if unknown := [name for name in names if name not in SETTINGS]:
-        raise UserError(*(f"{name} is not one of the settings. {suggestion(name, SETTINGS)}" for name in unknown))
+    if not set(names) <= set(SETTINGS):
+        raise UserError(f"{text} is not published, tuned or published,tuned.")
     return names
 
 
 def read_rewards(text: str) -> list[float]:
-    """Return the numbers in ascending order, which commas separate; raise UserError if one is not a finite number."""
-    numbers, errors = set(), []
-    for word in filter(None, map(str.strip, text.split(","))):
-        try:
-            number = float(word)
-        except ValueError:
-            number = math.nan
-        if math.isfinite(number):
-            numbers.add(number)
-        else:
-            errors.append(f"{word} is not a number. Give a held-out reward such as 0.7, or several: 0.6,0.7.")
-    if errors:
-        raise UserError(*errors)
-    return sorted(numbers)
+    """Return the numbers that commas separate in ascending order; raise UserError if one is not a number."""
+    try:
+        return sorted({float(word) for word in read_names(text)})
+    except ValueError as error:
+        raise UserError(f"{text} is not a held-out reward such as 0.7, or several: 0.6,0.7.") from error
 
 
-def sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> tuple[str, str]:
+def set_sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> str:
     """Replace the recipe's held-out prompts by a share of its training prompts, in place.
 
     Prompts that the command line sets stay. So does a share that the recipe itself holds out by hash, since any other
@@ -80,21 +57,15 @@ def sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> tuple[str, str]
         overridden: Keys that the command line sets.
 
     Returns:
-        Which prompts the sweep is evaluated on, in a word or two and in full.
+        Name of the prompts that the sweep is evaluated on.
     """
-    data = base.get("data")
-    data = data if isinstance(data, dict) else {}
     if any(key in ("data", "data.heldout_fraction") or f"{key}.".startswith("data.heldout.") for key in overridden):
-        return "prompts of the command line", "the held-out prompts that the command line sets"
-    if data.get("heldout_fraction") is not None:
-        text = "the recipe's own held-out prompts, which a comparison uses too: it holds them out of its training file"
-        return "held-out prompts", text
+        return "prompts of the command line"
+    if base.get("data", {}).get("heldout_fraction") is not None:
+        return "held-out prompts"
     set_value(base, "data.heldout", None)
     set_value(base, "data.heldout_fraction", SWEEP_HELDOUT_FRACTION)
-    return "training prompts", (
-        f"training prompts held out by hash (data.heldout=null, data.heldout_fraction={SWEEP_HELDOUT_FRACTION}), "
-        "none of the recipe's held-out prompts"
-    )
+    return "training prompts"
 
 
 @dataclass(kw_only=True)
@@ -102,28 +73,25 @@ class CompareOptions(Options):
     """Options of ``lightning compare``; the words are a recipe and its overrides.
 
     Attributes:
-        methods: Methods to race, separated by commas: names of shipped overlays, or files of one's own.
+        methods: Methods to race, separated by commas: names of shipped overlays, or paths of overlay files.
         num_seeds: Seeds per method.
-        first_seed: The first of them.
+        first_seed: First seed.
         iterations: Iterations per run; ``None`` takes the recipe's.
         evaluate_every: Iterations between evaluations.
         jobs: Runs at a time.
         out: Folder to write to, and to continue in.
-        sweep: Look for each method's best settings instead.
+        sweep: Search for each method's best settings instead.
         base_method: Method that the others' costs are divided by; the first of the methods by default.
         settings: Kinds of settings to run each method with; ``None`` takes those that its overlay has.
         targets: Held-out rewards whose cost is reported, in ascending order; in a sweep the points are ranked by the
             cost to reach the highest.
         command: The base recipe and its overrides.
-        base: The base recipe as plain values; in a sweep with other held-out prompts, see :func:`sweep_prompts`.
-        heldout_text: Which prompts the evaluation is on.
-        heldout_kind: The same in a word or two.
+        base: The base recipe as plain values; in a sweep with other held-out prompts, see :func:`set_sweep_prompts`.
+        prompts: Name of the prompts that methods are evaluated on.
     """
 
     subcommand: ClassVar[str] = "compare"
-    refused: ClassVar[Mapping[str, str]] = {
-        key: f"is set by the comparison. {advice}" for key, advice in INSTEAD.items()
-    }
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(REFUSED, "is set by the comparison. Use its options.")
 
     methods: list[str] = option(DEFAULT_METHODS, read_names)
     num_seeds: int = whole(name="seeds")
@@ -138,29 +106,21 @@ class CompareOptions(Options):
     sweep: bool = flag()
     command: Command = field(init=False)
     base: dict[str, Any] = field(init=False)
-    heldout_text: str = field(init=False, default="the recipe's held-out prompts")
-    heldout_kind: str = field(init=False, default="held-out prompts")
+    prompts: str = field(init=False, default="held-out prompts")
 
     def __post_init__(self) -> None:
         self.command = Command.parse(self.words)
         self.base = read_recipe(self.command)
-        trainer = self.base.get("trainer")
-        trainer = trainer if isinstance(trainer, dict) else {}
-        unused = [name for name in ("settings", "base") if self.sweep and self.has(name)]
-        if unused:
-            raise UserError(*(f"--{name} has no effect with --sweep. Leave it out." for name in unused))
         if self.sweep:
-            keys = {key.rstrip("+") for key, _ in self.command.overrides}
-            self.heldout_kind, self.heldout_text = sweep_prompts(self.base, keys)
-        epochs = trainer.get("max_epochs")
-        epochs = epochs if isinstance(epochs, int) and epochs > 0 else 60
-        self.methods = list(self.methods)
-        names = [Path(method).stem for method in self.methods]  # an overlay's own file goes by its stem
+            self.prompts = set_sweep_prompts(self.base, {key.rstrip("+") for key, _ in self.command.overrides})
+        names = [Path(method).stem for method in self.methods]  # an overlay file's method is its stem
         self.base_method = self.base_method or names[0]
         if self.base_method not in names:
             raise UserError(
                 f"--base {self.base_method} is not one of the methods. {suggestion(self.base_method, names)}"
             )
+        trainer = self.base.get("trainer", {})
+        epochs = trainer.get("max_epochs") or 60
         self.num_seeds = self.num_seeds or (1 if self.sweep else 3)
         if self.first_seed is None:
             self.first_seed = FIRST_SWEEP_SEED if self.sweep else 0
@@ -169,17 +129,6 @@ class CompareOptions(Options):
         self.evaluate_every = min(self.evaluate_every, self.iterations)
         self.jobs = self.jobs or (min(2, os.cpu_count() or 1) if trainer.get("accelerator") == "cpu" else 1)
         self.out = self.out or Path("runs", f"{'sweep' if self.sweep else 'compare'}-{self.command.recipe.stem}")
-        self._refuse_anothers_results()
-
-    def _refuse_anothers_results(self) -> None:
-        own = self.command.recipe.stem
-        for name in ("compare.json", "sweep.json"):
-            try:
-                other = json.loads((self.out / name).read_text())["recipe"]
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # no results there, or none that anything could be lost of
-            if other != own:
-                raise UserError(f"--out {self.out} holds the results of {other}. Give {own} a folder of its own.")
 
     @property
     def seeds(self) -> list[int]:

@@ -14,6 +14,7 @@ import yaml
 
 from lit_vgrpo.apps.compare.options import SETTINGS, CompareOptions
 from lit_vgrpo.apps.compare.overlays import (
+    OF_POLICY,
     Budget,
     Overlay,
     find_overlay,
@@ -38,7 +39,7 @@ class Entrant:
         settings: ``published`` or ``tuned``; in a sweep ``sweep0``, ``sweep1``, ...
         recipe: The merged recipe as plain values, without seed and folder.
         changed: The swept keys with their values.
-        found: The search that tuned settings come from, where their overlay says it.
+        found: The search that the overlay's tuned settings come from; ``None`` if unknown.
     """
 
     method: str
@@ -63,7 +64,6 @@ class Run:
     method: str
     settings: str
     seed: int
-    iterations: int
     recipe: Path
     folder: Path
     log: Path
@@ -84,68 +84,40 @@ def entrants(options: CompareOptions) -> list[Entrant]:
     Raises:
         UserError: With every error in the recipe, the methods, the overlays and the sizes.
     """
-    _check_base(options)
-    overlays, errors = [], []
-    for text in options.methods:
-        try:
-            overlays.append(read_overlay(find_overlay(text)))
-        except UserError as error:
-            errors += error.errors
-    names = [overlay.name for overlay in overlays]
-    errors += [
-        f"Two methods are called {name}. Rename one of the files." for name in set(names) if names.count(name) > 1
-    ]
-    if not options.sweep and options.settings is not None and "tuned" in options.settings:
-        errors += [
-            f"{overlay.name} has no tuned settings: tuned: in its overlay is empty. Use --settings published, or find "
-            f"some: lightning compare {options.command.recipe.stem} --methods {overlay.name} --sweep"
-            for overlay in overlays
-            if not overlay.tuned
-        ]
-    if options.sweep:
-        errors += [f"{o.name} has nothing to try: sweep: in its overlay is empty." for o in overlays if not o.sweep]
+    words = [str(options.command.recipe), *(f"{key}={text}" for key, text in options.command.overrides)]
+    base = build(words, make_folder=False)
+    errors = base.errors()
+    if not base.datamodule.has_heldout and not options.sweep:  # a sweep holds out training prompts
+        errors.append("The recipe has no data.heldout, so there is nothing to compare. Set data.heldout=PROMPT_FILE.")
     if errors:
+        raise UserError(*errors)
+    overlays = [read_overlay(find_overlay(text)) for text in options.methods]
+    if errors := _lost_overrides(options, overlays):
         raise UserError(*errors)
     found = [entrant for overlay in overlays for entrant in _of_overlay(options, overlay)]
-    errors = [*_lost_overrides(options, found), *_build_errors(found)]
-    if errors:
-        raise UserError(*dict.fromkeys(errors))
-    return found
-
-
-def _check_base(options: CompareOptions) -> None:
-    base = options.base
-    words = [str(options.command.recipe), *(f"{key}={text}" for key, text in options.command.overrides)]
-    cli = build(words, make_folder=False)
-    errors = cli.errors()
-    if not cli.datamodule.has_heldout and not options.sweep:  # a sweep takes its own
-        errors.append("The recipe has no data.heldout, so there is nothing to compare. Set data.heldout=PROMPT_FILE.")
-    if base.get("ckpt_path") is not None:
-        errors.append(
-            f"ckpt_path={base['ckpt_path']} cannot be continued by other methods. Set model.policy.checkpoint to the "
-            "weights that all of them start from."
-        )
-    if errors:
+    if len({entrant.name for entrant in found}) < len(found):
+        raise UserError("Two methods have the same name. Rename one of the files.")
+    if errors := _build_errors(found):
         raise UserError(*errors)
+    return found
 
 
 def _of_overlay(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
     if options.sweep:
         return swept(options, overlay)
     settings = options.settings or [name for name in SETTINGS if name == "published" or overlay.tuned]
-    return [
-        Entrant(
-            overlay.name,
-            name,
-            _recipe(options, overlay.part(name)),
-            found=overlay.found if name == "tuned" else None,
+    if "tuned" in settings and not overlay.tuned:
+        raise UserError(
+            f"{overlay.name} has no tuned settings. Use --settings published, or find some: "
+            f"lightning compare {options.command.recipe.stem} --methods {overlay.name} --sweep"
         )
-        for name in settings
-    ]
+    return [Entrant(overlay.name, name, _recipe(options, overlay.part(name)), {}, overlay.found) for name in settings]
 
 
 def swept(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
     """Return the points of an overlay's grid, each with the published settings for everything else."""
+    if not overlay.points:
+        raise UserError(f"{overlay.name} has nothing to try: sweep: in its overlay is empty.")
     found = []
     for number, changed in enumerate(overlay.points):
         part = overlay.part("published")
@@ -159,73 +131,36 @@ def _recipe(options: CompareOptions, part: Mapping[str, Any]) -> dict[str, Any]:
     return for_race(with_overlay(options.base, part), options.iterations, options.evaluate_every)
 
 
-def tuned_part(changed: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``tuned:`` block of an overlay that takes over the swept values."""
-    part: dict[str, Any] = {"model": {"objective": {"class_path": objective["class_path"]}}}
-    for key, value in changed.items():
-        set_value(part, key, value)
-    del part["model"]["objective"]["class_path"]  # stays that of published
-    if not part["model"]["objective"]:
-        del part["model"]["objective"]
-    return part
-
-
-def _lost_overrides(options: CompareOptions, found: Iterable[Entrant]) -> list[str]:
-    """Return an error for each override that a method's overlay replaces."""
+def _lost_overrides(options: CompareOptions, overlays: Iterable[Overlay]) -> list[str]:
+    """Return an error for each override that a method's overlay would replace silently."""
     errors = {}
-    before = settings_of(options.base)
-    for entrant in found:
-        after = settings_of(entrant.recipe)
-        for key, _ in options.command.overrides:
-            full = _with_init_args(key.rstrip("+"))
-            # The base rollout may be overridden, although a method may set its own solver.
-            if full == "trainer.callbacks" or full.startswith("model.objective.init_args.rollout"):
-                continue
-            mine = [leaf for leaf in before if leaf == full or leaf.startswith(f"{full}.")]
-            if any(before[leaf] != after.get(leaf) for leaf in mine):
-                errors[key] = (
-                    f"{key} has no effect: the overlay of {entrant.method} sets it. Leave it out, or give your own "
-                    "overlay file as a method."
-                )
+    for overlay in overlays:
+        replaced = {key for part in (overlay.part("tuned"), *overlay.points) for key in settings_of(part)}
+        for typed, _ in options.command.overrides:
+            key = typed.rstrip("+")
+            if key.startswith("model.objective"):
+                option = key.removeprefix("model.objective").removeprefix(".init_args").strip(".").partition(".")[0]
+                is_lost = option not in ("rollout", *OF_POLICY)
+            else:
+                is_lost = any(f"{one}.".startswith(f"{key}.") for one in replaced)
+            if is_lost:
+                errors[key] = f"{key} has no effect: the overlay of {overlay.name} sets it. Set it in your own overlay."
     return list(errors.values())
 
 
-def _with_init_args(key: str) -> str:
-    """Return the key as it stands in a recipe, where ``init_args`` may have been left out."""
-    rest = key.removeprefix("model.objective.")
-    return (
-        key if rest == key or rest.split(".")[0] in ("init_args", "class_path") else f"model.objective.init_args.{rest}"
-    )
-
-
 def _build_errors(found: Sequence[Entrant]) -> list[str]:
-    """Return what keeps entrants from running: an error that all of a method share is one line."""
-    errors: dict[tuple[str, str], list[Entrant]] = {}
+    """Return what keeps methods from running, each error once per method."""
+    errors = []
     with tempfile.TemporaryDirectory() as folder:
         for entrant in found:
             path = Path(folder) / f"{entrant.name}.yaml"
             path.write_text(recipe_text(entrant, str(path), {}))
             try:
-                own = build([str(path)], make_folder=False).errors()
+                messages = build([str(path)], make_folder=False).errors()
             except UserError as error:
-                own = error.errors
-            for message in own:
-                errors.setdefault((entrant.method, message), []).append(entrant)
-    lines = [
-        f"{label}: {message}"
-        for (method, message), having in errors.items()
-        for label in _labels(method, having, found)
-    ]
-    sound = [name for name in dict.fromkeys(e.method for e in found) if not any(name == m for m, _ in errors)]
-    if lines and sound:
-        lines.append(f"Without these: --methods {','.join(sound)}")
-    return lines
-
-
-def _labels(method: str, having: Sequence[Entrant], found: Sequence[Entrant]) -> list[str]:
-    if len(having) > 1 and len(having) == sum(entrant.method == method for entrant in found):
-        return [method]
-    return [" ".join([e.method, e.settings, *(f"({k}={v})" for k, v in e.changed.items())]) for e in having]
+                messages = error.errors
+            errors += [f"{entrant.method}: {message}" for message in messages]
+    return list(dict.fromkeys(errors))
 
 
 def recipe_text(entrant: Entrant, path: str, texts: Mapping[Place, str]) -> str:
@@ -242,27 +177,25 @@ def recipe_text(entrant: Entrant, path: str, texts: Mapping[Place, str]) -> str:
 def runs_of(options: CompareOptions, found: Iterable[Entrant]) -> list[Run]:
     """Write the merged recipes and return a run per entrant and seed, seed by seed."""
     recipes, of_base = {}, texts_from_environment(options.command)
-    (options.out / "recipes").mkdir(parents=True, exist_ok=True)
-    (options.out / "runs").mkdir(exist_ok=True)
-    (options.out / "logs").mkdir(exist_ok=True)
+    for name in ("recipes", "runs", "logs"):
+        (options.out / name).mkdir(parents=True, exist_ok=True)
     for entrant in found:
         path = options.out / "recipes" / f"{entrant.name}.yaml"
         texts = unchanged_texts(of_base, options.base, entrant.recipe)
         path.write_text(recipe_text(entrant, str(path), texts))
-        recipes[entrant.name] = (entrant, path)
+        recipes[path] = entrant
     return [
         Run(
             method=entrant.method,
             settings=entrant.settings,
             seed=seed,
-            iterations=options.iterations,
             recipe=path,
-            folder=options.out / "runs" / f"{name}-seed{seed}",
-            log=options.out / "logs" / f"{name}-seed{seed}.log",
+            folder=options.out / "runs" / f"{entrant.name}-seed{seed}",
+            log=options.out / "logs" / f"{entrant.name}-seed{seed}.log",
             fingerprint=fingerprint(entrant.recipe, seed),
         )
         for seed in options.seeds
-        for name, (entrant, path) in recipes.items()
+        for path, entrant in recipes.items()
     ]
 
 

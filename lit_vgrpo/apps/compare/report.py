@@ -1,35 +1,50 @@
-"""The files that a comparison writes: JSON, CSV, and Markdown tables."""
+"""Results of a comparison or a sweep: rewards, costs to reach targets, and the files with them."""
 
 from __future__ import annotations
 
-import csv
-import io
+import itertools
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lit_vgrpo.apps.compare.options import CompareOptions
-from lit_vgrpo.apps.compare.results import COSTS, RATIOS, Curve, Row
-from lit_vgrpo.callbacks.summary import versions
-from lit_vgrpo.system.paths import write_atomically
+import pandas as pd
+import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
-CSV_COLUMNS = (
-    "method",
-    "settings",
-    "seed",
-    "iteration",
-    "reward",
-    "images",
-    "passes",
-    "forward_equivalents",
-    "cpu_seconds",
-    "train_seconds",
-)
-TARGET_COLUMNS = ("method", "settings", "target", "seed", *COSTS, *RATIOS)
+from lit_vgrpo.apps.compare.options import CompareOptions
+from lit_vgrpo.apps.compare.overlays import Budget
+from lit_vgrpo.apps.compare.plan import Entrant, Run
+from lit_vgrpo.callbacks.summary import versions
+from lit_vgrpo.config.recipe import set_value
+from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.training.resume import read_summary
+
+COSTS = ("iteration", "cpu_seconds", "train_seconds", "passes", "forward_equivalents", "images")
+"""Costs up to an evaluation: cumulative, training only."""
+RATIOS = {"cpu_ratio": "cpu_seconds", "equivalents_ratio": "forward_equivalents"}
+"""Costs that are given relative to the base method's."""
+SHOWN = {"CPU s": "cpu_seconds", "passes": "passes", "equivalents": "forward_equivalents"}
+"""Costs in the tables, by title."""
+RANKING_COST = "forward_equivalents"
+"""Cost that the points of a sweep are ranked by: the same on every machine, busy or not."""
+LAST = 2
+"""Number of evaluations averaged to the final reward of a sweep, to smooth out oscillations."""
+ENTRANT = ["method", "settings"]
+# Okabe and Ito's palette without its yellow, told apart with any kind of colour vision; then a brown and a grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F4F24", "#888888")
+LINES = ("-", (0, (5, 2)), (0, (1, 1.3)), (0, (5, 1.5, 1, 1.5)))
+PANELS = {
+    "cpu_seconds": "process CPU time (s)",
+    "forward_equivalents": "forward-pass equivalents (images)",
+    "iteration": "iterations",
+    "passes": "network passes (images)",
+}
 NOTE = (
     "A cost is that of training alone, interpolated between two evaluations and averaged over the seeds; it is given "
     "only where every seed reached the target. A pass is one image through the network once, forward; guidance counts "
@@ -39,209 +54,328 @@ NOTE = (
 )
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an aligned table; the first two columns are words, the others numbers.
+@dataclass
+class Curve:
+    """The evaluations of one run.
 
-    >>> print(markdown_table(["a", "b", "n"], [["x", "y", "1"]]))
-    | a | b | n |
-    |---|---|--:|
-    | x | y | 1 |
+    Attributes:
+        evaluations: In order, each with ``reward`` and the :data:`COSTS`; empty for a failed run.
+        error: Why the run failed; empty for a finished run.
     """
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    rule = ["-" * (w + 2) if column < 2 else "-" * (w + 1) + ":" for column, w in enumerate(widths)]
-    body = [
-        [
-            cell.ljust(w) if column < 2 else cell.rjust(w)
-            for column, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in lines
+
+    method: str
+    settings: str
+    seed: int
+    evaluations: Sequence[Mapping[str, Any]]
+    error: str = ""
+
+    @classmethod
+    def of(cls, run: Run, error: str) -> Curve:
+        """Read the evaluations from a run's summary."""
+        summary = {} if error else read_summary(run.folder) or {}
+        return cls(run.method, run.settings, run.seed, summary.get("evaluations", []), error)
+
+
+def summaries(curves: Iterable[Curve], last: int = 1) -> pd.DataFrame:
+    """Return a row per run, NaN where it failed: reward at the start, final and best, and the costs at the end.
+
+    Args:
+        last: Number of evaluations averaged to the final reward.
+    """
+    rows = []
+    for curve in curves:
+        row: dict[str, Any] = {"method": curve.method, "settings": curve.settings, "seed": curve.seed}
+        if curve.evaluations:
+            rewards = [evaluation["reward"] for evaluation in curve.evaluations]
+            final = fmean((rewards[1:] or rewards)[-last:])
+            row |= {**curve.evaluations[-1], "start": rewards[0], "final": final, "best": max(rewards)}
+        rows.append(row)
+    return pd.DataFrame(rows, columns=[*ENTRANT, "seed", "start", "final", "best", *COSTS])
+
+
+def cost_of(evaluations: Sequence[Mapping[str, Any]], target: float) -> dict[str, float]:
+    """Return the cost of reaching a held-out reward for the first time.
+
+    Between the last evaluation below the target and the first one at or above it, every cost is taken to grow linearly
+    with the reward.
+
+    Args:
+        evaluations: In order, the first of them at the start.
+        target: Held-out reward.
+
+    Returns:
+        The :data:`COSTS`, or nothing where the target was never reached.
+
+    >>> steps = [dict.fromkeys(COSTS, 0.0) | {"reward": 0.5}, dict.fromkeys(COSTS, 10.0) | {"reward": 0.9}]
+    >>> round(cost_of(steps, 0.6)["iteration"], 6)
+    2.5
+    """
+    for number, after in enumerate(evaluations):
+        if after["reward"] < target:
+            continue
+        if number == 0:
+            return {name: float(after[name]) for name in COSTS}
+        before = evaluations[number - 1]
+        share = (target - before["reward"]) / (after["reward"] - before["reward"])
+        return {name: before[name] + share * (after[name] - before[name]) for name in COSTS}
+    return {}
+
+
+def costs_by_seed(curves: Iterable[Curve], targets: Iterable[float]) -> pd.DataFrame:
+    """Return a row per target and run with its :data:`COSTS`, NaN where it did not reach the target."""
+    rows = [
+        {"method": c.method, "settings": c.settings, "target": target, "seed": c.seed, **cost_of(c.evaluations, target)}
+        for target, c in itertools.product(targets, curves)
     ]
-    shown = [f"| {' | '.join(line)} |" for line in body]
-    return "\n".join([shown[0], f"|{'|'.join(rule)}|", *shown[1:]])
+    return pd.DataFrame(rows, columns=[*ENTRANT, "target", "seed", *COSTS])
 
 
-def reward_table(rows: Sequence[Row]) -> str:
+def mean_costs(each: pd.DataFrame, base: str) -> pd.DataFrame:
+    """Return a row per target, method and settings, given the costs by seed.
+
+    It has ``reached`` and ``of`` (numbers of seeds), the mean :data:`COSTS`, NaN unless every seed reached the target,
+    and the :data:`RATIOS` to the base method with the same settings.
+    """
+    groups = each.groupby(["target", *ENTRANT], sort=False)
+    mean = groups[list(COSTS)].mean()
+    counts = groups["iteration"].agg(reached="count", of="size")
+    mean = counts.join(mean.where(counts["reached"] == counts["of"])).reset_index()
+    theirs = mean.loc[mean["method"] == base, ["target", "settings", *RATIOS.values()]]
+    theirs = mean[["target", "settings"]].merge(theirs, how="left")
+    for ratio, cost in RATIOS.items():
+        mean[ratio] = mean[cost] / theirs[cost].where(theirs[cost] > 0)
+    return mean
+
+
+def reward_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Return each method's held-out reward: at the start, at the end with that of each seed, and the best."""
-    header = ["method", "settings", "seeds", "start", "final", "each seed", "best", "CPU s", "passes", "equivalents"]
-    spent = ("cpu_seconds", "passes", "forward_equivalents")
-    lines = []
-    for row in rows:
-        done, planned = len(row.finished), len(row.curves)
-        ends = [curve.evaluations[-1] for curve in row.finished]
-        each = " / ".join(reward_cell(curve.rewards[-1] if curve.evaluations else None) for curve in row.curves)
-        lines.append(
-            [
-                row.method,
-                row.settings,
-                str(done) if done == planned else f"{done}/{planned}",
-                *(reward_cell(value) for value in (row.start, row.final)),
-                each,
-                reward_cell(row.best),
-                *(amount(fmean(end[name] for end in ends) if ends else None) for name in spent),
-            ]
-        )
-    return markdown_table(header, lines)
+    groups = runs.groupby(ENTRANT, sort=False)
+    table = groups["final"].agg(lambda finals: f"{finals.count()}/{len(finals)}").to_frame("seeds")
+    for column in ("start", "final", "best"):
+        table[column] = groups[column].mean().map(reward_cell)
+    table["each seed"] = groups["final"].agg(lambda finals: " / ".join(map(reward_cell, finals)))
+    for title, cost in SHOWN.items():
+        table[title] = groups[cost].mean().map(amount)
+    return table.reset_index()
 
 
-def target_table(rows: Sequence[Row], target: float, base: str) -> str:
+def target_table(each: pd.DataFrame, mean: pd.DataFrame, target: float, base: str) -> pd.DataFrame:
     """Return the cost of each method to reach a held-out reward, and each seed's iterations."""
-    header = ["method", "settings", "reached", "iterations", "each seed", "CPU s", "passes", "equivalents"]
-    header += [f"CPU s / {base}'s", f"equivalents / {base}'s"]
-    lines = []
-    for row in rows:
-        cost = row.targets[target]
-        mean = cost["mean"] or {}
-        each = [seed and seed["iteration"] for seed in cost["seeds"].values()]
-        lines.append(
-            [
-                row.method,
-                row.settings,
-                f"{cost['reached']}/{cost['of']}",
-                amount(mean.get("iteration")),
-                " / ".join(map(amount, each)),
-                *(amount(mean.get(name)) for name in ("cpu_seconds", "passes", "forward_equivalents")),
-                *("-" if cost[ratio] is None else f"{cost[ratio]:.2f}" for ratio in RATIOS),
-            ]
-        )
-    return markdown_table(header, lines)
+    each, mean = (frame[frame["target"] == target] for frame in (each, mean))
+    table = mean[ENTRANT].assign(reached=mean["reached"].astype(str) + "/" + mean["of"].astype(str))
+    for title, cost in {"iterations": "iteration", **SHOWN}.items():
+        table[title] = mean[cost].map(amount)
+    for ratio, cost in RATIOS.items():
+        title = next(title for title, name in SHOWN.items() if name == cost)
+        table[f"{title} / {base}'s"] = ["-" if pd.isna(value) else f"{value:.2f}" for value in mean[ratio]]
+    seeds = each.groupby(ENTRANT, sort=False)["iteration"].agg(lambda costs: " / ".join(map(amount, costs)))
+    return table.assign(**{"iterations of each seed": seeds.to_list()})
 
 
-def verdict(rows: Sequence[Row], target: float, base: str) -> str:
-    """Return which methods were cheaper than the base with the same settings; empty without it or others."""
-    yardsticks = {row.settings: row.targets[target] for row in rows if row.method == base}
-    others = [row for row in rows if row.method != base and row.settings in yardsticks]
-    if not others:
-        return ""
-    cheaper = []
-    for row in others:
-        ratio = row.targets[target]["cpu_ratio"]
-        if ratio is not None and ratio < 1:
-            cheaper.append(f"{row.name} ({ratio:.2f} of its CPU seconds)")
-        elif row.targets[target]["mean"] is not None and yardsticks[row.settings]["mean"] is None:
-            cheaper.append(f"{row.name} ({base} did not reach it with every seed)")
-    if not cheaper:
-        return f"No method reached it with every seed for less CPU time than {base} with the same kind of settings."
-    return f"{base} lost to: {', '.join(cheaper)}."
-
-
-def searches(rows: Sequence[Row]) -> str:
-    """Return what the search for each method's tuned settings was given, a line each; empty without tuned settings."""
-    tuned = [row for row in rows if row.settings == "tuned"]
-    return "\n".join(f"- {row.method}: {row.found or 'its overlay does not say (found:)'}" for row in tuned)
-
-
-def errors_text(curves: Sequence[Curve]) -> str:
-    """Return the runs that failed, a line each; empty where none did."""
-    lines = [f"{c.method} {c.settings}, seed {c.seed}, failed: {c.error}" for c in curves if c.error]
-    return "\n".join(lines)
-
-
-def tables(rows: Sequence[Row], targets: Sequence[float], base: str) -> str:
-    """Return all tables with headings, and the failed runs."""
-    parts = ["## Held-out reward", reward_table(rows)]
-    for target in targets:
-        parts += [f"## To reach {target:g}", target_table(rows, target, base), verdict(rows, target, base)]
-    if search := searches(rows):
-        parts += ["## Search for the tuned settings", search]
-    failed = errors_text([curve for row in rows for curve in row.curves])
-    if failed:
-        parts += ["## Failed runs", failed]
-    return "\n\n".join(part for part in [*parts, NOTE] if part)
-
-
-def write_report(options: CompareOptions, rows: Sequence[Row]) -> str:
-    """Write ``compare.json``, ``compare.csv``, ``targets.csv`` and ``compare.md``.
+def write_race(options: CompareOptions, found: Sequence[Entrant], curves: Sequence[Curve]) -> str:
+    """Write ``compare.json``, ``compare.csv``, ``targets.csv``, ``compare.md`` and ``compare.png``.
 
     Returns:
         The tables, to be printed.
     """
-    text = tables(rows, options.targets, options.base_method)
-    curves = [curve for row in rows for curve in row.curves]
-    content = {**setting(options), "targets": options.targets, "base": options.base_method}
-    content["methods"] = [as_plain(row) for row in rows]
-    write_atomically(options.out / "compare.json", json.dumps(content, indent=2) + "\n")
-    write_csv(options.out / "compare.csv", CSV_COLUMNS, csv_rows(curves))
-    write_csv(options.out / "targets.csv", TARGET_COLUMNS, [line for row in rows for line in target_rows(row)])
-    seeds = ", ".join(map(str, options.seeds))
-    head = f"# {options.command.recipe.stem}: methods compared\n\n    {options.line}\n\n"
-    head += f"{options.iterations} iterations, seeds {seeds}; evaluated every {options.evaluate_every} iterations.\n\n"
-    write_atomically(options.out / "compare.md", f"{head}![held-out reward](compare.png)\n\n{text}\n")
+    runs, each = summaries(curves), costs_by_seed(curves, options.targets)
+    mean = mean_costs(each, options.base_method)
+    parts = ["## Held-out reward", markdown_table(reward_table(runs))]
+    for target in options.targets:
+        table = target_table(each, mean, target, options.base_method)
+        parts += [f"## To reach {target:g}", markdown_table(table)]
+    searches = [f"- {one.method}: {one.found or 'unknown'}" for one in found if one.settings == "tuned"]
+    if searches:
+        parts += ["## Search for the tuned settings", "\n".join(searches)]
+    text = "\n\n".join([*parts, *_failed(curves), NOTE])
+    evaluations = evaluation_table(curves)
+    _write_csv(options.out / "compare.csv", evaluations)
+    _write_csv(options.out / "targets.csv", pd.concat([each, mean.assign(seed="mean")]))
+    content = {"base": options.base_method, "final": records(runs), "costs": records(mean)}
+    _write(options, "compare", content, f"![held-out reward](compare.png)\n\n{text}", curves)
+    if len(evaluations):
+        draw(options.out / "compare.png", evaluations, options.targets, options.command.recipe.stem)
     return text
 
 
-def setting(options: CompareOptions) -> dict[str, Any]:
-    """Return the requested settings and the machine."""
-    return {
+def evaluation_table(curves: Iterable[Curve]) -> pd.DataFrame:
+    """Return a row per evaluation: method, settings, seed, reward and the :data:`COSTS`."""
+    rows = [{"method": c.method, "settings": c.settings, "seed": c.seed, **e} for c in curves for e in c.evaluations]
+    return pd.DataFrame(rows, columns=[*ENTRANT, "seed", "reward", *COSTS])
+
+
+def sweep_points(found: Sequence[Entrant], curves: Sequence[Curve], targets: Iterable[float]) -> pd.DataFrame:
+    """Return a row per point: means over its seeds, NaN where a seed failed or did not reach a target.
+
+    Its columns are the method, the settings, the values, the start's, the final and the best reward, the costs at the
+    end and ``to TARGET``, the :data:`RANKING_COST` to reach each target.
+    """
+    runs = summaries(curves, LAST)
+    finished = runs.groupby(ENTRANT)["final"].transform(lambda finals: finals.notna().all())
+    columns = ["start", "final", "best", "cpu_seconds", RANKING_COST]
+    means = runs.where(finished.astype(bool), runs[ENTRANT]).groupby(ENTRANT, sort=False)[columns].mean()
+    mean = mean_costs(costs_by_seed(curves, targets), "")
+    for target in targets:
+        means[f"to {target:g}"] = mean[mean["target"] == target].set_index(ENTRANT)[RANKING_COST]
+    table = pd.DataFrame([{"method": e.method, "settings": e.settings, "values": _values(e)} for e in found])
+    return table.join(means, on=ENTRANT)
+
+
+def best_points(points: pd.DataFrame, targets: Sequence[float]) -> dict[str, int]:
+    """Return the row of each method's best point, the first of equals; methods without a finished point are left out.
+
+    Without targets it is that of the highest final reward. With targets, it is the one whose seeds all reached the
+    highest target at the least mean cost in forward-pass equivalents; if none did, or at the same cost, the next
+    target decides, and the final reward in the end.
+    """
+    keys = [f"to {target:g}" for target in sorted(targets, reverse=True)]
+    ascending = [*(True for _ in keys), False]
+    ranked = points.dropna(subset="final").sort_values([*keys, "final"], ascending=ascending, kind="stable")
+    return {method: row for row, method in ranked.drop_duplicates("method")["method"].items()}
+
+
+def write_sweep(options: CompareOptions, found: Sequence[Entrant], curves: Sequence[Curve]) -> str:
+    """Write ``sweep.json``, ``sweep.csv`` and ``sweep.md``.
+
+    Returns:
+        The table and the blocks to paste into the overlays.
+    """
+    points = sweep_points(found, curves, options.targets)
+    best = best_points(points, options.targets)
+    _write_csv(options.out / "sweep.csv", points)
+    shown = points.drop(columns="settings")
+    for column in shown.columns[2:]:
+        shown[column] = shown[column].map(reward_cell if column in ("start", "final", "best") else amount)
+    shown[""] = ["best" if row in best.values() else "" for row in points.index]
+    parts = [markdown_table(shown)]
+    parts.append(
+        f"Evaluated on {options.prompts}. The final reward is the mean of the last {LAST} evaluations. The best point "
+        f"reached the highest target with all seeds for the least {RANKING_COST}; where none did, lower targets "
+        "decide, then the final reward."
+    )
+    for method, row in best.items():
+        count = sum(entrant.method == method for entrant in found)
+        prompts = f"{options.command.recipe.stem}, {options.prompts}"
+        block = tuned_block(found[row], Budget(count, options.num_seeds, options.iterations, prompts))
+        indented = "\n".join(f"    {line}" for line in block.splitlines())
+        parts.append(f"{method}: {points['values'][row]}, final reward {points['final'][row]:.3f}\n\n{indented}")
+    text = "\n\n".join([*parts, *_failed(curves)])
+    chosen = [{**record, "is_best": row in best.values()} for row, record in enumerate(records(points))]
+    _write(options, "sweep", {"prompts": options.prompts, "points": chosen}, text, curves)
+    return text
+
+
+def tuned_block(point: Entrant, budget: Budget) -> str:
+    """Return the lines to paste into the overlay: the settings, and the budget of their search."""
+    # With its class, the objective takes options under init_args; the class itself stays that of published:
+    objective: dict[str, Any] = {"class_path": point.recipe["model"]["objective"]["class_path"]}
+    tuned: dict[str, Any] = {"model": {"objective": objective}}
+    for key, value in point.changed.items():
+        set_value(tuned, key, value)
+    del objective["class_path"]
+    if not objective:
+        del tuned["model"]["objective"]
+    return yaml.safe_dump({"tuned": tuned, "found": asdict(budget)}, sort_keys=False, width=120)
+
+
+def _values(point: Entrant) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]}={json.dumps(value)}" for key, value in point.changed.items())
+
+
+def _failed(curves: Iterable[Curve]) -> list[str]:
+    """Return a heading and the failed runs; nothing where none failed."""
+    lines = [f"- {c.method} {c.settings}, seed {c.seed}: {c.error}" for c in curves if c.error]
+    return ["## Failed runs", "\n".join(lines)] if lines else []
+
+
+def _write(options: CompareOptions, name: str, content: dict[str, Any], text: str, curves: Iterable[Curve]) -> None:
+    """Write the Markdown and the JSON file, with the command, the machine and the evaluations of every run."""
+    seeds = ", ".join(map(str, options.seeds))
+    head = f"# {options.command.recipe.stem}: {name}\n\n    {options.line}\n\n{options.iterations} iterations, "
+    head += f"seeds {seeds}; evaluated every {options.evaluate_every} iterations.\n\n"
+    write_atomically(options.out / f"{name}.md", f"{head}{text}\n")
+    setting = {
         "command": options.line,
-        "recipe": options.command.recipe.stem,
-        "overrides": dict(options.command.overrides),
         "seeds": options.seeds,
         "iterations": options.iterations,
         "evaluate_every": options.evaluate_every,
-        "jobs": options.jobs,
         "threads": os.environ.get("OMP_NUM_THREADS", "1"),
         "cpu_cores": os.cpu_count(),
         "versions": {"python": platform.python_version(), **versions()},
+        "targets": options.targets,
     }
+    content = {**setting, **content, "runs": [asdict(curve) for curve in curves]}
+    write_atomically(options.out / f"{name}.json", json.dumps(content, indent=2) + "\n")
 
 
-def as_plain(row: Row) -> dict[str, Any]:
-    """Return a row as plain values."""
-    return {
-        "method": row.method,
-        "settings": row.settings,
-        "recipe": f"recipes/{row.method}-{row.settings}.yaml",
-        "start": row.start,
-        "found": row.found.as_dict() if row.found else None,
-        "final": row.final,
-        "final_range": row.final_range,
-        "best": row.best,
-        "targets": {f"{target:g}": cost for target, cost in row.targets.items()},
-        "runs": [
-            {"seed": curve.seed, "error": curve.error or None, "evaluations": curve.evaluations} for curve in row.curves
-        ],
-    }
+def _write_csv(path: Path, table: pd.DataFrame) -> None:
+    write_atomically(path, table.to_csv(index=False, lineterminator="\n"))
 
 
-def csv_rows(curves: Iterable[Curve]) -> list[dict[str, Any]]:
-    """Return one row per evaluation."""
-    return [
-        {"method": c.method, "settings": c.settings, "seed": c.seed, **{k: e[k] for k in CSV_COLUMNS[3:]}}
-        for c in curves
-        for e in c.evaluations
-    ]
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows as plain values, null for NaN."""
+    return table.astype(object).where(table.notna(), None).to_dict("records")
 
 
-def target_rows(row: Row) -> Iterator[dict[str, Any]]:
-    """Yield each seed's costs to reach each target, and their mean with its ratios; empty if not reached."""
-    for target, cost in row.targets.items():
-        own = {"method": row.method, "settings": row.settings, "target": target}
-        for seed, costs in cost["seeds"].items():
-            yield {**own, "seed": seed, **(costs or {})}
-        yield {**own, "seed": "mean", **(cost["mean"] or {}), **{ratio: cost[ratio] for ratio in RATIOS}}
+def markdown_table(table: pd.DataFrame) -> str:
+    """Return an aligned table of text; the first two columns are left-aligned.
+
+    >>> print(markdown_table(pd.DataFrame({"a": ["x"], "b": ["y"], "n": ["1"]})))
+    | a | b | n |
+    |---|---|--:|
+    | x | y | 1 |
+    """
+    lines = [list(table.columns), *table.to_numpy().tolist()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    pads = [(str.ljust if number < 2 else str.rjust, width) for number, width in enumerate(widths)]
+    shown = [" | ".join(pad(cell, width) for cell, (pad, width) in zip(line, pads, strict=True)) for line in lines]
+    rule = "|".join("-" * (width + 2) if pad is str.ljust else "-" * (width + 1) + ":" for pad, width in pads)
+    return "\n".join([f"| {shown[0]} |", f"|{rule}|", *(f"| {line} |" for line in shown[1:])])
 
 
-def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Write a CSV file atomically."""
-    lines = io.StringIO(newline="")
-    writer = csv.DictWriter(lines, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, lines.getvalue())
+def reward_cell(value: float) -> str:
+    """Format a reward; a dash for NaN."""
+    return "-" if pd.isna(value) else f"{value:.3f}"
 
 
-def reward_cell(value: float | None) -> str:
-    """Format a reward; a dash for none."""
-    return "-" if value is None else f"{value:.3f}"
-
-
-def amount(value: float | None) -> str:
+def amount(value: float) -> str:
     """Format a cost: one decimal below a hundred, thousands marked.
 
-    >>> amount(12.345), amount(123456.7), amount(None)
+    >>> amount(12.345), amount(123456.7), amount(float("nan"))
     ('12.3', '123,457', '-')
     """
-    if value is None:
+    if pd.isna(value):
         return "-"
     return f"{value:.1f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def draw(path: Path, evaluations: pd.DataFrame, targets: Iterable[float], title: str) -> None:
+    """Plot means over the seeds, with bands from the lowest to the highest seed; four panels per kind of settings.
+
+    Args:
+        evaluations: See :func:`evaluation_table`; methods whose runs all failed are left out.
+        targets: Drawn as thin lines.
+    """
+    kinds = list(evaluations["settings"].unique())
+    looks = [(colour, line) for line in LINES for colour in COLOURS]
+    styles = dict(zip(evaluations["method"].unique(), itertools.cycle(looks), strict=False))
+    figure = Figure(figsize=(14, 0.6 + 8.2 * len(kinds)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    for part, kind in zip(figure.subfigures(len(kinds), squeeze=False)[:, 0], kinds, strict=True):
+        axes = part.subplots(2, 2, sharey=True).flat
+        for axis, (cost, label) in zip(axes, PANELS.items(), strict=True):
+            for method, rows in evaluations[evaluations["settings"] == kind].groupby("method", sort=False):
+                seeds = rows.groupby("iteration", as_index=False)
+                x, reward = seeds[cost].mean()[cost], seeds["reward"].agg(["mean", "min", "max"])
+                colour, line = styles[method]
+                axis.fill_between(x, reward["min"], reward["max"], color=colour, alpha=0.1, linewidth=0)
+                axis.plot(x, reward["mean"], color=colour, linestyle=line, label=method)
+            for target in targets:
+                axis.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
+            axis.set(xlabel=label, ylabel=f"held-out reward, {kind}")
+            axis.grid(alpha=0.25)
+        part.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    draft = path.with_suffix(".tmp.png")
+    figure.savefig(draft, dpi=110)
+    draft.replace(path)

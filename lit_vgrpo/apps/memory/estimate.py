@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -17,15 +16,7 @@ from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.training.live_memory import LiveMemory
 from lit_vgrpo.training.memory_passes import Pass, demand
-from lit_vgrpo.training.memory_shares import (
-    Shares,
-    bytes_of,
-    copy_in_8_bits,
-    restored_at_once,
-    shares,
-    shown,
-    tensors_of,
-)
+from lit_vgrpo.training.memory_shares import bytes_of, copy_in_8_bits, restored_at_once, shares, shown, tensors_of
 from lit_vgrpo.training.trainer_internals import callbacks_of
 
 if TYPE_CHECKING:
@@ -77,7 +68,7 @@ class Estimate:
 
 
 def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
-    """Estimate the memory that a recipe needs, without the libraries' own.
+    """Estimate the memory that a recipe needs, without that of the libraries.
 
     Args:
         device: Device of a rank; ``None`` uses the recipe's on this machine.
@@ -92,11 +83,11 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     plan = cli.datamodule.sizes.plan(trainer.world_size)
     policy = policy_on_meta(module.policy, device.type)
     asked = demand(module.objective, policy, plan)
-    own = shares(policy, module.optimization.optimizer, trainer.strategy, trainer.world_size, on_gpu)
+    share = shares(policy, module.optimization.optimizer, trainer.strategy, trainer.world_size, on_gpu)
     averages = len(callbacks_of(trainer, EMA))
     copies = len(asked.copies) + averages
     if not on_gpu and "reference" not in asked.copies:
-        copies += 1  # the module's own copy, which is kept in CPU memory
+        copies += 1  # the module's reference, which is kept in CPU memory
     vae = policy.pipeline.vae
     encoders = sum(bytes_of(tensors_of(encoder)) for encoder in policy.encoders())
     leave = on_gpu and module.policy.offload_encoders
@@ -106,8 +97,8 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     narrow = {one.quantise for one in (spec, spec.scouts and spec.of_scouts, module.evaluation) if one} - {None}
     kept = 0 if on_gpu and module.rollout_device is not None else round(latent * asked.kept)
     parts = {
-        **own.parts,
-        "copies of the trained weights": copies * own.trained,
+        **share.parts,
+        "copies of the trained weights": copies * share.trained,
         "copies for 8-bit rollouts": len(narrow) * copy_in_8_bits(policy),
         "text encoders": 0 if leave else encoders,
         "VAE": bytes_of(tensors_of(vae)),
@@ -119,37 +110,28 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     peak_of = cache(lambda asked: peak_of_pass(policy, asked, cond))  # phases may ask for the same
     phases = {
         ENCODING: encoding_peak(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0),
-        ROLLOUT: peak_of(Pass(rollout, spec.guidance, False)) + asked.samples_with_copy * own.trained,
+        ROLLOUT: peak_of(Pass(rollout, spec.guidance, False)) + asked.samples_with_copy * share.trained,
         DECODING: _decoding(policy, rollout),
         TRAINING: peak_of(asked.trained) + round(latent * asked.loss),
-        STEP: own.step,
+        STEP: share.step,
     }
     if spec.scouts is not None:
         # Their noise and latents are kept until the last of them is scored.
-        elsewhere = on_gpu and module.rollout_device is not None
-        held = 0 if elsewhere else 2 * latent * spec.scouts.factor * plan.images_per_rank
-        scouts = (
-            at_most(plan.images_per_iteration * spec.scouts.factor, module.rollout_batch_size)
-            or plan.images_per_rank * spec.scouts.factor
-        )
-        phases[SCOUTS] = peak_of(Pass(scouts, spec.guidance, False)) + asked.samples_with_copy * own.trained + held
+        factor = spec.scouts.factor
+        held = 0 if on_gpu and module.rollout_device is not None else 2 * latent * factor * plan.images_per_rank
+        scouts = at_most(plan.images_per_iteration * factor, module.rollout_batch_size) or plan.images_per_rank * factor
+        phases[SCOUTS] = peak_of(Pass(scouts, spec.guidance, False)) + asked.samples_with_copy * share.trained + held
         phases[DECODING] = max(phases[DECODING], _decoding(policy, scouts) + held)
     if asked.stored is not None:
-        phases[STORED] = peak_of(asked.stored) + bool(asked.copies) * own.trained
-    if cli.datamodule.has_heldout:
-        phases[EVALUATION] = _evaluation(cli, policy, peak_of, own, averages)
+        phases[STORED] = peak_of(asked.stored) + bool(asked.copies) * share.trained
+    if (data := cli.datamodule).has_heldout:
+        images = len(data.heldout_rows()) * data.heldout_images_per_prompt
+        batch = min(data.eval_batch_size, -(-images // trainer.world_size))
+        sampled = at_most(images, module.rollout_batch_size) or batch
+        evaluation = module.evaluation or spec.as_ode()
+        peak = max(peak_of(Pass(sampled, evaluation.guidance, False)), _decoding(policy, batch))
+        phases[EVALUATION] = peak + bool(averages) * share.trained  # which are swapped in
     return Estimate(parts, phases, tuple(unknown))
-
-
-def _evaluation(cli: RecipeCLI, policy: Policy, peak_of: Callable[[Pass], int], own: Shares, averages: int) -> int:
-    """Return the peak of a batch of held-out images, with the averaged weights swapped in if there are any."""
-    module, data = cli.model, cli.datamodule
-    spec = module.evaluation or module.objective.rollout_spec(0).as_ode()
-    images = len(data.heldout_rows()) * data.heldout_images_per_prompt
-    batch = min(data.eval_batch_size, -(-images // cli.trainer.world_size))
-    at_once = at_most(images, module.rollout_batch_size) or batch
-    sampled = peak_of(Pass(at_once, spec.guidance, False))
-    return max(sampled, _decoding(policy, batch)) + bool(averages) * own.trained
 
 
 def encoding_peak(policy: Policy, prompts: int) -> int:
@@ -168,9 +150,8 @@ def peak_of_pass(policy: Policy, asked: Pass, cond: Conditioning | None = None) 
     cond = cond or policy.encode(["a"], policy.blank_references(1))
     policy.negative()
     weights = [p for p in policy.parameters() if p.requires_grad]
-    before = [torch.empty_like(p) for p in weights]
-    for weight, gradient in zip(weights, before, strict=True):
-        weight.grad = gradient
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
     with torch.set_grad_enabled(asked.with_grad), LiveMemory() as live:
         z = torch.empty(asked.rows, *policy.latent_shape, device="meta")
         t = torch.empty(asked.rows, device="meta")

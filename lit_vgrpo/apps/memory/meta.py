@@ -24,7 +24,7 @@ from lit_vgrpo.system.hub import quiet_libraries
 LIBRARIES = ("diffusers", "transformers")
 LOWERED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "baddbmm", "addmm"})
 RAISED = frozenset({"layer_norm", "group_norm", "softmax", "pow", "__pow__", "exp", "norm"})
-"""Names of torch functions that autocast computes in its own dtype, and in float32 on a GPU."""
+"""Names of torch functions that autocast computes in the lower dtype, and in float32 on a GPU."""
 
 
 class NotHere(Exception):
@@ -51,7 +51,7 @@ class AutocastOnMeta(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
             args, kwargs = self._cast((args, kwargs), self.dtype)
-            return _fused_attention(*args, **kwargs)
+            return _attention(*args, **kwargs)
         if self.dtype != torch.float32 and name in LOWERED:
             args, kwargs = self._cast((args, kwargs), self.dtype)
         elif self.dtype != torch.float32 and name in self.raised:
@@ -59,38 +59,32 @@ class AutocastOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _cast(self, values: Any, dtype: torch.dtype) -> Any:
-        return tree_map(lambda value: self._cast_one(value, dtype) if isinstance(value, Tensor) else value, values)
+        def cast(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
+                return value
+            if not (value.is_leaf and value.requires_grad):
+                return value.to(dtype)
+            # Autocast keeps the weights that it has cast until the forward pass is over.
+            if id(value) not in self._weights:
+                self._weights[id(value)] = value.to(dtype)
+            return self._weights[id(value)]
 
-    def _cast_one(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        if not value.is_floating_point() or value.dtype == dtype:
-            return value
-        if not (value.is_leaf and value.requires_grad):
-            return value.to(dtype)
-        # Autocast keeps the weights that it has cast until the forward pass is over.
-        if id(value) not in self._weights:
-            self._weights[id(value)] = value.to(dtype)
-        return self._weights[id(value)]
+        return tree_map(cast, values)
 
     def __exit__(self, *error: Any) -> None:
         self._weights.clear()
         super().__exit__(*error)
 
 
-def _fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
 ) -> Tensor:
-    """Attention without the matrix of all token pairs; on the meta device torch would allocate that matrix."""
+    """Attention without the matrix of all token pairs, which torch would allocate on the meta device."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.to(query.dtype)
-    return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    causal, scale = options.get("is_causal", False), options.get("scale")
+    return fused(query, key, value, dropout_p, causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:

@@ -9,10 +9,9 @@ from all_methods import METHODS, VARIANTS
 from helpers import repeating
 from real_architectures import FLUX_DEV, SD35_MEDIUM, write_architecture
 
-from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
+from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory.estimate import Pass, estimate, peak_of_pass
 from lit_vgrpo.apps.memory.meta import AutocastOnMeta, NotHere, policy_on_meta
-from lit_vgrpo.apps.memory.room import remedy
 from lit_vgrpo.cli.check import check
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
@@ -134,22 +133,6 @@ def test_a_method_asks_for_what_it_says(tiny_sd3, name):
     assert found.kept == pytest.approx((live.live - embeddings) / latent, rel=0.1, abs=9)
 
 
-def test_shares_of_their_own_are_prepared_as_in_a_run(tiny_sd3, monkeypatch):
-    """The first update of an iteration has no passes of the old policy, and no images to store them for."""
-    policy, later = SD3Policy(str(tiny_sd3), max_sequence_length=1).load(), []
-
-    class Recording(VGRPO):
-        def prepare(self, context):
-            later.append(None if context.later is None else context.later.tolist())
-            return super().prepare(context)
-
-    sizes = Sizes(2, 4, 2, 4, split_updates=True)
-    split = demand(Recording(RolloutSpec(steps=6), clip=0.01), policy, sizes.plan(1))
-    assert later == [[4, 5, 6, 7], None]  # the iteration, and one micro-batch of the later share
-    whole = demand(VGRPO(RolloutSpec(steps=6), clip=0.01), policy, Sizes(2, 4, 2, 4).plan(1))
-    assert (split.stored, split.trained, split.kept) == (whole.stored, whole.trained, whole.kept)
-
-
 @pytest.mark.parametrize(
     ("strategy", "weights", "gradients", "state"),
     [(None, 1, 1, 1), (ZeRO(1), 1, 1, 4), (ZeRO(2), 1, 4, 4), (ZeRO(3), 4, 4, 4), (FSDP2(), 4, 4, 4)],
@@ -184,22 +167,12 @@ def test_the_published_sizes_come_out(sd3_folder, flux_folder, tmp_path):
         assert sum(p.numel() for p in twin.encoders()[-1].parameters()) / 1e9 == pytest.approx(4.76, rel=0.01)
 
 
-def test_check_prints_the_estimate(tiny_recipe, capsys):
-    assert check([str(tiny_recipe)]) == 0
-    out = capsys.readouterr().out
-    assert "+ forward and backward of a micro-batch" in out
-    assert "peak, in " in out
-    assert "Available: this machine's free memory, " in out
-
-
 def test_a_recipe_that_is_too_large_is_refused_with_what_to_type(tiny_recipe, capsys, monkeypatch):
     monkeypatch.setattr("lit_vgrpo.apps.memory.room.available_bytes", lambda: 2**20)
     assert check([str(tiny_recipe), DECODED_ALONE]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("The recipe needs about ")
-    assert error.endswith(
-        "1.0 MiB is available (this machine's free memory). Set model.policy.gradient_checkpointing=true."
-    )
+    assert "1.0 MiB is available (this machine's free memory). Set model.policy.gradient_checkpointing=true" in error
 
 
 def test_scouts_take_their_noise_and_latents(tiny_recipe):
@@ -209,18 +182,6 @@ def test_scouts_take_their_noise_and_latents(tiny_recipe):
     images = cli.datamodule.sizes.plan(1).images_per_rank
     latents = 4 * 3 * images * torch.Size(policy_on_meta(cli.model.policy).latent_shape).numel()
     assert found.phases["scouts"] - found.phases["rollout"] == 2 * latents
-
-
-def test_the_advice_lowers_the_need(tiny_recipe):
-    typed, needs = [], []
-    for _ in range(2):
-        cli = build([str(tiny_recipe), DECODED_ALONE, *typed], make_folder=False)
-        found = estimate(cli)
-        needs.append(found.peak)
-        typed.append(remedy(cli, found, torch.device("cpu")).removeprefix("Set ").removesuffix("."))
-    assert typed[0] == "model.policy.gradient_checkpointing=true"
-    assert typed[1] != typed[0]
-    assert needs[1] < needs[0]
 
 
 def test_without_the_configurations_it_says_so(tiny_recipe, tiny_sd3, tmp_path, capsys):

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from scorer_files import write_aesthetic, write_image_reward
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory import estimate as stages
 from lit_vgrpo.apps.memory.estimate import estimate
 from lit_vgrpo.apps.memory.meta import policy_on_meta
-from lit_vgrpo.apps.memory.room import Room, gpu_memory_of, memory_report, reserve_of, room_of
+from lit_vgrpo.apps.memory.room import memory_report
 from lit_vgrpo.apps.memory.scorers import scorers
 from lit_vgrpo.cli.check import check
 from lit_vgrpo.launch.build import build
@@ -17,7 +16,6 @@ from lit_vgrpo.rewards import (
     AestheticScore,
     CLIPImageSimilarity,
     HPSv2,
-    ImageReward,
     PickScore,
     PythonReward,
     Reward,
@@ -36,15 +34,9 @@ class Own(Reward):
         return images.mean(dim=(1, 2, 3))
 
 
-@pytest.mark.parametrize("kind", ["clip", "clip bfloat16", "aesthetic", "aesthetic bfloat16", "blip"])
-def test_a_rewards_model_is_as_large_as_when_it_is_loaded(tiny_clip, tmp_path, kind):
-    dtype = "bfloat16" if kind.endswith("bfloat16") else "float32"
-    if kind.startswith("clip"):
-        reward = PickScore(str(tiny_clip), dtype=dtype)
-    elif kind.startswith("aesthetic"):
-        reward = AestheticScore(str(write_aesthetic(tmp_path, width=32)), str(tiny_clip), dtype=dtype)
-    else:
-        reward = ImageReward(str(write_image_reward(tmp_path)))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rewards_model_is_as_large_as_when_it_is_loaded(tiny_clip, dtype):
+    reward = PickScore(str(tiny_clip), dtype=dtype)
     found, unknown = scorers([reward], CPU)
     reward.load()
     assert unknown == []
@@ -72,7 +64,7 @@ def test_a_gpu_can_be_given(tiny_recipe, capsys):
     words = [str(tiny_recipe), "model.policy.offload_encoders=true"]
     assert check([*words, "--memory", "2GiB"]) == 0
     out = capsys.readouterr().out
-    assert "Available: the given GPU, 2.00 GiB minus 1.00 GiB for CUDA, its libraries and fragmentation." in out
+    assert "Available: 1.00 GiB, the given GPU." in out
     assert "text encoders" not in out
     assert check([*words, "--memory=1GB"]) == 2
     assert "0.0 MiB is available (the given GPU). Set " in capsys.readouterr().err
@@ -82,33 +74,11 @@ def test_a_gpu_can_be_given(tiny_recipe, capsys):
     assert "Compare with a GPU: --memory 80GiB." in out
 
 
-@pytest.mark.parametrize("words", [["--memory"], ["--memory=80TB"], ["--memory", "0"], ["--memory", "large"]])
-def test_no_size_of_a_gpu(tiny_recipe, capsys, words):
-    assert check([str(tiny_recipe), *words]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.endswith(" is not a GPU size. Write it as --memory 80GiB.")
-
-
-def test_sizes_of_gpus():
-    assert gpu_memory_of("24") == gpu_memory_of("24 GB") == gpu_memory_of("24GiB") == 24 * 2**30
-    assert reserve_of(8 * 2**30) == 2**30
-    assert reserve_of(80 * 2**30) == 4 * 2**30
-    assert Room("a", GPU, 80 * 2**30, 4 * 2**30).free == 76 * 2**30
-
-
-def test_another_error_does_not_hide_the_estimate(tiny_recipe, capsys):
-    assert check([str(tiny_recipe), "data.train=none.txt", "--memory=1GiB"]) == 2
-    out, err = capsys.readouterr()
-    assert "peak, in " in out
-    assert len(err.splitlines()) == 2
-
-
 def test_rewards_of_held_out_images_count(tiny_recipe, tiny_clip):
     words = [str(tiny_recipe), "model.heldout_reward=PickScore", f"model.heldout_reward.checkpoint={tiny_clip}"]
     cli = build(words, make_folder=False)
     found = estimate(cli)
     assert found.parts["reward models"] == scorers([PickScore(str(tiny_clip))], CPU)[0] > 0
-    assert room_of(cli).device.type == "cpu"
     assert memory_report(cli)[1] == []
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -16,6 +17,7 @@ from tqdm import tqdm
 from lit_vgrpo.callbacks import FID
 from lit_vgrpo.core.gather import objects_of_all_ranks
 from lit_vgrpo.core.snapshots import Snapshot
+from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.datasets import HeldOutDataset, Rows
 from lit_vgrpo.data.sampler import LocalSampler
@@ -29,40 +31,30 @@ from lit_vgrpo.training.saved_weights import REFERENCE, SavedWeights
 
 @dataclass
 class ImageScores:
-    """Per-image scores of one set of weights, sorted by image number.
+    """Per-image scores of one set of weights.
 
-    Args:
-        image_ids: numbers of the images, unique over all ranks.
-        prompts: one prompt per image.
-        total: weighted sum of the rewards, shape ``(N,)``, float32; NaN for failed images.
-        parts: scores of each reward, shape ``(N,)``; NaN for failed images.
-        errors: last error of each reward that failed for some image.
-        features: shape ``(N, D)``, NaN for images that are not finite; ``None`` without a feature network.
-        distances: metrics of all images together, such as ``fid@N``.
+    Attributes:
+        images: A row per image, sorted by ``image``, its number over all ranks: ``prompt``, ``reward``, the weighted
+            sum, and each reward by its name; NaN for failed images.
+        errors: Last error of each reward that failed for some image.
+        features: Shape ``(N, D)``, NaN for images that are not finite; ``None`` without a feature network.
+        distances: Metrics of all images together, such as ``fid@N``.
     """
 
-    image_ids: list[int]
-    prompts: list[str]
-    total: Tensor
-    parts: dict[str, Tensor]
-    errors: dict[str, str]
+    images: pd.DataFrame
+    errors: dict[str, str] = field(default_factory=dict)
     features: Tensor | None = None
     distances: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, shares: list[ImageScores]) -> ImageScores:
-        """Join the shares of several batches or ranks, sorted by image number."""
-        ids = [number for share in shares for number in share.image_ids]
-        prompts = [prompt for share in shares for prompt in share.prompts]
-        order = sorted(range(len(ids)), key=ids.__getitem__)
+        """Join the shares of several batches or ranks."""
+        images = pd.concat([share.images for share in shares], ignore_index=True).sort_values("image")
         features = [share.features for share in shares if share.features is not None]
         return cls(
-            image_ids=[ids[i] for i in order],
-            prompts=[prompts[i] for i in order],
-            total=torch.cat([share.total for share in shares])[order],
-            parts={name: torch.cat([share.parts[name] for share in shares])[order] for name in shares[0].parts},
+            images=images.reset_index(drop=True),
             errors={name: message for share in shares for name, message in share.errors.items()},
-            features=torch.cat(features)[order] if features else None,
+            features=torch.cat(features)[images.index.tolist()] if features else None,
         )
 
 
@@ -70,22 +62,20 @@ class HeldOutEvaluation(VGRPOModule):
     """Module that scores the held-out images of each set of weights, one set per validation step.
 
     Args:
-        module: the run's module, whose policy, rewards, sampling and seed are used.
-        rows: the held-out prompts.
-        images_per_prompt: images per prompt.
-        batch_size: images per batch and rank, at most.
-        saved: the checkpoint.
-        variants: the sets of weights by name.
-        fids: FID callbacks, fed with the held-out images.
-        network: feature network for the diversity; ``None`` leaves it out.
+        module: The run's module, whose policy, rewards, sampling and seed are used.
+        rows: The held-out prompts.
+        data: The run's data module, for the images per prompt and the batch size.
+        saved: The checkpoint.
+        variants: The sets of weights by name.
+        fids: FID callbacks, updated with the held-out images.
+        network: Feature network for the diversity; ``None`` leaves it out.
     """
 
     def __init__(
         self,
         module: VGRPOModule,
         rows: Rows,
-        images_per_prompt: int,
-        batch_size: int,
+        data: PromptDataModule,
         saved: SavedWeights,
         variants: list[str],
         fids: list[FID],
@@ -97,23 +87,18 @@ class HeldOutEvaluation(VGRPOModule):
             module.policy,
             VGRPO(spec),
             module.reward,
-            heldout_reward=module.evaluator.untrained,
+            heldout_reward=module.heldout_reward,
             evaluation=spec,
             rollout_batch_size=module.rollout_batch_size,
             seed=module.seed,
         )
-        self.rows = rows
-        self.images_per_prompt = images_per_prompt
-        self.batch_size = batch_size
+        self.rows, self.data = rows, data
         self.saved = saved
-        self.variants = variants
-        self.fids = fids
-        self.feature_network = network
+        self.variants, self.fids, self.feature_network = variants, fids, network
         self.of_variants: dict[str, ImageScores] = {}
 
     def setup(self, stage: str) -> None:
-        own = str(self.saved.path), self.saved.progress.order
-        if len(set(objects_of_all_ranks(own))) > 1:
+        if len(set(objects_of_all_ranks((str(self.saved.path), self.saved.progress.order)))) > 1:
             raise UserError(f"{self.saved.path} was replaced while the ranks read it. Run the evaluation again.")
 
     def val_dataloader(self) -> DataLoader[str]:
@@ -127,27 +112,21 @@ class HeldOutEvaluation(VGRPOModule):
         if self.feature_network is not None:
             self.feature_network.to(self.device)
         for fid in self.fids:
-            try:
-                fid.on_validation_start(self.trainer, self)
-            except ValueError as error:
-                raise UserError(str(error)) from error
+            fid.on_validation_start(self.trainer, self)
 
     def validation_step(self, batch: str, batch_idx: int) -> None:  # type: ignore[override]
+        per_prompt, batch_size = self.data.heldout_images_per_prompt, self.data.eval_batch_size
+        dataset = HeldOutDataset(self.rows, per_prompt, batch_size, self.trainer.world_size, self.global_rank)
+        quiet = not (self.trainer.is_global_zero and sys.stderr.isatty())
         with self._weights(batch):
-            own = ImageScores.joined([self._scored(images) for images in self._batches(batch)])
+            images = tqdm((dataset[i] for i in range(len(dataset))), batch, len(dataset), leave=False, disable=quiet)
+            share = ImageScores.joined([self._scored(prompts) for prompts in images])
             distances = {name: value for fid in self.fids for name, value in fid.compute(self).items()}
-        self.of_variants[batch] = ImageScores.joined(objects_of_all_ranks(own))
+        self.of_variants[batch] = ImageScores.joined(objects_of_all_ranks(share))
         self.of_variants[batch].distances = {name.removeprefix("heldout/"): value for name, value in distances.items()}
 
     def on_validation_epoch_end(self) -> None:
         """Nothing to log: the scores are the result."""
-
-    def _batches(self, variant: str) -> Iterator[PromptBatch]:
-        dataset = HeldOutDataset(
-            self.rows, self.images_per_prompt, self.batch_size, self.trainer.world_size, self.global_rank
-        )
-        quiet = not (self.trainer.is_global_zero and sys.stderr.isatty())
-        yield from tqdm((dataset[i] for i in range(len(dataset))), variant, len(dataset), leave=False, disable=quiet)
 
     def _scored(self, batch: PromptBatch) -> ImageScores:
         images = self.evaluator.generate_batch(batch)
@@ -155,11 +134,14 @@ class HeldOutEvaluation(VGRPOModule):
             fid.update(images, batch)
         scores = Scores.joined([self.evaluator.observed.score(images, batch.prompts, batch.rows)])
         features = None if self.feature_network is None else self.feature_network(images).cpu()
-        return ImageScores(batch.slots, batch.prompts, scores.total, scores.parts, scores.errors, features)
+        rewards = {name: part.double() for name, part in {"reward": scores.total, **scores.parts}.items()}
+        return ImageScores(
+            pd.DataFrame({"prompt": batch.prompts, "image": batch.slots, **rewards}), scores.errors, features
+        )
 
     @contextmanager
     def _weights(self, variant: str) -> Iterator[None]:
-        if variant == REFERENCE:  # what the policy was loaded with
+        if variant == REFERENCE:  # the policy was loaded with these
             yield
             return
         copy = Snapshot(self.policy, device="cpu")

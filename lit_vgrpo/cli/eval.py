@@ -1,0 +1,266 @@
+"""``lightning eval``: the held-out scores of a run's weights, with confidence intervals."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_vgrpo.callbacks import FID
+from lit_vgrpo.callbacks.summary import versions
+from lit_vgrpo.cli.eval_scores import HeldOutEvaluation, ImageScores
+from lit_vgrpo.cli.saved_policy import RunOptions, saved_weights
+from lit_vgrpo.config.arguments import flag, option, read_path, subcommand
+from lit_vgrpo.data.datasets import Rows, held_out_error
+from lit_vgrpo.errors import UserError, counted, say
+from lit_vgrpo.launch.build import build
+from lit_vgrpo.launch.recipe_cli import RecipeCLI
+from lit_vgrpo.launch.train import leave_together
+from lit_vgrpo.metrics.bootstrap import bootstrap_interval
+from lit_vgrpo.metrics.diversity import diversity
+from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, feature_network
+from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
+from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.training.folder import CONFIG_NAME, candidates
+from lit_vgrpo.training.saved_weights import AVERAGE, REFERENCE, TRAINED
+from lit_vgrpo.training.trainer_internals import callbacks_of
+
+OVERRIDES = ("trainer.logger=false", "ckpt_path=null", "trainer.inference_mode=false")
+"""Nothing is logged or resumed, and weights and images are not inference tensors, as in training."""
+LEVEL, RESAMPLES = 0.95, 2000
+
+
+@dataclass(kw_only=True)
+class EvaluateOptions(RunOptions):
+    """Options of ``lightning eval``; other arguments override the run's recipe.
+
+    Attributes:
+        reference: Evaluate the reference too.
+        features: Feature network of FID and diversity; ``None`` uses that of the recipe's FID.
+        fid_reference: Real images, or a file of their statistics; ``None`` uses those of the recipe's FID.
+        out: JSON file to write, under the next free name if it exists.
+    """
+
+    subcommand: ClassVar[str] = "eval"
+    refused: ClassVar[Mapping[str, str]] = {"ckpt_path": "has no effect on an evaluation. Use --checkpoint FILE."}
+
+    reference: bool = flag()
+    features: str | None = option()
+    fid_reference: str | None = option()
+    out: Path = option(read=read_path)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.out = self.out or self.run / "eval.json"
+        if self.out.suffix != ".json":
+            raise UserError(f"--out {self.out} is not a JSON file. Use --out {self.out.with_suffix('.json')}.")
+
+    @property
+    def variants(self) -> list[str]:
+        """Sets of weights to evaluate."""
+        return [TRAINED, *([AVERAGE] if self.ema else []), *([REFERENCE] if self.reference else [])]
+
+
+@subcommand(EvaluateOptions, stopped="Stopped: nothing was written.")
+def evaluate(options: EvaluateOptions) -> int:
+    """Score a run's weights on held-out prompts: ``RUN [--ema] [--reference] [key=value ...]``.
+
+    Returns:
+        0; 1 if no image could be scored; 2 for an error in the command line; 130 after Ctrl-C.
+    """
+    saved = saved_weights(options.run, options.checkpoint, *options.variants)
+    cli = build([str(options.run / CONFIG_NAME), *options.words, *OVERRIDES], make_folder=False)
+    if REFERENCE not in options.variants:
+        cli.model.policy.ignore_start()
+    rows, data = heldout_rows(cli), cli.datamodule
+    fids, network = image_metrics(cli, options)
+    module = HeldOutEvaluation(cli.model, rows, data, saved, options.variants, fids, network)
+    # The recipe's callbacks and loggers train, save and log into the run directory.
+    cli.trainer.callbacks, cli.trainer.loggers = [], []  # type: ignore[attr-defined]
+    try:
+        cli.trainer.validate(module, verbose=False)
+    except SystemExit as error:  # Lightning turns Ctrl-C into it
+        raise KeyboardInterrupt from error
+    except (LoadError, MisconfigurationException, ValueError) as error:
+        raise UserError(str(error)) from error
+    leave_together()
+    if not cli.trainer.is_global_zero:
+        return 0
+    weights = cli.model.observed.weight_of
+    report = {
+        "run": str(options.run),
+        "checkpoint": {
+            "file": str(saved.path),
+            "iteration": saved.progress.iterations,
+            "optimizer_steps": saved.progress.optimizer_steps,
+        },
+        "prompts": {
+            **data.heldout_origin(),
+            "count": len(rows),
+            "images_per_prompt": data.heldout_images_per_prompt,
+            "images": len(rows) * data.heldout_images_per_prompt,
+        },
+        "seed": cli.model.seed,
+        "overrides": options.words,
+        "interval": {"level": LEVEL, "resamples": RESAMPLES, "of": "prompts"},
+        "rewards": {name: {"weight": weight, "held_out": weight == 0} for name, weight in weights.items()},
+        "world_size": cli.trainer.world_size,
+        "versions": versions(),
+        **results(module.of_variants, data.heldout_images_per_prompt),
+    }
+    say(table(report))
+    say(f"Written: {' and '.join(map(str, write(report, module.of_variants, options.out)))}")
+    return int(any(scores.images["reward"].isna().all() for scores in module.of_variants.values()))
+
+
+def heldout_rows(cli: RecipeCLI) -> Rows:
+    """Return the held-out prompts; the training prompts may be missing, or not fit the number of ranks.
+
+    Raises:
+        UserError: There are no held-out prompts, or the recipe is invalid.
+    """
+    data = cli.datamodule
+    if not data.has_heldout:
+        raise UserError("The run's recipe has no held-out prompts. Set data.heldout=prompts.txt.")
+    if errors := cli.model.check(data.sizes):
+        raise UserError(*errors)
+    try:
+        rows = data.heldout_rows()
+    except (ValueError, ModuleNotFoundError) as error:
+        raise UserError(str(error)) from error
+    images = len(rows) * data.heldout_images_per_prompt
+    if message := held_out_error(images, data.eval_batch_size, cli.trainer.world_size):
+        raise UserError(message)
+    return rows
+
+
+def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], FeatureNetwork | None]:
+    """Return the recipe's FID callbacks, or one from the options, and the feature network of the diversity.
+
+    Raises:
+        UserError: A metric's check fails.
+    """
+    fids = callbacks_of(cli.trainer, FID)
+    if fids and (options.fid_reference or options.features):
+        changed: dict[str, Any] = {"features": options.features, "size": None} if options.features else {}
+        reference = options.fid_reference or fids[0].reference
+        fids = [replace(fids[0], reference=reference, every_n_evaluations=1, **changed)]
+    elif options.fid_reference:  # a file of statistics need not hold the features that KID needs
+        kid = not options.fid_reference.endswith(STATISTICS_SUFFIX)
+        fids = [FID(options.fid_reference, options.features or INCEPTION, kid=kid)]
+    network = fids[0].network if fids else feature_network(options.features) if options.features else None
+    errors = [error for fid in fids for error in fid.check(cli.trainer.world_size)]
+    errors += network.check() if network is not None and not fids else []
+    if errors:
+        raise UserError(*errors)
+    return fids, network if cli.datamodule.heldout_images_per_prompt > 1 else None
+
+
+def interval(values: Sequence[float], prompts: Sequence[int]) -> dict[str, Any]:
+    """Return the mean and its bootstrap interval, without NaN values; whole prompts are resampled.
+
+    >>> interval([1.0, 3.0, math.nan], [0, 0, 1])
+    {'mean': 2.0, 'low': 2.0, 'high': 2.0, 'count': 2, 'failed': 1}
+    """
+    kept = [value for value in values if not math.isnan(value)]
+    mean = math.fsum(kept) / len(kept) if kept else None
+    low, high = bootstrap_interval(values, prompts, LEVEL, RESAMPLES) if kept else (None, None)
+    return {"mean": mean, "low": low, "high": high, "count": len(kept), "failed": len(values) - len(kept)}
+
+
+def results(scores: Mapping[str, ImageScores], images_per_prompt: int) -> dict[str, Any]:
+    """Return the means with intervals of each set of weights, and its differences to the reference image by image.
+
+    Args:
+        scores: For each set of weights, the scores of the same images: same prompts, same noise.
+        images_per_prompt: Image ``i`` was generated for prompt ``i // images_per_prompt``.
+    """
+
+    def intervals(metrics: Mapping[str, pd.Series]) -> dict[str, Any]:
+        return {name: interval(values.tolist(), values.index.tolist()) for name, values in metrics.items()}
+
+    measured = {variant: _measured(score, images_per_prompt) for variant, score in scores.items()}
+    found: dict[str, Any] = {"variants": {}}
+    for variant, score in scores.items():
+        means = intervals(measured[variant])
+        found["variants"][variant] = {"means": means, "distances": score.distances, "errors": score.errors}
+    if REFERENCE in scores:
+        start = measured.pop(REFERENCE)
+        found["difference_to_reference"] = {
+            variant: intervals({name: values - start[name].to_numpy() for name, values in metrics.items()})
+            for variant, metrics in measured.items()
+        }
+    return found
+
+
+def _measured(scores: ImageScores, images_per_prompt: int) -> dict[str, pd.Series]:
+    """Return the values of each metric, indexed by the number of each one's prompt."""
+    images = scores.images.set_index(scores.images["image"] // images_per_prompt)
+    found = {name: images[name] for name in images.columns.drop(["prompt", "image"])}
+    if scores.features is not None:
+        sound = scores.features.isfinite().all(dim=1)
+        spread = diversity(scores.features[sound], images.index[sound.numpy()].tolist())
+        found["diversity"] = pd.Series(spread, dtype=float).reindex(images.index.unique())
+    return found
+
+
+def write(report: dict[str, Any], scores: Mapping[str, ImageScores], wanted: Path) -> tuple[Path, Path]:
+    """Write the JSON and a CSV with one line per image; never overwrite an earlier evaluation."""
+    paths = (stem.with_name(f"{stem.name}.json") for stem in candidates(wanted.with_suffix("")))
+    path = next(path for path in paths if not path.exists() and not path.with_suffix(".csv").exists())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images = pd.concat([score.images.assign(variant=variant) for variant, score in scores.items()])
+    columns = ["prompt", "image", "variant"]
+    images = images[[*columns, *images.columns.drop(columns)]]
+    write_atomically(path.with_suffix(".csv"), images.to_csv(index=False, lineterminator="\n"))
+    write_atomically(path, json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n")
+    return path, path.with_suffix(".csv")
+
+
+def _plain(value: Any) -> Any:
+    """Replace NaN, which JSON cannot hold, by null."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return the table for the terminal: one line per metric, one column per set of weights."""
+    variants = report["variants"].values()
+    differences = report.get("difference_to_reference", {}).values()
+    lines: dict[str, list[str]] = {}
+    for name in next(iter(variants))["means"]:
+        shown = f"{name} (held out)" if report["rewards"].get(name, {}).get("held_out") else name
+        means = [result["means"][name] for result in variants]
+        lines[shown] = [_with_interval(mean) for mean in means]
+        if any(mean["failed"] for mean in means):
+            lines[f"  failed: {name}"] = [str(mean["failed"]) for mean in means]
+        if differences:
+            lines[f"  minus reference: {name}"] = [*(_with_interval(result[name], "+") for result in differences), ""]
+    for name in dict.fromkeys(name for result in variants for name in result["distances"]):
+        lines[name] = [format(result["distances"].get(name, math.nan), ".4g") for result in variants]
+    saved, prompts = report["checkpoint"], report["prompts"]
+    sampled = f"{counted(prompts['count'], 'held-out prompt')} x {counted(prompts['images_per_prompt'], 'image')}"
+    parts = [
+        f"{saved['file']} after {counted(saved['iteration'], 'iteration')}\n{sampled}, seed {report['seed']}\n",
+        pd.DataFrame.from_dict(lines, orient="index", columns=list(report["variants"])).to_string(),
+        f"\nIn brackets: {LEVEL:.0%} intervals of the mean, from {RESAMPLES} bootstrap samples of the prompts.",
+    ]
+    for variant, result in report["variants"].items():
+        parts += [f'{variant}: reward "{name}" failed: {message}' for name, message in result["errors"].items()]
+    return "\n".join(parts)
+
+
+def _with_interval(found: dict[str, Any], sign: str = "") -> str:
+    if found["mean"] is None:
+        return "-"
+    numbers = (found[key] for key in ("mean", "low", "high"))
+    mean, low, high = (format(value, f"{sign}.3f" if abs(value) < 100 else f"{sign}.5g") for value in numbers)
+    return f"{mean} [{low}, {high}]"

@@ -1,1 +1,0 @@
-"""``lightning eval``: scores of a run's weights on held-out prompts."""
