@@ -54,7 +54,7 @@ def check_reward(options: CheckRewardOptions) -> int:
     num_prompts, each = options.num_prompts, options.images_per_prompt
     cli = build([*options.words, *OVERRIDES], make_folder=False)
     files = find_images([options.images])[: num_prompts * each] if options.images is not None else []
-    reward = cli.model.observed
+    reward = cli.model.evaluator.observed
     errors = [*reward.check(), *cli.datamodule.check()]
     errors += [] if files else cli.model.policy.check()
     if errors:
@@ -110,7 +110,7 @@ def made_images(cli: RecipeCLI, rows: Rows) -> list[Tensor]:
     for start in range(0, len(rows), size):
         batch = rows[start : start + size]
         numbers, prompts = list(range(start, start + len(batch))), [row["prompt"] for row in batch]
-        images += module.generate(prompts, numbers, references=references_of(batch)).cpu().split(1)
+        images += module.evaluator.generate(prompts, numbers, references=references_of(batch)).cpu().split(1)
     return images
 
 

@@ -93,7 +93,7 @@ def evaluate(options: EvaluateOptions) -> int:
     leave_together()
     if not cli.trainer.is_global_zero:
         return 0
-    weights = cli.model.observed.weight_of
+    weights = cli.model.evaluator.observed.weight_of
     report = {
         "run": str(options.run),
         "checkpoint": {

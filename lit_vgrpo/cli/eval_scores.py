@@ -87,7 +87,7 @@ class HeldOutEvaluation(VGRPOModule):
             module.policy,
             VGRPO(spec),
             module.reward,
-            heldout_reward=module.heldout_reward,
+            heldout_reward=module.evaluator.untrained,
             evaluation=spec,
             rollout_batch_size=module.rollout_batch_size,
             seed=module.seed,

@@ -213,7 +213,7 @@ def test_a_run_quantises_its_rollouts_alone(torchao, tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.fit(module, datamodule=make_data())
     assert trainer.callback_metrics["policy/ratio_deviation"] == 0
-    assert module.images_seen == 16
+    assert module.ledger.images == 16
 
 
 def test_rollouts_that_cannot_be_quantised_are_refused():
