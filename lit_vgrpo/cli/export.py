@@ -8,7 +8,6 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from lit_vgrpo.apps.report.loading import load_lines
 from lit_vgrpo.apps.report.model_card import add_card
 from lit_vgrpo.cli.export_upload import (
     HUB_PREFIX,
@@ -123,8 +122,9 @@ def export(options: ExportOptions) -> int:
         else:
             policy.save(draft, dtype=options.dtype)
         iterations = saved.progress.iterations
-        add_card(draft, options.run, policy, loaded_from, options.variant, iterations, options.dtype, options.merge)
-    what, lines = load_lines(policy, loaded_from, options.dtype, options.merge, options.to.folder)
+        what, lines = add_card(
+            draft, options.run, policy, loaded_from, options.variant, iterations, options.dtype, options.merge
+        )
     origin = f"{options.variant} weights of {saved.path} after {counted(iterations, 'iteration')}"
     say(f"Written: {options.written} ({what}): {origin}")
     status = 0 if repository is None else _publish(options, repository)

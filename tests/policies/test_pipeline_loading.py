@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file
 
 from lit_vgrpo.apps.memory.meta import policy_on_meta
-from lit_vgrpo.apps.report.loading import from_pretrained
+from lit_vgrpo.apps.report.model_card import from_pretrained
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
 from lit_vgrpo.policies.pipeline_folder import WEIGHTS
 from lit_vgrpo.system.hub import LoadError

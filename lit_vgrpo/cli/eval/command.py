@@ -149,7 +149,7 @@ def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], 
     network = feature_network(options.features) if options.features is not None else None
     if fids:
         network = fids[0].network
-    errors = [error for fid in fids for error in fid.check(cli.trainer.world_size)]
+    errors = [error for fid in fids for error in fid.check()]
     errors += network.check() if network is not None and not fids else []
     if errors:
         raise UserError(*errors)
