@@ -71,8 +71,8 @@ class EMA(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._swap.close()
 
-    on_test_start = on_predict_start = on_validation_start
-    on_test_end = on_predict_end = on_validation_end
+    on_test_start = on_predict_start = on_validation_start  # type: ignore[assignment]
+    on_test_end = on_predict_end = on_validation_end  # type: ignore[assignment]
 
     def on_exception(self, trainer: L.Trainer, pl_module: VGRPOModule, exception: BaseException) -> None:
         self._swap.close()

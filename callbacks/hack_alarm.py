@@ -124,8 +124,9 @@ class RewardHackAlarm(StopsRun):
                 if name != UNTRAINED:
                     rank_zero_warn(f"No evaluation measured {name}, which RewardHackAlarm needs.")
                 continue
-            is_diversity = name == DIVERSITY and self.diversity is not None
-            watched = torch.tensor(self.diversity.of_prompts) if is_diversity else _values(module, name)
+            watched = _values(module, name)
+            if name == DIVERSITY and self.diversity is not None:
+                watched = torch.tensor(self.diversity.of_prompts)
             now = Measurement(module.evaluations[-1].iteration, _values(module, TRAINED), watched)
             before = watch.reference
             if watch.add(now) == self.patience and before is not None:  # warn once
@@ -249,7 +250,7 @@ class HeldOutDiversity:
         self._features.append(found.cpu())  # non-finite for a non-finite image
         self._numbers += batch.slots
 
-    def compute(self, module: VGRPOModule) -> dict[str, float]:
+    def compute(self, module: Any) -> dict[str, float]:
         """Return the diversity of all ranks' images, the same on every rank, and discard the images."""
         each = module.trainer.datamodule.heldout_images_per_prompt  # type: ignore[attr-defined]
         features = rows_of_all_ranks(torch.cat(self._features))

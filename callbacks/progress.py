@@ -67,7 +67,7 @@ class ProgressBar(LightningProgressBar):
         if not console.is_dumb_terminal:
             self._live = Live(
                 console=console,
-                get_renderable=lambda: self._sized(console, trainer, pl_module),
+                get_renderable=lambda: self._table(console, trainer, pl_module),
                 refresh_per_second=REFRESHES_PER_S,
                 redirect_stdout=sys.stdout.isatty(),
             )
@@ -125,15 +125,12 @@ class ProgressBar(LightningProgressBar):
             self._live.stop()
         self._live = None
 
-    def _sized(self, console: Console, trainer: L.Trainer, module: VGRPOModule) -> Table:
-        console.width = max(1, (_columns() or console.width) - ECHO)
-        return self._table(trainer, module)
-
-    def _table(self, trainer: L.Trainer, module: VGRPOModule) -> Table:
+    def _table(self, console: Console, trainer: L.Trainer, module: VGRPOModule) -> Table:
         from rich import box
         from rich.progress_bar import ProgressBar as Bar
         from rich.table import Table
 
+        console.width = max(1, (_columns() or console.width) - ECHO)
         total, cells = trainer.max_epochs or 0, dict(self._cells)
         rows = Table(
             "iteration", *self._titles, box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", show_edge=False

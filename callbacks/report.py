@@ -44,7 +44,7 @@ TOTAL = "reward"
 Asked = tuple[str, str | None]
 """A prompt, and the file of the picture that it edits."""
 Choice = tuple[int, str, tuple[str, str] | None]
-"""An image's place among the scores, the reason to keep it, and the rewards that rank it high and low if they disagree."""
+"""An image's place among the scores, the reason to keep it, and two rewards that disagree on it."""
 
 
 @checked
@@ -138,7 +138,7 @@ class KeptImages:
         if self.number and sum(pixels.numel() for pixels in self._pixels) < MOST_BYTES:
             self._pixels += _small(images)
 
-    def compute(self, module: VGRPOModule) -> dict[str, float]:
+    def compute(self, module: Any) -> dict[str, float]:
         """Write the scores and the chosen images on rank 0, and discard the rest; it measures nothing."""
         of_ranks = objects_of_all_ranks((self._slots, self._asked, len(self._pixels)))
         slots = [slot for own, _, _ in of_ranks for slot in own]

@@ -50,24 +50,15 @@ def test_evaluation_sees_the_average_and_training_goes_on_from_the_weights(tiny_
 
     class Peek(EMA):
         def on_validation_end(self, trainer, pl_module):
-            seen.append(
-                {
-                    name: torch.equal(p, self.average.tensors["policy." + name])
-                    for name, p in pl_module.policy.named_parameters()
-                }
-            )
-            super().on_validation_end(trainer, pl_module)
-            seen.append(
-                {
-                    name: torch.equal(p, self.average.tensors["policy." + name])
-                    for name, p in pl_module.policy.named_parameters()
-                }
-            )
+            for _ in range(2):
+                own = dict(pl_module.policy.named_parameters())
+                seen.append([torch.equal(p, self.average.tensors["policy." + name]) for name, p in own.items()])
+                super().on_validation_end(trainer, pl_module)
 
     train(tiny_sd3, tmp_path, [Peek(0.9)], iterations=1)
     during, after = seen
-    assert all(during.values())
-    assert not all(after.values())
+    assert all(during)
+    assert not all(after)
 
 
 def test_weights_come_back_when_evaluation_throws(tiny_sd3, tmp_path):
@@ -86,11 +77,6 @@ def test_weights_come_back_when_evaluation_throws(tiny_sd3, tmp_path):
         trainer.fit(module, datamodule=make_data())
     assert any(not torch.equal(value, at_failure[name]) for name, value in weights(module).items())
     assert all(torch.equal(at_failure[name], ema.average.tensors["policy." + name]) for name in at_failure)
-
-
-def test_ema_refuses_a_decay_that_is_none():
-    with pytest.raises(ValueError, match=r"decay=1.0 is too large. Use a number in \[0, 1\)"):
-        EMA(1.0)
 
 
 def test_sample_grid(tiny_sd3, tmp_path):
@@ -131,14 +117,6 @@ def test_draw_grid_enlarges_without_smoothing():
     assert colours == {(0, 0, 0)}
 
 
-def test_draw_grid_shows_what_is_not_finite():
-    images = torch.zeros(1, 2, 3, 8, 8)
-    images[0, 1, 0, 3, 3] = float("nan")
-    picture = draw_grid(images, ["a prompt"], ["reference"], min_pixels=8)
-    assert picture.getpixel((4 + 4, 36 + 4)) == (0, 0, 0)
-    assert picture.getpixel((4 + 12 + 8 + 4, 36 + 4)) == (255, 0, 255)
-
-
 def test_summary(tiny_sd3, tmp_path):
     data = {"heldout_images_per_prompt": 2}
     module, _ = train(tiny_sd3, tmp_path, [RunSummary(), EMA(0.5)], data=data, seed=5)
@@ -169,18 +147,13 @@ def test_held_out_start_is_the_untrained_policy_on_the_same_noise(tiny_sd3, tmp_
 
 
 def test_held_out_end_is_that_of_the_last_weights(tiny_sd3, tmp_path):
-    module, _ = train(tiny_sd3, tmp_path, [RunSummary(), EMA(0.5)], trainer={"check_val_every_n_epoch": 2})
-    stale = json.loads((tmp_path / "summary.json").read_text())["heldout_reward_end"]
-    train(tiny_sd3, tmp_path, [RunSummary(), EMA(0.5)], trainer={"check_val_every_n_epoch": 1})
-    fresh = json.loads((tmp_path / "summary.json").read_text())["heldout_reward_end"]
-    assert stale == fresh
-    assert module.heldout_step == 3
-
-
-def test_a_run_that_reached_its_steps_is_finished(tiny_sd3, tmp_path):
-    train(tiny_sd3, tmp_path, [RunSummary()], trainer={"max_steps": 2})
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["outcome"], summary["optimizer_steps"]) == ("finished", 2)
+    found = []
+    for every in (1, 2):
+        callbacks, limits = [RunSummary(), EMA(0.5)], {"check_val_every_n_epoch": every, "max_steps": 3}
+        train(tiny_sd3, tmp_path, callbacks, iterations=4, trainer=limits)
+        found.append(json.loads((tmp_path / "summary.json").read_text()))
+    assert found[0]["heldout_reward_end"] == found[1]["heldout_reward_end"]
+    assert (found[1]["outcome"], found[1]["optimizer_steps"]) == ("finished", 3)
 
 
 def test_a_failed_run_leaves_a_summary(tiny_sd3, tmp_path):
@@ -232,12 +205,12 @@ def test_an_export_that_cannot_be_written_costs_no_checkpoint(tiny_sd3, tmp_path
 @pytest.mark.parametrize(
     "make",
     [
+        lambda: EMA(1.0),
         lambda: SampleGrid(num_prompts=0),
-        lambda: SampleGrid(every_n_iterations=0),
         lambda: SurrogateDiagnostics(every_n_iterations=0),
         lambda: ProgressBar(lines=0),
     ],
 )
 def test_settings_that_do_nothing_are_refused(make):
-    with pytest.raises(ValueError, match="=0"):
+    with pytest.raises(ValueError, match="=[01]"):
         make()

@@ -10,8 +10,7 @@ from helpers import Brightness, make_data, make_module, make_trainer
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import RewardHackAlarm, RunSummary
-from lit_vgrpo.callbacks.divergence import Divergence, Measurement
-from lit_vgrpo.callbacks.diversity import HeldOutDiversity, small_pixels
+from lit_vgrpo.callbacks.hack_alarm import Divergence, HeldOutDiversity, Measurement, small_pixels
 from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.metrics import feature_network
 from lit_vgrpo.metrics.diversity import diversity
@@ -21,8 +20,7 @@ from lit_vgrpo.training.checkpoint import RunCheckpoint
 
 
 def at(trained, watched, iteration=0):
-    as_list = [value if isinstance(value, list) else [value] for value in (trained, watched)]
-    return Measurement(iteration, *as_list)
+    return Measurement(iteration, *(torch.as_tensor(value).reshape(-1).double() for value in (trained, watched)))
 
 
 # --- when the two part -----------------------------------------------------------------------------------------------
@@ -59,9 +57,9 @@ def test_a_change_within_the_noise_of_the_images_does_not_count():
     noise -= noise.mean()
     for spread, expected in ((2.0, 0), (0.1, 1)):
         watch = Divergence(0.02, 0.02)
-        watch.add(at((-start).tolist(), start.tolist()))
+        watch.add(at(-start, start))
         after = start - 0.1 + spread * noise
-        assert watch.add(at((1 - start).tolist(), after.tolist())) == expected
+        assert watch.add(at(1 - start, after)) == expected
 
 
 def test_other_prompts_start_over():
@@ -166,7 +164,8 @@ def test_it_warns_once_and_a_resumed_run_goes_on_with_its_history(tmp_path):
     assert len(said) == 1, said
     assert "Since iteration 0 heldout/reward rose from -0.9" in said[0]
     assert "down for 2 evaluations in a row" in said[0]
-    assert resumed.watches[UNTRAINED].reference == first.watches[UNTRAINED].reference
+    before, after = (alarm.watches[UNTRAINED].reference for alarm in (first, resumed))
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(before, after, strict=True))
     assert resumed.watches[UNTRAINED].in_a_row == 3
 
 

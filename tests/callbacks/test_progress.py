@@ -1,4 +1,4 @@
-"""The table of progress on real terminals of several widths, in a notebook, and without either."""
+"""The table of progress on real terminals of several widths, and without one."""
 
 import os
 import re
@@ -98,21 +98,6 @@ def test_after_ctrl_c_the_last_table_and_every_line_stay(tiny_sd3, tmp_path, mon
     assert lines[:table] == ["a line on stderr", "a line of a handler"]
     assert re.match(r"2/3 +━+", lines[-1])
     assert not screen.cursor.hidden
-
-
-def test_in_a_notebook_it_is_one_output_updated_in_place(tiny_sd3, tmp_path, monkeypatch):
-    display = pytest.importorskip("IPython.display", reason="needs a notebook")
-    shown = []
-
-    class Handle:
-        update = shown.append
-
-    monkeypatch.setattr(display, "display", lambda table, display_id: shown.append(table) or Handle)
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    train(tiny_sd3, tmp_path)
-    html = shown[-1]._repr_mimebundle_([], [])["text/html"]
-    assert all(title in html for title in TITLES)
-    assert "3/3" in html
 
 
 def test_on_a_terminal_that_does_not_know_its_size_it_prints_lines(tiny_sd3, tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ WIDTH, HEIGHT = 440, 230
 INK, GRID = "#fe0001", "#fe0002"
 SERIES = [f"#fd00{number:02x}" for number in range(NUM_COLOURS)]
 VARIABLES = {INK: "--quiet", GRID: "--line", **{colour: f"--s{n}" for n, colour in enumerate(SERIES)}}
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 11,
     "axes.edgecolor": GRID,
@@ -118,7 +118,7 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
         for axis in AXES:
             known = [series for series in plot.series if np.isfinite(series.xs[axis]).any()]
             # The salt makes the ids in the SVG unique in the page.
-            with rc_context({**STYLE, "svg.hashsalt": f"{number}-{axis}"}):  # type: ignore[arg-type]
+            with rc_context({**STYLE, "svg.hashsalt": f"{number}-{axis}"}):
                 plot.drawings |= {axis: _svg(known, axis)} if known else {}
     return found
 
@@ -196,7 +196,7 @@ def _svg(known: list[Series], axis: str) -> str:
     for series in known:
         xs, colour = series.xs[axis] / scale, SERIES[series.colour % NUM_COLOURS]
         style = DASHES[(series.colour // NUM_COLOURS + series.colour) % len(DASHES)]
-        marker = {}
+        marker: Any = {}
         if series.band is not None:
             axes.fill_between(xs, *series.band, color=colour, alpha=0.14, linewidth=0)
             marker = {"marker": "o", "markersize": 4, "markeredgewidth": 0}
