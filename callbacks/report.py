@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lit_vgrpo.apps.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME
 from lit_vgrpo.core.gather import objects_of_all_ranks
-from lit_vgrpo.core.pictures import PICTURE, read_picture
+from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.data.batch import PromptBatch
@@ -160,7 +160,7 @@ class KeptImages:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 _add_scores(folder, iteration, asked, scores)
-                entries = [
+                entries: list[dict[str, Any]] = [
                     {
                         "file": f"{iteration:05d}_{slots[place]:06d}.png",
                         "image": slots[place],
@@ -172,10 +172,11 @@ class KeptImages:
                     }
                     for place, reason, pair in chosen
                 ]
-                _write_images(folder, entries, images)
+                for entry in entries:
+                    to_pil(images[entry["image"]][None].float() / 255)[0].save(folder / entry["file"])
                 table = {"iteration": iteration, "of": len(slots), "images": entries}
                 write_atomically(folder / IMAGES_NAME, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
-                kept = {entry[name] for entry in entries for name in ("file", "edited")}
+                kept = {entry["file"] for entry in entries}
                 for path in folder.glob("[0-9]*_[0-9]*.png"):  # of the previous evaluation
                     if path.name not in kept:
                         path.unlink(missing_ok=True)
@@ -205,16 +206,6 @@ def _add_scores(folder: Path, iteration: int, asked: list[Asked], scores: dict[s
     line = {"iteration": iteration, "scores": {name: list(of_prompts.values()) for name, of_prompts in sums.items()}}
     with (folder / SCORES_NAME).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line, separators=(",", ":")) + "\n")
-
-
-def _write_images(folder: Path, entries: list[dict[str, Any]], images: dict[int, Tensor]) -> None:
-    """Write the chosen images and the pictures that they edit, whose entries then name their files."""
-    for entry in entries:
-        to_pil(images[entry["image"]][None].float() / 255)[0].save(folder / entry["file"])
-        if entry["edited"] is not None:
-            edited = _small(read_picture(entry["edited"])[None] / 255)
-            entry["edited"] = entry["file"].replace(".png", "_edited.png")
-            to_pil(edited.float() / 255)[0].save(folder / entry["edited"])
 
 
 def _plain(score: float) -> float | None:

@@ -58,7 +58,15 @@ def report(options: ReportOptions) -> int:
     """Write or serve the report of runs: ``RUN [RUN ...] [--out FILE.html] [--serve] [--port 8008]``."""
     runs = read_runs(options.runs)
     if options.serve:
-        return _serve(options)
+        require_packages()
+        from lit_vgrpo.apps.serve.page import BACKLOG, serve_page
+
+        with listening_socket(LOOPBACK, options.port) as listener:
+            listener.listen(BACKLOG)
+            say(f"Report at http://{LOOPBACK}:{listener.getsockname()[1]}/ on this machine only. Ctrl-C stops it.")
+            serve_page(make_app(options.runs), listener)
+        say("Stopped.")
+        return 0
     out = options.out or (options.runs[0] / REPORT_NAME if len(runs) == 1 else Path(REPORT_NAME))
     if out.exists() and not (out.is_file() and out.read_bytes().startswith(MARK.encode())):
         raise UserError(f"{out} exists and is not a report. Give another --out FILE.html.")
@@ -86,18 +94,6 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
                     f"{value} in the second. Compare runs with the same held-out prompts and rewards."
                 )
     return runs
-
-
-def _serve(options: ReportOptions) -> int:
-    require_packages()
-    with listening_socket(LOOPBACK, options.port) as listener:
-        from lit_vgrpo.apps.serve.page import BACKLOG, LOCAL_NAMES, serve_page
-
-        listener.listen(BACKLOG)
-        say(f"Report at http://{LOCAL_NAMES[0]}:{listener.getsockname()[1]}/ on this machine only. Ctrl-C stops it.")
-        serve_page(make_app(options.runs), listener)
-        say("Stopped.")
-    return 0
 
 
 def make_app(folders: Sequence[Path]) -> FastAPI:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ FEWEST_ITERATIONS = 3
 """Shorter runs have no curves."""
 MOST_POINTS = 400
 """Longer curves show means of neighbouring iterations."""
-MOST_OTHERS = 12
 RATIO = "Probability ratio"
 PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Training reward", "Mean over the images of an iteration; its prompts change.", {"reward/mean": "reward"}),
@@ -80,11 +79,11 @@ class Series:
         band: lower and upper ends of the intervals, NaN where there is none; ``None`` for a curve of training.
     """
 
-    label: str
-    colour: int
     xs: dict[str, Numbers]
     ys: Numbers
     band: tuple[Numbers, Numbers] | None = None
+    label: str = ""
+    colour: int = 0
 
 
 @dataclass
@@ -111,9 +110,17 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
     """Return the plots of a run, with several curves each, or of several runs, with a curve for each run."""
     if max(len(run.iterations) for run in runs) < FEWEST_ITERATIONS:
         return []
-    found = [plot for plot in _panels(runs) if any(len(series.ys) > 1 for series in plot.series)]
-    # A plot that is 0 throughout, such as that of a clip that is off, is left out; a ratio of 0 is information.
-    found = [plot for plot in found if plot.title.startswith(RATIO) or any(s.ys.any() for s in plot.series)]
+    rewards = list(dict.fromkeys(name for run in runs for name in run.reward_names))
+    parts = {name: name for name in rewards if len(rewards) > 1}
+    about = "On prompts that are not trained on; the band is the sum's 95 % interval over prompts."
+    found = _plots("Held-out reward", about, runs, {"reward": "sum", **parts, "untrained_reward": "untrained"})
+    for title, about, metrics in PANELS:
+        each = {f"reward/{name}": name for name in parts} if title == "Training reward" else {}
+        found += _plots(title, about, runs, metrics | each)
+    shown = {metric for _, _, metrics in PANELS for metric in metrics} | set(HIDDEN)
+    logged = {n for run in runs for point in run.iterations[-1:] for n in point.metrics if n.startswith("policy/")}
+    for name in sorted(logged - shown):  # of the training method
+        found += _plots(name.removeprefix("policy/").replace("_", " ").capitalize(), "", runs, {name: name})
     for number, plot in enumerate(found):
         for axis in AXES:
             known = [series for series in plot.series if np.isfinite(series.xs[axis]).any()]
@@ -123,48 +130,22 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
     return found
 
 
-def _panels(runs: Sequence[RunData]) -> Iterator[Plot]:
-    rewards = list(dict.fromkeys(name for run in runs for name in run.reward_names))
-    rewards = rewards if len(rewards) > 1 else []
-    about = "The weighted sum on prompts that are not trained on; the band is its 95 % interval over prompts."
-    parts = {name: name for name in rewards}
-    yield from _split("Held-out reward", about, runs, {"reward": "sum", "untrained_reward": "untrained"}, heldout=True)
-    yield from _split("Held-out rewards, each", "The parts of the weighted sum.", runs, parts, heldout=True)
-    for title, about, metrics in PANELS:
-        each = {f"reward/{name}": name for name in rewards} if title == "Training reward" else {}
-        yield from _split(title, about, runs, metrics | each)
-    shown = {metric for _, _, metrics in PANELS for metric in metrics} | set(HIDDEN)
-    logged = {n for run in runs for point in run.iterations[-1:] for n in point.metrics if n.startswith("policy/")}
-    for name in sorted(logged - shown)[:MOST_OTHERS]:  # of the training method
-        yield _panel(name.removeprefix("policy/").replace("_", " ").capitalize(), "", runs, {name: name})
+def _plots(title: str, about: str, runs: Sequence[RunData], metrics: dict[str, str]) -> list[Plot]:
+    """Return one plot of a run's metrics, or a plot of each metric of several runs, without those of nothing."""
+    groups = [metrics] if len(runs) == 1 else [{metric: label} for metric, label in metrics.items()]
+    found = []
+    for group in groups:
+        labels = [label if len(runs) == 1 else run.name for run in runs for label in group.values()]
+        of_runs = [_series(run, metric, title.startswith("Held-out")) for run in runs for metric in group]
+        series = [replace(own, label=labels[n], colour=n) for n, own in enumerate(of_runs) if own is not None]
+        name = title if len(groups) == 1 else f"{title}: {next(iter(group.values()))}"
+        # A ratio of 0 is information; other curves, such as that of a clip that is off, are not.
+        is_known = title == RATIO or any(own.ys.any() for own in series)
+        found += [Plot(name, about, series)] if is_known and any(len(own.ys) > 1 for own in series) else []
+    return found
 
 
-def _split(
-    title: str, about: str, runs: Sequence[RunData], metrics: dict[str, str], heldout: bool = False
-) -> Iterator[Plot]:
-    """Yield one plot of a run's metrics, or a plot of each metric for several runs."""
-    if len(runs) == 1:
-        yield _panel(title, about, runs, metrics, heldout)
-    else:
-        for metric, label in metrics.items():
-            yield _panel(title if len(metrics) == 1 else f"{title}: {label}", about, runs, {metric: label}, heldout)
-
-
-def _panel(title: str, about: str, runs: Sequence[RunData], metrics: dict[str, str], heldout: bool = False) -> Plot:
-    series = []
-    for number, run in enumerate(runs):
-        for place, (metric, label) in enumerate(metrics.items()):
-            part = metric.removeprefix("reward/")
-            if len(runs) > 1:
-                made = _series(run, metric, run.name, number, heldout)
-            else:  # a reward has the same colour in every plot
-                own = part in run.reward_names and len(run.reward_names) > 1
-                made = _series(run, metric, label, run.reward_names.index(part) + 1 if own else place, heldout)
-            series += [made] if made else []
-    return Plot(title, about, series)
-
-
-def _series(run: RunData, metric: str, label: str, colour: int, heldout: bool) -> Series | None:
+def _series(run: RunData, metric: str, heldout: bool) -> Series | None:
     points = [point for point in (run.evaluations if heldout else run.iterations) if metric in point.metrics]
     if not points:
         return None
@@ -174,8 +155,8 @@ def _series(run: RunData, metric: str, label: str, colour: int, heldout: bool) -
         own = [run.scores.get(point.iteration, {}).get(metric) for point in points]
         ends = [interval(sums) if metric == "reward" else None for sums in own]
         low, high = (np.array([np.nan if end is None else end[place] for end in ends]) for place in (1, 2))
-        return Series(label, colour, xs, ys, (low, high))
-    return Series(label, colour, {axis: _shortened(values) for axis, values in xs.items()}, _shortened(ys))
+        return Series(xs, ys, (low, high))
+    return Series({axis: _shortened(values) for axis, values in xs.items()}, _shortened(ys))
 
 
 def _shortened(values: Numbers) -> Numbers:

@@ -100,9 +100,10 @@ def read_kept(run: Path) -> dict[str, list[dict[str, Any]]]:
     try:
         for entry in json.loads((run / KEPT / IMAGES_NAME).read_text(encoding="utf-8"))["images"]:
             scores = {name: wording.reward(score) for name, score in entry["scores"].items()}
+            edited = Path(entry["edited"] or run / "none")
             shown = {
                 "picture": _read_picture(run / KEPT / entry["file"]),
-                "edited": _read_picture(run / KEPT / entry["edited"], EDITED_SIDE) if entry["edited"] else None,
+                "edited": _read_picture(edited, EDITED_SIDE) if edited.is_file() else None,
                 "scores": scores if len(scores) > 2 else {"reward": scores["reward"]},  # a single reward is the sum
             }
             found.setdefault(REASONS[entry["reason"]], []).append({**entry, **shown})

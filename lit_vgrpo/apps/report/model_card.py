@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import yaml
 
-from lit_vgrpo.apps.report.page import RunPage, environment
+from lit_vgrpo.apps.report.page import environment
 from lit_vgrpo.apps.report.recipe_diff import config_text
 from lit_vgrpo.apps.report.run_data import RunData, read_run
+from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.policies.base import Policy
@@ -101,7 +102,8 @@ def card(run: RunData, base: str, base_card: Path | None, is_adapter: bool, **sh
     template = environment().get_template("card.md.j2")
     return template.render(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
-        page=RunPage(run),
+        run=run,
+        verdict=Verdict(run),
         base=base if is_on_hub else Path(base).name,
         licence=licence,
         method=class_name(model.get("objective")) or "not known",

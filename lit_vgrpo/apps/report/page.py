@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from lit_vgrpo.apps.report import wording
-from lit_vgrpo.apps.report.curves import Plot, plots
-from lit_vgrpo.apps.report.images import Samples, read_kept, read_samples
-from lit_vgrpo.apps.report.recipe_diff import Row, config_text, difference_to_shipped, differences
+from lit_vgrpo.apps.report.curves import plots
+from lit_vgrpo.apps.report.images import read_kept, read_samples
+from lit_vgrpo.apps.report.recipe_diff import config_text, difference_to_shipped, differences
 from lit_vgrpo.apps.report.run_data import AXES, RunData, read_run
 from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.system.paths import CONFIG_NAME, write_atomically
@@ -36,14 +35,10 @@ class RunPage:
         self.run = run
         self.name = run.name
         self.verdict = Verdict(run)
-
-    @cached_property
-    def samples(self) -> Samples:
-        return read_samples(self.run.folder)
-
-    @cached_property
-    def galleries(self) -> dict[str, list[dict[str, Any]]]:
-        return read_kept(self.run.folder)
+        self.samples = read_samples(run.folder)
+        self.galleries = read_kept(run.folder)
+        self.recipe_difference = difference_to_shipped(run.recipe)
+        self.config = config_text(run.folder)
 
     @cached_property
     def seconds(self) -> list[tuple[str, float, float]]:
@@ -63,26 +58,17 @@ class RunPage:
                 found[name.removeprefix("passes/").rpartition("_with")[0].replace("_", " ")] += round(value)
         return found.most_common()
 
-    @cached_property
-    def recipe_difference(self) -> tuple[str, list[Row]] | None:
-        return difference_to_shipped(self.run.recipe)
-
-    @cached_property
-    def config(self) -> str:
-        return config_text(self.run.folder)
-
     @property
     def facts(self) -> list[tuple[str, str]]:
         """Device, memory, seed and versions."""
         summary = self.run.summary
-        memory, cpu_s = summary.get("peak_memory_bytes"), summary.get("cpu_seconds")
+        memory = summary.get("peak_memory_bytes")
         found = {
             "Outcome": self.run.outcome,
             "Device": summary.get("device"),
             "Processes": summary.get("world_size"),
             "Peak memory": memory and f"{memory / 1e9:.1f} GB",
             "Training": wording.duration(self.run.total("seconds")),
-            "CPU time": cpu_s and wording.duration(cpu_s),
             "Optimizer steps": summary.get("optimizer_steps"),
             "Seed": summary.get("seed", self.run.recipe.get("seed_everything")),
             **summary.get("versions", {}),
@@ -96,7 +82,7 @@ class RunPage:
         if not self.run.recipe:
             return []
         config, run = quote(str(folder / CONFIG_NAME)), quote(str(folder))
-        prompt = quote(next(iter(self.samples.prompts), "a red circle"))
+        prompt = quote([*self.samples.prompts, "a red circle"][0])
         return [
             ("Reproduce, in a new folder", f"lightning run {config} run_dir={quote(f'{folder}-again')}"),
             ("Resume", f"lightning run {config} --resume"),
@@ -118,7 +104,7 @@ class Page:
         self.runs = [RunPage(run) for run in runs]
         self.title = ", ".join(run.name for run in runs)
         self.live = live
-        self.plots: list[Plot] = plots(runs)
+        self.plots = plots(runs)
         self.axes = {axis: title for axis, title in AXES.items() if any(axis in plot.drawings for plot in self.plots)}
         self.recipe_rows = differences([run.recipe for run in runs])
 

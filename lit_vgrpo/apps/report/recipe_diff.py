@@ -40,12 +40,7 @@ Row = tuple[str, list[str]]
 
 
 def difference_to_shipped(recipe: Mapping[Any, Any]) -> tuple[str, list[Row]] | None:
-    """Compare a run's recipe with the shipped one that its name starts with.
-
-    Returns:
-        The shipped recipe's name, and for each difference its key with the shipped and the run's value; ``None`` if no
-        shipped recipe has that name.
-    """
+    """Return the name of the shipped recipe that a run's name starts with, and each different setting of both."""
     name = str(recipe.get("name") or "")
     shipped = max((one for one in shipped_recipes() if f"{name}_".startswith(f"{one}_")), key=len, default=None)
     if shipped is None:
@@ -68,14 +63,14 @@ def differences(recipes: Sequence[Mapping[Any, Any]]) -> list[Row]:
     return [(key, texts) for key, texts in rows if len(set(texts)) > 1]
 
 
-def _settings(node: Any, key: str = "", owner: str | None = None) -> Iterator[tuple[str, str, bool]]:
+def _settings(node: Any, key: str = "") -> Iterator[tuple[str, str, bool]]:
     """Yield each setting's key as a user types it, its value as text, and whether that is the default."""
     if isinstance(node, Mapping):
+        owner = str(node.get("class_path", OWNERS.get(key, "")))
         if "class_path" in node:
-            owner = str(node["class_path"])
             yield key, _text(owner), False
             node = node.get("init_args") or {}
-        defaults = _defaults(owner or OWNERS.get(key, ""))
+        defaults = _defaults(owner)
         for name, value in node.items():
             place = f"{key}.{name}" if key else str(name)
             if place in NOT_COMPARED:

@@ -100,8 +100,8 @@ class RunData:
     def reward_names(self) -> list[str]:
         """Names of the rewards in the weighted sum and of the held-out rewards, as far as they were logged."""
         newest = self.iterations[-1].metrics if self.iterations else {}
-        trained = [name.split("/")[1] for name in newest if name.startswith("reward/") and name.endswith("/std")]
-        trained = [name for name in trained if name != "std"]
+        parts = [name.split("/") for name in newest if name.startswith("reward/") and name.endswith("/std")]
+        trained = [part[1] for part in parts if len(part) == 3]
         scored = [name for of_run in self.scores.values() for name in of_run]
         names = dict.fromkeys([*self.summary.get("reward_parts_end", {}), *trained, *scored])
         return [name for name in names if name not in ("reward", "untrained_reward")]

@@ -94,13 +94,10 @@ class Verdict:
 
     def _cost(self) -> str:
         images, seconds, passes = (self.run.total(cost) for cost in ("images", "seconds", "passes"))
-        costs = [
-            counted(self.run.num_iterations, "iteration"),
-            *([f"{wording.amount(images)} images"] if images is not None else []),
-            *([wording.duration(seconds)] if seconds is not None else []),
-            *([f"{wording.amount(passes)} network passes"] if passes is not None else []),
-        ]
-        return ", ".join(costs)
+        costs = counted(self.run.num_iterations, "iteration")
+        costs += f", {wording.amount(images)} images" if images is not None else ""
+        costs += f", {wording.duration(seconds)}" if seconds is not None else ""
+        return costs + (f", {wording.amount(passes)} network passes" if passes is not None else "")
 
     @property
     def has_intervals(self) -> bool:
