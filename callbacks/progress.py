@@ -92,7 +92,8 @@ class ProgressBar(LightningProgressBar):
             cells["loss"] = f"{float(record.losses[-1]):.4f}"
         if batch_idx + 1 == trainer.num_training_batches:
             seconds = pl_module.stopwatch.wall_s - self._train_s
-            cells |= {"images/s": f"{record.images / max(seconds, 1e-9):.3g}", "s/iteration": f"{seconds:.3g}"}
+            for title, value in (("images/s", record.images / max(seconds, 1e-9)), ("s/iteration", seconds)):
+                cells[title] = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         done = trainer.current_epoch + 1

@@ -150,7 +150,7 @@ class KeptImages:
         places = [place for place, slot in enumerate(slots) if slot in available]
         chosen = choose(scores, asked, places, self.number)
         wanted = {slots[place] for place, _, _ in chosen}
-        own = {slot: pixels for slot, pixels in zip(self._slots, self._pixels, strict=False) if slot in wanted}
+        own = {slot: pixels.clone() for slot, pixels in zip(self._slots, self._pixels, strict=False) if slot in wanted}
         images = {slot: image for of_rank in objects_of_all_ranks(own) for slot, image in of_rank.items()}
         self.start_over()
         trainer = module.trainer

@@ -1,7 +1,6 @@
 """The page that a run writes itself, and ``lightning report --serve``, which follows it."""
 
 import json
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -15,7 +14,6 @@ from lit_vgrpo.apps.report.command import make_app, report
 from lit_vgrpo.callbacks import Report
 from lit_vgrpo.callbacks.report import choose
 from lit_vgrpo.cli.run import run
-from lit_vgrpo.launch.build import build
 
 RUN = Path("runs/tiny")
 
@@ -101,14 +99,6 @@ def test_a_run_that_fails_has_a_page(tiny_recipe):
     )
     assert run(["tiny.yaml", "model.reward=python:bad:score", "trainer.max_epochs=9"]) == 1
     assert "The run ended: failed." in (RUN / "report.html").read_text()
-    shutil.rmtree(RUN / "report")
-
-
-def test_the_report_comes_after_the_callbacks_whose_files_it_shows(tiny_recipe):
-    cli = build(["tiny.yaml", "trainer.callbacks=[Report, {class_path: SampleGrid}]"], make_folder=False)
-    names = [type(callback).__name__ for callback in cli.trainer.callbacks]
-    assert names.index("Report") > max(names.index("SampleGrid"), names.index("RunSummary"))
-    assert names.count("Report") == 1
 
 
 def test_images_are_chosen_by_their_scores():

@@ -13,6 +13,7 @@ from processes import run_ranks
 from lit_vgrpo.apps.report.run_data import read_scores
 
 WORKER = Path(__file__).with_name("guard_worker.py")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -29,15 +29,13 @@ def at(trained, watched, iteration=0):
 @pytest.mark.parametrize(
     ("evaluations", "in_a_row"),
     [
-        ([(1.0, 1.0), (1.1, 0.9), (1.2, 0.8), (1.3, 0.7)], [0, 1, 2, 3]),
-        ([(1.0, 1.0), (1.1, 1.1), (1.2, 1.2)], [0, 0, 0]),
+        ([(1.0, 1.0), (1.1, 0.9), (1.2, 0.8), (1.3, 0.7), (1.0, 1.0), (1.1, 0.9)], [0, 1, 2, 3, 0, 1]),
         # it rose first: what counts is the fall from there
         ([(1.0, 1.0), (1.1, 2.0), (1.2, 1.5), (1.3, 1.6)], [0, 0, 1, 2]),
         # both fall: worse, but no reward is being hacked
         ([(1.0, 1.0), (0.9, 0.9), (0.8, 0.8)], [0, 0, 0]),
         # less than two in a hundred
         ([(1.0, 1.0), (1.1, 0.99), (1.01, 0.5)], [0, 0, 0]),
-        ([(1.0, 1.0), (1.1, 0.9), (1.0, 1.0), (1.1, 0.9)], [0, 1, 0, 1]),
         # an evaluation that failed says nothing
         ([(1.0, 1.0), (1.1, 0.9), (math.nan, 0.9), (1.1, math.nan), (1.1, 0.9)], [0, 1, 1, 1, 2]),
         # below zero too the size is what counts

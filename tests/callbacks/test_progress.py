@@ -77,12 +77,11 @@ def test_without_a_terminal_it_prints_lines(tiny_sd3, tmp_path, capsys):
     assert ["left" in line for line in lines] == [True, True, False]
 
 
-@pytest.mark.parametrize("columns", [100, 60])
-def test_the_table_fits_into_terminals_of_any_width(columns, tiny_sd3, tmp_path, monkeypatch):
-    with terminal(columns, monkeypatch) as sent:
+def test_the_table_fits_into_a_narrow_terminal(tiny_sd3, tmp_path, monkeypatch):
+    with terminal(60, monkeypatch) as sent:
         train(tiny_sd3, tmp_path)
-    screen, lines = screen_of(sent, columns)
-    assert max(map(len, lines)) <= columns - 2  # a terminal's ^C still fits into the line
+    screen, lines = screen_of(sent, 60)
+    assert max(map(len, lines)) <= 58  # a terminal's ^C still fits into the line
     assert lines[0].split() == TITLES
     assert re.fullmatch(r" *0 +0\.\d{3}", lines[2])  # before training there is no reward
     assert [bool(re.fullmatch(ROW.format(n), lines[2 + n])) for n in (1, 2, 3)] == [True] * 3

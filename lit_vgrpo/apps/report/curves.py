@@ -67,7 +67,6 @@ STYLE: Any = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
-NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ def _svg(known: list[Series], axis: str) -> str:
     axes.set_xlim(0, most / scale or 1)
     axes.margins(y=0.08)
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata=NO_METADATA)
+    figure.savefig(text, format="svg", metadata={"Date": None})
     return _for_page(text.getvalue())
 
 

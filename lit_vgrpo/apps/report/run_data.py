@@ -28,7 +28,6 @@ AXES = {
     "passes": "Network passes",
 }
 """Costs against which curves are drawn."""
-HELDOUT = "heldout/"
 RUNNING, UNFINISHED = "running", "unfinished"
 PromptSums = dict[str, list[tuple[float, int]]]
 """By reward, the sum and the number of each prompt's scores."""
@@ -163,7 +162,7 @@ def _read_points(table: Path) -> tuple[dict[int, Point], dict[int, Point]]:
             passes = sum(value for name, value in values.items() if name.startswith("passes/"))
             costs = {"images": values.get("cost/images"), "seconds": values.get("cost/train_s"), "passes": passes}
             iterations[done] = Point(_numbers({"iterations": done, **costs}), values)
-        if heldout := {name.removeprefix(HELDOUT): own for name, own in values.items() if name.startswith(HELDOUT)}:
+        if heldout := {name[len("heldout/") :]: own for name, own in values.items() if name.startswith("heldout/")}:
             evaluations[done] = Point({}, heldout)
     for done, point in evaluations.items():
         costs_then = iterations[done].costs if done in iterations else {"iterations": done}

@@ -50,11 +50,7 @@ def duration(seconds: float | None) -> str:
 
 
 def short(value: float) -> str:
-    """Return a number for the ticks of a plot.
-
-    >>> short(0.25), short(120000), short(2.5e6), short(0)
-    ('0.25', '120k', '2.5M', '0')
-    """
+    """Return a number for the ticks of a plot, such as 120k."""
     for limit, divisor, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / divisor:.4g}{letter}"
