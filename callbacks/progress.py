@@ -115,7 +115,7 @@ class ProgressBar(LightningProgressBar):
         self._iterations = 0
 
     def _left_s(self, iterations: int) -> float | None:
-        """Return the seconds that so many further iterations take; ``None`` before the first has ended."""
+        """Return the estimated seconds of further iterations; ``None`` before the first has ended."""
         if not self._iterations:
             return None
         each = (self._ended - self._started) / self._iterations

@@ -20,7 +20,6 @@ from lit_vgrpo.training.saved_run import find_run
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-PORT = 8008
 TASK_KEYS = ("heldout", "heldout_limit", "heldout_fraction")
 """Settings of the data that choose the held-out prompts."""
 WATCHED = ("metrics.csv", "summary.json", "samples", f"{KEPT}/{SCORES_NAME}", f"{KEPT}/{IMAGES_NAME}")
@@ -41,7 +40,7 @@ class ReportOptions(Options):
 
     out: Path | None = option(read=read_path)
     serve: bool = flag()
-    port: int = whole(PORT, least=0, most=MOST_PORT)
+    port: int = whole(8008, least=0, most=MOST_PORT)
     runs: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:

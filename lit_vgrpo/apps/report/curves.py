@@ -75,7 +75,7 @@ class Series:
 
     Attributes:
         xs: by the names of :data:`AXES`, as long as ``ys``; NaN where unknown.
-        band: lower and upper ends of the intervals, NaN where there is none; ``None`` for a curve of training.
+        band: lower and upper ends of the intervals, NaN if missing; ``None`` for a curve of training.
     """
 
     xs: dict[str, Numbers]

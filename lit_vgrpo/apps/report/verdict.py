@@ -37,7 +37,7 @@ class Change:
 
     @property
     def direction(self) -> int:
-        """1 or -1 if the change, or its interval where there is one, is above or below 0; otherwise 0."""
+        """1 or -1 if the change, or its interval if there is one, is above or below 0; otherwise 0."""
         low, high = (self.difference.low, self.difference.high) if self.difference else (self.change or 0.0,) * 2
         return 1 if low > 0 else -1 if high < 0 else 0
 
@@ -98,10 +98,6 @@ class Verdict:
         costs += f", {wording.amount(images)} images" if images is not None else ""
         costs += f", {wording.duration(seconds)}" if seconds is not None else ""
         return costs + (f", {wording.amount(passes)} network passes" if passes is not None else "")
-
-    @property
-    def has_intervals(self) -> bool:
-        return any(found is not None for change in self.changes for found in change.intervals)
 
     @cached_property
     def alarms(self) -> list[str]:
