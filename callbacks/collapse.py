@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import lightning as L
 
-from lit_vgrpo.callbacks.stop import StopsRun, what_is_best
+from lit_vgrpo.callbacks.stop import StopsRun, describe_best
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.core.nonfinite import all_finite
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.core.sharding import local
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.training.best_evaluation import TRAINED, NewestEvaluation
+from lit_vgrpo.training.best_evaluation import TRAINED
+
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
 
 COLLAPSED = "collapsed"
+STATE = ("flat_iterations", "low_evaluations", "best", "best_iteration", "unit")
 
 
 @checked
@@ -39,41 +42,37 @@ class CollapseStop(StopsRun):
     """
 
     patience: PositiveInt | None = 10
-    drop: Annotated[float, Range(above=0, example=1)] | None = 1.0
+    drop: Annotated[float, Range(above=0)] | None = 1.0
     patience_evaluations: PositiveInt = 2
 
     def __post_init__(self) -> None:
+        super().__init__()
         self.flat_iterations = 0
         self.low_evaluations = 0
         self.best = -math.inf
         self.best_iteration = 0
         self.unit: float | None = None
-        self._newest = NewestEvaluation()
 
-    # --- hooks, in the order they fire -----------------------------------------------------------------------------
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._fallen(trainer, pl_module)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if (batch.step + 1) % batch.micro_batches_per_update:
             return
-        assert isinstance(pl_module, VGRPOModule)
         is_bad = not all_finite(local(p) for p in trainable_parameters(pl_module.policy).values())
-        if not trainer.strategy.reduce_boolean_decision(is_bad, all=False):
-            return
-        update = (batch.step + 1) // batch.micro_batches_per_update
-        self.outcome = COLLAPSED
-        self.reason = (
-            f"Weights are not finite after update {update} of iteration {batch.iteration}; nothing was saved since. "
-            f"Lower model.optimizer.lr. {what_is_best(trainer)}"
-        )
-        raise FloatingPointError(self.reason)
+        if trainer.strategy.reduce_boolean_decision(is_bad, all=False):
+            update = (batch.step + 1) // batch.micro_batches_per_update
+            self.outcome = COLLAPSED
+            self.reason = (
+                f"Weights are not finite after update {update} of iteration {batch.iteration}; nothing was saved "
+                f"since. Lower model.optimizer.lr. {describe_best(trainer)}"
+            )
+            raise FloatingPointError(self.reason)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        found = [line for line in (self._flat(pl_module), self._fallen(trainer, pl_module)) if line is not None]
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        found = [line for line in (self._flat(pl_module), self._fallen(trainer, pl_module)) if line]
         found = trainer.strategy.broadcast(found)  # rank 0 decides for all
         if found:
             self.end_run(trainer, COLLAPSED, f"Collapsed: {' '.join(found)}")
@@ -85,48 +84,37 @@ class CollapseStop(StopsRun):
         for name in STATE:
             setattr(self, name, state_dict[name])
 
-    # --- criteria --------------------------------------------------------------------------------------------------
-
-    def _flat(self, module: L.LightningModule) -> str | None:
-        """Return the warning for groups without spread for too many iterations, or ``None``."""
-        assert isinstance(module, VGRPOModule)
+    def _flat(self, module: VGRPOModule) -> str:
+        """Return a warning of groups without reward spread for too many iterations, or nothing."""
         record = module.record
         if record is None or not module.objective.needs_reward:
-            return None
+            return ""
         rewards = record.rewards[record.rewards.isfinite()].double()
         if self.unit is None and len(rewards) and float(rewards.std(correction=0)) > 0:
             self.unit = float(rewards.std(correction=0))
-        flat = no_spread_share(record.rewards, record.group_ids) == 1.0
-        self.flat_iterations = self.flat_iterations + 1 if flat else 0
+        is_flat = no_spread_share(record.rewards, record.group_ids) == 1.0
+        self.flat_iterations = self.flat_iterations + 1 if is_flat else 0
         if self.patience is None or self.flat_iterations < self.patience:
-            return None
+            return ""
         return (
             f"no group has had reward spread for {self.flat_iterations} iterations, so there is no gradient. The mean "
             f"of the last rewards is {float(rewards.mean()):.4g}."
         )
 
-    def _fallen(self, trainer: L.Trainer, module: L.LightningModule) -> str | None:
-        """Return the warning for a held-out reward far below its best for too long; each evaluation counts once.
-
-        Needs the first iteration's rewards as the unit.
-        """
-        assert isinstance(module, VGRPOModule)
-        now = module.evaluator.latest.get(TRAINED, math.nan)
-        if not self._newest.is_new(module.evaluator.step, trainer.global_step) or not math.isfinite(now):
-            return None
+    def _fallen(self, trainer: L.Trainer, module: VGRPOModule) -> str:
+        """Return a warning of a held-out reward far below its best for too long, or nothing."""
+        now = module.heldout.get(TRAINED, math.nan)
+        if not self.is_new_evaluation(trainer, module) or not math.isfinite(now):
+            return ""
         if now > self.best:
-            self.best, self.best_iteration, self.low_evaluations = now, module.evaluator.history[-1].iteration, 0
-            return None
+            self.best, self.best_iteration = now, module.evaluations[-1].iteration
         if self.drop is None or self.unit is None:
-            return None
+            return ""
         units = (self.best - now) / self.unit
         self.low_evaluations = self.low_evaluations + 1 if units > self.drop else 0
         if self.low_evaluations < self.patience_evaluations:
-            return None
+            return ""
         return (
             f"{TRAINED} is {now:.4g}, {units:.1f} standard deviations of the first rewards below the "
             f"{self.best:.4g} of iteration {self.best_iteration}, low for {self.low_evaluations} evaluations in a row."
         )
-
-
-STATE = ("flat_iterations", "low_evaluations", "best", "best_iteration", "unit")

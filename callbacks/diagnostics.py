@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import lightning as L
 import torch
 
 from lit_vgrpo.core.ranges import Count, PositiveInt, Range, checked
 from lit_vgrpo.core.surrogate import coefficient_of_variation
-from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.objectives.forward import ForwardObjective
 from lit_vgrpo.objectives.gradient_noise import snr_by_time
 from lit_vgrpo.training.fsdp2 import FSDP2
 from lit_vgrpo.training.zero import ZeRO
 
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
+
 MOST_TIMES = 10
-"""Times that the gradient is measured at, spread over the sampler's own."""
+"""Times at which the gradient is measured, spread over the sampler's times."""
 
 
 @checked
 @dataclass(eq=False)
 class SurrogateDiagnostics(L.Callback):
-    """Logs the surrogate's coefficient of variation, and where asked the signal-to-noise ratio of its gradient by time.
+    """Logs the surrogate's coefficient of variation, and optionally its gradient's signal-to-noise ratio by time.
 
     The variation over all images and within groups is the metric of arXiv 2604.23380: variation within a group beyond
     that of the images is noise in the ratio. ``surrogate/snr_t0.89`` is that of
@@ -33,18 +35,17 @@ class SurrogateDiagnostics(L.Callback):
         every_n_iterations: log every N iterations.
         snr_every_n_iterations: measure the gradient every N iterations; null for never. It costs ``snr_draws`` groups
             with one pair per image, forward and backward, at each of at most ten times.
-        snr_draws: groups per rank that the gradient is measured on; more give a more precise ratio.
+        snr_draws: groups per rank on which the gradient is measured; more give a more precise ratio.
     """
 
     every_n_iterations: PositiveInt = 1
     snr_every_n_iterations: Count | None = None
-    snr_draws: Annotated[int, Range(2, 1000, example=16)] = 16
+    snr_draws: Annotated[int, Range(2, 1000)] = 16
     _snr: dict[str, float] = field(default_factory=dict, init=False)
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
         if self.snr_every_n_iterations is None:
             return
-        assert isinstance(pl_module, VGRPOModule)
         name = f"SurrogateDiagnostics.snr_every_n_iterations={self.snr_every_n_iterations}"
         method, strategy = type(pl_module.objective).__name__, type(trainer.strategy).__name__
         if not isinstance(pl_module.objective, ForwardObjective):
@@ -53,9 +54,8 @@ class SurrogateDiagnostics(L.Callback):
             raise ValueError(f"{name} does not work with trainer.strategy={strategy}. Set it to null, or use ddp.")
 
     def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+        self, trainer: L.Trainer, pl_module: VGRPOModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        assert isinstance(pl_module, VGRPOModule)
         record, every = pl_module.record, self.snr_every_n_iterations
         if every is None or record is None or record.updates or record.iteration % every or not record.is_whole:
             return
@@ -63,47 +63,32 @@ class SurrogateDiagnostics(L.Callback):
         assert isinstance(objective, ForwardObjective)
         spec = objective.rollout_spec(record.iteration)
         schedule = policy.scheduler_times(policy.scheduler(spec.solver, spec.steps)).cpu()
-        places = torch.linspace(0, len(schedule) - 1, min(MOST_TIMES, len(schedule))).round().long()
+        times = schedule[torch.linspace(0, len(schedule) - 1, min(MOST_TIMES, len(schedule))).round().long()]
         seed = (pl_module.seed, record.iteration, pl_module.global_rank)
+        micros, groups = pl_module.micros, record.local_group_ids
         with pl_module.ledger.phase("diagnostics"):
-            found = snr_by_time(
-                objective,
-                policy,
-                pl_module.iteration.micros,
-                record.local_group_ids,
-                schedule[places],
-                self.snr_draws,
-                seed,
-            )
-        if not found:
-            return
-        # A rank's ratio is that of its own images.
-        mean = pl_module.all_ranks(torch.tensor([found])).double().mean(dim=0) * trainer.world_size**0.5
-        self._snr = {
-            f"surrogate/snr_t{time:.2f}": value
-            for time, value in zip(schedule[places].tolist(), mean.tolist(), strict=True)
-        }
+            found = snr_by_time(objective, policy, micros, groups, times, self.snr_draws, seed)
+        if found:
+            # Each rank's ratio is that of its images.
+            mean = pl_module.all_ranks(torch.tensor([found])).double().mean(dim=0) * trainer.world_size**0.5
+            names = [f"surrogate/snr_t{time:.2f}" for time in times.tolist()]
+            self._snr = dict(zip(names, mean.tolist(), strict=True))
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not batch.is_last:
             return
         metrics, self._snr = self._snr, {}
-        if batch.iteration % self.every_n_iterations == 0:
-            metrics = metrics | self._variation(pl_module)
-        if metrics:
-            pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
-
-    def _variation(self, pl_module: L.LightningModule) -> dict[str, float]:
-        assert isinstance(pl_module, VGRPOModule)
         record = pl_module.record
         assert record is not None
         values = record.first_update("surrogate")
-        if values is None:
-            return {}
-        values, groups = pl_module.all_ranks(values), pl_module.all_ranks(record.local_group_ids)
-        return {
-            "surrogate/cv": coefficient_of_variation(values),
-            "surrogate/cv_within": coefficient_of_variation(values, groups.to(values.device)),
-        }
+        if batch.iteration % self.every_n_iterations == 0 and values is not None:
+            values, groups = pl_module.all_ranks(values), pl_module.all_ranks(record.local_group_ids)
+            metrics = {
+                **metrics,
+                "surrogate/cv": coefficient_of_variation(values),
+                "surrogate/cv_within": coefficient_of_variation(values, groups.to(values.device)),
+            }
+        if metrics:
+            pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)

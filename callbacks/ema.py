@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import lightning as L
 from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.training.trainer_internals import callbacks_of
+
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
 
 
 @checked
@@ -30,63 +32,53 @@ class EMA(L.Callback):
         ValueError: a decay outside [0, 1).
     """
 
-    def __init__(
-        self, decay: Annotated[float, Range(least=0, below=1, example=0.99)] = 0.99, warmup: bool = True
-    ) -> None:
+    def __init__(self, decay: Annotated[float, Range(least=0, below=1)] = 0.99, warmup: bool = True) -> None:
         self.decay = decay
         self.warmup = warmup
         self.average: Snapshot | None = None
         self.num_updates = 0
         self._last_step = 0
         self._restored: dict[str, Tensor] | None = None
-        self._swap: ExitStack | None = None
+        self._swap = ExitStack()
         self._swapped = False
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self.average = Snapshot(pl_module)
-        if self._restored is not None:
-            self.average.load_state_dict(self._restored)
-            self._restored = None
+        self._restore()
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._last_step = _steps_done(pl_module)
+    def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        self._last_step = pl_module.objective.num_updates
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # The trainer also counts steps that a gradient scaler skips; this count does not.
-        if _steps_done(pl_module) == self._last_step:
+        # The trainer also counts steps that a gradient scaler skips; the objective's count does not.
+        steps = pl_module.objective.num_updates
+        if steps == self._last_step:
             return
-        self._last_step = _steps_done(pl_module)
+        self._last_step = steps
         self.num_updates += 1
         warm = (1 + self.num_updates) / (10 + self.num_updates)
         assert self.average is not None
         self.average.move_towards(pl_module, min(self.decay, warm) if self.warmup else self.decay)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if self._restored is not None:  # from a checkpoint that is only evaluated
             self.average = Snapshot(pl_module)
-            self.average.load_state_dict(self._restored)
-            self._restored = None
-        self._swap = ExitStack()
+            self._restore()
         self._swap.enter_context(self.applied(pl_module))
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._undo()
+    def on_validation_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        self._swap.close()
 
-    on_test_start = on_predict_start = on_validation_start
-    on_test_end = on_predict_end = on_validation_end
+    on_test_start = on_predict_start = on_validation_start  # type: ignore[assignment]
+    on_test_end = on_predict_end = on_validation_end  # type: ignore[assignment]
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._undo()
-
-    def _undo(self) -> None:
-        if self._swap is not None:
-            swap, self._swap = self._swap, None
-            swap.close()
+    def on_exception(self, trainer: L.Trainer, pl_module: VGRPOModule, exception: BaseException) -> None:
+        self._swap.close()
 
     @contextmanager
-    def applied(self, pl_module: L.LightningModule) -> Iterator[None]:
+    def applied(self, pl_module: VGRPOModule) -> Iterator[None]:
         """Use the averaged weights within the context; no effect before training or when nested."""
         if self.average is None or self._swapped:
             yield
@@ -109,14 +101,14 @@ class EMA(L.Callback):
             self.num_updates = state_dict["num_updates"]
             self._restored = dict(state_dict["average"])
 
-
-def _steps_done(pl_module: L.LightningModule) -> int:
-    assert isinstance(pl_module, VGRPOModule)
-    return pl_module.objective.num_updates
+    def _restore(self) -> None:
+        if self._restored is not None and self.average is not None:
+            self.average.load_state_dict(self._restored)
+            self._restored = None
 
 
 @contextmanager
-def averaged_weights(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[None]:
+def averaged_weights(trainer: L.Trainer, pl_module: VGRPOModule) -> Iterator[None]:
     """Use the weights of the trainer's EMA callback, if it has one, within the context."""
     with ExitStack() as stack:
         for average in callbacks_of(trainer, EMA):

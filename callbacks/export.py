@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
-from lit_vgrpo.apps.report.model_card import add_card
 from lit_vgrpo.callbacks.ema import EMA, averaged_weights
 from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, write_error, write_folder_atomically
 from lit_vgrpo.training.saved_weights import AVERAGE, TRAINED
 from lit_vgrpo.training.trainer_internals import callbacks_of
+
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
 
 
 class Export(L.Callback):
@@ -39,9 +38,8 @@ class Export(L.Callback):
             raise ValueError(f"folder={folder} is not a separate folder. Use a name in the run folder, such as export.")
         self.folder = folder
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, VGRPOModule)
-        policy = pl_module.policy
+    def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        policy, root = pl_module.policy, Path(trainer.default_root_dir)
         with averaged_weights(trainer, pl_module):
             # All ranks gather sharded weights, rank 0 writes them: an adapter, or a pipeline with its frozen weights.
             adapter = policy.lora_rank is not None
@@ -49,22 +47,23 @@ class Export(L.Callback):
             sharded = any(is_sharded(p) for p in written.values())
             weights = {name: full(p, local(p)) for name, p in written.items()} if sharded else None
             if trainer.is_global_zero:
-                self._write(policy, Path(trainer.default_root_dir), weights)
+                folder = root / self.folder
+                try:
+                    with write_folder_atomically(folder, replace=True) as draft:
+                        policy.save(draft, weights)
+                except WRITE_ERRORS as error:
+                    rank_zero_warn(
+                        f"No export: cannot write {folder}: {write_error(error)}. "
+                        f"Free some space and run: lightning export {root} --to {folder}"
+                    )
         trainer.strategy.barrier("export")
 
-    def add_card(self, trainer: L.Trainer, policy: Policy, run: Path) -> None:
-        """Add the model card to an export; call it when the last evaluation's numbers are known."""
-        if (folder := run / self.folder).is_dir():
-            variant = AVERAGE if callbacks_of(trainer, EMA) else TRAINED
-            add_card(folder, run, policy, folder, variant, trainer.current_epoch)
+    def finish(self, trainer: L.Trainer, module: VGRPOModule, completed: bool) -> None:
+        """Add the model card, since only now the last evaluation is known; called on the first rank."""
+        run = Path(trainer.default_root_dir)
+        folder = run / self.folder
+        if completed and folder.is_dir():
+            from lit_vgrpo.apps.report.model_card import add_card  # imports matplotlib
 
-    def _write(self, policy: Policy, root: Path, weights: Mapping[str, Tensor] | None) -> None:
-        folder = root / self.folder
-        try:
-            with write_folder_atomically(folder, replace=True) as draft:
-                policy.save(draft, weights)
-        except WRITE_ERRORS as error:
-            rank_zero_warn(
-                f"No export: cannot write {folder}: {write_error(error)}. "
-                f"Free some space and run: lightning export {root} --to {folder}"
-            )
+            variant = AVERAGE if callbacks_of(trainer, EMA) else TRAINED
+            add_card(folder, run, module.policy, folder, variant, trainer.current_epoch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import lightning as L
 import torch
@@ -11,17 +11,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_vgrpo.core.gather import raise_together
-from lit_vgrpo.core.ranges import BatchSize, PositiveInt, Range, checked
+from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.data.datasets import HeldOutDataset, held_out_error
-from lit_vgrpo.data.prompts import read_prompts
-from lit_vgrpo.errors import counted
 from lit_vgrpo.metrics import FrechetDistance, KeptFeatures, Reference, feature_network, kernel_distance
 from lit_vgrpo.metrics.reference import reference_errors, reference_statistics
-from lit_vgrpo.module import VGRPOModule
 
-FIRST_OWN_IMAGE = 1 << 30
-"""Number of the first image of ``prompts``, far above the held-out images' numbers: no initial noise is shared."""
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
 
 
 @checked
@@ -29,8 +25,7 @@ FIRST_OWN_IMAGE = 1 << 30
 class FID(L.Callback):
     """Logs ``heldout/fid@N`` and ``heldout/kid@N`` of N held-out images, generated with EMA weights if there are any.
 
-    The held-out images of the data module need no extra sampling; ``prompts`` generates a separate set instead. Each
-    rank sums the features of its own images in float64, so the result does not depend on the number of ranks. Both
+    Each rank sums the features of its images in float64, so the result does not depend on the number of ranks. Both
     distances depend on N: compare equal N only.
 
     Args:
@@ -38,12 +33,9 @@ class FID(L.Callback):
             ``python -m lit_vgrpo.metrics`` writes.
         features: ``inception`` (clean-fid's), a TorchScript file, or a folder or hub name of a vision model of
             transformers.
-        size: images are resized to ``size`` x ``size`` pixels; null uses the network's own size.
+        size: images are resized to ``size`` x ``size`` pixels; null uses the network's size.
         kid: log KID too, which keeps the features of all images on every rank: 8 kB per image with Inception.
         every_n_evaluations: compute every N held-out evaluations, and always at the first and the last.
-        prompts: prompt file of a separate set of images; null uses the held-out images.
-        images_per_prompt: images per prompt of that set.
-        batch_size: images per batch and rank of that set.
 
     Raises:
         ValueError: a number is too small, or the network does not support the size.
@@ -54,9 +46,6 @@ class FID(L.Callback):
     size: Annotated[int, Range(1, 16_384)] | None = None
     kid: bool = False
     every_n_evaluations: PositiveInt = 1
-    prompts: str | None = None
-    images_per_prompt: BatchSize = 1
-    batch_size: BatchSize = 32
 
     def __post_init__(self) -> None:
         self.network = feature_network(self.features, self.size)
@@ -69,122 +58,54 @@ class FID(L.Callback):
 
     @property
     def state_key(self) -> str:
-        parts = {"reference": self.reference, "features": self.network.source, "prompts": self.prompts}
-        return f"{type(self).__qualname__}{parts}"
+        return f"{type(self).__qualname__}{[self.reference, self.network.source]}"
 
-    def check(self, world_size: int = 1) -> list[str]:
+    def check(self) -> list[str]:
         """Return errors that can be found without loading weights, one line each."""
-        errors = [*self.network.check(), *reference_errors(self.reference)]
-        if self.prompts is None:
-            return errors
-        try:
-            prompts = len(read_prompts(self.prompts))
-        except ValueError as error:
-            return [*errors, str(error)]
-        if held_out_error(prompts * self.images_per_prompt, self.batch_size, world_size):
-            errors.append(
-                f"FID of {counted(prompts, 'prompt')} cannot be split over {world_size} ranks with images_per_prompt="
-                f"{self.images_per_prompt} and batch_size={self.batch_size}. Use images_per_prompt="
-                f"{-(-world_size // prompts)} or more, and batch_size=2 or more."
-            )
-        return errors
+        return [*self.network.check(), *reference_errors(self.reference)]
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, VGRPOModule)
-        errors = self.check(trainer.world_size)
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
+        errors = self.check()
         if not getattr(getattr(trainer, "datamodule", None), "has_heldout", False):
             errors.append("FID needs held-out evaluations, and there are none. Set data.heldout.")
         # a file may be missing on one machine only, but all ranks must stop
         raise_together(ValueError(errors[0]) if errors else None)
         self._trainer = trainer
-        if self not in pl_module.evaluator.observers:
-            pl_module.evaluator.observers.append(self)
+        if self not in pl_module.heldout_observers:
+            pl_module.heldout_observers.append(self)
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._has_ended = False
         self._prepare(pl_module)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._fid, self._kept = None, None  # of an evaluation that was interrupted
         self._prepare(pl_module)
 
-    on_test_start = on_validation_start
+    on_test_start = on_validation_start  # type: ignore[assignment]
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._has_ended = True
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
-        """Add a batch of this rank's held-out images, unless ``prompts`` is set."""
-        if self.prompts is None and self._is_due:
-            self._add(images, batch.slots)
+        """Add a batch of this rank's held-out images, ``(B, 3, H, W)`` in [0, 1]."""
+        if not self._is_due:
+            return
+        fid, kept = self._metrics()
+        features = self.network(images)
+        fid.update(features, real=False)
+        if self.kid:
+            kept.add(features, batch.slots)
 
-    def compute(self, module: VGRPOModule) -> dict[str, float]:
+    def compute(self, module: Any) -> dict[str, float]:
         """Return the distances of this evaluation's images, the same on every rank; empty if none are due."""
         is_due, self.evaluations = self._is_due, self.evaluations + 1
         if not is_due:
             return {}
         self._prepare(module)
-        if self.prompts is not None:
-            self._generate(module, self.prompts)
-        try:
-            return self._distances(module)
-        finally:
-            self._fid, self._kept = None, None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"evaluations": self.evaluations}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.evaluations = state_dict["evaluations"]
-
-    @property
-    def _is_due(self) -> bool:
-        is_test = self._trainer is not None and self._trainer.testing
-        return self.evaluations % self.every_n_evaluations == 0 or self._is_last or is_test
-
-    @property
-    def _is_last(self) -> bool:
-        trainer = self._trainer
-        if trainer is None:
-            return True
-        epochs_end = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
-        # not trainer.should_stop: a signal may set it on one rank before the others
-        return self._has_ended or epochs_end or 0 <= trainer.max_steps <= trainer.global_step
-
-    def _prepare(self, pl_module: L.LightningModule) -> None:
-        """Load the network and the reference once, on all ranks together."""
-        if self._statistics is None:
-            self.network.to(pl_module.device)
-            self._statistics = reference_statistics(self.reference, self.network, keep_features=self.kid)
-
-    def _metrics(self) -> tuple[FrechetDistance, KeptFeatures]:
-        # created for each evaluation: state created in Lightning's inference mode cannot be updated outside it
-        if self._fid is None or self._kept is None:
-            self._fid, self._kept = FrechetDistance(self.network.dimension), KeptFeatures(self.network.dimension)
-        return self._fid, self._kept
-
-    def _add(self, images: Tensor, numbers: list[int]) -> None:
-        fid, kept = self._metrics()
-        features = self.network(images)
-        fid.update(features, real=False)
-        if self.kid:
-            kept.add(features, numbers)
-
-    def _generate(self, module: VGRPOModule, prompts: str) -> None:
-        rank, world_size = module.global_rank, module.trainer.world_size
-        shares = HeldOutDataset(read_prompts(prompts), self.images_per_prompt, self.batch_size, world_size, rank)
-        for index in range(len(shares)):
-            batch = shares[index]
-            batch_prompts, slots = batch.padded()
-            with module.ledger.phase("evaluation"):
-                numbers = [FIRST_OWN_IMAGE + slot for slot in slots]
-                images = module.evaluator.generate(batch_prompts, numbers, batch.images, batch.references())
-            self._add(images[: len(batch.slots)], batch.slots)
-
-    def _distances(self, module: VGRPOModule) -> dict[str, float]:
-        reference = self._statistics
+        reference, (fid, kept) = self._statistics, self._metrics()
+        self._fid, self._kept = None, None
         assert reference is not None
-        fid, kept = self._metrics()
         fid.add_up_ranks()
         fid.set_reference(reference.mean, reference.cov)
         count, dimension = fid.count, self.network.dimension
@@ -200,3 +121,30 @@ class FID(L.Callback):
             device = module.device if module.device.type == "cuda" else torch.device("cpu")  # MPS has no float64
             values[f"heldout/kid@{count}"] = kernel_distance(kept.gathered().to(device), reference.features)
         return values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"evaluations": self.evaluations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.evaluations = state_dict["evaluations"]
+
+    @property
+    def _is_due(self) -> bool:
+        trainer = self._trainer
+        if trainer is None or trainer.testing or self.evaluations % self.every_n_evaluations == 0:
+            return True
+        epochs_end = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
+        # not trainer.should_stop: a signal may set it on one rank before the others
+        return self._has_ended or epochs_end or 0 <= trainer.max_steps <= trainer.global_step
+
+    def _prepare(self, module: VGRPOModule) -> None:
+        """Load the network and the reference once, on all ranks together."""
+        if self._statistics is None:
+            self.network.to(module.device)
+            self._statistics = reference_statistics(self.reference, self.network, keep_features=self.kid)
+
+    def _metrics(self) -> tuple[FrechetDistance, KeptFeatures]:
+        # created for each evaluation: state created in Lightning's inference mode cannot be updated outside it
+        if self._fid is None or self._kept is None:
+            self._fid, self._kept = FrechetDistance(self.network.dimension), KeptFeatures(self.network.dimension)
+        return self._fid, self._kept

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
-from lit_vgrpo.callbacks.divergence import Divergence, Measurement, finite_mean
-from lit_vgrpo.callbacks.diversity import HeldOutDiversity
 from lit_vgrpo.callbacks.stop import StopsRun
-from lit_vgrpo.core.gather import raise_together
+from lit_vgrpo.core.gather import raise_together, rows_of_all_ranks
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
+from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.training.best_evaluation import TRAINED, UNTRAINED, NewestEvaluation
+from lit_vgrpo.metrics.diversity import diversity
+from lit_vgrpo.metrics.features import feature_network
+from lit_vgrpo.training.best_evaluation import TRAINED, UNTRAINED
+
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
 
 Action = Literal["warn", "stop"]
-DIVERSITY = "heldout/diversity"
+DIVERSITY, PIXELS = "heldout/diversity", "pixels"
+SIDE = 32
+STANDARD_ERRORS = 2.0
+"""Changes below this many standard errors count as noise."""
 
 
 @checked
@@ -46,11 +56,12 @@ class RewardHackAlarm(StopsRun):
         self,
         metric: str | None = UNTRAINED,
         patience: PositiveInt = 3,
-        min_change: Annotated[float, Range(least=0, below=1, example=0.02)] = 0.02,
+        min_change: Annotated[float, Range(least=0, below=1)] = 0.02,
         diversity: str | None = None,
-        min_diversity_drop: Annotated[float, Range(least=0, below=1, example=0.5)] = 0.5,
+        min_diversity_drop: Annotated[float, Range(least=0, below=1)] = 0.5,
         action: Action = "warn",
     ) -> None:
+        super().__init__()
         if metric == TRAINED:
             raise ValueError(f"metric={metric} is the trained reward. Use {UNTRAINED}.")
         if metric is None and diversity is None:
@@ -64,93 +75,195 @@ class RewardHackAlarm(StopsRun):
             self.watches[metric] = Divergence(min_change, min_change)
         if diversity is not None:
             self.watches[DIVERSITY] = Divergence(min_change, min_diversity_drop)
-        self._newest = NewestEvaluation()
 
     @property
     def state_key(self) -> str:
-        parts = {"watches": list(self.watches)}
-        return f"{type(self).__qualname__}{parts}"
+        return f"{type(self).__qualname__}{list(self.watches)}"
 
     def check(self, module: VGRPOModule, data: PromptDataModule) -> list[str]:
         """Return errors that can be found without loading weights, one line each."""
         errors = []
         if not data.has_heldout:
             errors.append("RewardHackAlarm needs held-out images, and there are none. Set data.heldout.")
-        if self.metric == UNTRAINED and module.evaluator.untrained is None and self.diversity is None:
+        if self.metric == UNTRAINED and module.heldout_reward is None and self.diversity is None:
             errors.append(
                 "RewardHackAlarm needs a reward that is not trained on. "
                 "Add model.heldout_reward, such as PickScore, or the alarm's diversity=pixels."
             )
         return errors if self.diversity is None else [*errors, *self.diversity.check(data.heldout_images_per_prompt)]
 
-    # --- hooks, in the order they fire -----------------------------------------------------------------------------
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, VGRPOModule)
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
         errors = self.check(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         raise_together(ValueError(errors[0]) if errors else None)
-        if self.diversity is not None and self.diversity not in pl_module.evaluator.observers:
-            pl_module.evaluator.observers.append(self.diversity)
+        if self.diversity is not None and self.diversity not in pl_module.heldout_observers:
+            pl_module.heldout_observers.append(self.diversity)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._look(trainer, pl_module)
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if self.diversity is not None:
             self.diversity.start_over()
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._look(trainer, pl_module)
+    def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        self._judge(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        self._judge(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: watch.state_dict() for name, watch in self.watches.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, watch in self.watches.items():
-            if name in state_dict:
-                watch.load_state_dict(state_dict[name])
+            watch.load_state_dict(state_dict[name])
 
-    # --- the alarm -------------------------------------------------------------------------------------------------
-
-    def _look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Process the latest evaluation, once."""
-        assert isinstance(pl_module, VGRPOModule)
-        if not self._newest.is_new(pl_module.evaluator.step, trainer.global_step):
+    def _judge(self, trainer: L.Trainer, module: VGRPOModule) -> None:
+        if not self.is_new_evaluation(trainer, module):
             return
-        rang = []
+        warnings = []
         for name, watch in self.watches.items():
-            if name in pl_module.evaluator.latest:
-                now = self._measured(pl_module, name)
-                if watch.add(now) == self.patience:  # warn once
-                    rang.append(self._line(name, watch, now))
-            elif name != UNTRAINED:
-                rank_zero_warn(f"No evaluation measured {name}, which RewardHackAlarm needs.")
-        # Rank 0 decides for all, so that none continues alone.
-        rang = trainer.strategy.broadcast(rang)
-        for line in rang if self.action == "warn" else []:
-            advice = "raise model.objective.kl_weight (V-GRPO: with kl_to=reference)"
-            rank_zero_warn(f"{line} Look at the samples, or {advice}.")
-        if rang and self.action == "stop":
-            self.end_run(trainer, "reward hacking", " ".join(rang))
+            if name not in module.heldout:
+                if name != UNTRAINED:
+                    rank_zero_warn(f"No evaluation measured {name}, which RewardHackAlarm needs.")
+                continue
+            watched = _values(module, name)
+            if name == DIVERSITY and self.diversity is not None:
+                watched = torch.tensor(self.diversity.of_prompts)
+            now = Measurement(module.evaluations[-1].iteration, _values(module, TRAINED), watched)
+            before = watch.reference
+            if watch.add(now) == self.patience and before is not None:  # warn once
+                warnings.append(
+                    f"Reward hacking? Since iteration {before.iteration} {TRAINED} rose from "
+                    f"{before.trained.nanmean():.4g} to {now.trained.nanmean():.4g} while {name} fell from "
+                    f"{before.watched.nanmean():.4g} to {now.watched.nanmean():.4g}, down for {self.patience} "
+                    "evaluations in a row."
+                )
+        warnings = trainer.strategy.broadcast(warnings)  # rank 0 decides for all
+        if warnings and self.action == "stop":
+            self.end_run(trainer, "reward hacking", " ".join(warnings))
+        elif warnings:
+            advice = "Look at the samples, or raise model.objective.kl_weight (V-GRPO: with kl_to=reference)."
+            rank_zero_warn(f"{' '.join(warnings)} {advice}")
 
-    def _measured(self, module: VGRPOModule, name: str) -> Measurement:
-        watched = self.diversity.of_prompts if name == DIVERSITY and self.diversity else self._values(module, name)
-        return Measurement(module.evaluator.history[-1].iteration, self._values(module, TRAINED), watched)
 
-    @staticmethod
-    def _values(module: VGRPOModule, name: str) -> list[float]:
-        """Return a held-out metric per image, or its mean if it is defined only for the whole set."""
-        of_images = module.evaluator.of_images(name)
-        return [module.evaluator.latest[name]] if of_images is None else of_images.tolist()
+def _values(module: VGRPOModule, name: str) -> Tensor:
+    """Return a held-out metric per image, or its mean if it is defined only for the whole set."""
+    of_images = module.heldout_scores.get(name)
+    return torch.tensor([module.heldout[name]]) if of_images is None else of_images
 
-    def _line(self, name: str, watch: Divergence, now: Measurement) -> str:
-        before = watch.reference
-        assert before is not None
-        trained, watched = (
-            f"from {finite_mean(old):.4g} to {finite_mean(new):.4g}"
-            for old, new in ((before.trained, now.trained), (before.watched, now.watched))
-        )
-        return (
-            f"Reward hacking? Since iteration {before.iteration} {TRAINED} rose {trained} while {name} fell {watched}, "
-            f"down for {self.patience} evaluations in a row."
-        )
+
+class Measurement(NamedTuple):
+    """One evaluation: finished iterations, and values ``(N,)`` of the trained and of the watched score.
+
+    There is one value per image or prompt, NaN if missing, or only the mean.
+    """
+
+    iteration: int
+    trained: Tensor
+    watched: Tensor
+
+
+class Divergence:
+    """Counter of consecutive evaluations with the trained score up and the watched score down.
+
+    Both are compared value by value with the evaluation where the watched score was highest, since images always start
+    from the same noise. A change counts if it exceeds both a share of the previous value and, if there are several
+    values, two standard errors.
+
+    Args:
+        min_rise: minimum rise of the trained score, as a share of its absolute value.
+        min_drop: minimum fall of the watched score, likewise.
+    """
+
+    def __init__(self, min_rise: float, min_drop: float) -> None:
+        self.min_rise = min_rise
+        self.min_drop = min_drop
+        self.reference: Measurement | None = None
+        self.in_a_row = 0
+
+    def add(self, now: Measurement) -> int:
+        """Add an evaluation and return the number of consecutive diverging ones."""
+        if now.watched.isnan().all() or now.trained.isnan().all():
+            return self.in_a_row  # no information
+        best = self.reference
+        # The held-out prompts may change when a run resumes; then values no longer correspond.
+        shapes = [(one.trained.shape, one.watched.shape) for one in (best or now, now)]
+        if best is None or shapes[0] != shapes[1] or now.watched.nanmean() > best.watched.nanmean():
+            self.reference, self.in_a_row = now, 0
+            return 0
+        up = _rose(best.trained, now.trained, self.min_rise)
+        down = _rose(-best.watched, -now.watched, self.min_drop)
+        self.in_a_row = self.in_a_row + 1 if up and down else 0
+        return self.in_a_row
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reference": None if self.reference is None else tuple(self.reference), "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reference = None if state["reference"] is None else Measurement(*state["reference"])
+        self.in_a_row = state["in_a_row"]
+
+
+def _rose(before: Tensor, after: Tensor, share: float) -> bool:
+    """Return whether paired values rose by a share of their size and by two standard errors of their differences."""
+    differences = (after - before).double()
+    differences = differences[differences.isfinite()]
+    error = float(differences.std()) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
+    needed = max(share * abs(float(before.nanmean())), STANDARD_ERRORS * error)
+    return len(differences) > 0 and float(differences.mean()) > needed
+
+
+class HeldOutDiversity:
+    """Logs ``heldout/diversity``: the mean distance between two images of one prompt, over the held-out prompts.
+
+    With ``pixels``, the distance is the root mean square difference of images in [0, 1], resized to 32 x 32 pixels; it
+    measures layout and colour, not content. With a feature network, it is the cosine distance of features.
+
+    Args:
+        features: ``pixels``, or a feature network as for :class:`lit_vgrpo.callbacks.FID`.
+
+    Attributes:
+        of_prompts: diversity of each prompt at the last evaluation; NaN if fewer than two of its images are finite.
+    """
+
+    def __init__(self, features: str = PIXELS) -> None:
+        self.network = None if features == PIXELS else feature_network(features)
+        self.of_prompts: list[float] = []
+        self._features: list[Tensor] = []
+        self._numbers: list[int] = []
+
+    def check(self, images_per_prompt: int) -> list[str]:
+        """Return errors that can be found without loading weights, one line each."""
+        errors = [] if self.network is None else self.network.check()
+        if images_per_prompt < 2:
+            errors.append(
+                f"data.heldout_images_per_prompt={images_per_prompt} gives no two images of a prompt to compare. "
+                "Set data.heldout_images_per_prompt=4 or more, or leave diversity out."
+            )
+        return errors
+
+    def start_over(self) -> None:
+        """Discard the images of an interrupted evaluation."""
+        self._features, self._numbers = [], []
+
+    def update(self, images: Tensor, batch: PromptBatch) -> None:
+        """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
+        found = small_pixels(images) if self.network is None else self.network.to(images.device)(images)
+        self._features.append(found.cpu())  # non-finite for a non-finite image
+        self._numbers += batch.slots
+
+    def compute(self, module: Any) -> dict[str, float]:
+        """Return the diversity of all ranks' images, the same on every rank, and discard the images."""
+        each = module.trainer.datamodule.heldout_images_per_prompt  # type: ignore[attr-defined]
+        features = rows_of_all_ranks(torch.cat(self._features))
+        prompts = rows_of_all_ranks(torch.tensor(self._numbers) // each).tolist()
+        self.start_over()
+        is_finite = features.isfinite().all(1)
+        kept = [prompt for prompt, known in zip(prompts, is_finite.tolist(), strict=True) if known]
+        found = diversity(features[is_finite], kept, "euclidean" if self.network is None else "cosine")
+        self.of_prompts = [found.get(prompt, math.nan) for prompt in sorted(set(prompts))]
+        return {DIVERSITY: float(torch.tensor(self.of_prompts).nanmean())}
+
+
+def small_pixels(images: Tensor) -> Tensor:
+    """Return images ``(B, 3, H, W)`` in [0, 1] as vectors ``(B, 3072)`` whose Euclidean distance is in [0, 1]."""
+    small = torch.nn.functional.adaptive_avg_pool2d(images.float(), SIDE).flatten(1)
+    return small / small.shape[1] ** 0.5

@@ -1,31 +1,57 @@
-"""Writes a run's HTML report."""
+"""Writes a run's HTML report, and keeps the scores and images that it shows."""
 
 from __future__ import annotations
 
+import json
+import math
 import time
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import lightning as L
+import numpy as np
+import numpy.typing as npt
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
-from lit_vgrpo.apps.report.kept import REPORT_NAME
-from lit_vgrpo.apps.report.page import write_report
-from lit_vgrpo.callbacks.kept_images import KeptImages
+from lit_vgrpo.apps.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME
+from lit_vgrpo.core.gather import objects_of_all_ranks
+from lit_vgrpo.core.pictures import PICTURE
+from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.errors import one_line
-from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.data.batch import PromptBatch
+from lit_vgrpo.data.rows import PROMPT
+from lit_vgrpo.errors import UserError, one_line
+from lit_vgrpo.system.paths import write_atomically
+
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
 
 When = Literal["evaluations", "end", "never"]
 MOST_SHARE = 0.05
-"""Share of the time since the last report that the next one may take; sooner, a refresh is left out."""
+"""Maximum share of the run's time that writing reports takes; a refresh that comes sooner is left out."""
+SIDE = 256
+"""Maximum longer side of a kept image, in pixels."""
+MOST_BYTES = 64 * 2**20
+"""Maximum size of the pixels held during an evaluation, per rank; only the first images of a larger set are kept."""
+MIN_DISAGREEMENT = 0.25
+"""Minimum difference of two rewards' ranks, as a share of all images."""
+TOTAL = "reward"
+"""Name of the weighted sum among the scores."""
+Asked = tuple[str, str | None]
+"""A prompt, and the file of the picture that it edits."""
+Choice = tuple[int, str, tuple[str, str] | None]
+"""An image's place among the scores, the reason to keep it, and two rewards that disagree on it."""
 
 
 @checked
 class Report(L.Callback):
     """Writes ``RUN/report.html``, a page that needs no other file, and keeps its images in ``RUN/report/``.
 
-    ``lightning run`` adds it, after all other callbacks, since it shows what they have written.
+    ``lightning run`` adds it after all other callbacks, since it shows what they have written.
 
     Args:
         when: write it at every held-out evaluation and at the end, only at the end, or never.
@@ -36,7 +62,7 @@ class Report(L.Callback):
         ValueError: a number or ``when`` is invalid.
     """
 
-    def __init__(self, when: When = "evaluations", kept_images: Annotated[int, Range(0, 100, example=6)] = 6) -> None:
+    def __init__(self, when: When = "evaluations", kept_images: Annotated[int, Range(0, 100)] = 6) -> None:
         self.when = when
         self.kept_images = kept_images
         self._kept = KeptImages(kept_images)
@@ -45,41 +71,41 @@ class Report(L.Callback):
         self._took_s = 0.0
         self._is_final = False
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, VGRPOModule)
-        if stage == "fit" and self.when != "never" and self._kept not in pl_module.evaluator.observers:
-            pl_module.evaluator.observers.append(self._kept)
+    def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
+        if stage == "fit" and self.when != "never" and self._kept not in pl_module.heldout_observers:
+            pl_module.heldout_observers.append(self._kept)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._kept.start_over()
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refresh the report; only now are the rows of the iteration before in ``metrics.csv``."""
-        assert isinstance(pl_module, VGRPOModule)
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        """Refresh the report; only now are the rows of the previous iteration in ``metrics.csv``."""
         self._is_final = False
-        is_new = len(pl_module.evaluator.history) != self._evaluations_shown
+        is_new = len(pl_module.evaluations) != self._evaluations_shown
         is_due = time.monotonic() - self._written_at > self._took_s / MOST_SHARE
         if self.when == "evaluations" and is_new and is_due and trainer.is_global_zero:
-            self._evaluations_shown = len(pl_module.evaluator.history)
-            _save_tables(trainer)
-            self._write(Path(trainer.default_root_dir), is_running=True)
+            self._evaluations_shown = len(pl_module.evaluations)
+            self._write(trainer, is_running=True)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if trainer.is_global_zero:
-            _save_tables(trainer)
-            self.finish(Path(trainer.default_root_dir))
+            self.finish(trainer, pl_module, completed=True)
 
-    def finish(self, folder: Path) -> None:
-        """Write the report of a run that has ended, however it ended, unless that is done; called on rank 0."""
+    def finish(self, trainer: L.Trainer, module: VGRPOModule, completed: bool) -> None:
+        """Write the report of a run that has ended, unless that is done; called on the first rank."""
         if self.when != "never" and not self._is_final:
             self._is_final = True
-            self._write(folder, is_running=False)
+            self._write(trainer, is_running=False)
 
-    def _write(self, folder: Path, is_running: bool) -> None:
-        started = time.monotonic()
+    def _write(self, trainer: L.Trainer, is_running: bool) -> None:
+        folder, started = Path(trainer.default_root_dir), time.monotonic()
+        for logger in trainer.loggers:  # Lightning's CSVLogger holds back a hundred rows
+            logger.save()
         try:
-            write_report([folder], folder / REPORT_NAME, is_running)
-        except Exception as error:  # whatever it is, a page is no reason to end a training run
+            from lit_vgrpo.apps.report.page import write_report  # imports matplotlib
+
+            write_report(folder, folder / REPORT_NAME, is_running)
+        except Exception as error:  # no error of the page is a reason to end a training run
             rank_zero_warn(
                 f"No report: {type(error).__name__}: {one_line(error).rstrip('.')}. Training is not affected. "
                 f"Try: lightning report {folder}"
@@ -88,7 +114,154 @@ class Report(L.Callback):
         self._took_s = self._written_at - started
 
 
-def _save_tables(trainer: L.Trainer) -> None:
-    """Write what loggers hold back; Lightning's own CSVLogger writes every hundredth row only."""
-    for logger in trainer.loggers:
-        logger.save()
+class KeptImages:
+    """Writes ``RUN/report/`` at every held-out evaluation: each prompt's scores, and a few images.
+
+    Args:
+        number: best images to keep; as many worst ones, and as many on which two rewards disagree.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Discard the images of an interrupted evaluation."""
+        self._slots: list[int] = []
+        self._asked: list[Asked] = []
+        self._pixels: list[Tensor] = []
+
+    def update(self, images: Tensor, batch: PromptBatch) -> None:
+        """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
+        self._slots += batch.slots
+        self._asked += [(row[PROMPT], row.get(PICTURE)) for row in batch.rows]
+        if self.number and sum(pixels.numel() for pixels in self._pixels) < MOST_BYTES:
+            self._pixels += _small(images)
+
+    def compute(self, module: Any) -> dict[str, float]:
+        """Write the scores and the chosen images on rank 0, and discard the rest; it measures nothing."""
+        of_ranks = objects_of_all_ranks((self._slots, self._asked, len(self._pixels)))
+        slots = [slot for own, _, _ in of_ranks for slot in own]
+        asked = [one for _, own, _ in of_ranks for one in own]
+        available = {slot for own, _, held in of_ranks for slot in own[:held]}
+        names = [TOTAL, "untrained_reward", *module.observed.part_names]
+        found = {name: module.heldout_scores.get(f"heldout/{name}") for name in names}
+        scores = {name: own.tolist() for name, own in found.items() if own is not None and len(own) == len(slots)}
+        places = [place for place, slot in enumerate(slots) if slot in available]
+        chosen = choose(scores, asked, places, self.number)
+        wanted = {slots[place] for place, _, _ in chosen}
+        own = {slot: pixels.clone() for slot, pixels in zip(self._slots, self._pixels, strict=False) if slot in wanted}
+        images = {slot: image for of_rank in objects_of_all_ranks(own) for slot, image in of_rank.items()}
+        self.start_over()
+        trainer = module.trainer
+        if trainer.is_global_zero:
+            iteration = module.record.iteration + 1 if module.record is not None else trainer.current_epoch
+            folder = Path(trainer.default_root_dir) / KEPT
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                _add_scores(folder, iteration, asked, scores)
+                entries: list[dict[str, Any]] = [
+                    {
+                        "file": f"{iteration:05d}_{slots[place]:06d}.png",
+                        "image": slots[place],
+                        "prompt": asked[place][0],
+                        "edited": asked[place][1],
+                        "reason": reason,
+                        "pair": pair,
+                        "scores": {name: _plain(values[place]) for name, values in scores.items()},
+                    }
+                    for place, reason, pair in chosen
+                ]
+                for entry in entries:
+                    to_pil(images[entry["image"]][None].float() / 255)[0].save(folder / entry["file"])
+                table = {"iteration": iteration, "of": len(slots), "images": entries}
+                write_atomically(folder / IMAGES_NAME, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+                kept = {entry["file"] for entry in entries}
+                for path in folder.glob("[0-9]*_[0-9]*.png"):  # of the previous evaluation
+                    if path.name not in kept:
+                        path.unlink(missing_ok=True)
+            except (OSError, ValueError, UserError) as error:
+                rank_zero_warn(f"Cannot write {folder}: {error}. Training continues; the report will lack its images.")
+        return {}
+
+
+def _small(images: Tensor) -> Tensor:
+    """Return images ``(B, 3, H, W)`` as uint8 on the CPU, resized to :data:`SIDE` at most; not finite is black."""
+    images = images.float().nan_to_num(0, 0, 0)
+    longest = max(images.shape[-2:])
+    if longest > SIDE:
+        size = [max(1, round(side * SIDE / longest)) for side in images.shape[-2:]]
+        images = torch.nn.functional.interpolate(images, size, mode="bilinear", antialias=True, align_corners=False)
+    return (images.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+
+
+def _add_scores(folder: Path, iteration: int, asked: list[Asked], scores: dict[str, list[float]]) -> None:
+    """Append the sum and the count of every prompt's scores, by reward."""
+    sums = {name: {one: [0.0, 0] for one in asked} for name in scores}
+    for name, own in scores.items():
+        for one, score in zip(asked, own, strict=True):
+            if math.isfinite(score):
+                sums[name][one][0] += score
+                sums[name][one][1] += 1
+    line = {"iteration": iteration, "scores": {name: list(of_prompts.values()) for name, of_prompts in sums.items()}}
+    with (folder / SCORES_NAME).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def _plain(score: float) -> float | None:
+    return score if math.isfinite(score) else None
+
+
+def choose(
+    scores: Mapping[str, Sequence[float]], prompts: Sequence[Hashable], available: Collection[int], number: int
+) -> list[Choice]:
+    """Choose the best and worst images and those on which rewards disagree, of different prompts if there are enough.
+
+    Args:
+        scores: by reward, one score per image, NaN if it has none; ``reward`` is the weighted sum.
+        prompts: one per image, in any form that tells them apart.
+        available: places of the images whose pixels are there.
+        number: images per reason, at most.
+
+    >>> choose({"reward": [0.5, 1.0, 0.0]}, ["a", "b", "c"], [0, 1, 2], 1)
+    [(1, 'best', None), (2, 'worst', None)]
+    """
+    total = np.asarray(scores.get(TOTAL, ()), dtype=np.float64)
+    scored = [place for place in sorted(available) if place < len(total) and np.isfinite(total[place])]
+    ordered = sorted(scored, key=lambda place: -total[place])
+    most = min(number, len(ordered) // 2 or len(ordered))
+    best = _of_many_prompts(ordered, prompts)[:most]
+    worst = _of_many_prompts([place for place in reversed(ordered) if place not in best], prompts)[:most]
+    ranks = {name: _ranks(values) for name, values in scores.items() if name != TOTAL}
+    gaps: dict[int, tuple[float, tuple[str, str]]] = {}
+    for place in scored:
+        own = {float(of_reward[place]): name for name, of_reward in ranks.items() if np.isfinite(of_reward[place])}
+        if own and max(own) - min(own) >= MIN_DISAGREEMENT:
+            gaps[place] = max(own) - min(own), (own[max(own)], own[min(own)])
+    odd = _of_many_prompts(sorted(gaps, key=lambda place: -gaps[place][0]), prompts)[:number]
+    return [
+        *((place, "best", None) for place in best),
+        *((place, "worst", None) for place in worst),
+        *((place, "disagreement", gaps[place][1]) for place in odd),
+    ]
+
+
+def _of_many_prompts(places: Sequence[int], prompts: Sequence[Hashable]) -> list[int]:
+    """Return the first image of every prompt, then the second ones, and so on, each in the order given."""
+    turn: Counter[Hashable] = Counter()
+    turns = {}
+    for place in places:
+        turns[place] = turn[prompts[place]]
+        turn[prompts[place]] += 1
+    return sorted(places, key=turns.__getitem__)
+
+
+def _ranks(scores: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Return each score's rank in [0, 1], equal for equal scores, NaN for NaN; all NaN if the known ones are equal."""
+    from scipy.stats import rankdata  # its import takes half a second
+
+    known = np.isfinite(scores)
+    ranks = np.full(len(scores), np.nan)
+    if len(set(np.asarray(scores)[known])) > 1:
+        ranks[known] = (rankdata(np.asarray(scores)[known]) - 0.5) / known.sum()
+    return ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -12,38 +12,36 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.core.gather import sum_over_ranks
 from lit_vgrpo.core.records import IterationRecord
-from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.rollout.copying import copying_warning
 from lit_vgrpo.training.strategies import ZeRO
 from lit_vgrpo.training.trainer_internals import log_at_epoch_end
+
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
 
 
 class RewardLogger(L.Callback):
     """Logs one row of metrics per iteration: ``reward``, ``policy``, ``cost``, ``time``, ``scouts``, ``edit``.
 
-    Args:
-        warn_without_spread: warn when every group's rewards are equal, so that no step is taken.
+    It warns when every group's rewards are equal, so that no step is taken, and when a reward failed.
     """
 
-    def __init__(self, warn_without_spread: bool = True) -> None:
-        self.warn_without_spread = warn_without_spread
+    def __init__(self) -> None:
         self._norms: list[torch.Tensor] = []
         self._started = 0.0
         self._warned_of_copies = False
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: VGRPOModule, batch: Any, batch_idx: int) -> None:
         if batch.is_first or not self._started:  # a resumed run may start mid-iteration
             self._started = time.perf_counter()
             self._norms = []
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, VGRPOModule)
-        is_update = (batch.step + 1) % batch.micro_batches_per_update == 0 and _record(pl_module).has_advantage
-        if is_update:
+        record = pl_module.record
+        assert record is not None
+        if (batch.step + 1) % batch.micro_batches_per_update == 0 and record.has_advantage:
             norm = pl_module.guard.norm
             if isinstance(trainer.strategy, ZeRO):
                 of_step = trainer.strategy.last_gradient_norm()
@@ -51,22 +49,26 @@ class RewardLogger(L.Callback):
             self._norms += [] if norm is None else [norm]
         if not batch.is_last:
             return
-        local = self._local(pl_module, time.perf_counter() - self._started)
+        local = self._local(record, time.perf_counter() - self._started)
         values = sum_over_ranks(torch.tensor([local[name] for name in sorted(local)])) / trainer.world_size
         metrics = dict(zip(sorted(local), values.unbind(), strict=True))
-        metrics |= {name: torch.tensor(value) for name, value in self._global(pl_module).items()}
+        metrics |= {name: torch.tensor(value) for name, value in self._global(pl_module, record).items()}
+        if pl_module.objective.needs_reward:
+            metrics |= {name: torch.tensor(value) for name, value in self._rewards(record).items()}
         log_at_epoch_end(trainer, metrics)
 
-    def _local(self, module: VGRPOModule, seconds: float) -> dict[str, float]:
+    def _local(self, record: IterationRecord, seconds: float) -> dict[str, float]:
         """Return metrics of this rank's images, to be averaged over ranks."""
-        record = _record(module)
         found = {f"policy/{name}": value for name, value in record.means().items()}
         before = record.first_update("ratio_deviation")
         if before is not None:
             found["policy/ratio_deviation_before_update"] = before.max()
         if self._norms:
             found["policy/grad_norm"] = torch.stack(self._norms).mean()
-        metrics = _numbers(found)
+        metrics: dict[str, float] = {}
+        if found:  # one copy from the device for all of them
+            device = next(iter(found.values())).device
+            metrics = dict(zip(found, torch.stack([v.to(device) for v in found.values()]).tolist(), strict=True))
         if record.blocks_run is not None:
             metrics["cost/rollout_blocks_run"] = record.blocks_run
         metrics["cost/images_per_second"] = record.images / seconds
@@ -74,16 +76,14 @@ class RewardLogger(L.Callback):
         metrics["time/iteration_s"] = seconds
         return metrics
 
-    def _global(self, module: VGRPOModule) -> dict[str, float]:
+    def _global(self, module: VGRPOModule, record: IterationRecord) -> dict[str, float]:
         """Return metrics that are the same on every rank."""
-        record = _record(module)
-        passes = module.ledger.training_passes()
         metrics = {
             "policy/updates": float(record.updates),
-            "cost/passes_per_image": passes / module.ledger.images,
-            "cost/images": float(module.ledger.images),
-            "cost/train_s": module.ledger.stopwatch.wall_s,
-            "cost/cpu_s": module.ledger.stopwatch.cpu_s,
+            "cost/passes_per_image": module.ledger.training_passes() / module.images_seen,
+            "cost/images": float(module.images_seen),
+            "cost/train_s": module.stopwatch.wall_s,
+            "cost/cpu_s": module.stopwatch.cpu_s,
         }
         metrics |= {f"scouts/{name}": value for name, value in record.scouts.items()}
         metrics |= {f"edit/{name}": float(values.nanmean()) for name, values in record.edits.items()}
@@ -94,38 +94,24 @@ class RewardLogger(L.Callback):
                 rank_zero_warn(warning)
         for phase, count in module.ledger.training_counts().items():
             metrics |= {f"passes/{phase}_{kind}": float(n) for kind, n in count.items() if n}
-        metrics |= module.guard.metrics()
-        if not module.objective.needs_reward:
-            return metrics
+        return metrics | module.guard.metrics()
+
+    def _rewards(self, record: IterationRecord) -> dict[str, float]:
+        """Return metrics of the rewards over all ranks, and warn if they give no gradient or failed."""
         scored = record.rewards[~record.rewards.isnan()]
-        flat = no_spread_share(record.rewards, record.group_ids)
-        for name, values in record.parts.items():
-            metrics |= {f"reward/{name}" + ("" if key == "mean" else f"/{key}"): v for key, v in values.items()}
-        metrics |= {
-            "reward/mean": float(scored.mean()),
-            "reward/std": float(scored.std(correction=0)),
-            "reward/no_spread": flat,
-            "reward/failed": float(record.rewards.isnan().sum()),
-        }
-        if not record.has_advantage and self.warn_without_spread:
-            groups = len(record.group_ids.unique())
+        if not record.has_advantage:
             rank_zero_warn(
-                f"All {groups} groups have no reward spread at iteration {record.iteration}, so no step is taken. "
-                f"The reward is constant ({float(scored.mean()):.4g}) within each group."
+                f"All {len(record.group_ids.unique())} groups have no reward spread at iteration {record.iteration}, "
+                f"so no step is taken. The reward is constant ({float(scored.mean()):.4g}) within each group."
             )
         for name, message in record.errors.items():
             rank_zero_warn(f'Reward "{name}" failed for some images of iteration {record.iteration}: {message}')
+        metrics = {
+            "reward/mean": float(scored.mean()),
+            "reward/std": float(scored.std(correction=0)),
+            "reward/no_spread": no_spread_share(record.rewards, record.group_ids),
+            "reward/failed": float(record.rewards.isnan().sum()),
+        }
+        for name, values in record.parts.items():
+            metrics |= {f"reward/{name}" + ("" if key == "mean" else f"/{key}"): v for key, v in values.items()}
         return metrics
-
-
-def _numbers(values: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return scalars as numbers, with one copy from the device for all of them."""
-    if not values:
-        return {}
-    device = next(iter(values.values())).device
-    return dict(zip(values, torch.stack([value.to(device) for value in values.values()]).tolist(), strict=True))
-
-
-def _record(module: VGRPOModule) -> IterationRecord:
-    assert module.record is not None
-    return module.record

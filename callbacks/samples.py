@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import lightning as L
 import torch
@@ -14,18 +14,18 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from lit_vgrpo.apps.report.samples import LAYOUT, TO_EDIT
+from lit_vgrpo.apps.report.images import LAYOUT, TO_EDIT
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.core.pictures import references_of, stacked_references
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.rows import Rows
-from lit_vgrpo.module import VGRPOModule
+
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
 
 LABEL_HEIGHT = 18
 GAP = 4
-MAGENTA = torch.tensor([1.0, 0.0, 1.0]).view(3, 1, 1)
-"""Colour of images with NaN or infinite values, which would otherwise be black."""
 
 
 @checked
@@ -44,15 +44,14 @@ class SampleGrid(L.Callback):
         min_pixels: smaller images are enlarged to this width.
     """
 
-    num_prompts: Annotated[int, Range(1, 10_000, example=6)] = 6
-    images_per_prompt: Annotated[int, Range(1, 10_000, example=4)] = 4
+    num_prompts: Annotated[int, Range(1, 10_000)] = 6
+    images_per_prompt: Annotated[int, Range(1, 10_000)] = 4
     every_n_iterations: PositiveInt = 20
     min_pixels: Annotated[int, Range(1, 16_384)] = 96
     _rows: Rows = field(default_factory=list, init=False)
     _reference: Tensor | None = field(default=None, init=False)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, VGRPOModule)
+    def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         assert pl_module.reference is not None
         self._rows = trainer.datamodule.heldout_samples(self.num_prompts)  # type: ignore[attr-defined]
         if not self._rows:
@@ -63,17 +62,16 @@ class SampleGrid(L.Callback):
         if trainer.current_epoch == 0:
             self._draw(trainer, pl_module, "before")
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         iteration = trainer.current_epoch + 1
         if self._rows and iteration % self.every_n_iterations == 0 and iteration != trainer.max_epochs:
             self._draw(trainer, pl_module, f"iteration_{iteration:05d}")
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if self._rows:
             self._draw(trainer, pl_module, "after")
 
-    def _draw(self, trainer: L.Trainer, pl_module: L.LightningModule, name: str) -> None:
-        assert isinstance(pl_module, VGRPOModule)
+    def _draw(self, trainer: L.Trainer, pl_module: VGRPOModule, name: str) -> None:
         assert self._reference is not None
         columns = self.images_per_prompt
         with pl_module.ledger.phase("samples"), averaged_weights(trainer, pl_module):
@@ -84,11 +82,6 @@ class SampleGrid(L.Callback):
             given = stacked_references(self._rows)
             if given is not None:
                 rows = torch.cat([rows, given[:, None]], dim=1)
-            unfit = int((~rows.isfinite().flatten(2).all(dim=2)).sum())
-            if unfit:
-                rank_zero_warn(
-                    f"{unfit} images of samples/{name}.png have NaN or infinite values and are shown in magenta."
-                )
             labels = ["reference", "trained" if name == "after" else name.replace("_", " ")]
             labels += [] if given is None else [""] * (columns - 1) + [TO_EDIT]
             picture = draw_grid(rows, [row["prompt"] for row in self._rows], labels, self.min_pixels)
@@ -130,8 +123,7 @@ def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels:
         top = LABEL_HEIGHT + row * cell_h
         pen.text((GAP, top + 2), prompt, fill="black", font=font)
         for column, x in enumerate(left):
-            image = images[row, column]
-            pixels = to_uint8(image if image.isfinite().all() else MAGENTA.expand_as(image)).permute(1, 2, 0).numpy()
+            pixels = to_uint8(images[row, column]).permute(1, 2, 0).numpy()
             picture = Image.fromarray(pixels).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
             sheet.paste(picture, (x, top + LABEL_HEIGHT))
     tops = [2 * LABEL_HEIGHT + row * cell_h for row in range(rows)]

@@ -7,19 +7,22 @@ import math
 import platform
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.callbacks.stop import StopsRun
-from lit_vgrpo.errors import UserError
-from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.training.best_evaluation import TRAINED
 from lit_vgrpo.training.resume import SUMMARY_NAME
 from lit_vgrpo.training.trainer_internals import callbacks_of
+
+if TYPE_CHECKING:
+    from lit_vgrpo.module import VGRPOModule
 
 PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
 
@@ -36,27 +39,31 @@ class RunSummary(L.Callback):
         self.heldout_start: dict[str, float] = {}
         self._outcome = "finished"
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, VGRPOModule)
+    def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if not self.heldout_start:
-            self.heldout_start = dict(pl_module.evaluator.latest)
+            self.heldout_start = dict(pl_module.heldout)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: VGRPOModule, exception: BaseException) -> None:
         self._outcome = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         steps_done = 0 <= trainer.max_steps <= trainer.global_step
         if trainer.max_epochs and 0 < trainer.current_epoch < trainer.max_epochs and not steps_done:
             self._outcome = "stopped early"
-        assert isinstance(pl_module, VGRPOModule)
-        if pl_module.evaluator.step != trainer.global_step:
+        if pl_module.heldout_step != trainer.global_step:
             # The last evaluation may be several iterations old.
             with averaged_weights(trainer, pl_module):
                 pl_module.evaluate()
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
+
+    def finish(self, trainer: L.Trainer, module: VGRPOModule, completed: bool) -> None:
+        """Print the held-out reward before and after training; called on the first rank."""
+        start, end = self.heldout_start.get(TRAINED), module.heldout.get(TRAINED)
+        if completed and start is not None and end is not None:
+            say(f"Held-out reward {start:.3f} before, {end:.3f} after {counted(trainer.current_epoch, 'iteration')}.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"heldout_start": self.heldout_start}
@@ -64,42 +71,40 @@ class RunSummary(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.heldout_start = state_dict["heldout_start"]
 
-    def _write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, VGRPOModule)
-        end = {name.removeprefix("heldout/"): value for name, value in pl_module.evaluator.latest.items()}
-        folder = Path(trainer.default_root_dir)
+    def _write(self, trainer: L.Trainer, module: VGRPOModule) -> None:
+        end = {name.removeprefix("heldout/"): value for name, value in module.heldout.items()}
         stopped = [callback for callback in callbacks_of(trainer, StopsRun) if callback.outcome]
         summary = {
             "outcome": stopped[0].outcome if stopped else self._outcome,
             **({"reason": stopped[0].reason} if stopped else {}),
-            "heldout_reward_start": _plain(self.heldout_start.get("heldout/reward")),
+            "heldout_reward_start": _plain(self.heldout_start.get(TRAINED)),
             "heldout_reward_end": _plain(end.pop("reward", None)),
-            "reward_parts_end": {name: _plain(end.pop(name)) for name in pl_module.reward.part_names if name in end},
+            "reward_parts_end": {name: _plain(end.pop(name)) for name in module.reward.part_names if name in end},
             "heldout_metrics_end": {name: _plain(value) for name, value in end.items()},
             "iterations": trainer.current_epoch,
             "optimizer_steps": trainer.global_step,
-            "images": pl_module.ledger.images,
-            "train_seconds": round(pl_module.ledger.stopwatch.wall_s, 3),
-            "cpu_seconds": round(pl_module.ledger.stopwatch.cpu_s, 3),
-            "network_passes": pl_module.ledger.counts,
+            "images": module.images_seen,
+            "train_seconds": round(module.stopwatch.wall_s, 3),
+            "cpu_seconds": round(module.stopwatch.cpu_s, 3),
+            "network_passes": module.ledger.state_dict(),
             "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),
             "device": device_name(trainer.strategy.root_device),
-            "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in pl_module.evaluator.history],
-            "seed": pl_module.seed,
+            "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in module.evaluations],
+            "seed": module.seed,
             "world_size": trainer.world_size,
             "versions": {"python": platform.python_version(), **versions()},
         }
         try:
+            folder = Path(trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / SUMMARY_NAME, json.dumps(summary, indent=2) + "\n")
+            self.unwritten = None
         except (OSError, UserError) as error:
             self.unwritten = str(error)
-        else:
-            self.unwritten = None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return this rank's peak memory: allocated by torch on a GPU, else resident."""
+    """Return this rank's peak memory: reserved by torch on a GPU, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return peak_resident_bytes()
@@ -107,13 +112,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def versions() -> dict[str, str]:
     """Return the installed versions of packages that affect a run's numbers."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return {name: metadata.version(name) for name in PACKAGES}
 
 
 def _plain(value: float | None) -> float | None:

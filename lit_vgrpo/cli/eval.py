@@ -156,7 +156,7 @@ def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], 
         kid = not options.fid_reference.endswith(STATISTICS_SUFFIX)
         fids = [FID(options.fid_reference, options.features or INCEPTION, kid=kid)]
     network = fids[0].network if fids else feature_network(options.features) if options.features else None
-    errors = [error for fid in fids for error in fid.check(cli.trainer.world_size)]
+    errors = [error for fid in fids for error in fid.check()]
     errors += network.check() if network is not None and not fids else []
     if errors:
         raise UserError(*errors)

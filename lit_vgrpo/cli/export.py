@@ -10,7 +10,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from tqdm import tqdm
 
-from lit_vgrpo.apps.report.loading import load_lines
 from lit_vgrpo.apps.report.model_card import add_card
 from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.config.arguments import flag, option, subcommand
@@ -112,8 +111,9 @@ def export(options: ExportOptions) -> int:
             save_kohya(policy, draft / options.kohya_file.name, options.dtype)
         else:
             policy.save(draft, dtype=options.dtype)
-        add_card(draft, options.run, policy, loaded_from, options.variant, iterations, options.dtype, options.merge)
-    what, lines = load_lines(policy, loaded_from, options.dtype, options.merge, folder)
+        what, lines = add_card(
+            draft, options.run, policy, loaded_from, options.variant, iterations, options.dtype, options.merge
+        )
     origin = f"{options.variant} weights of {saved.path} after {counted(iterations, 'iteration')}"
     say(f"Written: {written} ({what}): {origin}")
     if repository is not None and not upload(folder, repository, options):

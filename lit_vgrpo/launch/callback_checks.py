@@ -24,7 +24,7 @@ def callback_errors(
     """Return all errors of the recipe's own callbacks, given in its order."""
     errors = unfit_callbacks(callbacks)
     for number, callback in enumerate(callbacks):
-        found = callback.check(world_size) if isinstance(callback, FID) else []
+        found = callback.check() if isinstance(callback, FID) else []
         if isinstance(callback, RewardHackAlarm):
             found = callback.check(model, data)
         key, options = f"trainer.callbacks[{number}]", options_of_class(type(callback))

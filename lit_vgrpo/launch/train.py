@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_vgrpo.callbacks import Export, Report, RunSummary
+from lit_vgrpo.callbacks import RunSummary
 from lit_vgrpo.data import PromptError
-from lit_vgrpo.errors import UserError, counted, one_line, report, say
+from lit_vgrpo.errors import UserError, one_line, report, say
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import is_first_process
@@ -76,20 +76,16 @@ def leave_together() -> None:
         dist.destroy_process_group()
 
 
-def _finish_report(cli: RecipeCLI) -> None:
-    for page in callbacks_of(cli.trainer, Report):
-        page.finish(cli.folder)
-
-
-def _add_model_cards(cli: RecipeCLI) -> None:
-    """Add the model card to what the run exported at its end; only now are the last evaluation's numbers known."""
-    for export in callbacks_of(cli.trainer, Export):
-        export.add_card(cli.trainer, cli.model.policy, cli.folder)
+def _finish(cli: RecipeCLI, completed: bool) -> None:
+    """Call ``finish(trainer, module, completed)`` of every callback that has it; on the first rank."""
+    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
+        if hasattr(callback, "finish"):
+            callback.finish(cli.trainer, cli.model, completed)
 
 
 def _say_it_failed(cli: RecipeCLI) -> None:
     if is_first_process():
-        _finish_report(cli)
+        _finish(cli, completed=False)
         say(f"Training failed. {last_words(cli.folder)}", error=True)
 
 
@@ -124,10 +120,7 @@ def _how_it_went(cli: RecipeCLI) -> int:
         summary.unwritten for summary in callbacks_of(cli.trainer, RunSummary) if summary.unwritten is not None
     ]
     if is_first_process():
-        _finish_report(cli)
-        if not stopped:
-            _add_model_cards(cli)
-            _say_rewards(cli)
+        _finish(cli, completed=not stopped)
         if unwritten:
             say(f"What could be written is in {cli.folder}.")
             report([f"{line} Free some disk space, then continue the run with --resume." for line in unwritten])
@@ -144,14 +137,6 @@ def _how_it_went(cli: RecipeCLI) -> int:
     if checkpoints.unsaved is not None or unwritten or (not stopped and _nothing_was_scored(cli)):
         return FAILED
     return status if stopped else FINISHED
-
-
-def _say_rewards(cli: RecipeCLI) -> None:
-    for summary in callbacks_of(cli.trainer, RunSummary):
-        start, end = (scores.get("heldout/reward") for scores in (summary.heldout_start, cli.model.evaluator.latest))
-        if start is not None and end is not None:
-            number = counted(cli.trainer.current_epoch, "iteration")
-            say(f"Held-out reward {start:.3f} before, {end:.3f} after {number}.")
 
 
 def _nothing_was_scored(cli: RecipeCLI) -> bool:

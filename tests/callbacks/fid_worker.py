@@ -39,7 +39,6 @@ def main(spec):
     callbacks = [
         EMA(0.5),
         FID(spec["real"], **options),
-        FID(spec["real"], prompts=spec["prompts"], images_per_prompt=3, batch_size=4, **options),
         witness,
     ]
     data = make_data(heldout_limit=7, heldout_images_per_prompt=3, eval_batch_size=4)

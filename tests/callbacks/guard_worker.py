@@ -15,7 +15,7 @@ from helpers import Brightness, make_data, make_module, make_trainer
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.callbacks import CollapseStop, RewardHackAlarm
-from lit_vgrpo.callbacks.kept_images import KeptImages
+from lit_vgrpo.callbacks.report import KeptImages
 from lit_vgrpo.core.sharding import local
 from lit_vgrpo.launch.train import leave_together
 from lit_vgrpo.rewards import JPEGCompressibility, Weighted

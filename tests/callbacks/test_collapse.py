@@ -66,13 +66,8 @@ def test_only_iterations_in_a_row_count(tiny_sd3, tmp_path):
 
     stop = CollapseStop(patience=3, drop=None)
     assert run(tiny_sd3, tmp_path, NowAndThen(), stop, 5).current_epoch == 5
-    assert stop.flat_iterations == 2
-
-
-def test_null_allows_any_number_of_iterations_without_spread(tiny_sd3, tmp_path):
-    trainer = run(tiny_sd3, tmp_path, Scripted(0.0), CollapseStop(patience=None), 4)
-    assert trainer.current_epoch == 4
     assert summary_of(tmp_path)["outcome"] == "finished"
+    assert stop.flat_iterations == 2
 
 
 # --- a fall ----------------------------------------------------------------------------------------------------------
@@ -95,11 +90,6 @@ def test_a_fall_is_measured_by_the_spread_of_the_first_rewards(tiny_sd3, tmp_pat
     again = f"lightning run {tmp_path}/config.yaml ckpt_path={best}"
     assert said.endswith(f"after 1 iteration). Continue from it in a new folder: {again}")
     assert torch.load(best, weights_only=True)["global_step"] == 1
-
-
-def test_one_low_evaluation_is_none(tiny_sd3, tmp_path):
-    reward = Scripted(1.0, [5.0, 5.0 - 2 * UNIT, 5.0, 5.0 - 2 * UNIT])
-    assert run(tiny_sd3, tmp_path, reward, CollapseStop(), 3).current_epoch == 3
 
 
 def test_a_resumed_run_goes_on_with_the_best_and_the_count(tiny_sd3, tmp_path):

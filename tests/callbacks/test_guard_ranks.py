@@ -10,9 +10,10 @@ import torch
 from PIL import Image
 from processes import run_ranks
 
-from lit_vgrpo.apps.report.kept import read_scores
+from lit_vgrpo.apps.report.run_data import read_scores
 
 WORKER = Path(__file__).with_name("guard_worker.py")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from helpers import Brightness, make_data, make_module, make_trainer
 
 from lit_vgrpo import VGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import RewardHackAlarm, RunSummary
-from lit_vgrpo.callbacks.divergence import Divergence, Measurement
-from lit_vgrpo.callbacks.diversity import HeldOutDiversity, small_pixels
+from lit_vgrpo.callbacks.hack_alarm import Divergence, HeldOutDiversity, Measurement, small_pixels
 from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.metrics import diversity, feature_network
 from lit_vgrpo.rewards import JPEGCompressibility, ShapesReward
@@ -20,8 +19,7 @@ from lit_vgrpo.training.checkpoint import RunCheckpoint
 
 
 def at(trained, watched, iteration=0):
-    as_list = [value if isinstance(value, list) else [value] for value in (trained, watched)]
-    return Measurement(iteration, *as_list)
+    return Measurement(iteration, *(torch.as_tensor(value).reshape(-1).double() for value in (trained, watched)))
 
 
 # --- when the two part -----------------------------------------------------------------------------------------------
@@ -30,15 +28,13 @@ def at(trained, watched, iteration=0):
 @pytest.mark.parametrize(
     ("evaluations", "in_a_row"),
     [
-        ([(1.0, 1.0), (1.1, 0.9), (1.2, 0.8), (1.3, 0.7)], [0, 1, 2, 3]),
-        ([(1.0, 1.0), (1.1, 1.1), (1.2, 1.2)], [0, 0, 0]),
+        ([(1.0, 1.0), (1.1, 0.9), (1.2, 0.8), (1.3, 0.7), (1.0, 1.0), (1.1, 0.9)], [0, 1, 2, 3, 0, 1]),
         # it rose first: what counts is the fall from there
         ([(1.0, 1.0), (1.1, 2.0), (1.2, 1.5), (1.3, 1.6)], [0, 0, 1, 2]),
         # both fall: worse, but no reward is being hacked
         ([(1.0, 1.0), (0.9, 0.9), (0.8, 0.8)], [0, 0, 0]),
         # less than two in a hundred
         ([(1.0, 1.0), (1.1, 0.99), (1.01, 0.5)], [0, 0, 0]),
-        ([(1.0, 1.0), (1.1, 0.9), (1.0, 1.0), (1.1, 0.9)], [0, 1, 0, 1]),
         # an evaluation that failed says nothing
         ([(1.0, 1.0), (1.1, 0.9), (math.nan, 0.9), (1.1, math.nan), (1.1, 0.9)], [0, 1, 1, 1, 2]),
         # below zero too the size is what counts
@@ -58,9 +54,9 @@ def test_a_change_within_the_noise_of_the_images_does_not_count():
     noise -= noise.mean()
     for spread, expected in ((2.0, 0), (0.1, 1)):
         watch = Divergence(0.02, 0.02)
-        watch.add(at((-start).tolist(), start.tolist()))
+        watch.add(at(-start, start))
         after = start - 0.1 + spread * noise
-        assert watch.add(at((1 - start).tolist(), after.tolist())) == expected
+        assert watch.add(at(1 - start, after)) == expected
 
 
 def test_other_prompts_start_over():
@@ -165,7 +161,8 @@ def test_it_warns_once_and_a_resumed_run_goes_on_with_its_history(tmp_path):
     assert len(said) == 1, said
     assert "Since iteration 0 heldout/reward rose from -0.9" in said[0]
     assert "down for 2 evaluations in a row" in said[0]
-    assert resumed.watches[UNTRAINED].reference == first.watches[UNTRAINED].reference
+    before, after = (alarm.watches[UNTRAINED].reference for alarm in (first, resumed))
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(before, after, strict=True))
     assert resumed.watches[UNTRAINED].in_a_row == 3
 
 

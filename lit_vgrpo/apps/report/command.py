@@ -1,21 +1,15 @@
-"""``lightning report``: a run, or several side by side, as one HTML file."""
+"""``lightning report``: one run, or several side by side, as an HTML file or as a page that follows them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from lit_vgrpo.apps.report.kept import REPORT_NAME
 from lit_vgrpo.apps.report.page import MARK, render
-from lit_vgrpo.apps.report.run_data import RunData, read_run
-from lit_vgrpo.apps.report.tasks import (
-    existing_report,
-    refuse_different_tasks,
-    refuse_without_evaluations,
-    summary_line,
-)
+from lit_vgrpo.apps.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME, RunData, read_run
+from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages
 from lit_vgrpo.apps.serve.options import LOOPBACK, MOST_PORT
 from lit_vgrpo.config.arguments import Options, flag, is_override, option, read_path, subcommand, whole
@@ -23,16 +17,21 @@ from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.saved_run import find_run
 
-PORT = 8008
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+TASK_KEYS = ("heldout", "heldout_limit", "heldout_fraction")
+"""Settings of the data that choose the held-out prompts."""
+WATCHED = ("metrics.csv", "summary.json", "samples", f"{KEPT}/{SCORES_NAME}", f"{KEPT}/{IMAGES_NAME}")
 
 
 @dataclass(kw_only=True)
 class ReportOptions(Options):
-    """Options of ``lightning report``; the words are run folders.
+    """Options of ``lightning report``; the arguments are run folders.
 
     Attributes:
         out: File to write; ``None`` takes ``RUN/report.html``, or ``report.html`` here for several runs.
-        serve: Show the page on this machine and refresh it while the runs go on, instead of writing a file.
+        serve: Show the page on this machine and refresh it while the runs continue, instead of writing a file.
         port: Port of the page; 0 takes a free one.
         runs: The run folders.
     """
@@ -41,7 +40,7 @@ class ReportOptions(Options):
 
     out: Path | None = option(read=read_path)
     serve: bool = flag()
-    port: int = whole(PORT, least=0, most=MOST_PORT)
+    port: int = whole(8008, least=0, most=MOST_PORT)
     runs: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,29 +49,29 @@ class ReportOptions(Options):
             raise UserError(f"{settings[0]} has no effect on a report. Give run folders only.")
         if not self.words:
             raise UserError("No run given. Try: lightning report runs/tiny_shapes")
-        if self.serve and self.out is not None:
-            raise UserError("--serve writes no file. Leave out --out, or --serve.")
-        if self.has("port") and not self.serve:
-            raise UserError("--port has no effect without --serve. Add --serve.")
         self.runs = [find_run(word)[0] for word in self.words]
 
 
 @subcommand(ReportOptions)
 def report(options: ReportOptions) -> int:
     """Write or serve the report of runs: ``RUN [RUN ...] [--out FILE.html] [--serve] [--port 8008]``."""
-    if options.serve:
-        return _serve(options)
     runs = read_runs(options.runs)
+    if options.serve:
+        require_packages()
+        from lit_vgrpo.apps.serve.page import BACKLOG, serve_page
+
+        with listening_socket(LOOPBACK, options.port) as listener:
+            listener.listen(BACKLOG)
+            say(f"Report at http://{LOOPBACK}:{listener.getsockname()[1]}/ on this machine only. Ctrl-C stops it.")
+            serve_page(make_app(options.runs), listener)
+        say("Stopped.")
+        return 0
     out = options.out or (options.runs[0] / REPORT_NAME if len(runs) == 1 else Path(REPORT_NAME))
-    if out.is_dir():
-        raise UserError(f"--out {out} is a folder. Use --out {out / REPORT_NAME}.")
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out} is in no folder that exists. Make {out.parent} first.")
-    if out.exists() and not existing_report(out, MARK):
+    if out.exists() and not (out.is_file() and out.read_bytes().startswith(MARK.encode())):
         raise UserError(f"{out} exists and is not a report. Give another --out FILE.html.")
     write_atomically(out, render(runs))
     for run in runs:
-        say(summary_line(run))
+        say(f"{run.folder}: {Verdict(run).sentence}")
     say(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB)")
     return 0
 
@@ -81,19 +80,45 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
     """Return the data of runs that a report can show together.
 
     Raises:
-        UserError: a run cannot be read or has no evaluation, or the runs are of different tasks.
+        UserError: a run cannot be read, or the runs have different rewards or held-out prompts.
     """
     runs = [read_run(folder) for folder in folders]
-    refuse_without_evaluations(runs)
-    refuse_different_tasks(runs)
+    tasks = [{f"data.{key}": (run.recipe.get("data") or {}).get(key) for key in TASK_KEYS} for run in runs]
+    for run, task in zip(runs, tasks, strict=True):
+        task["the rewards"] = ", ".join(run.reward_names)
+        for key, value in task.items():
+            if value != tasks[0][key]:
+                raise UserError(
+                    f"{runs[0].folder} and {run.folder} are different tasks: {key} is {tasks[0][key]} in the first and "
+                    f"{value} in the second. Compare runs with the same held-out prompts and rewards."
+                )
     return runs
 
 
-def _serve(options: ReportOptions) -> int:
-    require_packages()
-    read_runs(options.runs)
-    with listening_socket(LOOPBACK, options.port) as listener:
-        from lit_vgrpo.apps.report.live import serve_report
+def make_app(folders: Sequence[Path]) -> FastAPI:
+    """Return the server of runs' report at ``/``, and at ``/version`` of a text that changes with their files."""
+    from fastapi import FastAPI
+    from fastapi.responses import HTMLResponse, PlainTextResponse
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-        serve_report(listener, lambda: read_runs(options.runs), options.runs)
-    return 0
+    from lit_vgrpo.apps.serve.page import LOCAL_NAMES
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
+
+    @app.get("/", response_class=HTMLResponse)
+    def page() -> HTMLResponse:
+        headers = {"Cache-Control": "no-store", "X-Frame-Options": "DENY"}
+        try:
+            return HTMLResponse(render(read_runs(folders), live=True), headers=headers)
+        except UserError as error:  # a file is being written just now, or is damaged
+            return HTMLResponse(str(error), 503, headers={**headers, "Refresh": "3", "Content-Type": "text/plain"})
+
+    @app.get("/version", response_class=PlainTextResponse)
+    def version() -> PlainTextResponse:
+        files = [folder / name for folder in folders for name in WATCHED]
+        stats = [file.stat() for file in files if file.exists()]
+        text = "-".join(f"{found.st_mtime_ns:x}.{found.st_size:x}" for found in stats)
+        return PlainTextResponse(text, headers={"Cache-Control": "no-store"})
+
+    return app

@@ -1,20 +1,28 @@
-"""Which curves a report draws, and their points."""
+"""Curves of a report: metrics against each cost, as matplotlib's SVG in the page's colours and font."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib import rc_context
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from lit_vgrpo.apps.report.kept import interval
-from lit_vgrpo.apps.report.run_data import AXES, Point, RunData
+from lit_vgrpo.apps.report.run_data import AXES, RunData, interval
+from lit_vgrpo.apps.report.wording import short
 
 Numbers = npt.NDArray[np.float64]
+FEWEST_ITERATIONS = 3
+"""Shorter runs have no curves."""
 MOST_POINTS = 400
 """Longer curves show means of neighbouring iterations."""
-MOST_OTHERS = 12
 RATIO = "Probability ratio"
 PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Training reward", "Mean over the images of an iteration; its prompts change.", {"reward/mean": "reward"}),
@@ -45,122 +53,152 @@ PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
 )
 HIDDEN = ("policy/updates", "policy/surrogate", "policy/skipped_updates")
 
+NUM_COLOURS = 8
+DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+WIDTH, HEIGHT = 440, 230
+# Replaced by the page's colours, which differ between light and dark.
+INK, GRID = "#fe0001", "#fe0002"
+SERIES = [f"#fd00{number:02x}" for number in range(NUM_COLOURS)]
+VARIABLES = {INK: "--quiet", GRID: "--line", **{colour: f"--s{n}" for n, colour in enumerate(SERIES)}}
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "font.size": 11,
+    "axes.edgecolor": GRID,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+
 
 @dataclass(frozen=True)
 class Series:
     """A curve.
 
     Attributes:
-        xs: by the names of :data:`~lit_vgrpo.apps.report.run_data.AXES`, as long as ``ys``; NaN where not known.
-        band: lower and upper ends of the intervals, NaN where there is none.
-        marked: every point is marked.
+        xs: by the names of :data:`AXES`, as long as ``ys``; NaN where unknown.
+        band: lower and upper ends of the intervals, NaN if missing; ``None`` for a curve of training.
     """
 
-    label: str
-    colour: int
     xs: dict[str, Numbers]
     ys: Numbers
     band: tuple[Numbers, Numbers] | None = None
-    marked: bool = False
+    label: str = ""
+    colour: int = 0
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A plot of a few curves."""
+@dataclass
+class Plot:
+    """A plot of a few curves.
+
+    Attributes:
+        drawings: SVG by the names of :data:`AXES`; unknown costs are missing.
+    """
 
     title: str
     about: str
     series: list[Series]
+    drawings: dict[str, str] = field(default_factory=dict)
 
     @property
     def description(self) -> str:
-        """The plot in words, for those who do not see it."""
+        """Text for readers who cannot see the plot."""
         ends = [f"{s.label}: from {s.ys[0]:.4g} to {s.ys[-1]:.4g}" for s in self.series]
         return f"{self.title}. {'; '.join(ends)}."
 
 
-def panels(runs: Sequence[RunData]) -> list[Panel]:
+def plots(runs: Sequence[RunData]) -> list[Plot]:
     """Return the plots of a run, with several curves each, or of several runs, with a curve for each run."""
-    found = list(_one(runs[0]) if len(runs) == 1 else _several(runs))
-    return [panel for panel in found if any(len(series.ys) > 1 for series in panel.series) and not _is_idle(panel)]
-
-
-def _is_idle(panel: Panel) -> bool:
-    """Return True for a plot that is 0 throughout, such as that of a clip that is off; of a ratio that says much."""
-    return not panel.title.startswith(RATIO) and not any(series.ys.any() for series in panel.series)
-
-
-def _one(run: RunData) -> Iterator[Panel]:
-    rewards = run.reward_names
-    held = [("reward", "reward"), ("untrained_reward", "untrained reward")]
-    about = "The weighted sum on prompts that are not trained on; the band is its 95 % interval over prompts."
-    yield _panel("Held-out reward", about, [run], dict(held), heldout=True)
-    if len(rewards) > 1:
-        parts = {name: name for name in rewards}
-        yield _panel("Held-out rewards, each", "The parts of the weighted sum.", [run], parts, heldout=True)
-    for title, about, metrics in PANELS:
-        shown = {**metrics, **{f"reward/{name}": name for name in rewards if len(rewards) > 1}}
-        yield _panel(title, about, [run], shown if title == "Training reward" else metrics)
-    yield from _others([run])
-
-
-def _several(runs: Sequence[RunData]) -> Iterator[Panel]:
-    about = "On the same prompts, which are not trained on; bands are 95 % intervals over prompts."
-    yield _panel("Held-out reward", about, runs, {"reward": "reward"}, heldout=True)
+    if max(len(run.iterations) for run in runs) < FEWEST_ITERATIONS:
+        return []
     rewards = list(dict.fromkeys(name for run in runs for name in run.reward_names))
-    for name in ["untrained_reward", *(rewards if len(rewards) > 1 else [])]:
-        yield _panel(f"Held-out {name.replace('_', ' ')}", "", runs, {name: name}, heldout=True)
+    parts = {name: name for name in rewards if len(rewards) > 1}
+    about = "On prompts that are not trained on; the band is the sum's 95 % interval over prompts."
+    found = _plots("Held-out reward", about, runs, {"reward": "sum", **parts, "untrained_reward": "untrained"})
     for title, about, metrics in PANELS:
-        for metric, label in metrics.items():
-            own = title if len(metrics) == 1 else f"{title}: {label}"
-            yield _panel(own, about if len(metrics) == 1 else "", runs, {metric: label})
-    yield from _others(runs)
-
-
-def _others(runs: Sequence[RunData]) -> Iterator[Panel]:
-    """Yield a plot for each metric of the training method that no other plot shows."""
+        each = {f"reward/{name}": name for name in parts} if title == "Training reward" else {}
+        found += _plots(title, about, runs, metrics | each)
     shown = {metric for _, _, metrics in PANELS for metric in metrics} | set(HIDDEN)
-    names = {n for run in runs for point in run.iterations[-1:] for n in point.metrics if n.startswith("policy/")}
-    for name in sorted(names - shown)[:MOST_OTHERS]:
-        yield _panel(name.removeprefix("policy/").replace("_", " ").capitalize(), "", runs, {name: name})
+    logged = {n for run in runs for point in run.iterations[-1:] for n in point.metrics if n.startswith("policy/")}
+    for name in sorted(logged - shown):  # of the training method
+        found += _plots(name.removeprefix("policy/").replace("_", " ").capitalize(), "", runs, {name: name})
+    for number, plot in enumerate(found):
+        for axis in AXES:
+            known = [series for series in plot.series if np.isfinite(series.xs[axis]).any()]
+            # The salt makes the ids in the SVG unique in the page.
+            with rc_context({**STYLE, "svg.hashsalt": f"{number}-{axis}"}):
+                plot.drawings |= {axis: _svg(known, axis)} if known else {}
+    return found
 
 
-def _panel(title: str, about: str, runs: Sequence[RunData], metrics: dict[str, str], heldout: bool = False) -> Panel:
-    series = []
-    for number, run in enumerate(runs):
-        for place, (metric, label) in enumerate(metrics.items()):
-            points = [point for point in (run.evaluations if heldout else run.iterations) if metric in point.metrics]
-            if not points:
-                continue
-            several = len(runs) > 1
-            names = run.reward_names
-            part = metric.removeprefix("reward/")
-            # A reward has the same colour in every plot.
-            colour = number if several else names.index(part) + 1 if part in names and len(names) > 1 else place
-            made = _series(run, points, metric, run.name if several else label, colour, heldout)
-            series.append(made)
-    return Panel(title, about, series)
+def _plots(title: str, about: str, runs: Sequence[RunData], metrics: dict[str, str]) -> list[Plot]:
+    """Return one plot of a run's metrics, or a plot of each metric of several runs, without those of nothing."""
+    groups = [metrics] if len(runs) == 1 else [{metric: label} for metric, label in metrics.items()]
+    found = []
+    for group in groups:
+        labels = [label if len(runs) == 1 else run.name for run in runs for label in group.values()]
+        of_runs = [_series(run, metric, title.startswith("Held-out")) for run in runs for metric in group]
+        series = [replace(own, label=labels[n], colour=n) for n, own in enumerate(of_runs) if own is not None]
+        name = title if len(groups) == 1 else f"{title}: {next(iter(group.values()))}"
+        # A ratio of 0 is information; other curves, such as that of a clip that is off, are not.
+        is_known = title == RATIO or any(own.ys.any() for own in series)
+        found += [Plot(name, about, series)] if is_known and any(len(own.ys) > 1 for own in series) else []
+    return found
 
 
-def _series(run: RunData, points: list[Point], metric: str, label: str, colour: int, heldout: bool) -> Series:
+def _series(run: RunData, metric: str, heldout: bool) -> Series | None:
+    points = [point for point in (run.evaluations if heldout else run.iterations) if metric in point.metrics]
+    if not points:
+        return None
     ys = np.array([point.metrics[metric] for point in points])
     xs = {axis: np.array([point.costs.get(axis, np.nan) for point in points]) for axis in AXES}
     if heldout:
-        found = [run.scores.get(point.iteration, {}).get(metric) for point in points]
-        ends = [interval(own) if own else None for own in (found if metric == "reward" else [])]
-        low = np.array([np.nan if own is None else own.low for own in ends])
-        high = np.array([np.nan if own is None else own.high for own in ends])
-        band = (low, high) if len(low) and np.isfinite(low).any() else None
-        return Series(label, colour, xs, ys, band, marked=True)
-    if len(ys) > MOST_POINTS:
-        ys, *means = _shortened([ys, *xs.values()])
-        xs = dict(zip(xs, means, strict=True))
-    return Series(label, colour, xs, ys)
+        own = [run.scores.get(point.iteration, {}).get(metric) for point in points]
+        ends = [interval(sums) if metric == "reward" else None for sums in own]
+        low, high = (np.array([np.nan if end is None else end[place] for end in ends]) for place in (1, 2))
+        return Series(xs, ys, (low, high))
+    return Series({axis: _shortened(values) for axis, values in xs.items()}, _shortened(ys))
 
 
-def _shortened(columns: list[Numbers]) -> list[Numbers]:
-    """Return the means of equally many neighbours, at most :data:`MOST_POINTS`, the last perhaps of fewer."""
-    step = -(-len(columns[0]) // MOST_POINTS)
-    starts = np.arange(0, len(columns[0]), step)
-    counts = np.diff([*starts, len(columns[0])])
-    return [np.add.reduceat(column, starts) / counts for column in columns]
+def _shortened(values: Numbers) -> Numbers:
+    return np.array([part.mean() for part in np.array_split(values, min(len(values), MOST_POINTS))])
+
+
+def _svg(known: list[Series], axis: str) -> str:
+    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
+    FigureCanvasSVG(figure)
+    axes = figure.add_axes((0.095, 0.12, 0.89, 0.84))
+    axes.patch.set_visible(False)
+    figure.patch.set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0, pad=5)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    most = max(float(np.nanmax(series.xs[axis])) for series in known)
+    scale = 60 if axis == "seconds" else 1
+    for series in known:
+        xs, colour = series.xs[axis] / scale, SERIES[series.colour % NUM_COLOURS]
+        style = DASHES[(series.colour // NUM_COLOURS + series.colour) % len(DASHES)]
+        marker: Any = {}
+        if series.band is not None:
+            axes.fill_between(xs, *series.band, color=colour, alpha=0.14, linewidth=0)
+            marker = {"marker": "o", "markersize": 4, "markeredgewidth": 0}
+        axes.plot(xs, series.ys, color=colour, linewidth=1.8, linestyle=style, clip_on=False, **marker)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    for side in (axes.xaxis, axes.yaxis):
+        side.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.set_xlim(0, most / scale or 1)
+    axes.margins(y=0.08)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    return _for_page(text.getvalue())
+
+
+def _for_page(svg: str) -> str:
+    """Return matplotlib's SVG without what applies to the whole document, in the page's colours and font."""
+    body = re.sub(r"<style.*?</style>|<metadata.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" aria-hidden="true" focusable="false">'
+    body = re.sub(r"<svg[^>]*>", head, body, count=1).replace("xlink:href", "href")
+    body = re.sub(r'<g id="[^"]+"', "<g", body)  # such as axes_1, in every plot
+    body = re.sub(r"font(-\w+)?: [^;\"]*;? ?", "", body)
+    for colour, variable in VARIABLES.items():
+        body = body.replace(colour, f"var({variable})")
+    return re.sub(r"\s*\n\s*", " ", body)

@@ -1,52 +1,31 @@
-"""The model card of an export: ``README.md``, as model hubs show it."""
+"""The model card of an export: ``README.md``, as model hubs show it, with the lines that load the export."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from lit_vgrpo.apps.report.loading import load_lines
-from lit_vgrpo.apps.report.page import RunPage, environment
+from lit_vgrpo.apps.report.page import environment
 from lit_vgrpo.apps.report.recipe_diff import config_text
 from lit_vgrpo.apps.report.run_data import RunData, read_run
+from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.pipeline_folder import config_folder
 from lit_vgrpo.system.hub import file_at_hand, source_of
 
 CARD_NAME, PICTURE_NAME = "README.md", "before_after.png"
 LICENCE_KEYS = ("license", "license_name", "license_link")
 OF_THIS_MACHINE = ("name:", "run_dir:", "ckpt_path:", "allow_changes:", "#")
 """Starts of the lines of ``config.yaml`` that mean nothing to others."""
-
-
-@dataclass(frozen=True)
-class Exported:
-    """An export.
-
-    Attributes:
-        base: hub name or folder of the model that training started from.
-        base_card: its model card, where it is on this machine.
-        what: the kind of weights, such as ``LoRA of rank 32, float32``.
-        is_adapter: they are loaded on top of the base model.
-        variant: ``trained`` or ``EMA``.
-        iterations: iterations after which they were saved.
-        lines: lines of Python that load them.
-    """
-
-    base: str
-    base_card: Path | None
-    what: str
-    is_adapter: bool
-    variant: str
-    iterations: int
-    lines: list[str]
 
 
 def add_card(
@@ -58,98 +37,97 @@ def add_card(
     iterations: int,
     dtype: torch.dtype = torch.float32,
     merged: bool = False,
-) -> None:
-    """Write the model card into an export; where that fails, say so, since the weights are what counts.
+) -> tuple[str, list[str]]:
+    """Write the model card into an export; a failure is only reported, since the weights are what counts.
 
     Args:
         folder: the export, perhaps still under the name of a draft.
         run: the run folder.
-        written: what diffusers loads, under its final name.
-        variant: set of weights.
+        policy: the policy that was exported.
+        written: what diffusers loads, under its final name: folder of a pipeline or an adapter, or file of an adapter.
+        variant: set of weights, ``trained`` or ``EMA``.
         iterations: iterations after which they were saved.
         dtype: of what was written.
         merged: an adapter was merged into the weights.
+
+    Returns:
+        The kind of weights, such as ``LoRA of rank 32, float32``, and the lines of Python that load them.
     """
-    what, lines = load_lines(policy, written, dtype, merged, folder)
-    exported = Exported(
-        base=source_of(policy.checkpoint),
-        base_card=file_at_hand(policy.checkpoint, CARD_NAME, policy.revision),
-        what=what,
-        is_adapter=policy.lora_rank is not None and not merged,
-        variant=variant,
-        iterations=iterations,
-        lines=lines,
-    )
+    is_adapter = policy.lora_rank is not None and not merged
+    name, base = str(dtype).removeprefix("torch."), source_of(policy.checkpoint)
+    if is_adapter:
+        what = f"LoRA of rank {policy.lora_rank}, {name}"
+        lines = [from_pretrained(policy, base, policy.dtype), f"pipe.load_lora_weights({_quoted(written)})"]
+    else:
+        what = f"pipeline in {name}{', with the LoRA merged in' if merged else ''}"
+        lines = [from_pretrained(policy, str(written), dtype, folder)]
+    lines.insert(0, "import diffusers, torch")
     try:
-        write_card(folder, run, exported)
+        data = _until(read_run(run), iterations)
+        picture = run / "samples" / "after.png"
+        # The last grid is of the end of training, not of an earlier checkpoint.
+        has_picture = picture.is_file() and iterations == data.summary.get("iterations")
+        if has_picture:
+            shutil.copyfile(picture, folder / PICTURE_NAME)
+        base_card = file_at_hand(policy.checkpoint, CARD_NAME, policy.revision)
+        shown = {"what": what, "lines": lines, "variant": variant, "iterations": iterations, "has_picture": has_picture}
+        (folder / CARD_NAME).write_text(card(data, base, base_card, is_adapter, **shown), encoding="utf-8")
     except (OSError, UserError) as error:
         report([f"No model card in {written}: {error}"])
+    return what, lines
 
 
-def write_card(folder: Path, run: Path, exported: Exported) -> None:
-    """Write the card and its picture into an export.
+def card(run: RunData, base: str, base_card: Path | None, is_adapter: bool, **shown: Any) -> str:
+    """Return the card's text, with the metadata that hubs read in front.
 
-    Raises:
-        UserError: the run cannot be read.
-        OSError: a file cannot be written.
+    Args:
+        run: the run.
+        base: hub name or folder of the model that training started from.
+        base_card: its model card, if it is on this machine.
+        is_adapter: the export is loaded on top of the base model.
+        shown: further values for the template.
     """
-    data = _until(read_run(run), exported.iterations)
-    picture = run / "samples" / "after.png"
-    # The last grid is of the end of training, not of an earlier checkpoint.
-    has_picture = picture.is_file() and exported.iterations == data.summary.get("iterations")
-    if has_picture:
-        shutil.copyfile(picture, folder / PICTURE_NAME)
-    (folder / CARD_NAME).write_text(card(data, exported, has_picture), encoding="utf-8")
-
-
-def card(run: RunData, exported: Exported, has_picture: bool) -> str:
-    """Return the card's text, with the metadata that hubs read in front."""
-    licence = base_licence(exported.base_card)
-    is_on_hub = not Path(exported.base).exists() and exported.base.count("/") == 1
+    licence = base_licence(base_card)
+    is_on_hub = not Path(base).exists() and base.count("/") == 1
+    relation = "adapter" if is_adapter else "finetune"
     head: dict[str, Any] = {
         "library_name": "diffusers",
         "pipeline_tag": "text-to-image",
-        **({"base_model": exported.base} if is_on_hub else {}),
-        **({"base_model_relation": "adapter" if exported.is_adapter else "finetune"} if is_on_hub else {}),
+        **({"base_model": base, "base_model_relation": relation} if is_on_hub else {}),
         **licence,
-        "tags": ["text-to-image", "reinforcement-learning", "lit-vgrpo", *(["lora"] if exported.is_adapter else [])],
+        "tags": ["text-to-image", "reinforcement-learning", "lit-vgrpo", *(["lora"] if is_adapter else [])],
     }
-    model = run.recipe.get("model") or {}
-    data = run.recipe.get("data") or {}
-    return (
-        environment()
-        .get_template("card.md.j2")
-        .render(
-            head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
-            page=RunPage(run),
-            exported=exported,
-            base=exported.base if is_on_hub else Path(exported.base).name,
-            licence=licence,
-            method=class_name(model.get("objective")) or "not known",
-            rewards=_rewards(model.get("reward")),
-            unseen=_rewards(model.get("heldout_reward")),
-            prompts=_files(data.get("train")),
-            heldout=_files(data.get("heldout")),
-            picture=PICTURE_NAME if has_picture else None,
-            recipe=_recipe(run.folder),
-        )
+    model, data = run.recipe.get("model") or {}, run.recipe.get("data") or {}
+    recipe = [line for line in config_text(run.folder).splitlines() if not line.startswith(OF_THIS_MACHINE)]
+    template = environment().get_template("card.md.j2")
+    return template.render(
+        head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
+        run=run,
+        verdict=Verdict(run),
+        base=base if is_on_hub else Path(base).name,
+        licence=licence,
+        method=class_name(model.get("objective")) or "not known",
+        rewards=run.reward_names or [class_name(model.get("reward"))],
+        unseen=class_name(model.get("heldout_reward")),
+        prompts=_files(data.get("train")),
+        heldout=_files(data.get("heldout")),
+        recipe="\n".join(recipe).replace("````", "` ` ` `"),  # cannot end its block
+        **shown,
     )
 
 
 def base_licence(card: Path | None) -> dict[str, str]:
-    """Return the licence that a model card states in its metadata; nothing where it states none."""
+    """Return the licence in a model card's metadata; empty if it has none."""
     try:
         text = card.read_text(encoding="utf-8") if card is not None else ""
-        parts = text.split("---\n", 2)
-        head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+        head = yaml.safe_load(text.split("---\n", 2)[1]) if text.startswith("---\n") else None
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-    found = head if isinstance(head, Mapping) else {}
-    return {key: str(found[key]) for key in LICENCE_KEYS if found.get(key)}
+    return {key: str(head[key]) for key in LICENCE_KEYS if head.get(key)} if isinstance(head, Mapping) else {}
 
 
 def _until(run: RunData, iterations: int) -> RunData:
-    """Return a run as it was after some iterations; the summary stays if that is its end."""
+    """Return a run as it was after some iterations; the summary stays only if that is its end."""
     if run.num_iterations <= iterations:
         return run
     return replace(
@@ -160,33 +138,31 @@ def _until(run: RunData, iterations: int) -> RunData:
     )
 
 
-def _rewards(part: Any) -> list[str]:
-    """Return the rewards' class names, with their weights where there are several."""
-    if part is None:
-        return []
-    options = (part.get("init_args") or {}) if isinstance(part, Mapping) else {}
-    own = options.get("rewards")
-    if not isinstance(own, list):
-        return [class_name(part)]
-    weights = options.get("weights") or [None] * len(own)
-    pairs = zip([_described(reward) for reward in own], weights, strict=False)
-    return [name if weight is None else f"{name} (weight {weight:g})" for name, weight in pairs]
-
-
-def _described(reward: Any) -> str:
-    options = (reward.get("init_args") or {}) if isinstance(reward, Mapping) else {}
-    known = [str(options[key]) for key in ("check", "function", "name") if options.get(key)]
-    return f"{class_name(reward)} {' '.join(known)}".strip()
-
-
 def _files(setting: Any) -> list[str]:
     """Return the names of prompt files or datasets, without the folders of this machine."""
-    entries = setting if isinstance(setting, list) else [] if setting is None else [setting]
-    texts = [entry.get("path") if isinstance(entry, Mapping) else entry for entry in entries]
-    return [Path(str(text)).name if str(text).startswith(("/", "~", ".")) else str(text) for text in texts if text]
+    entries = setting if isinstance(setting, list) else [setting]
+    texts = [str((entry.get("path") if isinstance(entry, Mapping) else entry) or "") for entry in entries]
+    return [Path(text).name if text.startswith(("/", "~", ".")) else text for text in texts if text]
 
 
-def _recipe(run: Path) -> str:
-    """Return the run's recipe without what means nothing on another machine; it cannot end its own block."""
-    lines = [line for line in config_text(run).splitlines() if not line.startswith(OF_THIS_MACHINE)]
-    return "\n".join(lines).replace("````", "` ` ` `")
+def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path | None = None) -> str:
+    """Return the line of Python that loads the run's pipeline.
+
+    Args:
+        policy: the run's policy.
+        source: pipeline folder or hub name.
+        dtype: dtype to load it in.
+        index: folder with the pipeline's index, if the source is not there yet.
+    """
+    optional = type(policy.pipeline)._optional_components
+    is_start = source == source_of(policy.checkpoint)
+    folder = config_folder(policy.checkpoint, policy.revision) if is_start else index
+    nulls = [f"{name}=None" for name in policy.null_components(folder or Path(source)) if name not in optional]
+    which = {"variant": policy.variant, "revision": policy.revision} if is_start else {}
+    given = [f"{name}={_quoted(value)}" for name, value in which.items() if value is not None]
+    arguments = ", ".join([_quoted(source), *given, *nulls, f"torch_dtype={dtype}"])
+    return f"pipe = diffusers.DiffusionPipeline.from_pretrained({arguments})"
+
+
+def _quoted(path: object) -> str:
+    return json.dumps(str(path), ensure_ascii=False)

@@ -1,30 +1,44 @@
-"""The data of a run that its report shows, from the files in its folder."""
+"""Data of a run that its report shows, read once from the files in its folder."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lit_vgrpo.apps.report.kept import PromptSums, read_scores
 from lit_vgrpo.config.recipe import loaded
 from lit_vgrpo.errors import UserError
+from lit_vgrpo.metrics.bootstrap import bootstrap_interval
 from lit_vgrpo.system.paths import CONFIG_NAME
 from lit_vgrpo.training.metrics_table import read_table
 from lit_vgrpo.training.resume import read_summary
 
+REPORT_NAME = "report.html"
+KEPT = "report"
+"""Folder in the run folder with the scores and images that a run keeps for its report."""
+SCORES_NAME, IMAGES_NAME = "scores.jsonl", "images.json"
 AXES = {
     "iterations": "Iterations",
     "images": "Images",
-    "seconds": "Seconds of training",
+    "seconds": "Minutes of training",
     "passes": "Network passes",
 }
-"""The costs against which curves are drawn."""
-HELDOUT = "heldout/"
+"""Costs against which curves are drawn."""
 RUNNING, UNFINISHED = "running", "unfinished"
+PromptSums = dict[str, list[tuple[float, int]]]
+"""By reward, the sum and the number of each prompt's scores."""
+
+
+class Interval(NamedTuple):
+    """A mean and its 95 % bootstrap interval over prompts."""
+
+    mean: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -32,8 +46,8 @@ class Point:
     """Metrics after a number of iterations, and the cost of training until then.
 
     Attributes:
-        costs: by the names of :data:`AXES`; those that are not known are missing.
-        metrics: by name; only numbers that are finite.
+        costs: by the names of :data:`AXES`; unknown ones are missing.
+        metrics: by name; finite numbers only.
     """
 
     costs: dict[str, float]
@@ -50,12 +64,12 @@ class RunData:
 
     Attributes:
         folder: the run folder.
-        recipe: its ``config.yaml`` as plain values; empty for a run of a Trainer of one's own, which has none.
-        summary: ``summary.json``; empty if the run has not ended, or has gone on since it was written.
-        iterations: one point per iteration of training.
+        recipe: its ``config.yaml`` as plain values; empty for a run that was not started from a recipe.
+        summary: ``summary.json``; empty if the run has not ended, or has continued since it was written.
+        iterations: one point per training iteration.
         evaluations: one point per held-out evaluation, metrics without the prefix ``heldout/``.
-        scores: by iteration, each prompt's scores; empty for a run that kept none.
-        is_running: it is known to go on.
+        scores: each prompt's scores, by iteration; empty for a run that kept none.
+        is_running: the run itself writes this report.
     """
 
     folder: Path
@@ -72,58 +86,56 @@ class RunData:
 
     @property
     def outcome(self) -> str:
-        """State in which the run ended, in a word or two."""
+        """State of the run, in a word or two."""
         return RUNNING if self.is_running else str(self.summary.get("outcome", UNFINISHED))
 
     @property
     def num_iterations(self) -> int:
-        """Iterations done."""
+        """Finished iterations."""
         known = [point.iteration for point in (*self.iterations[-1:], *self.evaluations[-1:])]
         return max([int(self.summary.get("iterations") or 0), *known])
 
     @cached_property
     def reward_names(self) -> list[str]:
-        """Names of the rewards besides the weighted sum, as far as the metrics tell."""
-        trained = [
-            name.removeprefix("reward/")
-            for point in self.iterations[-1:]
-            for name in point.metrics
-            if name.count("/") == 1 and f"{name}/std" in point.metrics
-        ]
-        scored = [name for own in self.scores.values() for name in own if name not in ("reward", "untrained_reward")]
-        return list(dict.fromkeys([*self.summary.get("reward_parts_end", {}), *trained, *scored]))
+        """Names of the rewards in the weighted sum and of the held-out rewards, as far as they were logged."""
+        newest = self.iterations[-1].metrics if self.iterations else {}
+        parts = [name.split("/") for name in newest if name.startswith("reward/") and name.endswith("/std")]
+        trained = [part[1] for part in parts if len(part) == 3]
+        scored = [name for of_run in self.scores.values() for name in of_run]
+        names = dict.fromkeys([*self.summary.get("reward_parts_end", {}), *trained, *scored])
+        return [name for name in names if name not in ("reward", "untrained_reward")]
 
     def total(self, cost: str) -> float | None:
-        """Return a cost of the whole run; ``None`` where it is not known."""
-        named = {"images": "images", "seconds": "train_seconds"}.get(cost)
-        if named in self.summary:
-            return float(self.summary[named])
-        known = [point.costs[cost] for point in (*self.iterations, *self.evaluations) if cost in point.costs]
-        return max(known, default=None)
+        """Return a cost of the whole run; ``None`` if it is unknown."""
+        key = {"images": "images", "seconds": "train_seconds"}.get(cost)
+        if key in self.summary:
+            return float(self.summary[key])
+        return max((p.costs[cost] for p in (*self.iterations, *self.evaluations) if cost in p.costs), default=None)
 
 
 def read_run(folder: Path, is_running: bool = False) -> RunData:
-    """Return the data of a run folder; a run that was killed or resumed has what its files hold.
+    """Return the data of a run folder; a killed or resumed run has what its files hold.
 
     Args:
         folder: the run folder.
         is_running: called by the run itself, whose summary is of an earlier part.
 
     Raises:
-        UserError: a file of the folder cannot be read.
+        UserError: ``config.yaml`` or ``metrics.csv`` cannot be read.
     """
     config = folder / CONFIG_NAME
+    iterations, evaluations = _read_points(folder / "metrics.csv")
     summary = ({} if is_running else read_summary(folder)) or {}
-    iterations, evaluations = _points(_rows(folder / "metrics.csv"))
-    last = max(iterations, default=0)
-    if int(summary.get("iterations") or 0) < last:
+    if int(summary.get("iterations") or 0) < max(iterations, default=0):
         summary = {}
-    for entry in summary.get("evaluations", []):
-        _add_evaluation(evaluations, entry)
+    for entry in summary.get("evaluations", []):  # the last one may not be in the table
+        keys = {"iterations": "iteration", "images": "images", "seconds": "train_seconds", "passes": "passes"}
+        point = evaluations.setdefault(int(entry["iteration"]), Point({}, {}))
+        point.costs.update(_numbers({cost: entry.get(key) for cost, key in keys.items()}))
+        point.metrics.update(_numbers({"reward": entry.get("reward")}))
     if summary and evaluations:
-        newest = evaluations[max(evaluations)].metrics
-        newest |= _numbers({"reward": summary.get("heldout_reward_end"), **summary.get("reward_parts_end", {})})
-        newest |= _numbers(summary.get("heldout_metrics_end", {}))
+        ends = {"reward": summary.get("heldout_reward_end"), **summary.get("reward_parts_end", {})}
+        evaluations[max(evaluations)].metrics.update(_numbers({**ends, **summary.get("heldout_metrics_end", {})}))
     return RunData(
         folder=folder,
         recipe=loaded(config) if config.exists() else {},
@@ -135,52 +147,27 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
     )
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of ``metrics.csv``; none where there is no such file, as with another logger.
-
-    Raises:
-        UserError: it cannot be read, or is not the table of a run.
-    """
+def _read_points(table: Path) -> tuple[dict[int, Point], dict[int, Point]]:
+    """Return the points of training and of the evaluations by finished iterations; later rows replace earlier ones."""
     try:
-        return read_table(path)[1]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not a run's table: {error}.") from error
-
-
-def _points(rows: list[dict[str, str]]) -> tuple[dict[int, Point], dict[int, Point]]:
-    """Return the points of training and of the evaluations, by iterations done; of equal ones the last counts."""
+        rows = read_table(table)[1] if table.exists() else []  # another logger writes no table
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot read {table}: {error}.") from error
     iterations: dict[int, Point] = {}
     evaluations: dict[int, Point] = {}
     for row in rows:
         values = _numbers(row)
-        done = int(values["epoch"]) + 1 if "epoch" in values else 0
+        done = int(values.get("epoch", -1)) + 1
         if "time/iteration_s" in values:
-            passes = [value for name, value in values.items() if name.startswith("passes/")]
-            costs = {"images": values.get("cost/images"), "seconds": values.get("cost/train_s")}
-            known = {name: value for name, value in costs.items() if value is not None}
-            iterations[done] = Point({"iterations": done, **known, "passes": sum(passes)}, values)
-        held_out = {name.removeprefix(HELDOUT): own for name, own in values.items() if name.startswith(HELDOUT)}
-        if held_out:
-            evaluations[done] = Point({"iterations": done}, held_out)
+            passes = sum(value for name, value in values.items() if name.startswith("passes/"))
+            costs = {"images": values.get("cost/images"), "seconds": values.get("cost/train_s"), "passes": passes}
+            iterations[done] = Point(_numbers({"iterations": done, **costs}), values)
+        if heldout := {name[len("heldout/") :]: own for name, own in values.items() if name.startswith("heldout/")}:
+            evaluations[done] = Point({}, heldout)
     for done, point in evaluations.items():
-        same = iterations.get(done)
-        point.costs.update(dict.fromkeys(AXES, 0.0) if done == 0 else same.costs if same is not None else {})
+        costs_then = iterations[done].costs if done in iterations else {"iterations": done}
+        point.costs.update(dict.fromkeys(AXES, 0.0) if done == 0 else costs_then)
     return iterations, evaluations
-
-
-def _add_evaluation(evaluations: dict[int, Point], entry: Mapping[str, Any]) -> None:
-    """Add an evaluation of the summary, which is more exact than the table and has the costs."""
-    costs = {"iterations": "iteration", "images": "images", "seconds": "train_seconds", "passes": "passes"}
-    numbers = _numbers({name: entry.get(key) for name, key in costs.items()})
-    if "iterations" not in numbers:
-        return
-    point = evaluations.setdefault(int(numbers["iterations"]), Point({}, {}))
-    point.costs.update(numbers)
-    point.metrics.update(_numbers({"reward": entry.get("reward")}))
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
@@ -194,3 +181,35 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
         if math.isfinite(number):
             found[name] = number
     return found
+
+
+def read_scores(run: Path) -> dict[int, PromptSums]:
+    """Return the scores of each evaluation by its iteration, without those that a resumed run has replaced."""
+    file = run / KEPT / SCORES_NAME
+    found: dict[int, PromptSums] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:  # cut off when the run was killed
+            continue
+        found = {before: own for before, own in found.items() if before < entry["iteration"]}
+        found[entry["iteration"]] = entry["scores"]
+    return found
+
+
+def interval(sums: list[tuple[float, int]] | None) -> Interval | None:
+    """Return the mean over images and its interval over prompts; ``None`` without scores.
+
+    >>> interval([(1.0, 1), (1.0, 1)])
+    Interval(mean=1.0, low=1.0, high=1.0)
+    """
+    values = [total / count for total, count in sums or [] for _ in range(count)]
+    clusters = [number for number, (_, count) in enumerate(sums or []) for _ in range(count)]
+    return Interval(math.fsum(values) / len(values), *bootstrap_interval(values, clusters)) if values else None
+
+
+def difference(before: list[tuple[float, int]] | None, after: list[tuple[float, int]] | None) -> Interval | None:
+    """Return the change of the prompts' means and its interval; ``None`` if the prompts differ."""
+    if not before or not after or len(before) != len(after):
+        return None
+    return interval([(b / n - a / m, 1) for (a, m), (b, n) in zip(before, after, strict=True) if m and n])
