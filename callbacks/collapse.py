@@ -103,11 +103,11 @@ class CollapseStop(StopsRun):
 
     def _fallen(self, trainer: L.Trainer, module: VGRPOModule) -> str:
         """Return a warning of a held-out reward far below its best for too long, or nothing."""
-        now = module.heldout.get(TRAINED, math.nan)
+        now = module.evaluator.latest.get(TRAINED, math.nan)
         if not self.is_new_evaluation(trainer, module) or not math.isfinite(now):
             return ""
         if now > self.best:
-            self.best, self.best_iteration = now, module.evaluations[-1].iteration
+            self.best, self.best_iteration = now, module.evaluator.history[-1].iteration
         if self.drop is None or self.unit is None:
             return ""
         units = (self.best - now) / self.unit

@@ -65,7 +65,7 @@ class SurrogateDiagnostics(L.Callback):
         schedule = policy.scheduler_times(policy.scheduler(spec.solver, spec.steps)).cpu()
         times = schedule[torch.linspace(0, len(schedule) - 1, min(MOST_TIMES, len(schedule))).round().long()]
         seed = (pl_module.seed, record.iteration, pl_module.global_rank)
-        micros, groups = pl_module.micros, record.local_group_ids
+        micros, groups = pl_module.iteration.micros, record.local_group_ids
         with pl_module.ledger.phase("diagnostics"):
             found = snr_by_time(objective, policy, micros, groups, times, self.snr_draws, seed)
         if found:

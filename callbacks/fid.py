@@ -71,8 +71,8 @@ class FID(L.Callback):
         # a file may be missing on one machine only, but all ranks must stop
         raise_together(ValueError(errors[0]) if errors else None)
         self._trainer = trainer
-        if self not in pl_module.heldout_observers:
-            pl_module.heldout_observers.append(self)
+        if self not in pl_module.evaluator.observers:
+            pl_module.evaluator.observers.append(self)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._has_ended = False

@@ -85,7 +85,7 @@ class RewardHackAlarm(StopsRun):
         errors = []
         if not data.has_heldout:
             errors.append("RewardHackAlarm needs held-out images, and there are none. Set data.heldout.")
-        if self.metric == UNTRAINED and module.heldout_reward is None and self.diversity is None:
+        if self.metric == UNTRAINED and module.evaluator.untrained is None and self.diversity is None:
             errors.append(
                 "RewardHackAlarm needs a reward that is not trained on. "
                 "Add model.heldout_reward, such as PickScore, or the alarm's diversity=pixels."
@@ -95,8 +95,8 @@ class RewardHackAlarm(StopsRun):
     def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
         errors = self.check(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         raise_together(ValueError(errors[0]) if errors else None)
-        if self.diversity is not None and self.diversity not in pl_module.heldout_observers:
-            pl_module.heldout_observers.append(self.diversity)
+        if self.diversity is not None and self.diversity not in pl_module.evaluator.observers:
+            pl_module.evaluator.observers.append(self.diversity)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if self.diversity is not None:
@@ -120,14 +120,14 @@ class RewardHackAlarm(StopsRun):
             return
         warnings = []
         for name, watch in self.watches.items():
-            if name not in module.heldout:
+            if name not in module.evaluator.latest:
                 if name != UNTRAINED:
                     rank_zero_warn(f"No evaluation measured {name}, which RewardHackAlarm needs.")
                 continue
             watched = _values(module, name)
             if name == DIVERSITY and self.diversity is not None:
                 watched = torch.tensor(self.diversity.of_prompts)
-            now = Measurement(module.evaluations[-1].iteration, _values(module, TRAINED), watched)
+            now = Measurement(module.evaluator.history[-1].iteration, _values(module, TRAINED), watched)
             before = watch.reference
             if watch.add(now) == self.patience and before is not None:  # warn once
                 warnings.append(
@@ -146,8 +146,8 @@ class RewardHackAlarm(StopsRun):
 
 def _values(module: VGRPOModule, name: str) -> Tensor:
     """Return a held-out metric per image, or its mean if it is defined only for the whole set."""
-    of_images = module.heldout_scores.get(name)
-    return torch.tensor([module.heldout[name]]) if of_images is None else of_images
+    of_images = module.evaluator.of_images(name)
+    return torch.tensor([module.evaluator.latest[name]]) if of_images is None else of_images
 
 
 class Measurement(NamedTuple):

@@ -78,7 +78,7 @@ class ProgressBar(LightningProgressBar):
         self._start_clock()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        self._train_s = pl_module.stopwatch.wall_s
+        self._train_s = pl_module.ledger.stopwatch.wall_s
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: VGRPOModule, outputs: Any, batch: Any, batch_idx: int
@@ -91,7 +91,7 @@ class ProgressBar(LightningProgressBar):
         elif record.losses:
             cells["loss"] = f"{float(record.losses[-1]):.4f}"
         if batch_idx + 1 == trainer.num_training_batches:
-            seconds = pl_module.stopwatch.wall_s - self._train_s
+            seconds = pl_module.ledger.stopwatch.wall_s - self._train_s
             for title, value in (("images/s", record.images / max(seconds, 1e-9)), ("s/iteration", seconds)):
                 cells[title] = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -138,7 +138,7 @@ class ProgressBar(LightningProgressBar):
         )
         for column in rows.columns:
             column.justify, column.no_wrap = "right", True
-        heldout = {evaluation.iteration: f"{evaluation.reward:.3f}" for evaluation in list(module.evaluations)}
+        heldout = {evaluation.iteration: f"{evaluation.reward:.3f}" for evaluation in list(module.evaluator.history)}
         current = max(cells, default=0)
         for iteration in sorted({*sorted(heldout)[-MOST_ROWS:], current}):
             own = {**cells.get(iteration, {}), "held-out": heldout.get(iteration, "")}
@@ -166,8 +166,8 @@ class ProgressBar(LightningProgressBar):
         cells = self._cells.get(done, {})
         parts = [f"iteration {done}/{total}" if total > 0 else f"iteration {done}"]
         parts += [f"{first} {cells[first]}"] if first in cells else []
-        if "heldout/reward" in module.heldout:
-            parts.append(f"held-out {module.heldout['heldout/reward']:.3f}")
+        if "heldout/reward" in module.evaluator.latest:
+            parts.append(f"held-out {module.evaluator.latest['heldout/reward']:.3f}")
         parts += [f"{cells[name]} {name}" for name in others if name in cells]
         left = self._left_s(total - done)
         return ", ".join([*parts, *([f"{clock(left)} left"] if left is not None and done < total else [])])

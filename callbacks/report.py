@@ -72,8 +72,8 @@ class Report(L.Callback):
         self._is_final = False
 
     def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
-        if stage == "fit" and self.when != "never" and self._kept not in pl_module.heldout_observers:
-            pl_module.heldout_observers.append(self._kept)
+        if stage == "fit" and self.when != "never" and self._kept not in pl_module.evaluator.observers:
+            pl_module.evaluator.observers.append(self._kept)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._kept.start_over()
@@ -81,10 +81,10 @@ class Report(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         """Refresh the report; only now are the rows of the previous iteration in ``metrics.csv``."""
         self._is_final = False
-        is_new = len(pl_module.evaluations) != self._evaluations_shown
+        is_new = len(pl_module.evaluator.history) != self._evaluations_shown
         is_due = time.monotonic() - self._written_at > self._took_s / MOST_SHARE
         if self.when == "evaluations" and is_new and is_due and trainer.is_global_zero:
-            self._evaluations_shown = len(pl_module.evaluations)
+            self._evaluations_shown = len(pl_module.evaluator.history)
             self._write(trainer, is_running=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
@@ -144,8 +144,8 @@ class KeptImages:
         slots = [slot for own, _, _ in of_ranks for slot in own]
         asked = [one for _, own, _ in of_ranks for one in own]
         available = {slot for own, _, held in of_ranks for slot in own[:held]}
-        names = [TOTAL, "untrained_reward", *module.observed.part_names]
-        found = {name: module.heldout_scores.get(f"heldout/{name}") for name in names}
+        names = [TOTAL, "untrained_reward", *module.evaluator.observed.part_names]
+        found = {name: module.evaluator.of_images(f"heldout/{name}") for name in names}
         scores = {name: own.tolist() for name, own in found.items() if own is not None and len(own) == len(slots)}
         places = [place for place, slot in enumerate(slots) if slot in available]
         chosen = choose(scores, asked, places, self.number)

@@ -80,10 +80,10 @@ class RewardLogger(L.Callback):
         """Return metrics that are the same on every rank."""
         metrics = {
             "policy/updates": float(record.updates),
-            "cost/passes_per_image": module.ledger.training_passes() / module.images_seen,
-            "cost/images": float(module.images_seen),
-            "cost/train_s": module.stopwatch.wall_s,
-            "cost/cpu_s": module.stopwatch.cpu_s,
+            "cost/passes_per_image": module.ledger.training_passes() / module.ledger.images,
+            "cost/images": float(module.ledger.images),
+            "cost/train_s": module.ledger.stopwatch.wall_s,
+            "cost/cpu_s": module.ledger.stopwatch.cpu_s,
         }
         metrics |= {f"scouts/{name}": value for name, value in record.scouts.items()}
         metrics |= {f"edit/{name}": float(values.nanmean()) for name, values in record.edits.items()}

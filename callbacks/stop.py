@@ -32,7 +32,7 @@ class StopsRun(L.Callback):
 
     def is_new_evaluation(self, trainer: L.Trainer, module: VGRPOModule) -> bool:
         """Return ``True`` once for each evaluation of the current weights."""
-        return self._newest.is_new(module.heldout_step, trainer.global_step)
+        return self._newest.is_new(module.evaluator.step, trainer.global_step)
 
     def end_run(self, trainer: L.Trainer, outcome: str, reason: str) -> None:
         """Stop after the current iteration; called on every rank."""

@@ -41,7 +41,7 @@ class RunSummary(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if not self.heldout_start:
-            self.heldout_start = dict(pl_module.heldout)
+            self.heldout_start = dict(pl_module.evaluator.latest)
 
     def on_exception(self, trainer: L.Trainer, pl_module: VGRPOModule, exception: BaseException) -> None:
         self._outcome = "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed"
@@ -52,7 +52,7 @@ class RunSummary(L.Callback):
         steps_done = 0 <= trainer.max_steps <= trainer.global_step
         if trainer.max_epochs and 0 < trainer.current_epoch < trainer.max_epochs and not steps_done:
             self._outcome = "stopped early"
-        if pl_module.heldout_step != trainer.global_step:
+        if pl_module.evaluator.step != trainer.global_step:
             # The last evaluation may be several iterations old.
             with averaged_weights(trainer, pl_module):
                 pl_module.evaluate()
@@ -61,7 +61,7 @@ class RunSummary(L.Callback):
 
     def finish(self, trainer: L.Trainer, module: VGRPOModule, completed: bool) -> None:
         """Print the held-out reward before and after training; called on the first rank."""
-        start, end = self.heldout_start.get(TRAINED), module.heldout.get(TRAINED)
+        start, end = self.heldout_start.get(TRAINED), module.evaluator.latest.get(TRAINED)
         if completed and start is not None and end is not None:
             say(f"Held-out reward {start:.3f} before, {end:.3f} after {counted(trainer.current_epoch, 'iteration')}.")
 
@@ -72,7 +72,7 @@ class RunSummary(L.Callback):
         self.heldout_start = state_dict["heldout_start"]
 
     def _write(self, trainer: L.Trainer, module: VGRPOModule) -> None:
-        end = {name.removeprefix("heldout/"): value for name, value in module.heldout.items()}
+        end = {name.removeprefix("heldout/"): value for name, value in module.evaluator.latest.items()}
         stopped = [callback for callback in callbacks_of(trainer, StopsRun) if callback.outcome]
         summary = {
             "outcome": stopped[0].outcome if stopped else self._outcome,
@@ -83,13 +83,13 @@ class RunSummary(L.Callback):
             "heldout_metrics_end": {name: _plain(value) for name, value in end.items()},
             "iterations": trainer.current_epoch,
             "optimizer_steps": trainer.global_step,
-            "images": module.images_seen,
-            "train_seconds": round(module.stopwatch.wall_s, 3),
-            "cpu_seconds": round(module.stopwatch.cpu_s, 3),
-            "network_passes": module.ledger.state_dict(),
+            "images": module.ledger.images,
+            "train_seconds": round(module.ledger.stopwatch.wall_s, 3),
+            "cpu_seconds": round(module.ledger.stopwatch.cpu_s, 3),
+            "network_passes": module.ledger.counts,
             "peak_memory_bytes": peak_memory_bytes(trainer.strategy.root_device),
             "device": device_name(trainer.strategy.root_device),
-            "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in module.evaluations],
+            "evaluations": [{**one.as_dict(), "reward": _plain(one.reward)} for one in module.evaluator.history],
             "seed": module.seed,
             "world_size": trainer.world_size,
             "versions": {"python": platform.python_version(), **versions()},

@@ -40,11 +40,11 @@ class Watch(RunSummary):
         self.found = []
 
     def on_train_start(self, trainer, pl_module):
-        self.found.append(dict(pl_module.heldout))
+        self.found.append(dict(pl_module.evaluator.latest))
         super().on_train_start(trainer, pl_module)
 
     def on_validation_end(self, trainer, pl_module):
-        self.found.append(dict(pl_module.heldout))
+        self.found.append(dict(pl_module.evaluator.latest))
 
 
 def train(folder, tmp_path, callbacks, iterations=2, data=None, ckpt=None, **options):
@@ -69,14 +69,14 @@ def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, scri
     callbacks = [EMA(0.7), FID(real, script, kid=True), RunSummary()]
     module, trainer = train(tiny_sd3, tmp_path, callbacks, 3, {"eval_batch_size": 8}, check_val_every_n_epoch=2)
     rows = [prompt for prompt in make_data(heldout_limit=4).heldout_prompts()[:4] for _ in range(2)]
-    trained = distances(module.generate(rows, list(range(8))), script, real)
+    trained = distances(module.evaluator.generate(rows, list(range(8))), script, real)
     with averaged_weights(trainer, module):
-        expected = distances(module.generate(rows, list(range(8))), script, real)
-    found = module.heldout["heldout/fid@8"], module.heldout["heldout/kid@8"]
+        expected = distances(module.evaluator.generate(rows, list(range(8))), script, real)
+    found = module.evaluator.latest["heldout/fid@8"], module.evaluator.latest["heldout/kid@8"]
     assert found == pytest.approx(expected, rel=SAME)
     assert found != pytest.approx(trained, rel=SAME)
     assert {"reward", "brightness", "failed", "fid@8", "kid@8"} == {
-        key.removeprefix("heldout/") for key in module.heldout
+        key.removeprefix("heldout/") for key in module.evaluator.latest
     }
     assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "finished"
 
@@ -87,7 +87,7 @@ def test_no_image_is_sampled_for_it(tiny_sd3, tmp_path, script, real):
         measured, _ = train(tiny_sd3, tmp_path, [FID(real, script)], 1, {"heldout_images_per_prompt": 1})
     assert sum("biased" in str(warning.message) for warning in caught) == 1
     assert measured.ledger.state_dict() == alone.ledger.state_dict()
-    assert measured.heldout["heldout/reward"] == alone.heldout["heldout/reward"]
+    assert measured.evaluator.latest["heldout/reward"] == alone.evaluator.latest["heldout/reward"]
 
 
 def test_how_often(tiny_sd3, tmp_path, script, real):
@@ -113,8 +113,8 @@ def test_a_run_that_stops_early_is_measured_at_its_end(tiny_sd3, tmp_path, scrip
 
     options = {"every_n_evaluations": 10}
     module, _ = train(tiny_sd3, tmp_path, [FID(real, script, **options), Stop()], 9, check_val_every_n_epoch=5)
-    assert module.heldout_step == 1
-    assert "heldout/fid@8" in module.heldout
+    assert module.evaluator.step == 1
+    assert "heldout/fid@8" in module.evaluator.latest
 
 
 def test_validation_alone(tiny_sd3, tmp_path, script, real):
