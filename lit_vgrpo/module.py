@@ -31,11 +31,10 @@ from lit_vgrpo.rollout.scouts import Scouting
 from lit_vgrpo.training.evaluation import HeldOutModule
 from lit_vgrpo.training.limits import keep_iterations_whole, sizes_of, training_warnings, unfit_callbacks
 from lit_vgrpo.training.micro_batch import accumulate, settle
-from lit_vgrpo.training.optimization import Optimization
+from lit_vgrpo.training.optimization import LRSchedulerCallable, Optimization
 from lit_vgrpo.training.optimizer import OptimizerCallable, OptimizerConfig
 from lit_vgrpo.training.resume_guard import ResumeGuard
 from lit_vgrpo.training.saved_weights import refuse_other_weights, trained_only
-from lit_vgrpo.training.schedule import LRSchedulerCallable
 from lit_vgrpo.training.settings import ModuleSettings
 from lit_vgrpo.training.start import load_policy
 from lit_vgrpo.training.strategies import keeps_plain_weights
