@@ -1,4 +1,4 @@
-"""The folder of a run, which no other run writes to."""
+"""The folder of a run: creating it, locking it against other runs, and finding one by a path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, nearest, suggestion
 from lit_vgrpo.system.paths import CONFIG_NAME as CONFIG_NAME
 from lit_vgrpo.training.trainer_internals import move_root_dir
 
@@ -119,3 +119,50 @@ class RunFolder(Callback):
                 f"The ranks do not see the same checkpoints: rank 0 continues from {agreed}, "
                 f"rank {trainer.global_rank} from {self.ckpt_path}. Use a run folder that all machines share."
             )
+
+
+def find_run(text: str) -> tuple[Path, Path | None]:
+    """Return the run folder that a path belongs to, and the checkpoint if the path is one.
+
+    Args:
+        text: a run folder, its config.yaml, or one of its checkpoints.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    path = Path(text).expanduser()
+    if (path / CONFIG_NAME).is_file():
+        return path, None
+    if path.is_file() and path.name == CONFIG_NAME:
+        return path.parent, None
+    if path.is_file() and path.suffix == ".ckpt":
+        for folder in path.parents:
+            if (folder / CONFIG_NAME).is_file():
+                return folder, path
+    places = (path, path.parent, Path("runs"))
+    runs = {file.parent.name: file.parent for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))}
+    guess = nearest(path.name, runs)
+    if guess is not None:
+        advice = f"Did you mean {runs[guess]}?"
+    else:
+        advice = suggestion("", map(str, runs.values())) if runs else "Train one first: lightning run tiny_shapes"
+    raise UserError(f"{text} is not a run. {advice}")
+
+
+def find_checkpoint(text: str, run: Path) -> Path:
+    """Return a checkpoint by its path, or by its name in a run's checkpoint folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    named = Path(text).expanduser()
+    for path in (named, run / named, run / CHECKPOINTS / named):
+        if path.is_file():
+            return path
+    known = sorted(path.name for path in (run / CHECKPOINTS).glob("*.ckpt"))
+    raise UserError(f"--checkpoint {text} does not exist. {suggestion(text, known) if known else no_checkpoint(run)}")
+
+
+def no_checkpoint(run: Path) -> str:
+    """Return the message for a run that has not saved anything."""
+    return f"{run} has no checkpoint yet. Train it: lightning run {run / CONFIG_NAME} --resume"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from lightning.pytorch import Trainer
 from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read, read_sound
-from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME
+from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, no_checkpoint
 
 SUMMARY_NAME = "summary.json"
 
@@ -145,33 +144,32 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
     Raises:
         UserError: there are checkpoints, but none is sound: starting from the beginning would overwrite them.
     """
-    found: list[tuple[Progress, float, Path]] = []
+    found: list[tuple[tuple[int, ...], float, Path]] = []
     files = _files(folder)
     for path in files:
         try:
-            progress = Progress.of(read(path))
-            found.append((progress, path.stat().st_mtime, path))
-        except (CheckpointDamage, FileNotFoundError) as damage:
-            if not os.path.lexists(path):  # a running process has just renamed it
-                return last_good_checkpoint(folder, say)
-            say(f"Skipped {path}: it {damage}.")
-        except (KeyError, TypeError):
-            say(f"Skipped {path}: it holds no progress.")
-    for progress, _, path in sorted(found, key=lambda entry: (entry[0].order, entry[1], entry[2].name), reverse=True):
-        try:
-            read_sound(path)
+            found.append((Progress.of(read(path)).order, path.stat().st_mtime, path))
         except CheckpointDamage as damage:
-            if not os.path.lexists(path):
-                return last_good_checkpoint(folder, say)
             say(f"Skipped {path}: it {damage}.")
-            continue
-        return Resumption(folder, path, progress)
+    for _, _, path in sorted(found, reverse=True):
+        try:
+            return Resumption(folder, path, Progress.of(read_sound(path)))
+        except CheckpointDamage as damage:
+            say(f"Skipped {path}: it {damage}.")
     if files:
         raise UserError(
             f"None of the checkpoints of {folder} is sound ({len(files)} found). Copy a sound one to "
             f"{folder / CHECKPOINTS}; or, to start from the beginning, move the damaged ones away."
         )
     return Resumption(folder)
+
+
+def last_good(run: Path, say: Callable[[str], None]) -> Path:
+    """Return the checkpoint that :func:`last_good_checkpoint` finds; raise UserError if there is none."""
+    found = last_good_checkpoint(run, say)
+    if found.checkpoint is None:
+        raise UserError(no_checkpoint(run))
+    return found.checkpoint
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -202,14 +200,12 @@ def _files(folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be read.
     """
-    found = [*_listed(folder / CHECKPOINTS, ""), *_listed(folder, "hpc_ckpt_")]
+    found: list[Path] = []
+    for place, prefix in ((folder / CHECKPOINTS, ""), (folder, "hpc_ckpt_")):
+        try:
+            found += [path for path in place.iterdir() if path.suffix == ".ckpt" and path.name.startswith(prefix)]
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # glob() would return nothing, and the run would start from the beginning
+            raise UserError(f"Cannot look for checkpoints in {place}: {error.strerror}.") from error
     return sorted(path for path in found if not path.name.startswith(DRAFT_PREFIX))
-
-
-def _listed(folder: Path, prefix: str) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if path.suffix == ".ckpt" and path.name.startswith(prefix)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:  # glob() would return nothing
-        raise UserError(f"Cannot look for checkpoints in {folder}: {error.strerror}.") from error
