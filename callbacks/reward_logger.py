@@ -15,7 +15,6 @@ from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.rollout.copying import copying_warning
 from lit_vgrpo.training.evaluation import HeldOutModule
 from lit_vgrpo.training.strategies import ZeRO
-from lit_vgrpo.training.trainer_internals import log_at_epoch_end
 
 
 class RewardLogger(L.Callback):
@@ -55,7 +54,7 @@ class RewardLogger(L.Callback):
         values = sum_over_ranks(torch.tensor([local[name] for name in sorted(local)])) / trainer.world_size
         metrics = dict(zip(sorted(local), values.unbind(), strict=True))
         metrics |= {name: torch.tensor(value) for name, value in self._global(pl_module).items()}
-        log_at_epoch_end(trainer, metrics)
+        pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
 
     def _local(self, module: HeldOutModule, seconds: float) -> dict[str, float]:
         """Return metrics of this rank's images, to be averaged over ranks."""

@@ -26,7 +26,6 @@ from lit_vgrpo.training.best_evaluation import AUTO, BestEvaluation, NewestEvalu
 from lit_vgrpo.training.checkpoint_file import put_in_place
 from lit_vgrpo.training.evaluation import HeldOutModule
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS
-from lit_vgrpo.training.trainer_internals import log_epoch_now
 from lit_vgrpo.training.watchdog import Watch
 
 LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
@@ -236,8 +235,6 @@ class RunCheckpoint(Checkpoint):
             The file; ``None`` if it could not be written.
         """
         path = Path(trainer.default_root_dir) / CHECKPOINTS / name
-        if trainer.is_last_batch:
-            log_epoch_now(trainer)
         with self._requests.held() if self._requests is not None else nullcontext():
             # As Trainer.save_checkpoint (lightning 2.6.6), without its barrier, where the others would wait for a rank
             # that failed.

@@ -26,9 +26,8 @@ from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import Reward, ScoreQueue, Weighted, as_weighted
-from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
+from lit_vgrpo.training.checkpoint_file import CheckpointDamage, PortableCheckpoints, read_sound
 from lit_vgrpo.training.limits import hide_expected_warnings
-from lit_vgrpo.training.portable_checkpoints import PortableCheckpoints
 from lit_vgrpo.training.update_guard import UpdateGuard
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_vgrpo.core.sharding import full, is_sharded, laid_out_as
-from lit_vgrpo.training.portable_checkpoints import PortableCheckpoints
+from lit_vgrpo.training.checkpoint_file import PortableCheckpoints
 
 
 class FSDP2(PortableCheckpoints, ModelParallelStrategy):

@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.core.sharding import cut, local
-from lit_vgrpo.training.optimizer_state import resumed_group
-from lit_vgrpo.training.portable_checkpoints import PortableCheckpoints
+from lit_vgrpo.training.checkpoint_file import PortableCheckpoints
+from lit_vgrpo.training.optimizer import resumed_group
 
 
 class StoredPrecision(DeepSpeedPrecision):
-    """Keeps the policy's storage dtypes; Lightning's own plugin casts a frozen bfloat16 base to float32."""
+    """Keeps the policy's storage dtypes; Lightning's plugin casts a frozen bfloat16 base to float32."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -74,7 +74,7 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
         config = {
             "zero_optimization": {**zero, **(zero_options or {})},
             "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own needs compiling and computes a different AdamW
+            "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's needs compiling and computes a different AdamW
             "train_micro_batch_size_per_gpu": 1,  # only for its log
         }
         super().__init__(config=config)
@@ -85,7 +85,7 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # Lightning's own refuses everything but GPUs.
+        # Lightning's method refuses everything but GPUs.
         DDPStrategy.setup_environment(self)
 
     @override
@@ -95,8 +95,6 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
             return
         import deepspeed
 
-        if deepspeed.get_accelerator().device_name() != "cpu":
-            raise RuntimeError("DeepSpeed takes this machine's GPUs. To use its CPUs, set DS_ACCELERATOR=cpu before.")
         # On CPUs DeepSpeed would compile its shared-memory collectives for minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         reset_seed()

@@ -19,7 +19,7 @@ from lit_vgrpo.launch.train import train
 from lit_vgrpo.training import checkpoint
 from lit_vgrpo.training.checkpoint import FIRST_CTRL_C, RunCheckpoint
 from lit_vgrpo.training.checkpoint_file import put_in_place, verify
-from lit_vgrpo.training.metrics_table import read_table
+from lit_vgrpo.training.loggers import read_table
 
 
 def test_the_handler_is_put_back():

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.cli.check import check
 from lit_vgrpo.launch.build import build
-from lit_vgrpo.training.metrics_table import read_table
+from lit_vgrpo.training.loggers import read_table
 from lit_vgrpo.training.optimizer import CustomOptimizer
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, optimizer_error
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lit_vgrpo.training.metrics_table import MetricsTable, read_table, rows_up_to
+from lit_vgrpo.training.loggers import MetricsTable, read_table, rows_up_to
 from lit_vgrpo.training.resume import Progress
 
 
@@ -53,7 +53,7 @@ def test_nothing_is_lost_while_the_header_changes(tmp_path, monkeypatch):
     def killed(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lit_vgrpo.training.metrics_table.os.replace", killed)
+    monkeypatch.setattr("lit_vgrpo.training.loggers.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         log(logger, {"b": 2.0})
     assert (tmp_path / "metrics.csv").read_text() == before
