@@ -190,15 +190,6 @@ class VGRPOModule(HeldOutModule):
         assert self._iteration is not None
         self.guard.look(self.trainer, weights, self.all_ranks, self._iteration.place)
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Any,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        if not self.guard.clips(self.trainer, optimizer, gradient_clip_val, gradient_clip_algorithm):
-            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         # The iteration's first step rolls out inside the closure; only then is_idle is known.
         loss = optimizer_closure()

@@ -12,7 +12,7 @@ from types import ModuleType
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lit_vgrpo.errors import UserError, nearest, suggestion
+from lit_vgrpo.errors import UserError, suggestion
 from lit_vgrpo.system.paths import CONFIG_NAME as CONFIG_NAME
 from lit_vgrpo.training.trainer_internals import move_root_dir
 
@@ -46,8 +46,6 @@ def reserve(base: Path, is_resumed: bool = False) -> Path:
     Raises:
         UserError: the folder cannot be created.
     """
-    if not base.name and not is_resumed:
-        raise UserError(f"run_dir={base} has no folder name. Set run_dir=runs/my_run.")
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
         for folder in candidates(base):
@@ -61,6 +59,12 @@ def reserve(base: Path, is_resumed: bool = False) -> Path:
             f"Cannot create the run folder {base}: {error.strerror}. Set run_dir=/another/folder."
         ) from error
     raise AssertionError("unreachable: the candidates never end")
+
+
+def release(folder: Path) -> None:
+    """Remove a folder to which nothing was written."""
+    with suppress(OSError):
+        folder.rmdir()
 
 
 class FolderLock:
@@ -88,12 +92,6 @@ class FolderLock:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
-
-
-def release(folder: Path) -> None:
-    """Remove a folder to which nothing was written."""
-    with suppress(OSError):
-        folder.rmdir()
 
 
 class RunFolder(Callback):
@@ -139,13 +137,9 @@ def find_run(text: str) -> tuple[Path, Path | None]:
         for folder in path.parents:
             if (folder / CONFIG_NAME).is_file():
                 return folder, path
-    places = (path, path.parent, Path("runs"))
-    runs = {file.parent.name: file.parent for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))}
-    guess = nearest(path.name, runs)
-    if guess is not None:
-        advice = f"Did you mean {runs[guess]}?"
-    else:
-        advice = suggestion("", map(str, runs.values())) if runs else "Train one first: lightning run tiny_shapes"
+    places = (path.parent, Path("runs"))
+    known = [str(file.parent) for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))]
+    advice = suggestion(str(path), known) if known else "Train one first: lightning run tiny_shapes"
     raise UserError(f"{text} is not a run. {advice}")
 
 

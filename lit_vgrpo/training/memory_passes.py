@@ -85,25 +85,44 @@ def _place(value: Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
-def dummy_rollout(
+def prepared(
+    objective: Objective,
+    policy: Any,
+    conditioning: Conditioning,
+    latent_shape: tuple[int, ...],
+    images: int,
+    plan: Plan,
+    micro_batch_size: int,
+    later: Tensor | None = None,
+) -> tuple[Rollout, Experience]:
+    """Return a dummy rollout with real shapes and random latents, and what the method prepares from it.
+
+    Global random generators are not used.
+
+    Args:
+        conditioning: A single row, on the device of the rollout.
+        latent_shape: ``(C, H, W)`` of an image's latent.
+        later: Indices of the images that the first update does not train on.
+    """
+    rollout = _dummy_rollout(objective, policy.path, conditioning, latent_shape, images, plan.group_size)
+    advantages = torch.linspace(-1, 1, images, device=rollout.latents.device)
+    updates = plan.updates_per_iteration
+    context = PrepareContext(policy, rollout, advantages, micro_batch_size, updates, later=later)
+    return rollout, objective.prepare(context)
+
+
+def _dummy_rollout(
     objective: Objective,
     path: ProbabilityPath,
     conditioning: Conditioning,
     latent_shape: tuple[int, ...],
     images: int,
     group_size: int,
-    seed: int = 0,
 ) -> Rollout:
-    """Return a rollout of whole groups on the conditioning's device; global random generators are not used.
-
-    Args:
-        conditioning: Any number of rows; the groups use them in turn.
-        group_size: Images per group; reduced to a divisor of ``images`` if necessary.
-    """
     spec, size = objective.rollout_spec(0), gcd(images, group_size)
     rows, image_ids = group_layout(range(images // size), size)
     device = next(iter(conditioning.tensors.values())).device
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     times = torch.cat([path.snap(1 - torch.arange(spec.steps) / spec.steps), torch.zeros(1)]).to(device)
     trajectory = None
     if spec.is_sde:
@@ -124,7 +143,7 @@ def dummy_rollout(
         rows=rows.to(device) % len(conditioning),
         schedule=times[:-1],
         iteration=0,
-        seed=seed,
+        seed=0,
         group_size=size,
         spec=spec,
         trajectory=trajectory,
@@ -190,8 +209,9 @@ def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
     method.setup(stand_in)
     first = plan.micro_batches_per_update * plan.micro_batch_size
     later = torch.arange(first, plan.images_per_rank) if first < plan.images_per_rank else None
-    whole = _prepared(method, stand_in, plan.images_per_rank, plan, later)
-    _, micro = _prepared(method, stand_in, plan.micro_batch_size, plan)
+    cond, size = Conditioning({"rows": torch.zeros(1, 1)}), plan.micro_batch_size
+    whole = prepared(method, stand_in, cond, LATENT, plan.images_per_rank, plan, size, later)
+    _, micro = prepared(method, stand_in, cond, LATENT, size, plan, size)
     method.before_update(stand_in, [micro])
     with LiveMemory() as live:
         loss, _ = method.loss(stand_in, micro)
@@ -207,16 +227,6 @@ def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
         copies=tuple(sorted(method.copies)),
         samples_with_copy=not isinstance(method.acting(stand_in), nullcontext),
     )
-
-
-def _prepared(
-    method: Objective, policy: Any, images: int, plan: Plan, later: Tensor | None = None
-) -> tuple[Rollout, Experience]:
-    cond = Conditioning({"rows": torch.zeros(1, 1)})
-    rollout = dummy_rollout(method, policy.path, cond, LATENT, images, plan.group_size)
-    advantages = torch.linspace(-1, 1, images)
-    size, updates = plan.micro_batch_size, plan.updates_per_iteration
-    return rollout, method.prepare(PrepareContext(policy, rollout, advantages, size, updates, later=later))
 
 
 def _latents(value: Any) -> Iterator[Tensor]:

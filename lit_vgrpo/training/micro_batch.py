@@ -14,13 +14,12 @@ from lit_vgrpo.core.sharding import local
 from lit_vgrpo.core.sizes import Plan, Sizes, divisors
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import say
-from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies.placement import place
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.memory import available_bytes, measured_memory
 from lit_vgrpo.training.evaluation import HeldOutModule
 from lit_vgrpo.training.fsdp2 import FSDP2
-from lit_vgrpo.training.memory_passes import LiveMemory, demand, dummy_rollout
+from lit_vgrpo.training.memory_passes import LiveMemory, demand, prepared
 from lit_vgrpo.training.memory_shares import moments, shown
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
 
@@ -182,14 +181,10 @@ class Trial:
         With ``split_updates`` it is one of a later share: the first has no passes of the old policy, hence less memory.
         """
         policy, objective = self.module.policy, self.module.objective
-        rollout = dummy_rollout(
-            objective, policy.path, self.conditioning, policy.latent_shape, images, self.plan.group_size
-        )
-        advantages = torch.linspace(-1, 1, images, device=self.home)
-        updates = self.plan.updates_per_iteration
         plugin = self.module.trainer.precision_plugin
         with torch.enable_grad(), plugin.train_step_context() if plugin is not None else nullcontext():
-            experience = objective.prepare(PrepareContext(policy, rollout, advantages, images, updates))
+            shape = policy.latent_shape
+            _, experience = prepared(objective, policy, self.conditioning, shape, images, self.plan, images)
             (micro,) = experience.micro_batches(images)
             objective.before_update(policy, [micro])
             loss, _ = objective.loss(policy, micro.to(self.device))

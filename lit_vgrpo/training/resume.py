@@ -77,17 +77,11 @@ class Resumption:
     progress: Progress | None = None
 
     @property
-    def done(self) -> str:
-        """The progress in words."""
-        assert self.progress is not None
-        return str(self.progress)
-
-    @property
     def opening(self) -> str:
         """The line to print when the run continues."""
         if self.checkpoint is None:
             return "No checkpoint yet: starting from the beginning."
-        return f"Continuing from {self.checkpoint} ({self.done})."
+        return f"Continuing from {self.checkpoint} ({self.progress})."
 
     def is_at_end(self, trainer: Trainer) -> bool:
         """Return ``True`` if the last iteration is done."""
@@ -123,9 +117,8 @@ def resumed_folder(recipe: Path, run_dir: str | None) -> Path:
     """
     if run_dir is not None:
         return Path(run_dir).expanduser()
-    folder = recipe.parent
     if recipe.name == CONFIG_NAME:
-        return folder
+        return recipe.parent
     raise UserError(
         f"--resume continues a run folder, and {recipe} is not the {CONFIG_NAME} of one. "
         f"Try: lightning run RUN_DIR/{CONFIG_NAME} --resume, or add run_dir=RUN_DIR."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 import torch
@@ -127,7 +128,7 @@ def rollout_error(strategy: Strategy, rollout: RolloutSpec | None) -> str | None
     return _sharding_error(strategy, options)
 
 
-def _sharding_error(strategy: Strategy, options: dict[str, object]) -> str | None:
+def _sharding_error(strategy: Strategy, options: Mapping[str, object]) -> str | None:
     used = [f"{key}={str(value).lower()}" for key, value in options.items() if value]
     if not used or not (isinstance(strategy, FSDP2) or (isinstance(strategy, ZeRO) and strategy.stage == 3)):
         return None

@@ -205,20 +205,21 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
 
 
 @torch.no_grad()
-def local_gradients(parameters: Iterable[Any]) -> list[Tensor]:
-    """Return this rank's gradients, or its shards of them, as they are when an optimizer step is due.
+def local_gradients(parameters: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield this rank's gradients, or its shards of them, as they are when an optimizer step is due.
 
     ZeRO has reduced them by then and keeps them outside ``.grad``; other strategies' are taken from there.
     """
-    found: list[Tensor | None] = []
     for parameter in parameters:
+        gradient: Tensor | None = None
         if hasattr(parameter, "ds_tensor"):  # ZeRO-3
             from deepspeed.utils import safe_get_local_grad
 
-            found.append(safe_get_local_grad(parameter))
+            gradient = safe_get_local_grad(parameter)
         elif hasattr(parameter, "_hp_mapping"):  # ZeRO-1 and 2, which have public access only to whole gradients
             part = parameter._hp_mapping  # None where all of it belongs to other ranks
-            found.append(part and part.get_lp_grad_fragment(parameter._index_in_param_group))
+            gradient = part and part.get_lp_grad_fragment(parameter._index_in_param_group)
         elif parameter.grad is not None:
-            found.append(local(parameter.grad))
-    return [gradient for gradient in found if gradient is not None]
+            gradient = local(parameter.grad)
+        if gradient is not None:
+            yield gradient

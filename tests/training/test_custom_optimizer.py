@@ -86,21 +86,12 @@ def test_a_lower_rate_counts_after_a_resume_and_another_schedule_is_named(tiny_s
         train(tiny_sd3, tmp_path, 2, tmp_path / "one.ckpt", **longer)
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(tiny_sd3, tmp_path):
-    _, trainer = train(tiny_sd3, tmp_path, 1, **CASES["SGD, cosine"])
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    for options, way in ((CASES["RMSprop alone"], "its own recipe"), ({}, "its own recipe")):
-        with pytest.raises(ValueError, match=f"moments of a different optimizer. .*{way}"):
-            train(tiny_sd3, tmp_path, 2, tmp_path / "one.ckpt", **options)
-
-
 @pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"optimizer": partial(torch.optim.SGD, lr=-1)}, "model.optimizer cannot be built: Invalid learning rate: -1"),
         ({"optimizer": torch.optim.LBFGS}, "model.optimizer=LBFGS needs the loss several times"),
         ({"lr_scheduler": CosineAnnealingLR}, "model.lr_scheduler cannot be built: .*T_max"),
-        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "has no metric to monitor"),
         ({"optimizer": OptimizerConfig(warmup_steps=5), "lr_scheduler": COSINE}, "warmup_steps=5 and model.lr_sch"),
     ],
 )
@@ -139,7 +130,7 @@ def test_a_recipe_names_them_by_class_path(tiny_recipe):
     optimizer = cli.model.optimization.optimizer.trial()
     assert isinstance(optimizer, torch.optim.SGD)
     assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.01, 0.9)
-    assert isinstance(cli.model.optimization.schedule.make(optimizer), CosineAnnealingLR)
+    assert isinstance(cli.model.optimization.make_schedule(optimizer), CosineAnnealingLR)
     assert cli.plain_recipe()["model"]["optimizer"]["class_path"] == "torch.optim.SGD"
     other = "model.optimizer={class_path: torch.optim.RMSprop, init_args: {lr: 0.02}}"
     for settings in (str(tiny_recipe), "tiny_shapes"):  # which has AdamW's

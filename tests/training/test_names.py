@@ -54,8 +54,8 @@ def test_a_precision_that_casts_is_refused(name):
     trainer = L.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, precision="bf16-true")
     error = strategy_error(trainer.strategy)
     assert error is not None
-    assert error.startswith("trainer.precision=bf16-true would cast the trained weights under ")
-    assert "model.policy.dtype=bfloat16" in error
+    assert error.startswith("trainer.precision=bf16-true would cast the trained weights.")
+    assert "model.policy.dtype" in error
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDP2, ZeRO])
