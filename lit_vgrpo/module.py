@@ -37,7 +37,6 @@ from lit_vgrpo.training.resume_guard import ResumeGuard
 from lit_vgrpo.training.saved_weights import refuse_other_weights, trained_only
 from lit_vgrpo.training.settings import ModuleSettings
 from lit_vgrpo.training.start import load_policy
-from lit_vgrpo.training.strategies import keeps_plain_weights
 from lit_vgrpo.training.update_guard import UpdateGuard
 
 
@@ -260,7 +259,7 @@ class VGRPOModule(HeldOutModule):
 
     def configure_optimizers(self) -> Any:
         weights = trainable_parameters(self.policy).values()
-        return self.optimization.build(weights, fused=keeps_plain_weights(self.trainer.strategy))
+        return self.optimization.build(weights)
 
     def on_fit_start(self) -> None:
         self._stops = False

@@ -95,7 +95,7 @@ class FolderLock:
 
 
 class RunFolder(Callback):
-    """Broadcasts the folder that rank 0 created; until ``setup`` the other ranks have the name that was asked for.
+    """Broadcasts the folder that rank 0 created; until ``setup`` the other ranks have the requested name.
 
     Args:
         ckpt_path: checkpoint that this rank resumes from.

@@ -37,34 +37,26 @@ class Optimization:
         self._asked: dict[str, Any] = {}
 
     def check(self) -> list[str]:
-        """Return one line for each reason why the two cannot be built."""
-        errors = self.optimizer.check()
-        if self.make_schedule is None or errors:
-            return errors
-        try:
-            self.make_schedule(self.optimizer.trial())
-        except Exception as error:  # the constructor may raise anything
-            errors.append(f"model.lr_scheduler cannot be built: {one_line(error)}")
-        if self.optimizer.warmup_steps:
-            errors.append(
-                f"model.optimizer.warmup_steps={self.optimizer.warmup_steps} and model.lr_scheduler are both "
-                "given. Leave one of them out; torch.optim.lr_scheduler.OneCycleLR warms up by itself."
-            )
-        return errors
+        """Return why the two do not fit each other: at most one line."""
+        if self.make_schedule is None or not self.optimizer.warmup_steps:
+            return []
+        return [
+            f"model.optimizer.warmup_steps={self.optimizer.warmup_steps} and model.lr_scheduler are both given. "
+            "Leave one of them out; torch.optim.lr_scheduler.OneCycleLR warms up by itself."
+        ]
 
-    def build(self, parameters: Iterable[nn.Parameter], fused: bool = False) -> Any:
-        """Return the result of ``configure_optimizers``.
-
-        Args:
-            fused: use torch's fused AdamW where the weights' device has it.
-        """
-        optimizer = self.optimizer.build(parameters, fused)
+    def build(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """Return the result of ``configure_optimizers``; raise ValueError if one of the two cannot be built."""
+        optimizer = self.optimizer.build(parameters)
         make = self.make_schedule
         if make is None:
             if not self.optimizer.warmup_steps:
                 return optimizer
             make = partial(LambdaLR, lr_lambda=partial(_ramp, self.optimizer.warmup_steps))
-        scheduler = make(optimizer)
+        try:
+            scheduler = make(optimizer)
+        except Exception as error:  # the constructor may raise anything
+            raise ValueError(f"model.lr_scheduler cannot be built: {one_line(error)}") from error
         options = inspect.signature(type(scheduler)).parameters.keys() - {"optimizer", "last_epoch"}
         self._asked = {name: copy(value) for name, value in vars(scheduler).items() if name in options}
         config: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}

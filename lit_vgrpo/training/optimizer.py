@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 import torch
@@ -16,12 +15,9 @@ from lit_vgrpo.errors import one_line
 
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-FUSED_ON = ("cpu", "cuda")
-"""Devices with torch's fused AdamW, one kernel for all weights."""
-SETTINGS = ("initial_lr", "betas", "momentum", "alpha", "rho", "weight_decay", "eps", "dampening", "nesterov", "fused")
+SETTINGS = ("initial_lr", "betas", "momentum", "alpha", "rho", "weight_decay", "eps", "dampening", "nesterov")
 CYCLED = ("betas", "momentum")
 """Settings that a schedule with ``max_momentum`` also changes."""
-MISSING = 'model.optimizer.kind=adamw8bit needs bitsandbytes. Run: pip install "lit-vgrpo[memory]"'
 
 
 @checked
@@ -45,29 +41,16 @@ class OptimizerConfig:
     warmup_steps: NonNegativeInt = 0
     kind: Literal["adamw", "adamw8bit"] = "adamw"
 
-    def check(self) -> list[str]:
-        """Return why the optimizer cannot be built: at most one line."""
-        return [MISSING] if self.kind == "adamw8bit" and find_spec("bitsandbytes") is None else []
-
-    def trial(self) -> torch.optim.Optimizer:
-        """Return a small optimizer with these settings, to try a schedule on."""
-        return torch.optim.AdamW([nn.Parameter(torch.zeros(2, 2))], lr=self.lr, betas=self.betas)
-
-    def build(self, parameters: Iterable[nn.Parameter], fused: bool = False) -> torch.optim.Optimizer:
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer; a checkpoint restores its moments, not its settings.
-
-        Args:
-            fused: use torch's fused AdamW where the weights' device has it.
 
         Raises:
             ModuleNotFoundError: bitsandbytes is not installed.
         """
-        weights = list(parameters)
         settings: dict[str, Any] = {key: getattr(self, key) for key in ("lr", "betas", "weight_decay", "eps")}
         if self.kind == "adamw8bit":
-            return _adamw8bit(weights, settings)
-        has_kernel = all(weight.device.type in FUSED_ON for weight in weights)
-        optimizer = torch.optim.AdamW(weights, **settings, fused=(fused and has_kernel) or None)
+            return _adamw8bit(list(parameters), settings)
+        optimizer = torch.optim.AdamW(parameters, **settings)
         optimizer.register_load_state_dict_pre_hook(with_current_settings)
         return optimizer
 
@@ -77,7 +60,9 @@ def _adamw8bit(weights: list[nn.Parameter], settings: Mapping[str, Any]) -> torc
     try:
         from bitsandbytes.optim import AdamW8bit
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(MISSING) from error
+        raise ModuleNotFoundError(
+            'model.optimizer.kind=adamw8bit needs bitsandbytes. Run: pip install "lit-vgrpo[memory]"'
+        ) from error
 
     class ResumableAdamW8bit(AdamW8bit):  # the library's class runs no load hooks
         def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
@@ -99,38 +84,24 @@ class CustomOptimizer:
     def __init__(self, make: OptimizerCallable) -> None:
         self.make = direct(make)
 
-    def check(self) -> list[str]:
-        """Return why the optimizer cannot be built or used: at most one line."""
-        try:
-            optimizer = self.trial()
-        except Exception as error:  # the constructor may raise anything
-            return [f"model.optimizer cannot be built: {one_line(error)}"]
-        if isinstance(optimizer, torch.optim.LBFGS):
-            return ["model.optimizer=LBFGS needs the loss several times per step. Use AdamW or another."]
-        return []
-
-    def trial(self) -> torch.optim.Optimizer:
-        """Return a small optimizer of this kind."""
-        return self.make([nn.Parameter(torch.zeros(2, 2))])
-
-    def build(self, parameters: Iterable[nn.Parameter], fused: bool = False) -> torch.optim.Optimizer:
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer; a checkpoint restores its state, not its settings.
 
-        Args:
-            fused: has no effect; the factory decides.
+        Raises:
+            ValueError: it cannot be built, or needs the loss several times per step.
         """
-        optimizer = self.make(list(parameters))
+        try:
+            optimizer = self.make(list(parameters))
+        except Exception as error:  # the constructor may raise anything
+            raise ValueError(f"model.optimizer cannot be built: {one_line(error)}") from error
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("model.optimizer=LBFGS needs the loss several times per step. Use AdamW or another.")
         optimizer.register_load_state_dict_pre_hook(with_current_settings)
         return optimizer
 
 
 def as_optimizer(optimizer: OptimizerConfig | OptimizerCallable | None) -> OptimizerConfig | CustomOptimizer:
-    """Return the object that builds the optimizer.
-
-    Raises:
-        ValueError: AdamW's settings are invalid.
-        TypeError: AdamW's settings have the wrong type.
-    """
+    """Return the object that builds the optimizer; raise ValueError or TypeError for invalid settings of AdamW."""
     if optimizer is None or isinstance(optimizer, OptimizerConfig):
         return optimizer or OptimizerConfig()
     make = direct(optimizer)

@@ -64,7 +64,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that continues in its own folder.
+    """A run that continues in its folder.
 
     Attributes:
         folder: the run folder.
@@ -106,11 +106,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def resumed_folder(recipe: Path, run_dir: str | None) -> Path:
-    """Return the run folder that ``--resume`` continues.
-
-    Args:
-        recipe: the recipe on the command line.
-        run_dir: the folder on the command line, or in the recipe.
+    """Return the run folder that ``--resume`` continues: ``run_dir`` if given, else the recipe's.
 
     Raises:
         UserError: the recipe is not in a run folder, and none was given.

@@ -86,11 +86,7 @@ class ResumeGuard(Callback):
         self.inputs: Inputs = {}
 
     def carry(self, recipe: dict[str, Any], texts: Mapping[Place, str]) -> None:
-        """Set the recipe for all later checkpoints.
-
-        Args:
-            texts: see :func:`~lit_vgrpo.config.environment.environment_texts`.
-        """
+        """Set the recipe for all later checkpoints; ``texts`` as in :func:`changes`."""
         self.recipe = with_fingerprints(recipe, texts)
 
     @override
@@ -131,18 +127,14 @@ def refuse_changes(
     what: str,
     texts: Mapping[Place, str],
 ) -> list[str]:
-    """Compare a checkpoint's recipe and input files with the current ones; what it does not hold may be anything.
+    """Compare a checkpoint's recipe and input files with the current ones, and return the allowed changes.
 
     Args:
         checkpoint: its content.
-        now: the current recipe, as in :func:`changes`.
+        now: the current recipe, as in :func:`changes`; ``texts`` likewise.
         inputs: the current hashes, see :func:`inputs_of`.
         allowed: value of ``allow_changes``.
         what: the checkpoint's name in messages.
-        texts: as in :func:`changes`.
-
-    Returns:
-        The allowed changes.
 
     Raises:
         UserError: with every difference, unless they are allowed.
@@ -210,7 +202,11 @@ def _is_free(key: str, bound: Sequence[str]) -> bool:
 
 def _settings(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield every setting with its dotted key; of the callbacks only EMA, which is part of training."""
-    for place, value in leaves(recipe, _has_parts):
+
+    def has_parts(place: Place, entries: list[Any]) -> bool:
+        return place[-1] != "callbacks" and any(isinstance(entry, Mapping) for entry in entries)
+
+    for place, value in leaves(recipe, has_parts):
         if place != ("trainer", "callbacks"):
             yield dotted(place), list(value) if isinstance(value, tuple) else value
             continue
@@ -219,10 +215,6 @@ def _settings(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield "trainer.EMA.class_path", "EMA"
                 for inner, option in leaves(callback.get("init_args") or {}):
                     yield f"trainer.EMA.{dotted(inner)}", option
-
-
-def _has_parts(place: Place, entries: list[Any]) -> bool:
-    return place[-1] != "callbacks" and any(isinstance(entry, Mapping) for entry in entries)
 
 
 def _shown(value: Any) -> str:

@@ -50,9 +50,7 @@ class LoraPlace:
     def error(self, policy: Policy) -> str | None:
         """Return why a policy cannot start from it, in one line, or ``None``; nothing is downloaded."""
         path = self.at_hand()
-        if path is not None:
-            return lora_file_error(policy, path)
-        return explain_unloadable(self.repository, self.filename, KEY)
+        return lora_file_error(policy, path) if path else explain_unloadable(self.repository, self.filename, KEY)
 
 
 def find_lora(policy: Policy) -> LoraPlace | None:
@@ -70,9 +68,7 @@ def find_lora(policy: Policy) -> LoraPlace | None:
         raise LoadError(str(error)) from error
     place = _lora_at(policy.start_from, path)
     if place is not None and policy.start_weights != "trained":
-        raise LoadError(
-            f"model.policy.start_weights={policy.start_weights} has no effect on a LoRA file. Leave it out."
-        )
+        raise LoadError("model.policy.start_weights=ema has no effect on a LoRA file. Leave it out.")
     return place
 
 
@@ -126,7 +122,6 @@ def load_policy(policy: Policy) -> Policy:
 
 
 def _put_start(saved: SavedWeights, variant: str, policy: Policy) -> None:
-    """Replace a loaded policy's weights by a variant of a run's; raise LoadError if the run trained other weights."""
     difference = saved.difference(variant, policy)
     if difference is not None:
         raise LoadError(
@@ -155,7 +150,7 @@ def start_hash(policy: Policy) -> str | None:
     path = _saved(policy)[0].path if lora is None else lora.at_hand()
     if path is None:
         return None
-    if lora is not None:
+    if path.suffix == SUFFIX:
         return sha256(path.read_bytes()).hexdigest()
     with zipfile.ZipFile(path) as archive:  # torch's checkpoint: its checksums are together at the end of the file
         parts = [(part.filename.partition("/")[2], part.CRC) for part in archive.infolist()]
@@ -163,14 +158,7 @@ def start_hash(policy: Policy) -> str | None:
 
 
 def _saved(policy: Policy, say: Callable[[str], None] = lambda line: None) -> tuple[SavedWeights, str]:
-    """Return the checkpoint that a policy starts from, and the variant of its weights.
-
-    Args:
-        say: called with a line for every checkpoint that is skipped.
-
-    Raises:
-        LoadError: it cannot be used.
-    """
+    """Return the checkpoint that a policy starts from, and the variant of its weights; raise LoadError."""
     assert policy.start_from is not None
     variant = {"trained": TRAINED, "ema": AVERAGE}[policy.start_weights]
     try:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
 
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import (
-    DDPStrategy,
     DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
-    SingleDeviceStrategy,
     Strategy,
     StrategyRegistry,
 )
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.training.checkpoint_file import PortableCheckpoints
 from lit_vgrpo.training.fsdp2 import FSDP2
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
 from lit_vgrpo.training.zero import ZeRO
-
-__all__ = ["FSDP2", "ZeRO", "keeps_plain_weights", "register", "strategy_error", "strategy_errors"]
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta")
 """torch's optimizers whose state holds a tensor of the weight's shape, or a scalar, per weight."""
@@ -32,18 +27,9 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 """Precisions of the trainer that do not cast weights."""
 
 
-class PolicyOptions(Protocol):
-    """The options of a policy that some strategies rule out."""
-
-    dtype: torch.dtype
-    compile_network: bool
-    fold_lora: bool | None
-    quantisation: Literal["nf4", "int8"] | None
-
-
 def strategy_errors(
     strategy: Strategy,
-    policy: PolicyOptions,
+    policy: Policy,
     optimizer: OptimizerConfig | CustomOptimizer,
     sizes: Sizes,
     rollout: RolloutSpec | None = None,
@@ -59,15 +45,6 @@ def strategy_errors(
         micro_batch_error(strategy, sizes),
     )
     return [error for error in found if error is not None]
-
-
-def keeps_plain_weights(strategy: Strategy) -> bool:
-    """Return ``True`` if the optimizer gets whole tensors whose gradients are not scaled, as a fused one needs.
-
-    Under autocast Lightning refuses to clip for a fused optimizer, which might unscale the gradients itself.
-    """
-    is_plain = type(strategy) in (SingleDeviceStrategy, DDPStrategy)
-    return is_plain and not isinstance(strategy.precision_plugin, MixedPrecision)
 
 
 def strategy_error(strategy: Strategy) -> str | None:
@@ -89,12 +66,12 @@ def strategy_error(strategy: Strategy) -> str | None:
 
 def optimizer_error(strategy: Strategy, optimizer: OptimizerConfig | CustomOptimizer) -> str | None:
     """Return why an optimizer does not work under a strategy, or ``None``."""
-    if optimizer.kind == "adamw" or not isinstance(strategy, PortableCheckpoints) or optimizer.check():
+    if optimizer.kind == "adamw" or not isinstance(strategy, PortableCheckpoints):
         return None
     fits = ELEMENTWISE if isinstance(strategy, FSDP2) else ("AdamW",)
     name = optimizer.kind
     if isinstance(optimizer, CustomOptimizer):
-        cls = type(optimizer.trial())
+        cls = getattr(optimizer.make, "func", optimizer.make)  # a class with its options bound
         name = cls.__name__
         if name in fits and cls.__module__.startswith("torch.optim"):
             return None
@@ -104,7 +81,7 @@ def optimizer_error(strategy: Strategy, optimizer: OptimizerConfig | CustomOptim
     )
 
 
-def whole_weights_error(strategy: Strategy, policy: PolicyOptions) -> str | None:
+def whole_weights_error(strategy: Strategy, policy: Policy) -> str | None:
     """Return which speed option of a policy needs whole weights that a strategy shards, or ``None``.
 
     Compiled blocks are untested with the hooks by which FSDP2 and ZeRO-3 gather weights.
@@ -138,7 +115,7 @@ def _sharding_error(strategy: Strategy, options: Mapping[str, object]) -> str | 
     )
 
 
-def quantisation_error(strategy: Strategy, policy: PolicyOptions) -> str | None:
+def quantisation_error(strategy: Strategy, policy: Policy) -> str | None:
     """Return why a quantised network does not work under a strategy, or ``None``.
 
     FSDP2 and ZeRO-3 shard weights of one floating-point type; under ZeRO-1 and ZeRO-2 it is untested.
@@ -151,7 +128,7 @@ def quantisation_error(strategy: Strategy, policy: PolicyOptions) -> str | None:
     )
 
 
-def scaling_error(strategy: Strategy, policy: PolicyOptions) -> str | None:
+def scaling_error(strategy: Strategy, policy: Policy) -> str | None:
     """Return why a policy cannot be trained in float16, or ``None``.
 
     The loss is a mean over about 1e5 latent values, so most gradients underflow in float16 (smallest number: 6e-8)
@@ -175,14 +152,9 @@ def micro_batch_error(strategy: Strategy, sizes: Sizes) -> str | None:
     )
 
 
-def register() -> None:
-    """Register the strategies with Lightning by name, as in ``trainer.strategy=zero2``."""
-    for stage in (1, 2, 3):
-        StrategyRegistry.register(f"zero{stage}", ZeRO, f"DeepSpeed ZeRO-{stage}", override=True, stage=stage)
-    for stage in (2, 3):
-        text = f"DeepSpeed ZeRO-{stage} with CPU offload"
-        StrategyRegistry.register(f"zero{stage}_offload", ZeRO, text, override=True, stage=stage, offload=True)
-    StrategyRegistry.register("fsdp2", FSDP2, "Fully sharded data parallel, torch's second version", override=True)
-
-
-register()
+# The names in recipes, as in ``trainer.strategy=zero2``.
+for _stage in (1, 2, 3):
+    StrategyRegistry.register(f"zero{_stage}", ZeRO, override=True, stage=_stage)
+    if _stage > 1:
+        StrategyRegistry.register(f"zero{_stage}_offload", ZeRO, override=True, stage=_stage, offload=True)
+StrategyRegistry.register("fsdp2", FSDP2, override=True)

@@ -46,9 +46,6 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
         offload: keep the optimizer state, and in stage 3 the weights, in CPU memory.
         bucket_size: elements per reduction or gathering.
         zero_options: further entries of DeepSpeed's ``zero_optimization``.
-
-    Raises:
-        ValueError: ``stage`` is not 1, 2 or 3.
     """
 
     def __init__(
@@ -60,12 +57,8 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
     ) -> None:
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
-        zero: dict[str, Any] = {
-            "stage": stage,
-            "reduce_bucket_size": bucket_size,
-            "allgather_bucket_size": bucket_size,
-            "stage3_prefetch_bucket_size": bucket_size,
-        }
+        buckets = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+        zero: dict[str, Any] = {"stage": stage, **dict.fromkeys(buckets, bucket_size)}
         if offload:
             on_cpu = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
             zero["offload_optimizer"] = on_cpu

@@ -185,7 +185,8 @@ def test_sigterm_saves_after_the_micro_batch_under_way_and_the_run_goes_on_bit_f
     averages = [end["callbacks"][next(key for key in end["callbacks"] if key.startswith("EMA"))] for end in ends]
     for name, value in averages[0]["average"].items():
         assert torch.equal(value, averages[1]["average"][name]), name
-    assert [row["epoch"] for row in iterations_logged("cut")] == ["0", "1", "2", "3"]
+    # Killed before the end of the iteration, a run lacks its row.
+    assert [row["epoch"] for row in iterations_logged("cut")] == ["0", "1", *(["2"] if patient else []), "3"]
 
 
 def iterations_logged(folder):
@@ -261,7 +262,8 @@ class Filling(Callback):
 """
 
 
-@pytest.mark.parametrize(("stop", "ranks"), [(3, 1), *(pytest.param(9, n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stop", "ranks"), [(3, 1), (9, 1), (9, 2)])
 def test_a_full_disk_leaves_what_was_saved(tiny_recipe, tmp_path, stop, ranks):
     (tmp_path / "filling.py").write_text(FILLING)
     callbacks = "{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}, {class_path: filling.Filling, "
@@ -285,7 +287,8 @@ def test_a_full_disk_leaves_what_was_saved(tiny_recipe, tmp_path, stop, ranks):
     assert steps == ([2, 4] if stop == 3 else [1, 2])
 
 
-@pytest.mark.parametrize("stop", repeating([3, 9], slow=[3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [3, 9])
 def test_a_disk_without_room_for_a_byte_costs_lines_and_no_training(tiny_recipe, tmp_path, stop):
     (tmp_path / "filling.py").write_text(FILLING)
     filling = f"{{class_path: filling.Filling, init_args: {{start: 2, stop: {stop}, size: 0}}}}"

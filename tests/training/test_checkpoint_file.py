@@ -34,7 +34,7 @@ def test_damage_is_found_and_a_file_that_stays_as_it_was_is_compared_once(tmp_pa
     damaged = bytearray(path.read_bytes())
     damaged[damaged.index(moment.numpy().tobytes())] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises(CheckpointDamage, match="is damaged: a/data/.* is not what was written"):
+    with pytest.raises(CheckpointDamage, match="is damaged: archive/data/.* is not what was written"):
         read_sound(path)
 
 

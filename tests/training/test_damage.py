@@ -83,7 +83,7 @@ def every_reader(path, capfd):
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (flip_a_bit_of, "is damaged: last/data/"),
+        (flip_a_bit_of, "is damaged: archive/data/"),
         pytest.param(put_nan_into, f"has values that are not finite, in {NAME}", marks=pytest.mark.slow),
     ],
 )
