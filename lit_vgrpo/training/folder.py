@@ -140,7 +140,8 @@ def find_run(text: str) -> tuple[Path, Path | None]:
     places = (path.parent, Path("runs"))
     known = [str(file.parent) for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))]
     advice = suggestion(str(path), known) if known else "Train one first: lightning run tiny_shapes"
-    raise UserError(f"{text} is not a run. {advice}")
+    error = f"is not a run folder: it has no {CONFIG_NAME}" if path.is_dir() else "is not a run"
+    raise UserError(f"{text} {error}. {advice}")
 
 
 def find_checkpoint(text: str, run: Path) -> Path:
@@ -159,4 +160,4 @@ def find_checkpoint(text: str, run: Path) -> Path:
 
 def no_checkpoint(run: Path) -> str:
     """Return the message for a run that has not saved anything."""
-    return f"{run} has no checkpoint yet. Train it: lightning run {run / CONFIG_NAME} --resume"
+    return f"{run} holds no checkpoint yet. Train it: lightning run {run / CONFIG_NAME} --resume"

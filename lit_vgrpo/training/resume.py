@@ -18,7 +18,7 @@ from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, no_checkpoint
 SUMMARY_NAME = "summary.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Progress:
     """Progress of a run at a checkpoint.
 
@@ -51,10 +51,6 @@ class Progress:
 
     def __str__(self) -> str:
         return f"{counted(self.iterations, 'iteration')}, {counted(self.optimizer_steps, 'optimizer step')}"
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return (self.optimizer_steps, self.images, self.batches)
 
     def is_finished(self, max_epochs: int | None, max_steps: int) -> bool:
         """Return ``True`` if these limits of the trainer are reached."""
@@ -133,16 +129,17 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
     Raises:
         UserError: there are checkpoints, but none is sound: starting from the beginning would overwrite them.
     """
-    found: list[tuple[tuple[int, ...], float, Path]] = []
+    found: list[tuple[Progress, float, Path]] = []
     files = _files(folder)
     for path in files:
         try:
-            found.append((Progress.of(read(path)).order, path.stat().st_mtime, path))
+            found.append((Progress.of(read(path)), path.stat().st_mtime, path))
         except CheckpointDamage as damage:
             say(f"Skipped {path}: it {damage}.")
-    for _, _, path in sorted(found, reverse=True):
+    for progress, _, path in sorted(found, reverse=True):
         try:
-            return Resumption(folder, path, Progress.of(read_sound(path)))
+            read_sound(path)
+            return Resumption(folder, path, progress)
         except CheckpointDamage as damage:
             say(f"Skipped {path}: it {damage}.")
     if files:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -55,6 +56,8 @@ def strategy_error(strategy: Strategy) -> str | None:
             f"trainer.strategy={type(strategy).__name__} writes checkpoints that only it can read. "
             f"Use trainer.strategy={'zero2' if isinstance(strategy, DeepSpeedStrategy) else 'fsdp2'}."
         )
+    if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+        return "trainer.plugins=AsyncCheckpointIO returns before a checkpoint is on disk. Leave it out."
     precision = strategy.precision_plugin.precision
     if precision in (PRECISIONS[:1] if is_portable else PRECISIONS):
         return None

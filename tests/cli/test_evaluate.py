@@ -333,10 +333,7 @@ def test_a_torn_checkpoint_is_skipped_and_can_be_named_no_more(inside, capsys):
     [
         (["runs/tny"], "runs/tny is not a run. Did you mean runs/tiny?"),
         (["runs"], "runs is not a run folder: it has no config.yaml. Use one of: runs/plain, runs/tiny."),
-        (
-            ["tiny.yaml"],
-            "tiny.yaml is not part of a run: it is not a run's config.yaml or checkpoint. Did you mean ",
-        ),
+        (["tiny.yaml"], "tiny.yaml is not a run. "),
         ([], "No run given. Try: lightning eval runs/tiny_shapes"),
         (["runs/tiny", "--emma"], "--emma is not an option of eval. Did you mean ema?"),
         (["runs/tiny", "--out"], "--out has no value. Write --out VALUE."),
@@ -370,9 +367,8 @@ def test_weights_of_another_shape_are_refused(inside, tiny_sd3):
     module.configure_model()
     saved.refuse_misfit("trained", module.policy)
     name = next(iter(saved.tensors["EMA"]))
-    here = tuple(saved.tensors["EMA"][name].shape)
     saved.tensors["EMA"][name] = torch.zeros(1, 1)
-    said = f"1 trained tensor would not fit, such as {name}, which has shape (1, 1) there and {here} here."
+    said = f"1 trained tensor would not fit, such as {name}."
     with pytest.raises(UserError, match=re.escape(said)):
         saved.refuse_misfit("EMA", module.policy)
 

@@ -10,10 +10,8 @@ import torch
 from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import RunSummary
-from lit_vgrpo.cli.check import CHECKPOINTS_AT_ONCE
 from lit_vgrpo.cli.eval.command import EvaluateOptions
 from lit_vgrpo.cli.run import run
-from lit_vgrpo.launch.build import build
 from lit_vgrpo.training.best_evaluation import BestEvaluation
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.resume import last_good_checkpoint
@@ -145,11 +143,3 @@ def test_resuming_takes_it_where_it_is_furthest(tiny_recipe):
     assert EvaluateOptions.parse(["run", "--checkpoint", "best.ckpt"]).checkpoint == folder / "best.ckpt"
     (folder / "previous.ckpt").replace(folder / "best.ckpt")
     assert last_good_checkpoint(Path("run"), print).checkpoint == folder / "best.ckpt"
-
-
-def test_the_disk_must_have_room_for_all_of_them(tiny_recipe):
-    cli = build([str(tiny_recipe), "run_dir=run"])
-    cli.checkpoints.every_n_iterations = 1
-    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
-    kept = list((cli.folder / "checkpoints").iterdir())
-    assert len(kept) + 1 == CHECKPOINTS_AT_ONCE  # and the one that is being written

@@ -16,28 +16,9 @@ from lit_vgrpo import VGRPOModule
 from lit_vgrpo.cli.run import run
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.train import train
-from lit_vgrpo.training.checkpoint import FIRST_CTRL_C, RunCheckpoint
+from lit_vgrpo.training.checkpoint import FIRST_CTRL_C
 from lit_vgrpo.training.checkpoint_file import read_sound
 from lit_vgrpo.training.loggers import read_table
-
-
-def test_before_the_first_iteration_ctrl_c_stops_at_once():
-    checkpoint = RunCheckpoint()
-    with checkpoint.listening(), pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    assert checkpoint.interrupted
-    assert checkpoint.saved is None
-
-
-def test_the_first_ctrl_c_waits_and_the_second_does_not(capfd):
-    checkpoint = RunCheckpoint()
-    checkpoint.training = True
-    with checkpoint.listening():
-        signal.raise_signal(signal.SIGINT)
-        assert checkpoint.interrupted
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert "Ctrl-C again stops at once" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -220,21 +201,6 @@ def test_a_second_signal_to_terminate_stops_within_the_micro_batch_and_saves(tin
 
     cli.model.__class__ = at_step((2, 1), twice)
     assert train(cli) == status
-    assert cli.checkpoints.saved == cli.folder / "checkpoints" / "interrupted.ckpt"
-
-
-def test_a_terminal_that_closes_sends_sighup_more_than_once(tiny_recipe):
-    cli = build([str(tiny_recipe), *UPDATES, "trainer.max_epochs=4", "data.heldout=null"])
-    sent = []
-
-    def close():
-        for name in ("SIGHUP", "SIGHUP", "SIGTERM"):
-            signal.raise_signal(signal.Signals[name])
-            sent.append(name)
-
-    cli.model.__class__ = at_step((2, 1), close)
-    assert train(cli) == 129
-    assert len(sent) == 3  # the micro-batch went on
     assert cli.checkpoints.saved == cli.folder / "checkpoints" / "interrupted.ckpt"
 
 

@@ -110,22 +110,6 @@ def test_a_run_whose_time_is_over_finishes_its_iteration(tiny_sd3, tmp_path):
     assert all((weights(module)[name] == value).all() for name, value in weights(whole).items())
 
 
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "prompts"),
-    [
-        (Sizes(48, 24, 1, 8), 1, 1),
-        (Sizes(48, 24, 1, 4), 16, 2),
-        (Sizes(48, 24, 4, 2, split_updates=True), 1, 4),
-        (Sizes(1, 4), 1, 1),
-    ],
-)
-def test_the_smallest_sizes_keep_the_micro_batch_and_the_shares(sizes, ranks, prompts):
-    smaller = sizes.smallest(ranks)
-    assert smaller.errors(ranks) == []
-    assert smaller.prompts_per_iteration == prompts
-    assert (smaller.group_size, smaller.micro_batch_size) == (sizes.group_size, sizes.micro_batch_size)
-
-
 def warnings_of(tiny_sd3, tmp_path, module_options=None, **trainer):
     module = make_module(tiny_sd3, **(module_options or {}))
     with warnings.catch_warnings(record=True) as found:

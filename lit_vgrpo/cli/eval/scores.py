@@ -112,7 +112,7 @@ class HeldOutEvaluation(VGRPOModule):
         self.scores: dict[str, ImageScores] = {}
 
     def setup(self, stage: str) -> None:
-        own = str(self.saved.path), self.saved.progress.order
+        own = str(self.saved.path), self.saved.progress
         if len(set(objects_of_all_ranks(own))) > 1:
             raise UserError(f"{self.saved.path} was replaced while the ranks read it. Run the evaluation again.")
 
