@@ -84,7 +84,7 @@ class RunCheckpoint(Checkpoint):
         """Handle SIGINT, SIGTERM and SIGHUP inside the block, and restore the handlers after it.
 
         Args:
-            watch: knows which ranks are stopped, and ends this process where the main thread cannot.
+            watch: knows which ranks have died, and ends this process where the main thread cannot.
         """
         requests = _Requests(self, watch or Watch())
         with requests.listening():

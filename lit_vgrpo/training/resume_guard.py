@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -63,8 +62,6 @@ BOUND_KEYS = (
 )
 ABSENT = "not set"
 PROMPTS, START = "data.train", "model.policy.start_from"
-MOVABLE = {PROMPTS: r"data\.train(\[\d+\])?(\.path)?", START: r"model\.policy(\.init_args)?\.start_from"}
-"""Patterns of path settings that may change while the content of their files stays the same."""
 
 Inputs = dict[str, dict[str, str]]
 """SHA-256 of files by the recipe's key and the name of the file."""
@@ -91,7 +88,7 @@ class ResumeGuard(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Some strategies write checkpoints in their own way and accept no other.
+        # Some strategies write checkpoints differently and accept no other.
         with suppress(MisconfigurationException, NotImplementedError):
             if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
                 trainer.strategy.checkpoint_io = FileCheckpointIO()
@@ -140,8 +137,7 @@ def refuse_changes(
         UserError: with every difference, unless they are allowed.
     """
     saved = checkpoint.get(INPUTS_KEY, {})
-    moved = [pattern for key, pattern in MOVABLE.items() if key in saved and saved[key] == inputs.get(key)]
-    of_recipe = changes(checkpoint[RECIPE_KEY], now, moved, texts) if RECIPE_KEY in checkpoint else []
+    of_recipe = changes(checkpoint[RECIPE_KEY], now, texts) if RECIPE_KEY in checkpoint else []
     found = [*of_recipe, *changed_inputs(saved, inputs)]
     if found and not allowed:
         why = "it is a checkpoint of another recipe" if of_recipe else "it was trained with other files"
@@ -156,18 +152,12 @@ def refuse_changes(
 # --- the recipe ------------------------------------------------------------------------------------------------------
 
 
-def changes(
-    saved: Mapping[str, Any],
-    now: Mapping[str, Any],
-    moved: Sequence[str] = (),
-    texts: Mapping[Place, str] | None = None,
-) -> list[str]:
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Place, str] | None = None) -> list[str]:
     """Return one line for each setting that must be the same and is not.
 
     Args:
         saved: the checkpoint's recipe, plain values with the defaults filled in.
         now: the current one.
-        moved: patterns of path settings whose files are unchanged.
         texts: values from the environment as written, which are not shown.
 
     >>> changes({"model": {"lr": 0.001}, "name": "a"}, {"model": {"lr": 0.0003}, "name": "b"})
@@ -186,8 +176,7 @@ def changes(
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key, ABSENT), after.get(key, ABSENT)
         inner = any(key.startswith(owner) and key != f"{owner}class_path" for owner in swapped)
-        is_moved = any(re.fullmatch(pattern, key) for pattern in moved)
-        if not (is_same_value(old, new) or inner or is_moved or _is_free(key, bound)):
+        if not (is_same_value(old, new) or inner or _is_free(key, bound)):
             shown = key.replace(".init_args", "").removesuffix(".class_path")
             lines.append(f"{shown}: {_shown(old)} in the checkpoint, {_shown(shown_now.get(key, new))} now")
     return lines

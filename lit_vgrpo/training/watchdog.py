@@ -72,7 +72,7 @@ class Watch:
             except subprocess.TimeoutExpired:
                 child.kill()
 
-    def says_who_died(self) -> bool:
+    def report_death(self) -> bool:
         """Report another rank's death, which a failed collective may show first; ``False`` if none died."""
         end = time.monotonic() + (BLAME_S if self.children or self._parent else 0.0)
         while not (death := self._death()) and time.monotonic() < end:
@@ -82,7 +82,7 @@ class Watch:
         return death is not None
 
     def hindrance(self, is_urgent: bool) -> str | None:
-        """Return why waiting for the other ranks is in vain after an urgent request to stop, or ``None``."""
+        """Return why waiting for the other ranks is useless after an urgent request to stop, or ``None``."""
         return self._death() if is_urgent else None
 
     def end(self, status: int, reason: str) -> None:

@@ -1,6 +1,5 @@
 """A run goes on with the reward's code, prompts and weights that it was trained with, or says what has changed."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -111,15 +110,6 @@ def test_with_allow_changes_it_goes_on_and_the_next_checkpoint_knows_the_new_one
     assert "Changed: data.train: prompts changed since" in capfd.readouterr().out
     assert run([*words, "trainer.max_epochs=3"]) == 0
     assert "Changed" not in capfd.readouterr().out
-
-
-def test_what_moved_is_the_same(inside):
-    Path("elsewhere").mkdir()
-    rows = [json.dumps({"prompt": line}) for line in Path("train.txt").read_text().splitlines()]
-    Path("elsewhere/prompts.jsonl").write_text("\n\n".join(rows))
-    moved = "data.train=elsewhere/prompts.jsonl"
-    cli = build(["run/config.yaml", "--resume", "trainer.max_epochs=2", moved], make_folder=False)
-    assert not cli.allowed_changes
 
 
 def test_a_checkpoint_that_knows_of_none_goes_with_all(inside):

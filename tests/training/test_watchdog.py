@@ -103,7 +103,7 @@ def children(*codes):
 )
 def test_the_rank_that_is_to_blame_is_named(codes, said, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert children(*codes).says_who_died()
+    assert children(*codes).report_death()
     assert capfd.readouterr().err.strip().startswith(said)
 
 
@@ -114,11 +114,11 @@ def test_a_rank_that_died_is_not_waited_for_after_an_urgent_signal():
 
 def test_ranks_that_ended_well_are_not_blamed(capfd, monkeypatch):
     monkeypatch.setattr("lit_vgrpo.training.watchdog.BLAME_S", 0.2)
-    assert not children(0, 0).says_who_died()
+    assert not children(0, 0).report_death()
     assert capfd.readouterr().err == ""
 
 
 def test_a_single_process_is_left_alone(tmp_path):
     trainer = make_trainer(tmp_path)
     with watched(trainer) as watch:
-        assert not watch.says_who_died()
+        assert not watch.report_death()
