@@ -79,12 +79,11 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
     at once.
     """
     names = frozenset(getattr(network, "_no_split_modules", None) or ())
-    return _innermost(network, names)
 
+    def innermost(module: nn.Module) -> list[nn.Module]:
+        found = []
+        for child in module.children():
+            found += innermost(child) or ([child] if type(child).__name__ in names else [])
+        return found
 
-def _innermost(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
-    found = []
-    for child in module.children():
-        within = _innermost(child, names)
-        found += within or ([child] if type(child).__name__ in names else [])
-    return found
+    return innermost(network)
