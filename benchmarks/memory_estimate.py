@@ -81,8 +81,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
     from lit_vgrpo.apps.memory.meta import policy_on_meta
     from lit_vgrpo.policies import SD3Policy, UNetPolicy
     from lit_vgrpo.system.memory import measured_memory
-    from lit_vgrpo.training.live_memory import LiveMemory
-    from lit_vgrpo.training.memory_passes import Pass
+    from lit_vgrpo.training.memory_passes import LiveMemory, Pass
 
     torch.manual_seed(0)
     family = {"SD3": SD3Policy, "UNet": UNetPolicy}[case["family"]]

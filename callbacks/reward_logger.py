@@ -14,7 +14,6 @@ from lit_vgrpo.core.gather import sum_over_ranks
 from lit_vgrpo.core.records import IterationRecord
 from lit_vgrpo.rollout.copying import copying_warning
 from lit_vgrpo.training.strategies import ZeRO
-from lit_vgrpo.training.trainer_internals import log_at_epoch_end
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -55,7 +54,7 @@ class RewardLogger(L.Callback):
         metrics |= {name: torch.tensor(value) for name, value in self._global(pl_module, record).items()}
         if pl_module.objective.needs_reward:
             metrics |= {name: torch.tensor(value) for name, value in self._rewards(record).items()}
-        log_at_epoch_end(trainer, metrics)
+        pl_module.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
 
     def _local(self, record: IterationRecord, seconds: float) -> dict[str, float]:
         """Return metrics of this rank's images, to be averaged over ranks."""

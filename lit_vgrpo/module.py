@@ -35,13 +35,11 @@ from lit_vgrpo.training.checkpoint_file import read_sound
 from lit_vgrpo.training.evaluation import Evaluator
 from lit_vgrpo.training.limits import training_warnings
 from lit_vgrpo.training.micro_batch import settle
-from lit_vgrpo.training.optimization import Optimization
+from lit_vgrpo.training.optimization import LRSchedulerCallable, Optimization
 from lit_vgrpo.training.optimizer import OptimizerCallable, OptimizerConfig
 from lit_vgrpo.training.resume_guard import ResumeGuard
 from lit_vgrpo.training.saved_weights import refuse_other_weights, trained_only
-from lit_vgrpo.training.schedule import LRSchedulerCallable
 from lit_vgrpo.training.start import load_policy
-from lit_vgrpo.training.strategies import keeps_plain_weights
 from lit_vgrpo.training.update_guard import UpdateGuard
 
 
@@ -181,15 +179,6 @@ class VGRPOModule(L.LightningModule):
         weights = list(trainable_parameters(self.policy).values())
         self.guard.look(self.trainer, weights, self.all_ranks, self.iteration.place)
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Any,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        if not self.guard.clips(self.trainer, optimizer, gradient_clip_val, gradient_clip_algorithm):
-            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         # The iteration's first step rolls out inside the closure; only then is_idle is known.
         loss = optimizer_closure()
@@ -292,7 +281,7 @@ class VGRPOModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         weights = trainable_parameters(self.policy).values()
-        return self.optimization.build(weights, fused=keeps_plain_weights(self.trainer.strategy))
+        return self.optimization.build(weights)
 
     def on_fit_start(self) -> None:
         self._stops = False

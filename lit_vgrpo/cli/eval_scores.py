@@ -98,7 +98,7 @@ class HeldOutEvaluation(VGRPOModule):
         self.of_variants: dict[str, ImageScores] = {}
 
     def setup(self, stage: str) -> None:
-        if len(set(objects_of_all_ranks((str(self.saved.path), self.saved.progress.order)))) > 1:
+        if len(set(objects_of_all_ranks((str(self.saved.path), self.saved.progress)))) > 1:
             raise UserError(f"{self.saved.path} was replaced while the ranks read it. Run the evaluation again.")
 
     def val_dataloader(self) -> DataLoader[str]:

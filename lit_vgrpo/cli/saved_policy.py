@@ -16,8 +16,8 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.system.process import report_on_first
-from lit_vgrpo.training.folder import CONFIG_NAME
-from lit_vgrpo.training.saved_run import find_checkpoint, find_run, last_good
+from lit_vgrpo.training.folder import CONFIG_NAME, find_checkpoint, find_run
+from lit_vgrpo.training.resume import last_good
 from lit_vgrpo.training.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedWeights
 from lit_vgrpo.training.start import load_policy
 

@@ -80,7 +80,9 @@ def train_recipe(command: Command, beside: Callable[[RecipeCLI], AbstractContext
             raise UserError(*errors)
         company = beside(cli)
         if cli.resumption is not None and cli.resumption.is_over(cli.trainer):
-            report_on_first(f"{cli.folder} is finished: {cli.resumption.done}. To continue, add trainer.max_epochs=N.")
+            report_on_first(
+                f"{cli.folder} is finished: {cli.resumption.progress}. To continue, add trainer.max_epochs=N."
+            )
             return 0
         cli.save_recipe()
         if is_first_process():

@@ -34,12 +34,10 @@ from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import is_first_process, report_on_first
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.folder import CONFIG_NAME, FolderLock, RunFolder, release, reserve
-from lit_vgrpo.training.inputs import inputs_of
 from lit_vgrpo.training.limits import limit_error
 from lit_vgrpo.training.optimizer import OptimizerConfig
-from lit_vgrpo.training.recipe_changes import RecipeInCheckpoint, refuse_changes
 from lit_vgrpo.training.resume import Resumption, last_good_checkpoint, resumed_folder
-from lit_vgrpo.training.resume_guard import ResumeGuard
+from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
 from lit_vgrpo.training.settings import errors_under
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
@@ -85,8 +83,7 @@ class RecipeCLI(LightningCLI):
         self.lock = FolderLock()
         self.checkpoints = RunCheckpoint()
         self.resumption: Resumption | None = None
-        self.carried = RecipeInCheckpoint()
-        self.guard = ResumeGuard(allow_changes=False)
+        self.guard = ResumeGuard()
         self.allowed_changes: list[str] = []
         self.unscorable: list[UnscorablePrompts] = []
         # Only save_hyperparameters reads it, which neither class calls; to make it takes a tenth of the building time.
@@ -143,7 +140,7 @@ class RecipeCLI(LightningCLI):
         super().instantiate_classes()
         try:
             if trains or self.ckpt_path is not None:
-                self.carried.carry(self.plain_recipe(), self._texts)
+                self.guard.carry(self.plain_recipe(), self._texts)
             self._check_checkpoint()
         except UserError:
             self.give_back()
@@ -171,7 +168,6 @@ class RecipeCLI(LightningCLI):
         checkpoint = read_checkpoint(Path(path), what)
         inputs, allowed = inputs_of(self.model, self.datamodule), self.config.allow_changes
         self.allowed_changes = refuse_changes(checkpoint, self.plain_recipe(), inputs, allowed, what, self._texts)
-        self.guard.expect(inputs, allowed, self.allowed_changes)
         if self.resumption is None:
             refuse_finished(checkpoint, self.trainer, what)
 
@@ -205,7 +201,7 @@ class RecipeCLI(LightningCLI):
         reports = [callback for callback in chosen if isinstance(callback, our_callbacks.Report)]
         others = [callback for callback in chosen if callback not in reports]
         added = [cls() for kind, cls in wanted.items() if not any(isinstance(callback, kind) for callback in chosen)]
-        callbacks: list[Callback] = [RunFolder(self.ckpt_path), self.carried, self.guard, *others, *added]
+        callbacks: list[Callback] = [RunFolder(self.ckpt_path), self.guard, *others, *added]
         callbacks += reports or [our_callbacks.Report()]  # it shows what the others have written
         own = [callback for callback in chosen if isinstance(callback, RunCheckpoint)]
         if own:

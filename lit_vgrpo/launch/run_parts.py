@@ -10,9 +10,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
-from lit_vgrpo.training.metrics_table import MetricsTable, rows_up_to
+from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, rows_up_to
 from lit_vgrpo.training.resume import Progress, Resumption, newest_checkpoint
-from lit_vgrpo.training.tensorboard import Events
 
 
 def read_checkpoint(path: Path, what: str) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def run_loggers(setting: Any, folder: Path, resumption: Resumption | None) -> li
         loggers.insert(0, MetricsTable(folder, rows_up_to(progress) if resumption is not None else None))
     if setting in (None, True):
         purge: Any = {"purge_step": progress.optimizer_steps} if progress is not None else {}
-        loggers.append(Events(folder, name="", version="tensorboard", **purge))
+        loggers.append(TensorBoard(folder, name="", version="tensorboard", **purge))
     return loggers
 
 

@@ -59,7 +59,7 @@ def train(cli: RecipeCLI) -> int:
                 if message is None:
                     raise
                 raise message from error
-            if not watch.says_who_died():
+            if not watch.report_death():
                 traceback.print_exception(error)
                 _say_it_failed(cli)
             watch.stop(GRACE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_vgrpo.errors import counted
@@ -32,13 +33,12 @@ class NewestEvaluation:
         return True
 
 
+@dataclass(frozen=True)
 class BestEvaluation:
     """The highest value of a held-out metric so far; NaN is never the best.
 
     Args:
         metric: its key; ``auto`` takes the untrained reward where there is one, else the trained one.
-
-    Attributes:
         name: the metric of ``value``; ``None`` before the first evaluation.
         value: the best value.
         iteration: iterations done at that evaluation.
@@ -47,40 +47,26 @@ class BestEvaluation:
         ValueError: a metric that is better when lower.
     """
 
-    def __init__(self, metric: str = AUTO) -> None:
-        if metric.startswith(DISTANCES):
-            raise ValueError(f"best={metric} is better when lower. Use a reward such as {TRAINED}, or auto.")
-        self.metric = metric
-        self.name: str | None = None
-        self.value = -math.inf
-        self.iteration = 0
+    metric: str = AUTO
+    name: str | None = None
+    value: float = -math.inf
+    iteration: int = 0
 
-    def is_in(self, heldout: Mapping[str, float]) -> bool:
-        """Return ``True`` if an evaluation measured the metric."""
-        return self._name_in(heldout) in heldout
+    def __post_init__(self) -> None:
+        if self.metric.startswith(DISTANCES):
+            raise ValueError(f"best={self.metric} is better when lower. Use a reward such as {TRAINED}, or auto.")
 
-    def improved_by(self, heldout: Mapping[str, float]) -> bool:
-        """Return ``True`` if an evaluation is better than all before it."""
-        name = self._name_in(heldout)
+    def improved_by(self, heldout: Mapping[str, float], iteration: int) -> BestEvaluation | None:
+        """Return an evaluation after ``iteration`` iterations if it is better than all before it, else ``None``."""
+        name = (UNTRAINED if UNTRAINED in heldout else TRAINED) if self.metric == AUTO else self.metric
         # A resumed run may have a new held-out reward, whose values cannot be compared.
         known = self.value if name == self.name else -math.inf
-        return heldout.get(name, math.nan) > known
-
-    def take(self, heldout: Mapping[str, float], iteration: int) -> None:
-        """Remember an evaluation as the best one."""
-        self.name = self._name_in(heldout)
-        self.value, self.iteration = heldout[self.name], iteration
-
-    def _name_in(self, heldout: Mapping[str, float]) -> str:
-        if self.metric != AUTO:
-            return self.metric
-        return UNTRAINED if UNTRAINED in heldout else TRAINED
+        if not heldout.get(name, math.nan) > known:
+            return None
+        return replace(self, name=name, value=heldout[name], iteration=iteration)
 
     def state_dict(self) -> dict[str, Any]:
         return {"name": self.name, "value": self.value, "iteration": self.iteration}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.name, self.value, self.iteration = state["name"], state["value"], state["iteration"]
 
     def __str__(self) -> str:
         return f"{self.name} {self.value:.4g} after {counted(self.iteration, 'iteration')}"

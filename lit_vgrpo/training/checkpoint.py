@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from lit_vgrpo.system.streams import say_from_handler
 from lit_vgrpo.training.best_evaluation import AUTO, BestEvaluation, NewestEvaluation
 from lit_vgrpo.training.checkpoint_file import put_in_place
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS
-from lit_vgrpo.training.trainer_internals import log_epoch_now
 from lit_vgrpo.training.watchdog import Watch
 
 LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
@@ -44,9 +44,8 @@ class RunCheckpoint(Checkpoint):
     Args:
         every_n_iterations: iterations between saves of ``last.ckpt``; 0 leaves them to another callback.
         keep_previous: keep the last but one as ``previous.ckpt``, in case ``last.ckpt`` gets damaged.
-        best: held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` takes the untrained reward
-            where the recipe names one, else the trained one. null keeps no best checkpoint; neither does ``auto``
-            where another callback saves.
+        best: held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` is the untrained reward if
+            the recipe has one, else the trained one, or none where another callback saves. null keeps none.
 
     Attributes:
         interrupted: Ctrl-C was pressed.
@@ -84,7 +83,7 @@ class RunCheckpoint(Checkpoint):
         """Handle SIGINT, SIGTERM and SIGHUP inside the block, and restore the handlers after it.
 
         Args:
-            watch: knows which ranks are stopped, and ends this process where the main thread cannot.
+            watch: knows which ranks have died, and ends this process where the main thread cannot.
         """
         requests = _Requests(self, watch or Watch())
         with requests.listening():
@@ -140,7 +139,7 @@ class RunCheckpoint(Checkpoint):
         if self._requests is not None:
             self._requests.release()
         # After any micro-batch: an update may take longer than the job has left, and the checkpoint holds its images.
-        if self._any_rank(trainer, self.terminated):
+        if _any_rank(trainer, self.terminated):
             self.terminated = True
             self._save(trainer, INTERRUPTED)
             # After the last step the iteration ends first, perhaps with an evaluation, whose result must not be lost.
@@ -148,7 +147,7 @@ class RunCheckpoint(Checkpoint):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._any_rank(trainer, self.terminated):  # which leaves time for one checkpoint only
+        if not _any_rank(trainer, self.terminated):  # which leaves time for one checkpoint only
             self._keep_best(trainer, pl_module)
         if self._is_final(trainer):
             self._is_through = True
@@ -163,8 +162,8 @@ class RunCheckpoint(Checkpoint):
                 self._stop(trainer)
 
     def _is_asked_to_stop(self, trainer: Trainer) -> bool:
-        self.terminated = self._any_rank(trainer, self.terminated)
-        self.interrupted = self._any_rank(trainer, self.interrupted)
+        self.terminated = _any_rank(trainer, self.terminated)
+        self.interrupted = _any_rank(trainer, self.interrupted)
         return self.terminated or self.interrupted
 
     def _stop(self, trainer: Trainer) -> None:
@@ -183,10 +182,9 @@ class RunCheckpoint(Checkpoint):
         if self._requests is not None:
             self._requests.release(heed=False)
             self._requests.hear_ctrl_c()
-        # Saving is collective, and the other ranks may be waiting elsewhere.
-        alone = trainer.world_size == 1
-        asked = isinstance(exception, KeyboardInterrupt | SIGTERMException)
-        if asked and self.training and self.saved is None and alone and not self._leaving:
+        is_asked = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        is_alone = trainer.world_size == 1  # saving is collective, and the other ranks may be waiting elsewhere
+        if is_asked and is_alone and self.training and self.saved is None and not self._leaving:
             self._save(trainer, INTERRUPTED)
 
     @override
@@ -196,7 +194,7 @@ class RunCheckpoint(Checkpoint):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.best is not None and "best" in state_dict:
-            self.best.load_state_dict(state_dict["best"])
+            self.best = replace(self.best, **state_dict["best"])
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
@@ -207,36 +205,31 @@ class RunCheckpoint(Checkpoint):
             return
         if self.best.metric == AUTO and self.every_n_iterations == 0:
             return
-        if not self.best.is_in(evaluator.latest):
-            metric, known = self.best.metric, suggestion(self.best.metric, evaluator.latest)
-            rank_zero_warn(f"No evaluation measured best={metric}, so no {BEST} is kept. {known}")
-        if not trainer.strategy.broadcast(self.best.improved_by(evaluator.latest)):
+        heldout = evaluator.latest
+        if self.best.metric not in (AUTO, *heldout):
+            advice = suggestion(self.best.metric, heldout)
+            rank_zero_warn(f"No evaluation measured best={self.best.metric}, so no {BEST} is kept. {advice}")
+        better = trainer.strategy.broadcast(self.best.improved_by(heldout, evaluator.history[-1].iteration))
+        if better is None:
             return
-        before, unsaved = self.best.state_dict(), self.unsaved
-        self.best.take(evaluator.latest, evaluator.history[-1].iteration)
-        if self._save(trainer, BEST) is None:
-            self.best.load_state_dict(before)
+        before, unsaved = self.best, self.unsaved
+        self.best = better
+        if self._save(trainer, BEST) is not None:
+            self.best = before
         self.unsaved = unsaved  # it is about last.ckpt
 
     def _is_final(self, trainer: Trainer) -> bool:
         epochs_done = trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1
-        steps_done = 0 <= trainer.max_steps <= trainer.global_step
-        return epochs_done or trainer.should_stop or steps_done
+        return epochs_done or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
 
     def _is_due(self, trainer: Trainer) -> bool:
         if self.every_n_iterations == 0:
             return False
         return (trainer.current_epoch + 1) % self.every_n_iterations == 0 or self._is_final(trainer)
 
-    def _save(self, trainer: Trainer, name: str) -> Path | None:
-        """Write a checkpoint; all ranks must call it, and all get the same result.
-
-        Returns:
-            The file; ``None`` if it could not be written.
-        """
+    def _save(self, trainer: Trainer, name: str) -> str | None:
+        """Write a checkpoint; return an error message if that fails. All ranks must call it, with the same result."""
         path = Path(trainer.default_root_dir) / CHECKPOINTS / name
-        if trainer.is_last_batch:
-            log_epoch_now(trainer)
         with self._requests.held() if self._requests is not None else nullcontext():
             # As Trainer.save_checkpoint (lightning 2.6.6), without its barrier, where the others would wait for a rank
             # that failed.
@@ -244,19 +237,9 @@ class RunCheckpoint(Checkpoint):
             self.unsaved = trainer.strategy.broadcast(self._write(trainer, checkpoint, path))
             if name != BEST:
                 self.saved = None if self.unsaved is not None else path
-        if self.unsaved is None:
-            return path
-        if trainer.is_global_zero:
-            is_last_try = name == INTERRUPTED or self._is_final(trainer)
-            then = (
-                "Free some disk space, then continue the run with --resume"
-                if is_last_try
-                else "The next save tries again"
-            )
-            if name == BEST:
-                then = "The next better evaluation tries again"
-            say(f"{self.unsaved} {then}.", error=True)
-        return None
+        if self.unsaved is not None and trainer.is_global_zero:
+            say(f"{self.unsaved} Free some disk space. A later save or --resume tries again.", error=True)
+        return self.unsaved
 
     def _write(self, trainer: Trainer, checkpoint: dict[str, Any], path: Path) -> str | None:
         """Write the file; return an error message if that fails."""
@@ -266,25 +249,16 @@ class RunCheckpoint(Checkpoint):
             if trainer.is_global_zero:
                 keep = self.keep_previous and path.name == LAST
                 put_in_place(draft, path, path.with_name(PREVIOUS) if keep else None)
-        except (OSError, RuntimeError) as error:
-            if not isinstance(error, OSError) and "PytorchStreamWriter" not in str(error):
-                raise
+        except OSError as error:
             draft.unlink(missing_ok=True)
-            return _what_failed(path, error)
+            folder = next(parent for parent in path.parents if parent.exists())
+            room = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
+            return f"Cannot save {path}: {error.strerror or one_line(error)} ({room}). Earlier checkpoints are kept."
         return None
 
-    @staticmethod
-    def _any_rank(trainer: Trainer, flag: bool) -> bool:
-        return trainer.strategy.reduce_boolean_decision(flag, all=False)
 
-
-def _what_failed(path: Path, error: Exception) -> str:
-    folder = next(parent for parent in path.parents if parent.exists())
-    reason = getattr(error, "strerror", None) or one_line(error)
-    room = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
-    kept = [name for name in (LAST, PREVIOUS, BEST, INTERRUPTED) if path.with_name(name).exists()]
-    stays = f"Earlier checkpoints are kept: {', '.join(kept)}." if kept else "There is no earlier checkpoint."
-    return f"Cannot save {path}: {reason} ({room}). {stays}"
+def _any_rank(trainer: Trainer, flag: bool) -> bool:
+    return trainer.strategy.reduce_boolean_decision(flag, all=False)
 
 
 class _Requests(StopRequests):

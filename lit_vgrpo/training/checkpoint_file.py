@@ -1,40 +1,43 @@
-"""Checkpoint files: written whole or not at all, and verified when read."""
+"""Checkpoint files: written whole or not at all, verified when read, and readable under any strategy."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from torch import Tensor
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
 from typing_extensions import override
 
+from lit_vgrpo.core.sharding import cut, full, local
+from lit_vgrpo.core.sharding import write as write_parameters
+from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX, sync_folder
-from lit_vgrpo.training.trainer_internals import is_on_this_machine
 
 RECIPE_KEY, INPUTS_KEY = "lit_vgrpo_recipe", "lit_vgrpo_inputs"
-"""Entries of a checkpoint: the recipe of its run, and the fingerprints of what that read."""
+"""Entries of a checkpoint: the recipe of its run, and the hashes of the files that it read."""
 NEEDED_KEYS = ("state_dict", "loops", "global_step", "optimizer_states", "lit_vgrpo")
 
 
 class CheckpointDamage(Exception):
-    """A file that is not a checkpoint of a run, or is damaged; the message says why."""
+    """A file that is not a checkpoint of a run, or is damaged; the message is a predicate such as "is torn"."""
 
 
 class FileCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint I/O, with atomic writes and verified reads.
 
-    A checkpoint is written to a draft beside its file and renamed, without a copy in memory or in a temporary folder.
+    A checkpoint is written to a draft next to its file and renamed, without a copy in memory or in a temporary folder.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if not is_on_this_machine(path):
+        if _is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         path = Path(path)
@@ -46,8 +49,54 @@ class FileCheckpointIO(TorchCheckpointIO):
     @override
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         content: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
-        verify_for_trainer(path, content.get("state_dict", {}))
+        _verify_for_trainer(path, content)
         return content
+
+
+class PortableCheckpoints(Strategy):
+    """Writes one file per checkpoint, on rank 0, with whole tensors, as a single process does.
+
+    Weights are loaded before they are sharded or wrapped, as under DDP, so that hooks run in the same order.
+    """
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @property
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Trained parameters by name, in the optimizer's order."""
+        assert self.lightning_module is not None
+        return trainable_parameters(self.lightning_module)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        # Memory-mapped, so that the processes of a node share its pages.
+        safe = True if weights_only is None else weights_only
+        content: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=safe)
+        _verify_for_trainer(checkpoint_path, content)
+        return content
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the trained weights, whole on rank 0; all ranks must call it."""
+        return {name: full(p, local(p)) for name, p in self._trained.items()}
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        saved = checkpoint["state_dict"]
+        trained = {name: p for name, p in self._trained.items() if name in saved}
+        write_parameters(trained, {name: cut(p, saved[name]) for name, p in trained.items()})
 
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
@@ -65,16 +114,10 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
     except (OSError, RuntimeError) as error:
         path.unlink(missing_ok=True)
         # torch's writer raises RuntimeError for a full disk; the first cause is worth reporting.
-        raise _disk_error(error) from error
-
-
-def _disk_error(error: BaseException) -> OSError:
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError):
-            return cause
-        cause = cause.__cause__ or cause.__context__
-    return OSError(None, str(error).splitlines()[0])
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        raise cause or OSError(None, str(error).splitlines()[0]) from error
 
 
 def put_in_place(draft: Path, path: Path, previous: Path | None = None) -> None:
@@ -97,72 +140,24 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (PermissionError, IsADirectoryError) as error:
-        is_folder = isinstance(error, IsADirectoryError)
-        raise CheckpointDamage(
-            "is a folder, not a file" if is_folder else f"cannot be read: {error.strerror}"
-        ) from error
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        raise CheckpointDamage("is torn, or no checkpoint") from error
+        reason = getattr(error, "strerror", None)
+        raise CheckpointDamage(f"cannot be read: {reason}" if reason else "is torn, or no checkpoint") from error
     missing = [key for key in NEEDED_KEYS if key not in content] if isinstance(content, dict) else list(NEEDED_KEYS)
     if missing:
         raise CheckpointDamage(f"has no {missing[0]}: no checkpoint of a run")
     return content
 
 
-def verify(path: Path) -> None:
-    """Verify a file against its own checksums, which torch does not do; skip files that this process has verified.
-
-    Raises:
-        CheckpointDamage: names the first tensor that differs.
-    """
-    try:
-        version = _version(path)
-        if version in _VERIFIED:
-            return
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except PermissionError as error:
-        raise CheckpointDamage(f"cannot be read: {error.strerror}") from error
-    except (OSError, zipfile.BadZipFile, NotImplementedError, EOFError) as error:  # inconsistent zip records
-        raise CheckpointDamage("is torn, or no checkpoint") from error
-    if damaged is not None:
-        raise CheckpointDamage(f"is damaged: {_tensor_in(path, damaged)} is not what was written")
-    _VERIFIED.add(version)
-
-
 def read_sound(path: Path) -> dict[str, Any]:
     """Read a checkpoint as :func:`read` does, and verify its bytes and that every weight is finite.
 
     Raises:
-        CheckpointDamage: it is torn, unreadable, incomplete or damaged, or holds a weight that is not finite.
+        CheckpointDamage: it is torn, unreadable, incomplete or damaged, or has a weight that is not finite.
     """
     content = read(path)
-    verify(path)
-    if (version := _version(path)) not in _FINITE:
-        for weights in (content["state_dict"], *averages(content)):
-            _refuse_non_finite(weights)
-        _FINITE.add(version)
+    _verify(path, content)
     return content
-
-
-def verify_for_trainer(path: str | Path, weights: Mapping[str, Tensor]) -> None:
-    """Verify a checkpoint that a Trainer has just read; skip remote files and folders.
-
-    Args:
-        path: path that the Trainer was given.
-        weights: the checkpoint's ``state_dict``.
-
-    Raises:
-        RuntimeError: the file is damaged, or a weight is not finite.
-    """
-    if not is_on_this_machine(path) or Path(path).is_dir():
-        return
-    try:
-        verify(Path(path))
-        _refuse_non_finite(weights)
-    except CheckpointDamage as damage:
-        raise RuntimeError(f"{path} {damage}. Give another checkpoint.") from damage
 
 
 def averages(content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
@@ -171,42 +166,40 @@ def averages(content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     return [state["average"] for state in states if isinstance(state, dict) and "average" in state]
 
 
-def _refuse_non_finite(weights: Mapping[str, Tensor]) -> None:
-    for name, tensor in weights.items():
-        # One pass without a copy: 30 times as fast as isfinite().all().
-        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-            raise CheckpointDamage(f"holds values that are not finite, in {name}")
-
-
 _VERIFIED: set[tuple[object, ...]] = set()
-_FINITE: set[tuple[object, ...]] = set()
-"""Versions of files whose bytes, or weights, this process has verified."""
+"""Versions of files that this process has verified."""
 
 
-def _version(path: Path) -> tuple[object, ...]:
-    """Return an identifier of the file that changes when it is written to or replaced."""
+def _verify(path: Path, content: Mapping[str, Any]) -> None:
+    """Compare a file with its checksums, which torch does not do, and look for weights that are not finite."""
     found = path.stat()
-    return str(path.resolve()), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _tensor_in(path: Path, record: str) -> str:
-    """Return the name of the tensor in the record ``NAME/data/NUMBER``, or the record's own name."""
+    version = (str(path.resolve()), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    if version in _VERIFIED:
+        return
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        number = int(record.rpartition("/data/")[2])
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError):
-        return record
-    # torch.save (2.15) numbers storages in pickling order and identifies them by _cdata.
-    names: dict[int, str] = {}
-    for name, tensor in _tensors(content, ""):
-        names.setdefault(tensor.untyped_storage()._cdata, name)
-    return dict(enumerate(names.values())).get(number, record)
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (OSError, zipfile.BadZipFile, NotImplementedError, EOFError) as error:  # inconsistent zip records
+        raise CheckpointDamage("is torn, or no checkpoint") from error
+    if damaged is not None:
+        raise CheckpointDamage(f"is damaged: {damaged} is not what was written")
+    for weights in (content.get("state_dict", {}), *averages(content)):
+        for name, tensor in weights.items():
+            # One pass without a copy: 30 times as fast as isfinite().all().
+            if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+                raise CheckpointDamage(f"has values that are not finite, in {name}")
+    _VERIFIED.add(version)
 
 
-def _tensors(tree: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor with its dotted name, in pickling order."""
-    if isinstance(tree, Tensor):
-        yield prefix, tree
-    elif isinstance(tree, Mapping | list | tuple):
-        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from _tensors(value, f"{prefix}.{key}" if prefix else str(key))
+def _verify_for_trainer(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Verify a checkpoint that a Trainer has read; skip remote files and folders; raise RuntimeError for damage."""
+    if _is_remote(path) or Path(path).is_dir():
+        return
+    try:
+        _verify(Path(path), content)
+    except CheckpointDamage as damage:
+        raise RuntimeError(f"{path} {damage}. Give another checkpoint.") from damage
+
+
+def _is_remote(path: str | Path) -> bool:
+    return "://" in str(path)

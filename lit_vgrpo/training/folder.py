@@ -1,4 +1,4 @@
-"""The folder of a run, which no other run writes to."""
+"""The folder of a run: creating it, locking it against other runs, and finding one by a path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, suggestion
 from lit_vgrpo.system.paths import CONFIG_NAME as CONFIG_NAME
 from lit_vgrpo.training.trainer_internals import move_root_dir
 
@@ -46,8 +46,6 @@ def reserve(base: Path, is_resumed: bool = False) -> Path:
     Raises:
         UserError: the folder cannot be created.
     """
-    if not base.name and not is_resumed:
-        raise UserError(f"run_dir={base} has no folder name. Set run_dir=runs/my_run.")
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
         for folder in candidates(base):
@@ -61,6 +59,12 @@ def reserve(base: Path, is_resumed: bool = False) -> Path:
             f"Cannot create the run folder {base}: {error.strerror}. Set run_dir=/another/folder."
         ) from error
     raise AssertionError("unreachable: the candidates never end")
+
+
+def release(folder: Path) -> None:
+    """Remove a folder to which nothing was written."""
+    with suppress(OSError):
+        folder.rmdir()
 
 
 class FolderLock:
@@ -90,14 +94,8 @@ class FolderLock:
             self._handle = None
 
 
-def release(folder: Path) -> None:
-    """Remove a folder to which nothing was written."""
-    with suppress(OSError):
-        folder.rmdir()
-
-
 class RunFolder(Callback):
-    """Broadcasts the folder that rank 0 created; until ``setup`` the other ranks have the name that was asked for.
+    """Broadcasts the folder that rank 0 created; until ``setup`` the other ranks have the requested name.
 
     Args:
         ckpt_path: checkpoint that this rank resumes from.
@@ -119,3 +117,47 @@ class RunFolder(Callback):
                 f"The ranks do not see the same checkpoints: rank 0 continues from {agreed}, "
                 f"rank {trainer.global_rank} from {self.ckpt_path}. Use a run folder that all machines share."
             )
+
+
+def find_run(text: str) -> tuple[Path, Path | None]:
+    """Return the run folder that a path belongs to, and the checkpoint if the path is one.
+
+    Args:
+        text: a run folder, its config.yaml, or one of its checkpoints.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    path = Path(text).expanduser()
+    if (path / CONFIG_NAME).is_file():
+        return path, None
+    if path.is_file() and path.name == CONFIG_NAME:
+        return path.parent, None
+    if path.is_file() and path.suffix == ".ckpt":
+        for folder in path.parents:
+            if (folder / CONFIG_NAME).is_file():
+                return folder, path
+    places = (path.parent, Path("runs"))
+    known = [str(file.parent) for place in places for file in sorted(place.glob(f"*/{CONFIG_NAME}"))]
+    advice = suggestion(str(path), known) if known else "Train one first: lightning run tiny_shapes"
+    error = f"is not a run folder: it has no {CONFIG_NAME}" if path.is_dir() else "is not a run"
+    raise UserError(f"{text} {error}. {advice}")
+
+
+def find_checkpoint(text: str, run: Path) -> Path:
+    """Return a checkpoint by its path, or by its name in a run's checkpoint folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    named = Path(text).expanduser()
+    for path in (named, run / named, run / CHECKPOINTS / named):
+        if path.is_file():
+            return path
+    known = sorted(path.name for path in (run / CHECKPOINTS).glob("*.ckpt"))
+    raise UserError(f"--checkpoint {text} does not exist. {suggestion(text, known) if known else no_checkpoint(run)}")
+
+
+def no_checkpoint(run: Path) -> str:
+    """Return the message for a run that has not saved anything."""
+    return f"{run} holds no checkpoint yet. Train it: lightning run {run / CONFIG_NAME} --resume"

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_vgrpo.core.sharding import full, is_sharded, laid_out_as
-from lit_vgrpo.training.portable_checkpoints import PortableCheckpoints
+from lit_vgrpo.training.checkpoint_file import PortableCheckpoints
 
 
 class FSDP2(PortableCheckpoints, ModelParallelStrategy):
@@ -79,12 +79,11 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
     at once.
     """
     names = frozenset(getattr(network, "_no_split_modules", None) or ())
-    return _innermost(network, names)
 
+    def innermost(module: nn.Module) -> list[nn.Module]:
+        found = []
+        for child in module.children():
+            found += innermost(child) or ([child] if type(child).__name__ in names else [])
+        return found
 
-def _innermost(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
-    found = []
-    for child in module.children():
-        within = _innermost(child, names)
-        found += within or ([child] if type(child).__name__ in names else [])
-    return found
+    return innermost(network)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -11,9 +10,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lit_vgrpo.core.sharding import shape_of
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.training.trainer_internals import count_iterations
@@ -28,18 +25,15 @@ EXPECTED_WARNINGS = (
     ".*LeafSpec.*is deprecated.*",
 )
 
-AVERAGES = "keeps weights that a resumed run and an export would not find. Use lit_vgrpo.callbacks.EMA"
 UNFIT_CALLBACKS = {
-    "GradientAccumulationScheduler": "changes how many micro-batches make an update, which the sizes say. "
-    "Use data.updates_per_iteration and data.micro_batch_size",
-    "BatchSizeFinder": "looks for a batch_size, which an iteration has not. Use data.micro_batch_size=auto",
-    "LearningRateFinder": "would train on one iteration's images. Compare runs: lightning compare --sweep",
-    "StochasticWeightAveraging": AVERAGES,
-    "WeightAveraging": AVERAGES,
-    "ModelPruning": "replaces weights that the method keeps copies of. Leave it out",
+    "GradientAccumulationScheduler": "Use data.updates_per_iteration and data.micro_batch_size",
+    "BatchSizeFinder": "An iteration has no batch size. Use data.micro_batch_size=auto",
+    "LearningRateFinder": "Compare runs: lightning compare --sweep",
+    "StochasticWeightAveraging": "Use lit_vgrpo.callbacks.EMA",
+    "WeightAveraging": "Use lit_vgrpo.callbacks.EMA",
+    "ModelPruning": "Leave it out",
 }
-"""Lightning's callbacks that an iteration cannot be trained with: what they do, and what to use. By name, since not
-every version has them all."""
+"""Lightning's callbacks that would train wrongly, with what to use instead; not every version has them all."""
 
 
 def hide_expected_warnings() -> None:
@@ -66,7 +60,7 @@ def sizes_of(trainer: Any) -> Sizes:
 def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:
     """Return an error for each of Lightning's callbacks that an iteration cannot be trained with."""
     return [
-        f"trainer.callbacks: {type(callback).__name__} {UNFIT_CALLBACKS[cls.__name__]}."
+        f"trainer.callbacks: {type(callback).__name__} does not fit an iteration. {UNFIT_CALLBACKS[cls.__name__]}."
         for callback in callbacks
         for cls in type(callback).__mro__
         if cls.__module__.startswith("lightning.") and cls.__name__ in UNFIT_CALLBACKS
@@ -82,8 +76,7 @@ def keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
     Raises:
         ValueError: such a limit is set.
     """
-    error = limit_error(trainer, sizes)
-    if error is not None:
+    if (error := limit_error(trainer, sizes)) is not None:
         raise ValueError(error)
     if trainer.fast_dev_run:
         iterations = int(trainer.fast_dev_run)
@@ -103,16 +96,15 @@ def limit_error(trainer: Any, sizes: Sizes) -> str | None:
         return f"trainer.limit_train_batches={limit} would drop images already made. {fewer}"
     updates, steps = sizes.updates_per_iteration, trainer.max_steps
     if steps > 0 and steps % updates and not trainer.fast_dev_run:
-        whole = [number for number in (steps // updates * updates, -(-steps // updates) * updates) if number]
         return (
-            f"trainer.max_steps={steps} ends within an iteration of {updates} updates and would drop images already "
-            f"made. Use {' or '.join(map(str, whole))}."
+            f"trainer.max_steps={steps} ends within an iteration and would drop images already made. "
+            f"Use a multiple of {updates}, such as {-(-steps // updates) * updates}."
         )
     return None
 
 
 def training_warnings(trainer: Trainer, policy: Policy) -> list[str]:
-    """Return one line for a distilled model and for each trainer setting without effect; needs the optimizers."""
+    """Return one line for a distilled model and for a precision without effect."""
     distilled = distillation_warning(policy)
     found = [] if distilled is None else [distilled]
     precision, name = trainer.precision, str(policy.dtype).removeprefix("torch.")
@@ -120,20 +112,5 @@ def training_warnings(trainer: Trainer, policy: Policy) -> list[str]:
         found.append(
             f"trainer.precision={precision} does not change how the policy computes: in {name}, as model.policy.dtype "
             "says. Leave it out, and set model.policy.dtype=bfloat16 to compute in half precision."
-        )
-    clip = trainer.gradient_clip_val
-    group = trainer.optimizers[0].param_groups[0]
-    if not clip or not isinstance(group.get("eps"), float):
-        return found
-    # Adam divides a gradient by its own size plus eps: far below eps almost no step is left.
-    weights = sum(
-        shape_of(p).numel() for p in trainable_parameters(policy).values()
-    )  # under ZeRO-3 the group's own are empty
-    by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-    size = clip / math.sqrt(weights) if by_norm else clip
-    if size < group["eps"]:
-        found.append(
-            f"trainer.gradient_clip_val={clip:g} leaves gradients of {size:.0e} a weight, less than the optimizer's "
-            f"eps={group['eps']:g}: almost nothing is trained. Use 1.0."
         )
     return found

@@ -1,26 +1,153 @@
-"""Network passes and storage that a method needs, found by running it on a dummy network."""
+"""Network passes and storage that a method needs, measured on a dummy rollout."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lit_vgrpo.core.probability_paths import ProbabilityPath
 from lit_vgrpo.core.sizes import Plan
-from lit_vgrpo.core.types import Conditioning, Experience, Rollout
+from lit_vgrpo.core.types import Conditioning, Experience, Rollout, Trajectory, group_layout
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.training.dummy_rollout import dummy_rollout
-from lit_vgrpo.training.live_memory import LiveMemory
 
 LATENT = (5, 7, 11)
 """Latent shape that no other tensor of a method has by chance."""
 LATENT_BYTES = 4 * 5 * 7 * 11
+
+
+class LiveMemory(TorchDispatchMode):
+    """Mode that counts the storages of live tensors on any device, including the meta device and backward passes.
+
+    An operation's temporary workspace is not counted.
+
+    Attributes:
+        live: Bytes alive now.
+        peak: Largest number of bytes alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known = {_place(value) for value in _held((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for value in _held(result):
+            # A view of an outer tensor, or one changed in place, allocates nothing.
+            if _place(value) not in known:
+                self._add(value.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place in self._storages:
+            return
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def freed(_: object) -> None:
+            self.live -= size
+            self._storages.pop(place, None)
+
+        self._storages[place] = weakref.ref(storage, freed)
+
+
+def _held(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts; for a sharded tensor, the rank's shard.
+
+    A ``DTensor`` reports the size of the whole. ``tree_leaves`` would add a fifth to the time of a pass.
+    """
+    if isinstance(values, Tensor):
+        yield values._local_tensor if isinstance(values, DTensor) else values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _held(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _held(value)
+
+
+def _place(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def prepared(
+    objective: Objective,
+    policy: Any,
+    conditioning: Conditioning,
+    latent_shape: tuple[int, ...],
+    images: int,
+    plan: Plan,
+    micro_batch_size: int,
+    later: Tensor | None = None,
+) -> tuple[Rollout, Experience]:
+    """Return a dummy rollout with real shapes and random latents, and what the method prepares from it.
+
+    Global random generators are not used.
+
+    Args:
+        conditioning: A single row, on the device of the rollout.
+        latent_shape: ``(C, H, W)`` of an image's latent.
+        later: Indices of the images that the first update does not train on.
+    """
+    rollout = _dummy_rollout(objective, policy.path, conditioning, latent_shape, images, plan.group_size)
+    advantages = torch.linspace(-1, 1, images, device=rollout.latents.device)
+    updates = plan.updates_per_iteration
+    context = PrepareContext(policy, rollout, advantages, micro_batch_size, updates, later=later)
+    return rollout, objective.prepare(context)
+
+
+def _dummy_rollout(
+    objective: Objective,
+    path: ProbabilityPath,
+    conditioning: Conditioning,
+    latent_shape: tuple[int, ...],
+    images: int,
+    group_size: int,
+) -> Rollout:
+    spec, size = objective.rollout_spec(0), gcd(images, group_size)
+    rows, image_ids = group_layout(range(images // size), size)
+    device = next(iter(conditioning.tensors.values())).device
+    generator = torch.Generator().manual_seed(0)
+    times = torch.cat([path.snap(1 - torch.arange(spec.steps) / spec.steps), torch.zeros(1)]).to(device)
+    trajectory = None
+    if spec.is_sde:
+        steps = spec.sde_steps
+        states = torch.randn(images, len(steps) + 1, *latent_shape, generator=generator).to(device)
+        trajectory = Trajectory(
+            states=states,
+            log_probs=torch.zeros(images, len(steps), device=device),
+            means=states[:, 1:].clone() if objective.records_means else None,
+            times=times[steps.start : steps.stop + 1],
+            second_time=float(times[1]),
+        )
+    return Rollout(
+        latents=torch.randn(images, *latent_shape, generator=generator).to(device),
+        group_ids=rows,
+        image_ids=image_ids,
+        conditioning=conditioning,
+        rows=rows.to(device) % len(conditioning),
+        schedule=times[:-1],
+        iteration=0,
+        seed=0,
+        group_size=size,
+        spec=spec,
+        trajectory=trajectory,
+    )
 
 
 @dataclass(frozen=True)
@@ -37,12 +164,12 @@ class Demand:
     """Needs of an iteration on one rank.
 
     Attributes:
-        stored: Largest pass without gradient besides the rollout's; ``None`` if there is none.
+        stored: Largest pass without gradient, excluding the rollout's; ``None`` if there is none.
         trained: The pass of a micro-batch.
         kept: Storage kept for the updates, in latents.
         loss: Peak memory of the loss without the network, in latents.
         copies: Names of the copies of the trained weights kept on the device.
-        samples_with_copy: Whether one of them is swapped in for the rollout.
+        samples_with_copy: One of them is swapped in for the rollout.
     """
 
     stored: Pass | None
@@ -80,53 +207,36 @@ def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
     method.connect(lambda values: values, rollout_device=None)
     stand_in: Any = network
     method.setup(stand_in)
-    whole = _prepared(method, stand_in, plan.images_per_rank, plan, _later_images(plan))
-    _, micro = _prepared(method, stand_in, plan.micro_batch_size, plan)
+    first = plan.micro_batches_per_update * plan.micro_batch_size
+    later = torch.arange(first, plan.images_per_rank) if first < plan.images_per_rank else None
+    cond, size = Conditioning({"rows": torch.zeros(1, 1)}), plan.micro_batch_size
+    whole = prepared(method, stand_in, cond, LATENT, plan.images_per_rank, plan, size, later)
+    _, micro = prepared(method, stand_in, cond, LATENT, size, plan, size)
     method.before_update(stand_in, [micro])
     with LiveMemory() as live:
         loss, _ = method.loss(stand_in, micro)
         loss.backward()
+    storages = {_place(tensor): tensor.untyped_storage().nbytes() for tensor in _latents(whole)}
     stored = [one for one in network.passes if not one.with_grad]
     (trained,) = (one for one in network.passes if one.with_grad)
     return Demand(
         stored=max(stored, key=lambda one: one.rows * policy.guidance_factor(one.guidance), default=None),
         trained=trained,
-        kept=_bytes_of_latents(whole) / LATENT_BYTES,
+        kept=sum(storages.values()) / LATENT_BYTES,
         loss=live.peak / LATENT_BYTES,
         copies=tuple(sorted(method.copies)),
         samples_with_copy=not isinstance(method.acting(stand_in), nullcontext),
     )
 
 
-def _later_images(plan: Plan) -> Tensor | None:
-    """Return a rank's images that the first update does not train on; ``None`` where it trains on all of them."""
-    first = plan.micro_batches_per_update * plan.micro_batch_size
-    return torch.arange(first, plan.images_per_rank) if first < plan.images_per_rank else None
-
-
-def _prepared(
-    method: Objective, policy: Any, images: int, plan: Plan, later: Tensor | None = None
-) -> tuple[Rollout, Experience]:
-    cond = Conditioning({"rows": torch.zeros(1, 1)})
-    rollout = dummy_rollout(method, policy.path, cond, LATENT, images, plan.group_size)
-    advantages = torch.linspace(-1, 1, images)
-    size, updates = plan.micro_batch_size, plan.updates_per_iteration
-    return rollout, method.prepare(PrepareContext(policy, rollout, advantages, size, updates, later=later))
-
-
-def _bytes_of_latents(value: Any) -> int:
-    """Return the bytes of the latent-shaped tensors in a tree of dataclasses, counting each storage once."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _tensors(value)}
-    return sum(storages.values())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _latents(value: Any) -> Iterator[Tensor]:
+    """Yield the latent-shaped tensors in a tree of dataclasses."""
     if isinstance(value, Tensor):
         if tuple(value.shape[-3:]) == LATENT:
             yield value
     elif isinstance(value, dict | tuple):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+            yield from _latents(item)
     elif is_dataclass(value):
         for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from _latents(getattr(value, field.name))

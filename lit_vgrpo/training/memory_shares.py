@@ -64,11 +64,11 @@ def shares(
         "AdamW's moments": state // of_state,
     }
     if isinstance(strategy, ZeRO):
-        parts["ZeRO's own copy of the trained weights"] = size // world_size
+        parts["ZeRO's copy of the trained weights"] = size // world_size
         # The reduction bucket, allocated whole however few the gradients are; gathering is done in place.
         parts["ZeRO's bucket"] = 4 * strategy.config["zero_optimization"]["reduce_bucket_size"]  # type: ignore[index]
         if strategy.offload and on_gpu:
-            parts |= dict.fromkeys(("AdamW's moments", "ZeRO's own copy of the trained weights", "gradients"), 0)
+            parts |= dict.fromkeys(("AdamW's moments", "ZeRO's copy of the trained weights", "gradients"), 0)
             if stage == 3:
                 parts |= {"trained weights": 0, "frozen weights": buffers}
     elif world_size > 1 and not is_fsdp:
@@ -76,7 +76,7 @@ def shares(
     if sharded and world_size > 1:
         parts["weights gathered for a pass"] = _gathered(policy.network, stage)
     steps_here = on_gpu and not (isinstance(strategy, ZeRO) and strategy.offload)
-    step = size // of_state if steps_here and not _is_8bit(optimizer) else 0
+    step = size // of_state if steps_here and optimizer.kind != "adamw8bit" else 0
     return Shares(parts, size // of_weights, step)
 
 
@@ -111,12 +111,8 @@ def _gathered(network: nn.Module, stage: int) -> int:
 
 def moments(trained: Iterable[Tensor], optimizer: OptimizerConfig | CustomOptimizer) -> int:
     """Return the bytes of AdamW's two moments, an upper bound for most other optimizers."""
-    narrow = _is_8bit(optimizer)
+    narrow = optimizer.kind == "adamw8bit"
     return sum(p.numel() * (2 if narrow and p.numel() >= SMALLEST_8BIT else 8) for p in trained)
-
-
-def _is_8bit(optimizer: OptimizerConfig | CustomOptimizer) -> bool:
-    return optimizer.kind == "adamw8bit"
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:

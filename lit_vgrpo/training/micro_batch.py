@@ -14,21 +14,16 @@ from lit_vgrpo.core.sharding import local
 from lit_vgrpo.core.sizes import Plan, Sizes, divisors
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import say
-from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies.placement import place
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.memory import available_bytes, measured_memory
-from lit_vgrpo.training.dummy_rollout import dummy_rollout
 from lit_vgrpo.training.fsdp2 import FSDP2
-from lit_vgrpo.training.live_memory import LiveMemory
-from lit_vgrpo.training.memory_passes import demand
+from lit_vgrpo.training.memory_passes import LiveMemory, demand, prepared
 from lit_vgrpo.training.memory_shares import moments, shown
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
 
 SAFE_SHARE = 0.9
 """Share of the free memory to use; the rest is for temporary buffers of kernels."""
-LARGEST_JUMP = 4
-"""Largest ratio of the next trial's size to the largest size that fitted."""
 TOO_MUCH = 2**62
 
 
@@ -75,13 +70,13 @@ def settle(module: Any, optimizer: OptimizerConfig | CustomOptimizer) -> None:
 
 
 def largest_that_fits(sizes: list[int], room: int, taken: Callable[[int], int]) -> tuple[int, int]:
-    """Return the largest size tried that takes no more than ``room``, and what it took.
+    """Return the largest size that takes no more than ``room``, and what it took.
 
     Memory is the maximum of several linear functions of the size, so a line through two sizes can only underestimate
-    it: the next trial is where that line meets ``room``, but at most :data:`LARGEST_JUMP` times the last size.
+    it: a size for which even that line exceeds ``room`` is not tried.
 
     Args:
-        sizes: ascending, the first of them 1.
+        sizes: ascending.
         taken: bytes of a trial; ``TOO_MUCH`` where it failed.
 
     Raises:
@@ -90,28 +85,21 @@ def largest_that_fits(sizes: list[int], room: int, taken: Callable[[int], int]) 
     >>> largest_that_fits([1, 2, 3, 4, 6, 12], 70, lambda size: 10 * size + 5)
     (6, 65)
     """
-    found = {sizes[0]: taken(sizes[0])}
-    if found[sizes[0]] > room:
+    found: list[tuple[int, int]] = []
+    for size in sizes:
+        if len(found) > 1:
+            (before, less), (last, more) = found[-2:]
+            if more + (more - less) / (last - before) * (size - last) > room:
+                break
+        if (needed := taken(size)) > room:
+            break
+        found.append((size, needed))
+    if not found:
         raise RuntimeError(
             f"data.micro_batch_size=auto: not even one image fits into {shown(room)} of free memory. "
             "Set model.policy.gradient_checkpointing=true, or a smaller height and width."
         )
-    candidates = sizes[1:]
-    while candidates:
-        last = max(found)
-        reach = candidates[:1]  # a line needs two sizes
-        if len(found) > 1:
-            before = max(size for size in found if size < last)
-            slope = (found[last] - found[before]) / (last - before)
-            reach = [size for size in candidates if size <= max(LARGEST_JUMP * last, candidates[0])]
-            reach = [size for size in reach if found[last] + slope * (size - last) <= room]
-        if not reach:
-            break
-        size, needed = reach[-1], taken(reach[-1])
-        if needed <= room:
-            found[size] = needed
-        candidates = [other for other in candidates if (other > size) == (needed <= room) and other != size]
-    return max(found), found[max(found)]
+    return found[-1]
 
 
 @dataclass
@@ -133,12 +121,9 @@ class Trial:
         self.device = policy.device
         self.home = objective.rollout_device or self.device
         self.conditioning = policy.encode([self.prompt], policy.blank_references(1)).to(self.home)
-        self._place_helpers()
         self.weights = list(trainable_parameters(policy).values())
-
-    def _place_helpers(self) -> None:
-        """Load the VAE and the rewards' models onto the device, as in training."""
-        place([self.module.policy.pipeline.vae], self.device)
+        # The VAE and the rewards' models are on the device in training too.
+        place([policy.pipeline.vae], self.device)
         for reward in self.module.evaluator.observed.rewards:
             reward.load()
             if isinstance(reward, ModelReward):
@@ -195,20 +180,13 @@ class Trial:
         With ``split_updates`` it is one of a later share: the first has no passes of the old policy, hence less memory.
         """
         policy, objective = self.module.policy, self.module.objective
-        rollout = dummy_rollout(
-            objective, policy.path, self.conditioning, policy.latent_shape, images, self.plan.group_size
-        )
-        advantages = torch.linspace(-1, 1, images, device=self.home)
-        updates = self.plan.updates_per_iteration
         plugin = self.module.trainer.precision_plugin
         with torch.enable_grad(), plugin.train_step_context() if plugin is not None else nullcontext():
-            experience = objective.prepare(PrepareContext(policy, rollout, advantages, images, updates))
+            shape = policy.latent_shape
+            _, experience = prepared(objective, policy, self.conditioning, shape, images, self.plan, images)
             (micro,) = experience.micro_batches(images)
             objective.before_update(policy, [micro])
             loss, _ = objective.loss(policy, micro.to(self.device))
-        self._differentiate(loss)
-
-    def _differentiate(self, loss: torch.Tensor) -> None:
         if not isinstance(self.module.trainer.strategy, FSDP2):
             # Not backward(), which triggers the strategy's gradient hooks.
             torch.autograd.grad(loss, self.weights, allow_unused=True)

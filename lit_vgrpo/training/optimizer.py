@@ -1,11 +1,10 @@
-"""The optimizer: AdamW from options, or any other by class."""
+"""The optimizer: AdamW from options, or any other by class. On resume the recipe's settings replace the saved ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,15 +12,12 @@ from torch import nn
 
 from lit_vgrpo.core.ranges import HalfOpenUnitInterval, NonNegativeFloat, NonNegativeInt, Range, checked
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.training.optimizer_state import with_own_settings, without_kernel
-from lit_vgrpo.training.schedule import direct
 
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-FUSED_ON = ("cpu", "cuda")
-"""Devices with torch's fused AdamW, one kernel for all weights."""
-
-MISSING = 'model.optimizer.kind=adamw8bit needs bitsandbytes. Run: pip install "lit-vgrpo[memory]"'
+SETTINGS = ("initial_lr", "betas", "momentum", "alpha", "rho", "weight_decay", "eps", "dampening", "nesterov")
+CYCLED = ("betas", "momentum")
+"""Settings that a schedule with ``max_momentum`` also changes."""
 
 
 @checked
@@ -30,7 +26,7 @@ class OptimizerConfig:
     """AdamW over the trainable weights.
 
     Args:
-        lr: learning rate after warm-up, constant from then on.
+        lr: learning rate after the warm-up, constant from then on.
         betas: decay of the first and second moment.
         weight_decay: decoupled weight decay.
         eps: term added to the denominator.
@@ -38,54 +34,41 @@ class OptimizerConfig:
         kind: torch's AdamW, or bitsandbytes' with both moments in 8 bits: 2 bytes per trained weight instead of 8.
     """
 
-    lr: Annotated[float, Range(above=0, most=1, example=3e-4)] = 3e-4
+    lr: Annotated[float, Range(above=0, most=1)] = 3e-4
     betas: tuple[HalfOpenUnitInterval, HalfOpenUnitInterval] = (0.9, 0.999)
     weight_decay: NonNegativeFloat = 1e-4
-    eps: Annotated[float, Range(above=0, example=1e-8)] = 1e-8
+    eps: Annotated[float, Range(above=0)] = 1e-8
     warmup_steps: NonNegativeInt = 0
     kind: Literal["adamw", "adamw8bit"] = "adamw"
 
-    def check(self) -> list[str]:
-        """Return why the optimizer cannot be built, one line each."""
-        return [MISSING] if self.kind == "adamw8bit" and find_spec("bitsandbytes") is None else []
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer; a checkpoint restores its moments, not its settings.
 
-    def trial(self) -> torch.optim.Optimizer:
-        """Return a small optimizer of this kind, to try a schedule on."""
-        return torch.optim.AdamW([nn.Parameter(torch.zeros(2, 2))], lr=self.lr, betas=self.betas)
-
-    def build(self, parameters: Iterable[nn.Parameter], fused: bool = False) -> Any:
-        """Return the result of ``configure_optimizers``: the optimizer, and the schedule if there is one.
-
-        A checkpoint restores the moments and the position in the warm-up, not these settings, which come from the
-        recipe.
-
-        Args:
-            fused: use torch's fused AdamW where the weights' device has it.
+        Raises:
+            ModuleNotFoundError: bitsandbytes is not installed.
         """
-        weights = list(parameters)
-        optimizer = self._optimizer(weights, fused and all(weight.device.type in FUSED_ON for weight in weights))
-        if not self.warmup_steps:
-            return optimizer
-        warmup = _Warmup(optimizer, _Ramp(self.warmup_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
-
-    def _optimizer(self, parameters: list[nn.Parameter], fused: bool) -> torch.optim.Optimizer:
-        settings: dict[str, Any] = {
-            "lr": self.lr,
-            "betas": self.betas,
-            "weight_decay": self.weight_decay,
-            "eps": self.eps,
-        }
+        settings: dict[str, Any] = {key: getattr(self, key) for key in ("lr", "betas", "weight_decay", "eps")}
         if self.kind == "adamw8bit":
-            try:
-                from lit_vgrpo.training.adamw8bit import ResumableAdamW8bit
-            except ModuleNotFoundError as error:
-                raise ModuleNotFoundError(MISSING) from error
-            return ResumableAdamW8bit(parameters, **settings)
-        optimizer = torch.optim.AdamW(parameters, **settings, fused=fused or None)
-        optimizer.register_load_state_dict_pre_hook(with_own_settings)
-        optimizer.register_state_dict_post_hook(without_kernel)
+            return _adamw8bit(list(parameters), settings)
+        optimizer = torch.optim.AdamW(parameters, **settings)
+        optimizer.register_load_state_dict_pre_hook(with_current_settings)
         return optimizer
+
+
+def _adamw8bit(weights: list[nn.Parameter], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Return bitsandbytes' AdamW with 8-bit moments (arXiv 2110.02861)."""
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'model.optimizer.kind=adamw8bit needs bitsandbytes. Run: pip install "lit-vgrpo[memory]"'
+        ) from error
+
+    class ResumableAdamW8bit(AdamW8bit):  # the library's class runs no load hooks
+        def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+            super().load_state_dict(with_current_settings(self, state_dict), move_to_device)
+
+    return ResumableAdamW8bit(weights, **settings)
 
 
 class CustomOptimizer:
@@ -101,38 +84,24 @@ class CustomOptimizer:
     def __init__(self, make: OptimizerCallable) -> None:
         self.make = direct(make)
 
-    def check(self) -> list[str]:
-        """Return why the optimizer cannot be built or used: at most one line."""
-        try:
-            optimizer = self.trial()
-        except Exception as error:  # the constructor may raise anything
-            return [f"model.optimizer cannot be built: {one_line(error)}"]
-        if isinstance(optimizer, torch.optim.LBFGS):
-            return ["model.optimizer=LBFGS needs the loss several times per step. Use AdamW or another."]
-        return []
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer; a checkpoint restores its state, not its settings.
 
-    def trial(self) -> torch.optim.Optimizer:
-        """Return a small optimizer of this kind."""
-        return self.make([nn.Parameter(torch.zeros(2, 2))])
-
-    def build(self, parameters: Iterable[nn.Parameter], fused: bool = False) -> torch.optim.Optimizer:
-        """Return the optimizer of these weights; a checkpoint restores its state, not its settings.
-
-        Args:
-            fused: has no effect; the factory says.
+        Raises:
+            ValueError: it cannot be built, or needs the loss several times per step.
         """
-        optimizer = self.make(list(parameters))
-        optimizer.register_load_state_dict_pre_hook(with_own_settings)
+        try:
+            optimizer = self.make(list(parameters))
+        except Exception as error:  # the constructor may raise anything
+            raise ValueError(f"model.optimizer cannot be built: {one_line(error)}") from error
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("model.optimizer=LBFGS needs the loss several times per step. Use AdamW or another.")
+        optimizer.register_load_state_dict_pre_hook(with_current_settings)
         return optimizer
 
 
 def as_optimizer(optimizer: OptimizerConfig | OptimizerCallable | None) -> OptimizerConfig | CustomOptimizer:
-    """Return the object that builds the optimizer.
-
-    Raises:
-        ValueError: AdamW's settings are invalid.
-        TypeError: AdamW's settings have the wrong type.
-    """
+    """Return the object that builds the optimizer; raise ValueError or TypeError for invalid settings of AdamW."""
     if optimizer is None or isinstance(optimizer, OptimizerConfig):
         return optimizer or OptimizerConfig()
     make = direct(optimizer)
@@ -142,18 +111,33 @@ def as_optimizer(optimizer: OptimizerConfig | OptimizerCallable | None) -> Optim
     return CustomOptimizer(make)
 
 
-class _Ramp:
-    """A factor that rises linearly to 1 over a number of steps."""
+def direct(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a factory without the parser's wrappers, which cannot be pickled.
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    >>> direct(partial(lambda call, cls, *args, **options: call(cls, *args, **options), map, dict, a=1))
+    functools.partial(<class 'dict'>, a=1)
+    """
+    if isinstance(make, partial) and not isinstance(make.func, type) and make.args and isinstance(make.args[-1], type):
+        return partial(make.args[-1], **make.keywords)
+    return make
 
-    def __call__(self, step: int) -> float:
-        return min(1.0, (step + 1) / self.steps)
+
+def resumed_group(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's parameter group with the settings of the group it is loaded into.
+
+    The learning rate keeps its place in the schedule.
+
+    >>> resumed_group({"lr": 1e-3, "initial_lr": 1e-2}, {"lr": 4.0, "initial_lr": 8.0, "params": [0]})
+    {'lr': 0.005, 'initial_lr': 0.01, 'params': [0]}
+    """
+    base, before = current.get("initial_lr", current["lr"]), saved.get("initial_lr", saved["lr"])
+    lr = saved["lr"] if base == before else base * (saved["lr"] / before)
+    cycled = CYCLED if "max_momentum" in current else ()
+    settings = {key: current[key] for key in SETTINGS if key in current and key not in cycled}
+    return {**saved, **settings, "lr": lr}
 
 
-class _Warmup(torch.optim.lr_scheduler.LambdaLR):
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        own = self.base_lrs
-        super().load_state_dict(state_dict)
-        self.base_lrs = own
+def with_current_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's state with the settings of the optimizer that loads it."""
+    groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    return {**state, "param_groups": [resumed_group(current, saved) for current, saved in groups]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,12 @@ from lightning.pytorch import Trainer
 from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read, read_sound
-from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME
+from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, no_checkpoint
 
 SUMMARY_NAME = "summary.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Progress:
     """Progress of a run at a checkpoint.
 
@@ -53,10 +52,6 @@ class Progress:
     def __str__(self) -> str:
         return f"{counted(self.iterations, 'iteration')}, {counted(self.optimizer_steps, 'optimizer step')}"
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        return (self.optimizer_steps, self.images, self.batches)
-
     def is_finished(self, max_epochs: int | None, max_steps: int) -> bool:
         """Return ``True`` if these limits of the trainer are reached."""
         epochs_done = max_epochs is not None and 0 <= max_epochs <= self.iterations
@@ -65,7 +60,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that continues in its own folder.
+    """A run that continues in its folder.
 
     Attributes:
         folder: the run folder.
@@ -78,17 +73,11 @@ class Resumption:
     progress: Progress | None = None
 
     @property
-    def done(self) -> str:
-        """The progress in words."""
-        assert self.progress is not None
-        return str(self.progress)
-
-    @property
     def opening(self) -> str:
         """The line to print when the run continues."""
         if self.checkpoint is None:
             return "No checkpoint yet: starting from the beginning."
-        return f"Continuing from {self.checkpoint} ({self.done})."
+        return f"Continuing from {self.checkpoint} ({self.progress})."
 
     def is_at_end(self, trainer: Trainer) -> bool:
         """Return ``True`` if the last iteration is done."""
@@ -113,20 +102,15 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def resumed_folder(recipe: Path, run_dir: str | None) -> Path:
-    """Return the run folder that ``--resume`` continues.
-
-    Args:
-        recipe: the recipe on the command line.
-        run_dir: the folder on the command line, or in the recipe.
+    """Return the run folder that ``--resume`` continues: ``run_dir`` if given, else the recipe's.
 
     Raises:
         UserError: the recipe is not in a run folder, and none was given.
     """
     if run_dir is not None:
         return Path(run_dir).expanduser()
-    folder = recipe.parent
     if recipe.name == CONFIG_NAME:
-        return folder
+        return recipe.parent
     raise UserError(
         f"--resume continues a run folder, and {recipe} is not the {CONFIG_NAME} of one. "
         f"Try: lightning run RUN_DIR/{CONFIG_NAME} --resume, or add run_dir=RUN_DIR."
@@ -149,29 +133,29 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
     files = _files(folder)
     for path in files:
         try:
-            progress = Progress.of(read(path))
-            found.append((progress, path.stat().st_mtime, path))
-        except (CheckpointDamage, FileNotFoundError) as damage:
-            if not os.path.lexists(path):  # a running process has just renamed it
-                return last_good_checkpoint(folder, say)
+            found.append((Progress.of(read(path)), path.stat().st_mtime, path))
+        except CheckpointDamage as damage:
             say(f"Skipped {path}: it {damage}.")
-        except (KeyError, TypeError):
-            say(f"Skipped {path}: it holds no progress.")
-    for progress, _, path in sorted(found, key=lambda entry: (entry[0].order, entry[1], entry[2].name), reverse=True):
+    for progress, _, path in sorted(found, reverse=True):
         try:
             read_sound(path)
+            return Resumption(folder, path, progress)
         except CheckpointDamage as damage:
-            if not os.path.lexists(path):
-                return last_good_checkpoint(folder, say)
             say(f"Skipped {path}: it {damage}.")
-            continue
-        return Resumption(folder, path, progress)
     if files:
         raise UserError(
             f"None of the checkpoints of {folder} is sound ({len(files)} found). Copy a sound one to "
             f"{folder / CHECKPOINTS}; or, to start from the beginning, move the damaged ones away."
         )
     return Resumption(folder)
+
+
+def last_good(run: Path, say: Callable[[str], None]) -> Path:
+    """Return the checkpoint that :func:`last_good_checkpoint` finds; raise UserError if there is none."""
+    found = last_good_checkpoint(run, say)
+    if found.checkpoint is None:
+        raise UserError(no_checkpoint(run))
+    return found.checkpoint
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -202,14 +186,12 @@ def _files(folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be read.
     """
-    found = [*_listed(folder / CHECKPOINTS, ""), *_listed(folder, "hpc_ckpt_")]
+    found: list[Path] = []
+    for place, prefix in ((folder / CHECKPOINTS, ""), (folder, "hpc_ckpt_")):
+        try:
+            found += [path for path in place.iterdir() if path.suffix == ".ckpt" and path.name.startswith(prefix)]
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # glob() would return nothing, and the run would start from the beginning
+            raise UserError(f"Cannot look for checkpoints in {place}: {error.strerror}.") from error
     return sorted(path for path in found if not path.name.startswith(DRAFT_PREFIX))
-
-
-def _listed(folder: Path, prefix: str) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if path.suffix == ".ckpt" and path.name.startswith(prefix)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:  # glob() would return nothing
-        raise UserError(f"Cannot look for checkpoints in {folder}: {error.strerror}.") from error

@@ -1,8 +1,14 @@
-"""Checks of the checkpoint that a Trainer resumes from."""
+"""What must be the same when a run is resumed: its recipe and the files that it reads."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,64 +17,259 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lit_vgrpo.config.environment import is_same_value, with_fingerprints
+from lit_vgrpo.config.tree import Place, class_name, dotted, leaves
 from lit_vgrpo.data import PromptDataModule
-from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, FileCheckpointIO
-from lit_vgrpo.training.inputs import Inputs, changed_inputs, inputs_of
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.pipeline_folder import INDEX, config_folder
+from lit_vgrpo.rewards import Reward
+from lit_vgrpo.rewards.function import PythonReward
+from lit_vgrpo.system.paths import import_from_here
+from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY, FileCheckpointIO
+from lit_vgrpo.training.start import start_hash
+
+if TYPE_CHECKING:
+    from lit_vgrpo.training.evaluation import HeldOutModule
+
+FREE_KEYS = ("name", "run_dir", "ckpt_path", "allow_changes", "model.non_finite", "model.failed_images")
+FREE_PARTS = ("trainer.", "data.heldout", "model.heldout", "model.evaluat")
+"""Prefixes of settings that no weight depends on: where a run is computed, and its evaluation."""
+MEMORY_ONLY = (
+    "micro_batch_size",
+    "eval_batch_size",
+    "rollout_batch_size",
+    "decode_batch_size",
+    "batch_size",
+    "gradient_checkpointing",
+    "rollout_device",
+    "vae_slicing",
+    "embedding_cache",
+    "embedding_cache_gb",
+    "offload_encoders",
+    "compile",
+    "attention_backend",
+    "channels_last",
+    "fold_lora",
+    "device",
+    "overlap",
+    "url",
+)
+"""Names of settings that only change how much is computed at once, and where."""
+BOUND_KEYS = (
+    *(f"trainer.{key}" for key in ("gradient_clip_val", "gradient_clip_algorithm", "precision", "EMA")),
+    "data.heldout_fraction",  # held-out prompts are not trained on
+)
+ABSENT = "not set"
+PROMPTS, START = "data.train", "model.policy.start_from"
+
+Inputs = dict[str, dict[str, str]]
+"""SHA-256 of files by the recipe's key and the name of the file."""
 
 
 class ResumeGuard(Callback):
-    """Puts fingerprints of a run's input files into its checkpoints, and refuses damaged checkpoints.
+    """Puts the recipe and the hashes of input files into checkpoints, and refuses damaged checkpoints.
 
-    Args:
-        allow_changes: continue although input files have changed; ``None`` does so with a warning.
+    With a Trainer outside of the command, changed input files are a warning.
 
     Attributes:
-        inputs: the fingerprints found so far.
-        said: changes that were already reported.
-
-    Raises:
-        RuntimeError: before training, if ``allow_changes`` is false and files have changed.
+        recipe: plain values, defaults filled in, with a hash in place of what comes from the environment; empty
+            outside of the command.
+        inputs: hashes of the input files.
     """
 
-    def __init__(self, allow_changes: bool | None = None) -> None:
-        self.allow_changes = allow_changes
+    def __init__(self) -> None:
+        self.recipe: dict[str, Any] = {}
         self.inputs: Inputs = {}
-        self.said: list[str] = []
 
-    def expect(self, inputs: Inputs, allow_changes: bool, said: list[str]) -> None:
-        """Set the attributes after the checkpoint was checked before training."""
-        self.inputs, self.allow_changes, self.said = inputs, allow_changes, said
+    def carry(self, recipe: dict[str, Any], texts: Mapping[Place, str]) -> None:
+        """Set the recipe for all later checkpoints; ``texts`` as in :func:`changes`."""
+        self.recipe = with_fingerprints(recipe, texts)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Some strategies write checkpoints in their own way and accept no other.
-        try:
+        # Some strategies write checkpoints differently and accept no other.
+        with suppress(MisconfigurationException, NotImplementedError):
             if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
                 trainer.strategy.checkpoint_io = FileCheckpointIO()
-        except (MisconfigurationException, NotImplementedError):
-            return
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn != TrainerFn.FITTING or not checkpoint.get(INPUTS_KEY):
+        if trainer.state.fn != TrainerFn.FITTING or self.recipe:  # the command has compared them
             return
-        self._look(trainer, pl_module)
-        for line in changed_inputs(checkpoint[INPUTS_KEY], self.inputs):
-            if line in self.said:
-                continue
-            if self.allow_changes is False:
-                raise RuntimeError(f"{line}. Put back what was there, or add allow_changes=true.")
+        for line in changed_inputs(checkpoint.get(INPUTS_KEY, {}), self._read(trainer, pl_module)):
             rank_zero_warn(f"{line}. Training continues with the current version.")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._look(trainer, pl_module)
+        self.inputs = self._read(trainer, pl_module)
 
-    def _look(self, trainer: Trainer, module: Any) -> None:
-        """Take the fingerprints once everything is read; files that change later do not matter."""
+    @staticmethod
+    def _read(trainer: Trainer, module: Any) -> Inputs:
         data = getattr(trainer, "datamodule", None)
-        self.inputs = inputs_of(module, data if isinstance(data, PromptDataModule) else None, self.inputs)
+        return inputs_of(module, data if isinstance(data, PromptDataModule) else None)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[INPUTS_KEY] = self.inputs
+        if self.recipe:
+            checkpoint[RECIPE_KEY] = self.recipe
+
+
+def refuse_changes(
+    checkpoint: Mapping[str, Any],
+    now: Mapping[str, Any],
+    inputs: Inputs,
+    allowed: bool,
+    what: str,
+    texts: Mapping[Place, str],
+) -> list[str]:
+    """Compare a checkpoint's recipe and input files with the current ones, and return the allowed changes.
+
+    Args:
+        checkpoint: its content.
+        now: the current recipe, as in :func:`changes`; ``texts`` likewise.
+        inputs: the current hashes, see :func:`inputs_of`.
+        allowed: value of ``allow_changes``.
+        what: the checkpoint's name in messages.
+
+    Raises:
+        UserError: with every difference, unless they are allowed.
+    """
+    saved = checkpoint.get(INPUTS_KEY, {})
+    of_recipe = changes(checkpoint[RECIPE_KEY], now, texts) if RECIPE_KEY in checkpoint else []
+    found = [*of_recipe, *changed_inputs(saved, inputs)]
+    if found and not allowed:
+        why = "it is a checkpoint of another recipe" if of_recipe else "it was trained with other files"
+        raise UserError(
+            f"Cannot continue from {what}: {why}.",
+            *found,
+            "Restore these, or add allow_changes=true to continue with the new ones.",
+        )
+    return found
+
+
+# --- the recipe ------------------------------------------------------------------------------------------------------
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Place, str] | None = None) -> list[str]:
+    """Return one line for each setting that must be the same and is not.
+
+    Args:
+        saved: the checkpoint's recipe, plain values with the defaults filled in.
+        now: the current one.
+        texts: values from the environment as written, which are not shown.
+
+    >>> changes({"model": {"lr": 0.001}, "name": "a"}, {"model": {"lr": 0.0003}, "name": "b"})
+    ['model.lr: 0.001 in the checkpoint, 0.0003 now']
+    """
+    before, after, shown_now = (dict(_settings(tree)) for tree in (saved, now, with_fingerprints(now, texts or {})))
+    # The options of a replaced class are not compared.
+    swapped = [
+        key.removesuffix("class_path")
+        for key in before
+        if key.endswith("class_path") and before[key] != after.get(key, ABSENT)
+    ]
+    # With deduplicate, held-out prompts are left out of training.
+    bound = (*BOUND_KEYS, "data.heldout") if before.get("data.deduplicate") else BOUND_KEYS
+    lines = []
+    for key in dict.fromkeys((*before, *after)):
+        old, new = before.get(key, ABSENT), after.get(key, ABSENT)
+        inner = any(key.startswith(owner) and key != f"{owner}class_path" for owner in swapped)
+        if not (is_same_value(old, new) or inner or _is_free(key, bound)):
+            shown = key.replace(".init_args", "").removesuffix(".class_path")
+            lines.append(f"{shown}: {_shown(old)} in the checkpoint, {_shown(shown_now.get(key, new))} now")
+    return lines
+
+
+def _is_free(key: str, bound: Sequence[str]) -> bool:
+    if any(key == name or key.startswith(f"{name}.") for name in bound):
+        return False
+    is_memory_only = ".connection." in key or key.rpartition(".")[2] in MEMORY_ONLY
+    return is_memory_only or key in FREE_KEYS or key.startswith(FREE_PARTS)
+
+
+def _settings(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every setting with its dotted key; of the callbacks only EMA, which is part of training."""
+
+    def has_parts(place: Place, entries: list[Any]) -> bool:
+        return place[-1] != "callbacks" and any(isinstance(entry, Mapping) for entry in entries)
+
+    for place, value in leaves(recipe, has_parts):
+        if place != ("trainer", "callbacks"):
+            yield dotted(place), list(value) if isinstance(value, tuple) else value
+            continue
+        for callback in value if isinstance(value, list) else [value]:
+            if isinstance(callback, Mapping) and class_name(callback) == "EMA":
+                yield "trainer.EMA.class_path", "EMA"
+                for inner, option in leaves(callback.get("init_args") or {}):
+                    yield f"trainer.EMA.{dotted(inner)}", option
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text.rpartition(".")[2] if text.startswith("lit_vgrpo.") else text
+
+
+# --- the files -------------------------------------------------------------------------------------------------------
+
+
+def inputs_of(module: HeldOutModule, data: PromptDataModule | None) -> Inputs:
+    """Return hashes of the files on this machine that the trained weights depend on.
+
+    These are the training prompts, the file that defines each reward of the user's, the configuration files of the
+    pipeline, and the weights that the policy starts from. Files that cannot be read are left out: they are reported
+    where they are used.
+
+    Args:
+        module: need not be loaded.
+        data: the data module with the training prompts.
+    """
+    found: Inputs = {}
+    unreadable = suppress(OSError, ValueError, RuntimeError, ImportError)
+    if data is not None:
+        with unreadable:
+            found[PROMPTS] = {"prompts": data.fingerprint()}
+    with unreadable:
+        found["model.policy.checkpoint"] = _configs_of(module.policy)
+    with unreadable:
+        if (start := start_hash(module.policy)) is not None:
+            found[START] = {"weights": start}
+    for part in module.reward.parts:
+        with unreadable:
+            if part.weight and (source := _source_of(part.reward)) is not None:  # weight 0: not trained on
+                found[f"model.reward {part.name}"] = {source.name: sha256(source.read_bytes()).hexdigest()}
+    return found
+
+
+def _configs_of(policy: Policy) -> dict[str, str]:
+    folder = config_folder(policy.checkpoint, policy.revision)
+    if folder is None:
+        return {}
+    files = [path for name in (INDEX, "*/config.json", "*/scheduler_config.json") for path in folder.glob(name)]
+    return {path.relative_to(folder).as_posix(): sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
+
+
+def _source_of(reward: Reward) -> Path | None:
+    """Return the file that defines a reward, or ``None`` for the rewards of this package."""
+    name = type(reward).__module__
+    if isinstance(reward, PythonReward):
+        import_from_here()
+        name = import_module(reward.function.partition(":")[0]).__name__
+    file = getattr(sys.modules.get(name), "__file__", None)
+    # A script changes for many reasons besides the class that it defines.
+    return None if file is None or name == "__main__" or name.startswith("lit_vgrpo.") else Path(file)
+
+
+def changed_inputs(saved: Inputs, now: Inputs) -> list[str]:
+    """Return one line for each input of which both know a file that differs.
+
+    >>> changed_inputs({"data.train": {"prompts": "1"}, "a": {}}, {"data.train": {"prompts": "2"}, "b": {}})
+    ['data.train: prompts changed since the checkpoint was written']
+    """
+    lines = []
+    for key in (key for key in saved if key in now):
+        names = [name for name, value in saved[key].items() if now[key].get(name, value) != value]
+        if names:
+            lines.append(f"{key}: {', '.join(names)} changed since the checkpoint was written")
+    return lines

@@ -70,18 +70,10 @@ class SavedWeights:
 
     def difference(self, variant: str, policy: Policy) -> str | None:
         """Return how the tensors of a variant differ from those that a policy trains, or ``None``."""
-        saved, own = self.tensors[variant], trainable_parameters(policy)
-        shapes = {name: (saved[name].shape, shape_of(own[name])) for name in own.keys() & saved.keys()}
-        odd = sorted(own.keys() ^ saved.keys()) or sorted(n for n, (there, here) in shapes.items() if there != here)
-        if not odd:
-            return None
-        first = odd[0]
-        if first in shapes:
-            there, here = (tuple(shape) for shape in shapes[first])
-            what = f"has shape {there} there and {here} here"
-        else:
-            what = f"is trained {'here' if first in own else 'there'} only"
-        return f"{counted(len(odd), 'trained tensor')} would not fit, such as {first}, which {what}."
+        saved, current = self.tensors[variant], trainable_parameters(policy)
+        odd = sorted(current.keys() ^ saved.keys())
+        odd = odd or sorted(name for name in current if saved[name].shape != shape_of(current[name]))
+        return f"{counted(len(odd), 'trained tensor')} would not fit, such as {odd[0]}." if odd else None
 
     def put_into(self, policy: Policy, variant: str) -> None:
         """Replace the policy's trained tensors, which must be whole, by those of a variant.

@@ -2,22 +2,91 @@
 
 from __future__ import annotations
 
-import json
+import re
+import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.embeddings import sampled
-from lit_vgrpo.policies.lora_file import put_lora
-from lit_vgrpo.system.file_fingerprint import file_fingerprint
-from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.system.paths import resolve_path
+from lit_vgrpo.policies.lora_file import KEY, lora_file_error, put_lora
+from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
+from lit_vgrpo.system.paths import CONFIG_NAME, resolve_path
 from lit_vgrpo.system.process import report_on_first
-from lit_vgrpo.training.lora_place import find_lora
-from lit_vgrpo.training.saved_run import find_run, last_good
+from lit_vgrpo.training.folder import find_run
+from lit_vgrpo.training.resume import last_good
 from lit_vgrpo.training.saved_weights import AVERAGE, TRAINED, SavedWeights
+
+SUFFIX, DEFAULT_FILE = ".safetensors", "pytorch_lora_weights.safetensors"
+_HUB_FILE = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w./-]+\.safetensors))?", re.ASCII)
+_RUNS = "runs"
+
+
+@dataclass(frozen=True)
+class LoraPlace:
+    """A LoRA file: a local one, or one in a repository of the hub."""
+
+    path: Path | None = None
+    repository: str = ""
+    filename: str = DEFAULT_FILE
+
+    def at_hand(self) -> Path | None:
+        """Return the file if it is on this machine."""
+        return self.path or cached_file(self.repository, self.filename)
+
+    def fetch(self) -> Path:
+        """Return the file, downloaded if necessary; raise LoadError if that fails."""
+        if (path := self.at_hand()) is not None:
+            return path
+        from huggingface_hub import hf_hub_download
+
+        remedy = f"Set {KEY}={self.repository}/FILE{SUFFIX}, or {KEY}=/a/local/file{SUFFIX}."
+        with loading(self.repository, remedy):
+            return Path(hf_hub_download(self.repository, self.filename))
+
+    def error(self, policy: Policy) -> str | None:
+        """Return why a policy cannot start from it, in one line, or ``None``; nothing is downloaded."""
+        path = self.at_hand()
+        return lora_file_error(policy, path) if path else explain_unloadable(self.repository, self.filename, KEY)
+
+
+def find_lora(policy: Policy) -> LoraPlace | None:
+    """Return the LoRA file that ``start_from`` names, or ``None`` if it can only be a run.
+
+    It may be a file, a folder with one, ``owner/name`` or ``owner/name/file.safetensors`` of the hub.
+
+    Raises:
+        LoadError: the path is invalid, or ``start_weights`` is given for a LoRA file.
+    """
+    assert policy.start_from is not None
+    try:
+        path = resolve_path(policy.start_from)
+    except ValueError as error:
+        raise LoadError(str(error)) from error
+    place = _lora_at(policy.start_from, path)
+    if place is not None and policy.start_weights != "trained":
+        raise LoadError("model.policy.start_weights=ema has no effect on a LoRA file. Leave it out.")
+    return place
+
+
+def _lora_at(start_from: str, path: Path) -> LoraPlace | None:
+    if path.is_dir():
+        files = [] if (path / CONFIG_NAME).is_file() else sorted(path.glob(f"*{SUFFIX}"))
+        if len(files) > 1 and path / DEFAULT_FILE not in files:
+            raise LoadError(f"{KEY}={start_from} has {len(files)} files. Name one of them, such as {files[0]}.")
+        return LoraPlace(path / DEFAULT_FILE if len(files) > 1 else files[0]) if files else None
+    if path.is_file():
+        return LoraPlace(path) if path.suffix == SUFFIX else None
+    named = _HUB_FILE.fullmatch(start_from)
+    first = start_from.partition("/")[0]
+    if named is not None and first != _RUNS and not Path(first).is_dir():
+        return LoraPlace(None, named[1], named[2] or DEFAULT_FILE)
+    if path.suffix == SUFFIX:
+        raise LoadError(f"{KEY}={start_from} does not exist.")
+    return None
 
 
 def policy_errors(policy: Policy) -> list[str]:
@@ -25,13 +94,13 @@ def policy_errors(policy: Policy) -> list[str]:
     errors = policy.check()
     if policy.start_from is not None and not policy.loaded:
         try:
-            lora = find_lora(policy.start_from, policy.start_weights)
+            lora = find_lora(policy)
             if lora is None:
-                _saved(policy.start_from, policy.start_weights)
+                _saved(policy)
             elif (error := lora.error(policy)) is not None:
                 errors.append(error)
-        except LoadError as refused:
-            errors.append(str(refused))
+        except LoadError as error:
+            errors.append(str(error))
     return errors
 
 
@@ -43,68 +112,58 @@ def load_policy(policy: Policy) -> Policy:
     """
     if policy.loaded or policy.start_from is None:
         return policy.load()
-    if (lora := find_lora(policy.start_from, policy.start_weights)) is not None:
+    if (lora := find_lora(policy)) is not None:
         return policy.load(partial(put_lora, file=lora.fetch()))
-    return policy.load(partial(_put_start, *_saved(policy.start_from, policy.start_weights, report_on_first)))
+    return policy.load(partial(_put_start, *_saved(policy, report_on_first)))
 
 
 def _put_start(saved: SavedWeights, variant: str, policy: Policy) -> None:
-    """Replace a loaded policy's weights by a variant of a run's; raise LoadError if the run trained other weights."""
     difference = saved.difference(variant, policy)
     if difference is not None:
         raise LoadError(
-            f"model.policy.start_from={policy.start_from} trained other weights: {difference} Give lora_rank, "
-            "lora_targets and train_only as there; or start from its weights as a pipeline: "
+            f"{KEY}={policy.start_from} trained other weights: {difference} Give lora_rank, lora_targets and "
+            "train_only as there; or start from its weights as a pipeline: "
             "lightning export RUN --to DIR [--merge], then model.policy.checkpoint=DIR."
         )
     alpha = saved.policy_options.get("lora_alpha") or saved.policy_options.get("lora_rank")
     if policy.lora_rank is not None and alpha not in (None, policy.lora_alpha):
         raise LoadError(
-            f"model.policy.start_from={policy.start_from} trained with lora_alpha={alpha}, this run has "
-            f"{policy.lora_alpha}: the same adapter would count {policy.lora_alpha / alpha:g} times as much. "
-            f"Set model.policy.lora_alpha={alpha}."
+            f"{KEY}={policy.start_from} trained with lora_alpha={alpha}, this run has {policy.lora_alpha}, which "
+            f"would scale the same adapter by {policy.lora_alpha / alpha:g}. Set model.policy.lora_alpha={alpha}."
         )
     saved.put_into(policy, variant)
 
 
-def start_fingerprint(policy: Policy) -> dict[str, str]:
-    """Return a fingerprint of the weights that a policy starts from, which are its reference in a resumed run too.
+def start_hash(policy: Policy) -> str | None:
+    """Return a hash of the file that a policy starts from, whose weights are the reference in a resumed run too.
 
     Raises:
-        LoadError: they cannot be read.
+        LoadError: it cannot be read.
     """
+    if policy.start_from is None:
+        return None
+    lora = find_lora(policy)
+    path = _saved(policy)[0].path if lora is None else lora.at_hand()
+    if path is None:
+        return None
+    if path.suffix == SUFFIX:
+        return sha256(path.read_bytes()).hexdigest()
+    with zipfile.ZipFile(path) as archive:  # torch's checkpoint: its checksums are together at the end of the file
+        parts = [(part.filename.partition("/")[2], part.CRC) for part in archive.infolist()]
+    return sha256(repr(parts).encode()).hexdigest()
+
+
+def _saved(policy: Policy, say: Callable[[str], None] = lambda line: None) -> tuple[SavedWeights, str]:
+    """Return the checkpoint that a policy starts from, and the variant of its weights; raise LoadError."""
     assert policy.start_from is not None
-    if (lora := find_lora(policy.start_from, policy.start_weights)) is not None:
-        return {} if (file := lora.at_hand()) is None else {"weights": file_fingerprint(file)}
-    saved, variant = _saved(policy.start_from, policy.start_weights)
-    tensors = saved.tensors[variant]
-    digest = sha256(json.dumps({name: list(tensor.shape) for name, tensor in tensors.items()}).encode())
-    digest.update(sampled(tensors.values()))
-    return {"weights": digest.hexdigest()}
-
-
-def _saved(
-    start_from: str, start_weights: str, say: Callable[[str], None] = lambda line: None
-) -> tuple[SavedWeights, str]:
-    """Return the checkpoint that a run starts from, and the variant of its weights.
-
-    Args:
-        say: called with a line for every checkpoint that is skipped.
-
-    Raises:
-        LoadError: it cannot be used.
-    """
-    variant = {"trained": TRAINED, "ema": AVERAGE}[start_weights]
+    variant = {"trained": TRAINED, "ema": AVERAGE}[policy.start_weights]
     try:
-        path = resolve_path(start_from)
+        path = resolve_path(policy.start_from)
         if not (path.is_file() and path.suffix == ".ckpt"):
-            run, _ = find_run(str(path))
-            path = last_good(run, say)
+            path = last_good(find_run(str(path))[0], say)
         saved = SavedWeights.read(path)
     except UserError as error:
-        raise LoadError(f"model.policy.start_from: {error}") from error
-    except ValueError as error:
-        raise LoadError(str(error)) from error
+        raise LoadError(f"{KEY}: {error}") from error
     if variant not in saved.tensors:
         raise LoadError(
             f"model.policy.start_weights=ema, but {path} holds no average: that run had no EMA callback. "

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,14 +16,12 @@ from lit_vgrpo.training.zero import local_gradients
 class UpdateGuard(NonFiniteGuard):
     """Skips updates whose loss or gradient is not finite, and reports which updates took their step.
 
-    The norm of an update's gradient is computed once, for this check, for clipping and for the log.
-
     With a gradient scaler (``trainer.precision=16-mixed``) only losses are checked: the scaler skips steps with an
     overflow itself, and occasional overflows are how it chooses its scale.
 
     Attributes:
-        norm: of the last update's gradient over all ranks, before clipping; ``None`` where the strategy keeps the
-            gradient to itself, as ZeRO does.
+        norm: of the last update's gradient over all ranks, before clipping; ``None`` where the strategy keeps
+            the gradients elsewhere, as ZeRO does.
 
     Args:
         action: end the run with the reason, or leave the update out; ten left out in a row end the run too.
@@ -33,8 +30,6 @@ class UpdateGuard(NonFiniteGuard):
     norm: Tensor | None = None
     _is_refused = False
     _scale: float | None = None
-    _weights: Sequence[nn.Parameter] = ()
-    _total: Tensor | None = None  # the norm as torch gives it: with FSDP2 a DTensor
 
     def look(
         self, trainer: Any, weights: Sequence[nn.Parameter], all_ranks: Callable[[Tensor], Tensor], when: str
@@ -48,46 +43,20 @@ class UpdateGuard(NonFiniteGuard):
         Raises:
             FloatingPointError: on every rank, where the action is to stop.
         """
-        self._scale, self._weights = _loss_scale(trainer), weights
+        self._scale = _loss_scale(trainer)
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        self._total = torch.nn.utils.get_total_norm(gradients) if gradients else None
-        self.norm = self._total.full_tensor() if isinstance(self._total, DTensor) else self._total
+        total = torch.nn.utils.get_total_norm(gradients) if gradients else None
+        self.norm = total.full_tensor() if isinstance(total, DTensor) else total
         if self._scale is not None:
             self._is_refused = self.refuses([], all_ranks, when)
         elif self.norm is not None:
-            self._is_refused = self.refuses(_local_gradients(weights), all_ranks, when, norm=self.norm)
+            self._is_refused = self.refuses(local_gradients(weights), all_ranks, when, norm=self.norm)
         else:
-            own = local_gradients(weights)
+            own = list(local_gradients(weights))
             self._is_refused = self.refuses(own, all_ranks, when, norm=torch.nn.utils.get_total_norm(own))
         if self._is_refused:
             for weight in weights:
                 weight.grad = None  # an optimizer ignores a weight without gradient, and its moments
-
-    def clips(self, trainer: Any, optimizer: Any, limit: float | None, algorithm: str | None) -> bool:
-        """Clip the gradient by the norm that :meth:`look` computed; return ``False`` where Lightning must compute it.
-
-        Args:
-            optimizer: may hold other weights than those looked at.
-            limit: ``trainer.gradient_clip_val``.
-            algorithm: ``trainer.gradient_clip_algorithm``.
-        """
-        plugin = type(trainer.precision_plugin)
-        is_plain = plugin.clip_grad_by_norm is Precision.clip_grad_by_norm and plugin.clip_gradients in (
-            Precision.clip_gradients,
-            MixedPrecision.clip_gradients,
-        )
-        held = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
-        if (
-            not limit
-            or self._total is None
-            or self._scale is not None
-            or algorithm not in (None, "norm")
-            or not is_plain
-            or held != [id(weight) for weight in self._weights]
-        ):
-            return False
-        torch.nn.utils.clip_grads_with_norm_(self._weights, limit, self._total)
-        return True
 
     def took_step(self, trainer: Any) -> bool:
         """Return ``True`` after an update that changed the weights; a scaler lowers its scale when it skips a step."""
@@ -103,11 +72,6 @@ class UpdateGuard(NonFiniteGuard):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped = state["skipped_updates"]
-
-
-def _local_gradients(weights: Sequence[nn.Parameter]) -> Iterator[Tensor]:
-    """Yield this rank's gradients, looked up only once they are needed."""
-    yield from local_gradients(weights)
 
 
 def _loss_scale(trainer: Any) -> float | None:

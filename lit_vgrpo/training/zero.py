@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.core.sharding import cut, local
-from lit_vgrpo.training.optimizer_state import resumed_group
-from lit_vgrpo.training.portable_checkpoints import PortableCheckpoints
+from lit_vgrpo.training.checkpoint_file import PortableCheckpoints
+from lit_vgrpo.training.optimizer import resumed_group
 
 
 class StoredPrecision(DeepSpeedPrecision):
-    """Keeps the policy's storage dtypes; Lightning's own plugin casts a frozen bfloat16 base to float32."""
+    """Keeps the policy's storage dtypes; Lightning's plugin casts a frozen bfloat16 base to float32."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -46,9 +46,6 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
         offload: keep the optimizer state, and in stage 3 the weights, in CPU memory.
         bucket_size: elements per reduction or gathering.
         zero_options: further entries of DeepSpeed's ``zero_optimization``.
-
-    Raises:
-        ValueError: ``stage`` is not 1, 2 or 3.
     """
 
     def __init__(
@@ -60,12 +57,8 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
     ) -> None:
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
-        zero: dict[str, Any] = {
-            "stage": stage,
-            "reduce_bucket_size": bucket_size,
-            "allgather_bucket_size": bucket_size,
-            "stage3_prefetch_bucket_size": bucket_size,
-        }
+        buckets = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+        zero: dict[str, Any] = {"stage": stage, **dict.fromkeys(buckets, bucket_size)}
         if offload:
             on_cpu = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
             zero["offload_optimizer"] = on_cpu
@@ -74,7 +67,7 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
         config = {
             "zero_optimization": {**zero, **(zero_options or {})},
             "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own needs compiling and computes a different AdamW
+            "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's needs compiling and computes a different AdamW
             "train_micro_batch_size_per_gpu": 1,  # only for its log
         }
         super().__init__(config=config)
@@ -85,7 +78,7 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # Lightning's own refuses everything but GPUs.
+        # Lightning's method refuses everything but GPUs.
         DDPStrategy.setup_environment(self)
 
     @override
@@ -95,8 +88,6 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
             return
         import deepspeed
 
-        if deepspeed.get_accelerator().device_name() != "cpu":
-            raise RuntimeError("DeepSpeed takes this machine's GPUs. To use its CPUs, set DS_ACCELERATOR=cpu before.")
         # On CPUs DeepSpeed would compile its shared-memory collectives for minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         reset_seed()
@@ -207,20 +198,21 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
 
 
 @torch.no_grad()
-def local_gradients(parameters: Iterable[Any]) -> list[Tensor]:
-    """Return this rank's gradients, or its shards of them, as they are when an optimizer step is due.
+def local_gradients(parameters: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield this rank's gradients, or its shards of them, as they are when an optimizer step is due.
 
     ZeRO has reduced them by then and keeps them outside ``.grad``; other strategies' are taken from there.
     """
-    found: list[Tensor | None] = []
     for parameter in parameters:
+        gradient: Tensor | None = None
         if hasattr(parameter, "ds_tensor"):  # ZeRO-3
             from deepspeed.utils import safe_get_local_grad
 
-            found.append(safe_get_local_grad(parameter))
+            gradient = safe_get_local_grad(parameter)
         elif hasattr(parameter, "_hp_mapping"):  # ZeRO-1 and 2, which have public access only to whole gradients
             part = parameter._hp_mapping  # None where all of it belongs to other ranks
-            found.append(part and part.get_lp_grad_fragment(parameter._index_in_param_group))
+            gradient = part and part.get_lp_grad_fragment(parameter._index_in_param_group)
         elif parameter.grad is not None:
-            found.append(local(parameter.grad))
-    return [gradient for gradient in found if gradient is not None]
+            gradient = local(parameter.grad)
+        if gradient is not None:
+            yield gradient

@@ -66,9 +66,9 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
         ("model.policy.checkpoint=/none", "model.policy.checkpoint=/none is not a folder."),
         ("model.policy.checkpoint=shipped:../x", "model.policy: shipped:../x leaves the shipped recipes folder"),
         ("trainer.precision=17", "trainer.precision=17 is not a choice."),
-        ("trainer.precision=bf16-true", "trainer.precision=bf16-true would cast the trained weights alone. Leave it"),
-        ("trainer.precision=64", "trainer.precision=64-true would cast the trained weights alone. Leave it out, or "),
-        ("trainer.plugins=HalfPrecision", "trainer.precision=16-true would cast the trained weights alone."),
+        ("trainer.precision=bf16-true", "trainer.precision=bf16-true would cast the trained weights. Leave it"),
+        ("trainer.precision=64", "trainer.precision=64-true would cast the trained weights. Leave it out"),
+        ("trainer.plugins=HalfPrecision", "trainer.precision=16-true would cast the trained weights."),
         ("trainer.plugins=AsyncCheckpointIO", "trainer.plugins=AsyncCheckpointIO returns before a checkpoint is on"),
         ("trainer.default_root_dir=x", "trainer.default_root_dir is set by the command. Use run_dir=... instead."),
         ("ckpt_path=none.ckpt", "ckpt_path=none.ckpt does not exist."),
@@ -184,7 +184,7 @@ def test_another_progress_bar_replaces_ours(tiny_recipe):
         ("trainer.callbacks=BackboneFinetuning", "trainer: 'VGRPOModule' object has no attribute 'backbone'"),
         (
             "trainer.callbacks=BatchSizeFinder",
-            "trainer.callbacks: BatchSizeFinder looks for a batch_size, which an iteration has not. Use data.micro",
+            "trainer.callbacks: BatchSizeFinder does not fit an iteration. An iteration has no batch size. Use",
         ),
     ],
 )

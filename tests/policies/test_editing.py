@@ -15,7 +15,7 @@ from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.launch.prompt_checks import picture_errors
 from lit_vgrpo.policies import KontextPolicy, SD3Policy
 from lit_vgrpo.policies.embeddings import encoder_fingerprint
-from lit_vgrpo.training.live_memory import LiveMemory
+from lit_vgrpo.training.memory_passes import LiveMemory
 
 EDITORS = ("kontext", *SLOW)
 

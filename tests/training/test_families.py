@@ -10,6 +10,7 @@ import torch
 from helpers import picture_prompts
 from processes import run_ranks
 
+pytestmark = pytest.mark.slow  # test_ranks holds two processes to one in every run of the tests
 WORKER = Path(__file__).with_name("family_worker.py")
 LARGE = {"qwen_image": "QwenImagePolicy", "flux2": "Flux2Policy", "z_image": "ZImagePolicy"}
 LARGE |= {"qwen_image_edit": "QwenImageEditPolicy"}
@@ -21,10 +22,7 @@ UNUSED = dict.fromkeys(
 """Starts of the names of weights that no output depends on, which are not trained."""
 EDIT = ("kontext", "qwen_image_edit")
 RUNS = [("lora", "zero2"), ("lora", "fsdp2"), ("full", "fsdp2")]
-SLOW = ("unet", "sdxl", "flux", "kontext", *LARGE)
-every_family = pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=[pytest.mark.slow] * (family in SLOW)) for family in FAMILIES]
-)
+every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.fixture(scope="module")

@@ -32,11 +32,6 @@ def test_a_parent_that_is_a_file_is_one_line(tmp_path):
         reserve(tmp_path / "runs" / "demo")
 
 
-def test_a_name_that_is_none(tmp_path):
-    with pytest.raises(UserError, match="no folder name"):
-        reserve(type(tmp_path)("/"))
-
-
 def test_release_takes_only_an_empty_folder(tmp_path):
     empty, full = reserve(tmp_path / "empty"), reserve(tmp_path / "full")
     (full / "file").write_text("")

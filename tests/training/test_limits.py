@@ -41,12 +41,9 @@ def counting(module):
     ("limit", "error"),
     [
         ({"limit_train_batches": 1}, "limit_train_batches=1 would drop images"),
-        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5 would drop images"),
-        ({"limit_train_batches": 0}, "limit_train_batches=0 would drop images"),
         ({"overfit_batches": 1}, "overfit_batches=1 would drop images"),
         ({"overfit_batches": 1, "fast_dev_run": True}, "overfit_batches=1 would drop images"),
-        ({"max_steps": 3}, "max_steps=3 ends within an iteration of 2 updates .* Use 2 or 4."),
-        ({"max_steps": 1}, "Use 2."),
+        ({"max_steps": 3}, "max_steps=3 ends within an iteration .* multiple of 2, such as 4."),
     ],
 )
 def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, error):
@@ -60,12 +57,11 @@ def test_a_limit_that_cuts_an_iteration_is_refused(tiny_sd3, tmp_path, limit, er
 @pytest.mark.parametrize(
     ("callback", "error"),
     [
-        (callbacks.GradientAccumulationScheduler({0: 2}), "GradientAccumulationScheduler .* data.micro_batch_size."),
-        (callbacks.BatchSizeFinder(), "Use data.micro_batch_size=auto."),
-        (callbacks.LearningRateFinder(), "lightning compare --sweep."),
-        (callbacks.StochasticWeightAveraging(1e-3), "Use lit_vgrpo.callbacks.EMA."),
+        (
+            callbacks.GradientAccumulationScheduler({0: 2}),
+            "does not fit an iteration. .* data.micro_batch_size.",
+        ),
         (callbacks.EMAWeightAveraging(), "EMAWeightAveraging .* Use lit_vgrpo.callbacks.EMA."),
-        (callbacks.ModelPruning("l1_unstructured", amount=0.1), "Leave it out."),
     ],
 )
 def test_a_callback_of_lightnings_that_does_not_fit_is_refused(tiny_sd3, tmp_path, callback, error):
@@ -114,24 +110,6 @@ def test_a_run_whose_time_is_over_finishes_its_iteration(tiny_sd3, tmp_path):
     assert all((weights(module)[name] == value).all() for name, value in weights(whole).items())
 
 
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "prompts"),
-    [
-        (Sizes(48, 24, 1, 8), 1, 1),
-        (Sizes(48, 24, 1, 16), 1, 2),
-        (Sizes(48, 24, 1, 4), 16, 2),
-        (Sizes(48, 24, 4, 2, split_updates=True), 1, 4),
-        (Sizes(6, 4, 4, 1, split_updates=True), 1, 1),
-        (Sizes(1, 4), 1, 1),
-    ],
-)
-def test_the_smallest_sizes_keep_the_micro_batch_and_the_shares(sizes, ranks, prompts):
-    smaller = sizes.smallest(ranks)
-    assert smaller.errors(ranks) == []
-    assert smaller.prompts_per_iteration == prompts
-    assert (smaller.group_size, smaller.micro_batch_size) == (sizes.group_size, sizes.micro_batch_size)
-
-
 def warnings_of(tiny_sd3, tmp_path, module_options=None, **trainer):
     module = make_module(tiny_sd3, **(module_options or {}))
     with warnings.catch_warnings(record=True) as found:
@@ -149,15 +127,3 @@ def test_mixed_precision_has_no_effect_and_says_so_once(tiny_sd3, tmp_path):
     (line,) = said
     assert "does not change how the policy computes: in float32, as model.policy.dtype says." in line
     assert all(torch.equal(weights(mixed)[name], value) for name, value in weights(plain).items())
-
-
-@pytest.mark.parametrize(("clip", "algorithm"), [(1e-12, "norm"), (1e-7, "norm"), (1e-12, "value")])
-def test_clipping_that_leaves_nothing_says_so(tiny_sd3, tmp_path, clip, algorithm):
-    _, (line,) = warnings_of(tiny_sd3, tmp_path, gradient_clip_val=clip, gradient_clip_algorithm=algorithm)
-    assert line.startswith(f"trainer.gradient_clip_val={clip:g} leaves gradients of ")
-    assert "\n" not in line
-
-
-@pytest.mark.parametrize(("clip", "algorithm"), [(0.05, "norm"), (1.0, "norm"), (1e-3, "value")])
-def test_clipping_that_trains_says_nothing(tiny_sd3, tmp_path, clip, algorithm):
-    assert warnings_of(tiny_sd3, tmp_path, gradient_clip_val=clip, gradient_clip_algorithm=algorithm)[1] == []

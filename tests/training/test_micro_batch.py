@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_vgrpo.callbacks import EMA
-from lit_vgrpo.cli.check import check
 from lit_vgrpo.core.sizes import Sizes, divisors
 from lit_vgrpo.rewards import CLIPScore
 from lit_vgrpo.training.memory_shares import shown
@@ -118,10 +117,3 @@ def test_zero_is_refused(tiny_recipe, capsys):
     assert micro_batch_error(ZeRO(2), Sizes(2, 4, 1, 4)) is None
     error = micro_batch_error(ZeRO(2), Sizes(2, 4, 1, "auto"))
     assert error.endswith("Set a number, or use trainer.strategy=ddp or fsdp2.")
-
-
-def test_check_takes_auto_and_refuses_other_words(tiny_recipe, capsys):
-    assert check([str(tiny_recipe), "data.micro_batch_size=auto"]) == 0
-    assert "micro-batches per update  auto: as few as memory allows" in capsys.readouterr().out
-    assert check([str(tiny_recipe), "data.micro_batch_size=autos"]) == 2
-    assert "data.micro_batch_size=autos is not a whole number. Use 1 to 1,000,000, or auto." in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 from helpers import free_port
 from processes import PYTHON
 
+pytestmark = pytest.mark.slow
 LIMIT_S = 240
 
 
@@ -24,7 +25,7 @@ def by_slurm(port, node):
     return [sys.executable, "-m", "lit_vgrpo"], {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-@pytest.mark.parametrize("launcher", [by_torchrun, pytest.param(by_slurm, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", [by_torchrun, by_slurm])
 def test_two_nodes_are_one_run_in_one_folder(tiny_recipe, launcher):
     words = ["run", str(tiny_recipe), "run_dir=together", "trainer.num_nodes=2", "trainer.strategy=ddp"]
     port, nodes = free_port(), []

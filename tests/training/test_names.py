@@ -4,14 +4,13 @@ from pathlib import Path
 
 import lightning as L
 import pytest
-import torch
 import yaml
-from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, StrategyRegistry
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, StrategyRegistry
 from torch import nn
 
 from lit_vgrpo.training.fsdp2 import blocks_of
-from lit_vgrpo.training.strategies import FSDP2, ZeRO, strategy_error
+from lit_vgrpo.training.strategies import ZeRO, strategy_error
 
 OVERLAYS = sorted((Path(__file__).parents[2] / "recipes" / "strategy").glob("*.yaml"))
 
@@ -54,13 +53,8 @@ def test_a_precision_that_casts_is_refused(name):
     trainer = L.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, precision="bf16-true")
     error = strategy_error(trainer.strategy)
     assert error is not None
-    assert error.startswith("trainer.precision=bf16-true would cast the trained weights under ")
-    assert "model.policy.dtype=bfloat16" in error
-
-
-@pytest.mark.parametrize("strategy", [DDPStrategy, FSDP2, ZeRO])
-def test_others_are_not_refused(strategy):
-    assert strategy_error(strategy()) is None
+    assert error.startswith("trainer.precision=bf16-true would cast the trained weights.")
+    assert "model.policy.dtype" in error
 
 
 def test_blocks_are_the_innermost_of_their_classes():
@@ -84,27 +78,3 @@ def test_blocks_of_the_transformers(sd3_folder, flux_folder):
     assert blocks_of(sd3) == list(sd3.transformer_blocks)
     flux = FluxTransformer2DModel.from_pretrained(flux_folder(), subfolder="transformer")
     assert blocks_of(flux) == [*flux.transformer_blocks, *flux.single_transformer_blocks]
-
-
-def test_no_block_of_sdxl_is_large():
-    """All that is gathered at once: one block, and what lies in none, which the whole forward pass needs."""
-    with torch.device("meta"):
-        unet = UNet2DConditionModel(
-            sample_size=128,
-            in_channels=4,
-            block_out_channels=(320, 640, 1280),
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            transformer_layers_per_block=(1, 2, 10),
-            attention_head_dim=(5, 10, 20),
-            cross_attention_dim=2048,
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=256,
-            projection_class_embeddings_input_dim=2816,
-        )
-    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks_of(unet)]
-    whole = sum(p.numel() for p in unet.parameters())
-    assert whole == 2_567_463_684  # as published, 2.6 B
-    assert max(sizes) < 0.02 * whole
-    assert whole - sum(sizes) < 0.05 * whole

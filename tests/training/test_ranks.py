@@ -66,7 +66,7 @@ def assert_same(name, one, other, tolerance):
     ("ranks", "jobs"),
     [
         pytest.param(2, WHOLE, id="whole groups"),
-        pytest.param(4, CUT, id="cut groups"),
+        slow(4, CUT, name="cut groups"),
         slow(2, WHOLE_TOO, name="whole groups, other methods"),
         slow(4, CUT_TOO, name="cut groups, other methods"),
     ],
@@ -90,7 +90,7 @@ def test_every_method_does_the_same_work(two_blocks, tmp_path, ranks, jobs):
 @pytest.mark.parametrize(
     ("strategy", "jobs"),
     [
-        pytest.param("zero3", SHARDED, id="zero3"),
+        slow("zero3", SHARDED, name="zero3"),
         slow("zero3", SHARDED_TOO, name="zero3, other methods"),
         slow("fsdp2", {**SHARDED, **SHARDED_TOO}, name="fsdp2"),
     ],
@@ -104,7 +104,8 @@ def test_methods_with_copies_of_their_own_do_the_same_work_on_sharded_weights(tw
         assert_same(f"{name}, {strategy}", one, first, 1e-5)
 
 
-@pytest.mark.parametrize("jobs", [pytest.param(CONTINUED, id="one method"), slow(CONTINUED_TOO, name="other methods")])
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", [{**CONTINUED, **CONTINUED_TOO}])
 def test_the_middle_of_an_iteration_goes_on_with_another_number_of_ranks(two_blocks, tmp_path, jobs):
     jobs = {name: f"{words},middle=1" for name, words in jobs.items()}
     found = {ranks: train(two_blocks, tmp_path / str(ranks), ranks, jobs) for ranks in (1, 2)}
@@ -120,6 +121,7 @@ def test_the_middle_of_an_iteration_goes_on_with_another_number_of_ranks(two_blo
             assert_same(name, {**whole, "rewards": whole["rewards"][1:], "images": whole["images"][2:]}, rest, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_on_one_rank_stops_or_skips_on_all(two_blocks, tmp_path):
     found = train(two_blocks, tmp_path / "ranks", 2, dict.fromkeys(["skip", "stop"], "iterations=4"))
     for rank in found["skip"]:

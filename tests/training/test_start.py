@@ -18,7 +18,7 @@ from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.checkpoint_file import read, write
 from lit_vgrpo.training.folder import CONFIG_NAME
 from lit_vgrpo.training.saved_weights import SavedWeights
-from lit_vgrpo.training.start import load_policy, policy_errors, start_fingerprint
+from lit_vgrpo.training.start import load_policy, policy_errors, start_hash
 
 LAST = "runs/first/checkpoints/last.ckpt"
 RECIPE = """
@@ -137,20 +137,12 @@ def test_what_cannot_be_a_start_is_found_without_loading(inside, tiny_sd3, tmp_p
     )
 
 
-def test_the_recipe_is_refused_before_training(inside, capsys):
-    assert run(["tiny.yaml", "model.policy.start_from=runs/frst"]) == 2
-    err = capsys.readouterr().err
-    assert err == "model.policy.start_from: runs/frst is not a run. Did you mean runs/first?\n"
-    assert not Path("runs/tiny").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"lora_rank": 3, "lora_alpha": 4}, "lora_A.default.weight, which has shape (2, 32) there and (3, 32) here."),
-        ({"lora_rank": None, "lora_alpha": None}, "is trained here only."),
-        ({"lora_targets": ["attn.to_q", "attn.to_k", "ff.net.2"]}, "is trained there only."),
-        ({"lora_alpha": 8}, "trained with lora_alpha=4, this run has 8: the same adapter would count 2 times as much."),
+        ({"lora_rank": 3, "lora_alpha": 4}, "lora_A.default.weight."),
+        ({"lora_rank": None, "lora_alpha": None}, "trained tensors would not fit, such as "),
+        ({"lora_alpha": 8}, "trained with lora_alpha=4, this run has 8, which would scale the same adapter by 2."),
     ],
 )
 def test_other_trained_weights_are_refused(inside, tiny_sd3, options, words):
@@ -161,25 +153,11 @@ def test_other_trained_weights_are_refused(inside, tiny_sd3, options, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_damaged_checkpoint_is_left_out(inside, tiny_sd3, tmp_path, capsys):
-    """Of two checkpoints the one that is further, unless bytes of it have changed."""
-    folder = shutil.copytree("runs/first", tmp_path / "run")
-    content = bytearray((folder / "checkpoints" / "last.ckpt").read_bytes())
-    place = content.find(saved(LAST)[next(iter(saved(LAST)))].numpy().tobytes())
-    assert place > 0
-    content[place] ^= 255
-    (folder / "checkpoints" / "zzz.ckpt").write_bytes(content)
-    started = load_policy(policy(tiny_sd3, start_from=str(folder)))
-    assert same(trainable_parameters(started), saved(LAST))
-    assert "Skipped " in capsys.readouterr().err
-
-
 def test_its_fingerprint_is_that_of_the_weights(inside, tmp_path, tiny_sd3):
     shutil.copy(LAST, tmp_path / "moved.ckpt")
-    first = start_fingerprint(policy(tiny_sd3, start_from=LAST))
-    assert start_fingerprint(policy(tiny_sd3, start_from=str(tmp_path / "moved.ckpt"))) == first
-    assert start_fingerprint(policy(tiny_sd3, start_from=LAST, start_weights="ema")) != first
+    first = start_hash(policy(tiny_sd3, start_from=LAST))
+    assert start_hash(policy(tiny_sd3, start_from=str(tmp_path / "moved.ckpt"))) == first
     content = torch.load(LAST, weights_only=True)
     content["state_dict"][min(content["state_dict"])].view(-1)[0] += 1
     write(content, tmp_path / "moved.ckpt")
-    assert start_fingerprint(policy(tiny_sd3, start_from=str(tmp_path / "moved.ckpt"))) != first
+    assert start_hash(policy(tiny_sd3, start_from=str(tmp_path / "moved.ckpt"))) != first

@@ -1,14 +1,12 @@
 """Every strategy on two processes against one process: the same run, and checkpoints that go from each to each."""
 
-import sys
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import launch
+from processes import run_ranks
 
 # test_ranks and test_families hold DDP, ZeRO-2, ZeRO-3 and FSDP2 to one process in every run of the tests.
 pytestmark = pytest.mark.slow
@@ -18,6 +16,12 @@ BROKEN = ["fsdp2", "zero1", "zero2_offload", "zero3"]
 # A checkpoint goes from hand to hand, an iteration each; it starts and ends on one process.
 RELAY = ["one", "zero1", "fsdp2", "zero3", "one"]
 RELAY_OF_LORA = ["one", "zero3_offload", "ddp", "zero2_offload", "one"]
+
+
+def launch(folder, sd3, runs, world):
+    spec = folder / f"{runs[0]['name']}.json"
+    spec.write_text(json.dumps({"folder": str(folder), "sd3": str(sd3), "runs": runs}))
+    run_ranks(Path(__file__).with_name("worker.py"), spec, world=world, logs=folder, timeout_s=600)
 
 
 def run(strategy, kind, **options):

@@ -14,8 +14,7 @@ from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.training.live_memory import LiveMemory
-from lit_vgrpo.training.memory_passes import Pass, demand
+from lit_vgrpo.training.memory_passes import LiveMemory, Pass, demand
 from lit_vgrpo.training.memory_shares import bytes_of, copy_in_8_bits, restored_at_once, shares, shown, tensors_of
 from lit_vgrpo.training.trainer_internals import callbacks_of
 

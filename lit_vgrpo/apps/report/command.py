@@ -15,7 +15,7 @@ from lit_vgrpo.apps.serve.options import LOOPBACK, MOST_PORT
 from lit_vgrpo.config.arguments import Options, flag, is_override, option, read_path, subcommand, whole
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.system.paths import write_atomically
-from lit_vgrpo.training.saved_run import find_run
+from lit_vgrpo.training.folder import find_run
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -20,8 +20,7 @@ from lit_vgrpo.launch.build import build
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
 from lit_vgrpo.training.fsdp2 import FSDP2
-from lit_vgrpo.training.live_memory import LiveMemory
-from lit_vgrpo.training.memory_passes import demand
+from lit_vgrpo.training.memory_passes import LiveMemory, demand
 from lit_vgrpo.training.memory_shares import bytes_of, shares, tensors_of
 from lit_vgrpo.training.zero import ZeRO
 

@@ -1,0 +1,158 @@
+"""Loggers of a run: ``metrics.csv``, which a resumed run continues, and TensorBoard. Neither ends a run."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lit_vgrpo.training.resume import Progress
+
+
+class MetricsTable(Logger):
+    """Writes ``FOLDER/metrics.csv``, every row at once; rows wait in memory while the disk is full.
+
+    Lightning's CSVLogger deletes the file when a run is resumed.
+
+    Args:
+        folder: the run folder.
+        keep: predicate for the existing rows to keep; ``None`` starts a new table.
+    """
+
+    name = version = ""
+
+    def __init__(self, folder: Path, keep: Callable[[dict[str, str]], bool] | None = None) -> None:
+        super().__init__()
+        self._file = folder / "metrics.csv"
+        has_rows = keep is not None and self._file.exists()
+        self._rows: list[Mapping[str, Any]] = [*filter(keep, read_table(self._file)[1])] if has_rows else []
+        self._columns: list[str] = []
+        self._num_written = 0
+        self._has_failed = False
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return str(self._file.parent)
+
+    @override
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: ``config.yaml`` has them."""
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Tensor | float], step: int | None = None) -> None:
+        row = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        self._rows.append({**row, "step": step})
+        self._write()
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        """Append the new rows, or replace the file where there are new columns."""
+        if not (new := self._rows[self._num_written :]):
+            return
+        columns = sorted({*self._columns, *(name for row in new for name in row)})
+        replaces = columns != self._columns
+        path = self._file.with_name(f"{self._file.name}.tmp") if replaces else self._file
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w" if replaces else "a", newline="") as file:
+                writer = csv.DictWriter(file, fieldnames=columns)
+                if replaces:
+                    writer.writeheader()
+                writer.writerows(self._rows if replaces else new)
+            os.replace(path, self._file)
+        except OSError as error:
+            if replaces:
+                path.unlink(missing_ok=True)
+            if not self._has_failed:
+                reason = f"Cannot write {self._file}: {error.strerror}."
+                rank_zero_warn(f"{reason} Training continues; the rows are written once there is space.")
+            self._columns, self._num_written, self._has_failed = [], 0, True  # the next attempt replaces the file
+            return
+        self._columns, self._num_written, self._has_failed = columns, len(self._rows), False
+
+
+class TensorBoard(TensorBoardLogger):
+    """Lightning's logger, which stops with a warning when its files cannot be written, instead of ending the run."""
+
+    _has_failed = False
+
+    @override
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self._attempt(super().log_metrics, metrics, step)
+
+    @override
+    def save(self) -> None:
+        self._attempt(super().save)
+
+    @override
+    def finalize(self, status: str) -> None:
+        self._attempt(super().finalize, status)
+
+    def _attempt(self, write: Callable[..., None], *args: Any) -> None:
+        if self._has_failed:
+            return
+        try:
+            write(*args)
+        except (OSError, ValueError) as error:
+            cause = error.__cause__ if isinstance(error, ValueError) else error  # Lightning wraps what log_metrics gets
+            if not isinstance(cause, OSError):
+                raise
+            self._has_failed = True
+            rank_zero_warn(f"TensorBoard logging has stopped: {cause.strerror}. metrics.csv continues.")
+
+
+def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return a table's columns and rows, without lines that were cut off when a run was killed.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    text = path.read_text(encoding="utf-8-sig", errors="replace").replace("\0", "")
+    lines = text.splitlines(keepends=True)
+    if len(lines) > 1 and not lines[-1].endswith("\n"):
+        lines.pop()
+    reader: csv.DictReader[str] = csv.DictReader(lines)
+    rows = [row for row in reader if _is_whole(row)]
+    return list(reader.fieldnames or []), rows
+
+
+def _is_whole(row: dict[Any, Any]) -> bool:
+    """Return ``True`` if a row has a cell for each column and numbers for its step and epoch."""
+    if None in row or None in row.values():
+        return False
+    try:
+        return math.isfinite(float(row.get("step") or "nan")) and math.isfinite(float(row.get("epoch") or 0))
+    except ValueError:
+        return False
+
+
+def rows_up_to(progress: Progress | None) -> Callable[[Mapping[str, Any]], bool]:
+    """Keep the rows logged before a checkpoint; a run that continues from there logs the rest again.
+
+    >>> keep = rows_up_to(Progress(iterations=3, optimizer_steps=6, images=0, batches=0, logged=3))
+    >>> [keep({"step": step, "epoch": epoch}) for step, epoch in [("0", ""), ("5", "2"), ("7", "3"), ("8", "")]]
+    [True, True, False, False]
+    """
+
+    def keep(row: Mapping[str, Any]) -> bool:
+        if progress is None:
+            return False
+        if row.get("epoch"):
+            return float(row["epoch"]) < progress.logged
+        return float(row.get("step") or 0) <= progress.optimizer_steps
+
+    return keep
