@@ -16,7 +16,7 @@ from lit_vgrpo.core.gather import raise_together, rows_of_all_ranks
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.metrics.diversity import diversity
+from lit_vgrpo.metrics import diversity
 from lit_vgrpo.metrics.features import feature_network
 from lit_vgrpo.training.best_evaluation import TRAINED, UNTRAINED
 

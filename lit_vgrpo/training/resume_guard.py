@@ -8,7 +8,7 @@ from contextlib import suppress
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,15 +22,13 @@ from lit_vgrpo.config.tree import Place, class_name, dotted, leaves
 from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.pipeline_folder import INDEX, config_folder
+from lit_vgrpo.policies.loading import config_folder
+from lit_vgrpo.policies.pipeline import INDEX
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY, FileCheckpointIO
 from lit_vgrpo.training.start import start_hash
-
-if TYPE_CHECKING:
-    from lit_vgrpo.training.evaluation import HeldOutModule
 
 FREE_KEYS = ("name", "run_dir", "ckpt_path", "allow_changes", "model.non_finite", "model.failed_images")
 FREE_PARTS = ("trainer.", "data.heldout", "model.heldout", "model.evaluat")
@@ -214,7 +212,7 @@ def _shown(value: Any) -> str:
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
-def inputs_of(module: HeldOutModule, data: PromptDataModule | None) -> Inputs:
+def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
     """Return hashes of the files on this machine that the trained weights depend on.
 
     These are the training prompts, the file that defines each reward of the user's, the configuration files of the

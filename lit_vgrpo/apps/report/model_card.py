@@ -19,7 +19,7 @@ from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.config.tree import class_name
 from lit_vgrpo.errors import UserError, report
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.pipeline_folder import config_folder
+from lit_vgrpo.policies.loading import config_folder
 from lit_vgrpo.system.hub import file_at_hand, source_of
 
 CARD_NAME, PICTURE_NAME = "README.md", "before_after.png"

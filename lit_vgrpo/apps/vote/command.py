@@ -24,7 +24,7 @@ from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.rewards.http import is_loopback
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.system.process import is_first_process
-from lit_vgrpo.training.folder import CONFIG_NAME, find_run
+from lit_vgrpo.training.folder import find_run
 from lit_vgrpo.training.resume import SUMMARY_NAME, read_summary
 
 PORT = 8009
