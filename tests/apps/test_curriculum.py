@@ -269,7 +269,6 @@ def bright_and_stop(images, prompts, rows):
 """
 
 
-@pytest.mark.usefixtures("forked_python")
 def test_two_stages_of_which_the_second_is_interrupted(tiny_recipe, here, capfd):
     """Four processes: a check, the first stage, the second, and the second again."""
     (here / "scores.py").write_text(SCORES)

@@ -5,13 +5,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 from conftest import tiny_recipe_of
 from fastapi.testclient import TestClient
-from processes import PYTHON
 from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.apps.report.command import read_runs, report
@@ -64,7 +64,7 @@ def test_the_page_changes_with_its_run(finished):
 
 
 def test_it_is_served_on_loopback_until_it_is_stopped(finished):
-    command = [PYTHON, "-m", "lit_vgrpo", "report", str(RUN), "--serve", "--port=0"]
+    command = [sys.executable, "-m", "lit_vgrpo", "report", str(RUN), "--serve", "--port=0"]
     before = (finished / "report.html").read_bytes()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         try:

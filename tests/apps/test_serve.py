@@ -14,7 +14,6 @@ import httpx
 import pytest
 import torch
 from helpers import Brightness, free_port
-from processes import PYTHON
 from starlette.requests import Request
 
 from lit_vgrpo import __version__
@@ -63,7 +62,7 @@ def command():
     """The command as it is typed, in a process of its own; gives its address."""
     environment = {**os.environ, "SERVE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [PYTHON, "-m", "lit_vgrpo", *COMMAND.split()],
+        [sys.executable, "-m", "lit_vgrpo", *COMMAND.split()],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,

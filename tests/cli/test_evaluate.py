@@ -8,14 +8,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import grey_level, in_order, make_module
+from helpers import grey_level, make_module
 from PIL import Image
-from processes import PYTHON
 from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.cli.eval.command import EvaluateOptions, evaluate
@@ -70,10 +70,10 @@ class Pools(torch.nn.Module):
 def trained(tmp_path_factory, tiny_sd3):
     """A folder with a finished run of two iterations, runs/tiny, and the same one without callbacks, runs/plain."""
     place = tmp_path_factory.mktemp("evaluate")
-    with folder_with(place, RECIPE, tiny_sd3, in_order(["a red circle on the left", "a blue square at the top"])):
+    with folder_with(place, RECIPE, tiny_sd3, ["a red circle on the left", "a blue square at the top"]):
         # no colour in the last prompt: its images have no score for that
         heldout = ["a green circle on the right", "a red square at the bottom", "something else"]
-        Path("heldout.txt").write_text("\n".join(in_order(heldout)))
+        Path("heldout.txt").write_text("\n".join(heldout))
         Path("real").mkdir()
         for number, picture in enumerate(np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)):
             Image.fromarray(picture).save(f"real/{number}.png")
@@ -202,7 +202,7 @@ def test_two_ranks_find_the_same(inside, evaluated, strategy):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [PYTHON, "-m", "lit_vgrpo", "eval", *words]
+    command = [sys.executable, "-m", "lit_vgrpo", "eval", *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -6,7 +6,6 @@ from pair_methods import (
     ADVANTAGES,
     Pairs64,
     assert_same_gradient,
-    assert_state_comes_back,
     loss_and_gradient,
     nudge,
     pixel_mean,
@@ -43,13 +42,6 @@ def test_who_shares_pairs(policy, sharing, rows):
     alone = pairs_of(policy, objective, advantages=ADVANTAGES[3:], slots=(1,)).of_images()  # on another rank
     assert torch.equal(alone[0], times[3:])
     assert torch.equal(alone[1], noise[3:])
-
-
-def test_true_and_false_are_the_sharing_of_earlier_recipes():
-    assert VGRPO(share_pairs=True).share_pairs == VGRPO().share_pairs == "group"
-    assert VGRPO(share_pairs=False).share_pairs == "none"
-    with pytest.raises(ValueError, match="share_pairs=batch cannot be used. Use none, group or iteration"):
-        VGRPO(share_pairs="batch")
 
 
 @pytest.mark.parametrize("method", [VGRPO, AWM])
@@ -102,21 +94,6 @@ def test_the_kl_to_the_reference_in_float64(policy):
     loss, gradient = loss_and_gradient(policy, objective, [experience])
     assert loss == pytest.approx(expected, rel=1e-3)
     assert_same_gradient(gradient, expected_gradient)
-
-
-def test_the_reference_stays_and_is_not_saved(policy):
-    def make():
-        return VGRPO(EIGHT, 2, kl_weight=0.6, kl_to="reference")
-
-    objective = make()
-    objective.setup(policy)
-    start = weights(policy)
-    nudge(policy)
-    objective.after_update(policy)
-    objective.after_iteration(policy)
-    assert all(torch.equal(tensor, start[name]) for name, tensor in objective.copies["reference"].tensors.items())
-    assert_state_comes_back(policy, make(), make())
-    assert make().state_dict()["copies"] == {}
 
 
 @pytest.mark.parametrize(
@@ -180,9 +157,3 @@ def test_pulls_that_cannot_work_are_errors(options, error):
     errors = VGRPO(EIGHT, 2, **options).check(SIZES)
     assert len(errors) == 1
     assert error in errors[0]
-
-
-def test_an_unknown_pull_is_refused():
-    assert VGRPO(EIGHT, 2, kl_to="reference", kl_weight=1).check(SIZES) == []
-    with pytest.raises(ValueError, match="kl_to=anchor cannot be used. Set anchor_weight=2.0 in place of kl_weight"):
-        VGRPO(kl_to="anchor", kl_weight=2.0, anchor_decay=0.3)

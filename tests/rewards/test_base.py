@@ -1,8 +1,8 @@
 import subprocess
+import sys
 
 import pytest
 import torch
-from processes import BARE
 
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.rewards import Reward
@@ -38,4 +38,4 @@ def test_rewards_import_no_lightning():
         "import sys, lit_vgrpo.rewards; "
         "print([name for name in sys.modules if name.split('.')[0] in ('lightning', 'lightning_fabric', 'diffusers')])"
     )
-    assert subprocess.run([BARE, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

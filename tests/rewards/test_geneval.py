@@ -1,13 +1,13 @@
 import math
 import shutil
 import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from geneval_models import HEIGHT, NAMES, SCENES, WIDTH, pictures, save_detector, save_segmenter
 from PIL import Image
-from processes import BARE
 
 from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.geneval import GenEval
@@ -260,7 +260,7 @@ def test_building_one_loads_nothing():
         "import sys; from lit_vgrpo.rewards.geneval import GenEval as G; "
         "G().prompt_error('a', {}); print('transformers' in sys.modules)"
     )
-    assert subprocess.run([BARE, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_whole_folders_have_no_error(reward, segmenter_folder, clip_folder):

@@ -1,5 +1,6 @@
 import math
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
-from processes import BARE
 
 from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.ocr import OCRReward, in_reading_order, wanted_text
@@ -208,7 +208,7 @@ page, line = OCRReward(), OCRReward(detect=False)
 print(page.check(), "rapidocr" in sys.modules)
 print(page.read(pixels), line.read(pixels), page.read(pixels * 0))
 """
-    done = subprocess.run([BARE, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     assert done.stdout == "[] False\n['Open'] ['Open'] ['']\n"
 

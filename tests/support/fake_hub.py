@@ -1,143 +1,65 @@
-"""A small model hub on loopback: the requests that huggingface_hub makes to create a repository and commit files.
+"""A small model hub in memory, in place of the requests that huggingface_hub's client makes."""
 
-``python tests/support/fake_hub.py PORT`` serves it; then ``HF_ENDPOINT=http://127.0.0.1:PORT HF_TOKEN=writes`` use it.
-"""
+from unittest import mock
 
-import base64
-import json
-import re
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 
 class FakeHub:
     """Repositories as ``{name: {path: bytes}}``.
 
-    Tokens: ``writes`` may write as the user somebody, ``reads`` may not write, others are not valid.
+    Tokens: ``writes`` may write as the user somebody, ``reads`` may not write, others are not valid. Requests to another
+    address, or offline, are left to the client.
     """
 
-    def __init__(self, port=0):
-        self.repositories = {}
-        self.private = {}
-        self.large = {}
-        self.changes = []  # requests that change something, in order
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
-        self.server.hub, self.server.daemon_threads = self, True
+    address = "http://127.0.0.1:1"
 
-    @property
-    def address(self):
-        return f"http://127.0.0.1:{self.server.server_address[1]}"
+    def __init__(self):
+        self.repositories, self.private = {}, {}
+        self.changes = []  # requests that change something, in order
+        self._whoami = HfApi.whoami
 
     def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        fakes = {name: getattr(self, name) for name in ("list_repo_files", "create_repo", "create_commit")}
+        who = mock.patch.object(HfApi, "whoami", lambda api, **options: self.whoami(api, **options))
+        self._patches = [who, mock.patch.multiple(HfApi, **fakes)]
+        for patch in self._patches:
+            patch.start()
         return self
 
     def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
+        for patch in self._patches:
+            patch.stop()
+
+    def whoami(self, api, **options):
+        if self.address != constants.ENDPOINT or constants.HF_HUB_OFFLINE:
+            return self._whoami(api, **options)
+        self.allow("writes", "reads", refusal=401)
+        return {"name": "somebody"}
+
+    def list_repo_files(self, name):
+        if name not in self.repositories:
+            raise refused(404, RepositoryNotFoundError)
+        return list(self.repositories[name])
+
+    def create_repo(self, name, private, exist_ok):
+        self.allow("writes", refusal=403)
+        self.changes.append(f"create {name}")
+        self.repositories[name], self.private[name] = {".gitattributes": b""}, private
+
+    def create_commit(self, name, operations, commit_message):
+        self.allow("writes", refusal=403)
+        self.changes.append(f"commit {name}")
+        for operation in operations:
+            with operation.as_file() as file:
+                self.repositories[name][operation.path_in_repo] = file.read()
+
+    def allow(self, *tokens, refusal):
+        if get_token() not in tokens:
+            raise refused(refusal)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        self.route({r"/api/whoami-v2": self.whoami, r"/api/models/(.+)/tree/main": self.tree})
-
-    def do_POST(self):
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.route(
-            {
-                r"/api/validate-yaml": lambda: self.answer({"errors": [], "warnings": []}),
-                r"/api/repos/create": self.create,
-                r"/api/models/(.+)/preupload/main": self.preupload,
-                r"/(.+)\.git/info/lfs/objects/batch": self.batch,
-                r"/api/models/(.+)/commit/main": self.commit,
-            }
-        )
-
-    def do_PUT(self):
-        self.body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.hub.large[self.path.rpartition("/")[2]] = self.body
-        self.answer({})
-
-    def route(self, pages):
-        for pattern, page in pages.items():
-            if found := re.fullmatch(pattern, self.path.partition("?")[0]):
-                return page(*found.groups())
-        return self.refuse(404, "EntryNotFound")
-
-    def may(self, token):
-        return self.headers.get("Authorization") == f"Bearer {token}"
-
-    def whoami(self):
-        known = self.may("writes") or self.may("reads")
-        self.answer({"type": "user", "name": "somebody", "orgs": []}) if known else self.refuse(401)
-
-    def tree(self, name):
-        files = self.server.hub.repositories.get(name)
-        if files is None:
-            return self.refuse(404, "RepoNotFound")
-        entries = [{"type": "file", "path": path, "size": len(data), "oid": "0"} for path, data in files.items()]
-        return self.answer(entries)
-
-    def create(self):
-        asked = json.loads(self.body)
-        name = f"{asked.get('organization') or 'somebody'}/{asked['name']}"
-        if not self.may("writes"):
-            return self.refuse(403)
-        self.server.hub.changes.append(f"create {name}")
-        self.server.hub.repositories[name] = {".gitattributes": b""}
-        self.server.hub.private[name] = asked.get("private", asked.get("visibility") == "private")
-        return self.answer({"url": f"{self.server.hub.address}/{name}", "name": name})
-
-    def preupload(self, name):
-        if not self.may("writes"):
-            return self.refuse(403)
-        files = json.loads(self.body)["files"]
-        modes = {True: "lfs", False: "regular"}
-        entries = [
-            {"path": path, "uploadMode": modes[path.endswith((".safetensors", ".png"))], "shouldIgnore": False}
-            for path in (file["path"] for file in files)
-        ]
-        return self.answer({"files": entries})
-
-    def batch(self, name):
-        objects = [
-            {**one, "actions": {"upload": {"href": f"{self.server.hub.address}/lfs/{one['oid']}"}}}
-            for one in json.loads(self.body)["objects"]
-        ]
-        self.answer({"transfer": "basic", "objects": objects})
-
-    def commit(self, name):
-        hub = self.server.hub
-        hub.changes.append(f"commit {name}")
-        for line in map(json.loads, self.body.splitlines()):
-            value = line["value"]
-            if line["key"] == "file":
-                hub.repositories[name][value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                hub.repositories[name][value["path"]] = hub.large[value["oid"]]
-        self.answer({"commitUrl": f"{hub.address}/{name}/commit/1", "commitOid": "1", "success": True})
-
-    def refuse(self, status, code=""):
-        self.answer({"error": "refused"}, status, {"X-Error-Code": code} if code else {})
-
-    def answer(self, body, status=200, headers=()):
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        for name, value in dict(headers).items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-
-if __name__ == "__main__":
-    hub = FakeHub(int(sys.argv[1]))
-    print(hub.address, flush=True)
-    hub.server.serve_forever()
+def refused(status, kind=HfHubHTTPError):
+    """The client's error for a response with that status."""
+    return kind("refused", response=mock.Mock(status_code=status, headers={}))

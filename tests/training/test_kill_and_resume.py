@@ -2,11 +2,11 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from helpers import repeating
-from processes import PYTHON
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_and_resume.py"
 WORDS = [
@@ -19,7 +19,8 @@ WORDS = [
 
 @pytest.mark.parametrize("kills", repeating([1, 2], slow=[2]))
 def test_a_run_that_is_killed_ends_like_one_undisturbed(tiny_recipe, kills):
-    command = [PYTHON, str(SCRIPT), "--recipe", str(tiny_recipe), "--kills", str(kills), "--seed", "13", "--out", "out"]
+    command = [sys.executable, str(SCRIPT), "--recipe", str(tiny_recipe), "--kills", str(kills)]
+    command += ["--seed", "13", "--out", "out"]
     done = subprocess.run([*command, *WORDS], text=True, timeout=400, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(Path("out/kill_and_resume.json").read_text())

@@ -49,7 +49,6 @@ def make_finished(run, **changes):
     run.fingerprint_file.write_text(run.fingerprint)
 
 
-@pytest.mark.usefixtures("forked_python")
 def test_two_methods_race_one_fails_and_a_second_call_runs_nothing(tiny_recipe, tmp_path, other, capsys):
     (tmp_path / "breaks.py").write_text(
         "from lit_vgrpo import VGRPO\n\n\nclass Breaks(VGRPO):\n"
@@ -142,7 +141,6 @@ def test_only_an_unfinished_run_is_thrown_away(tiny_recipe):
     assert (clear_the_way(foreign) / "thesis.txt").is_file()
 
 
-@pytest.mark.usefixtures("forked_python")
 def test_ctrl_c_ends_the_runs_and_says_how_to_continue(tiny_recipe, tmp_path, capsys):
     words = [str(tiny_recipe), "--methods", "vgrpo", "--settings", "published", "--seeds", "1"]
     log = tmp_path / "race" / "logs" / "vgrpo-published-seed0.log"
