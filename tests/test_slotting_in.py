@@ -190,21 +190,6 @@ def test_a_plain_loop_without_lightning_learns():
     assert sum(history[-3:]) / 3 > sum(history[:3]) / 3 + 0.05
 
 
-PARTS = ["metrics", "objectives", "policies", "rewards", "tiny"]
-PARTS += ["core.sampling", "core.snapshots", "core.surrogate"]
-
-
-def test_the_parts_import_no_lightning():
-    done = run_python(
-        "import sys, importlib\n"
-        "for part in sys.argv[1:]:\n"
-        "    importlib.import_module(f'lit_vgrpo.{part}')\n"
-        "    assert not [m for m in sys.modules if m.split('.')[0] in ('lightning', 'pytorch_lightning')], part",
-        *PARTS,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_public_names():
     import lit_vgrpo
 

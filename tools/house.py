@@ -97,9 +97,10 @@ def check_callbacks(path: Path) -> Iterator[str]:
                 yield f"{path}:{line}: a callback imports {name}"
             elif is_below(name, "lit_vgrpo.apps") and path.name not in MAY_IMPORT_APPS:
                 yield f"{path}:{line}: imports {name}; only {', '.join(MAY_IMPORT_APPS)} may"
-        elif is_below(name, "lit_vgrpo.callbacks") and not inside.startswith(MAY_IMPORT_CALLBACKS):
-            if not (inside == "module.py" and is_below(name, BUILT_IN)):
-                yield f"{path}:{line}: imports {name}, which lies above"
+            continue
+        allowed = inside.startswith(MAY_IMPORT_CALLBACKS) or (inside == "module.py" and is_below(name, BUILT_IN))
+        if is_below(name, "lit_vgrpo.callbacks") and not allowed:
+            yield f"{path}:{line}: imports {name}, which lies above"
 
 
 def is_private(name: str) -> bool:
@@ -128,7 +129,7 @@ def private_names(path: Path) -> tuple[set[str], dict[str, int]]:
 
 
 def check_private_names(path: Path) -> Iterator[str]:
-    """Yield private names of libraries: those that neither this file, its folder nor an imported file of ours defines."""
+    """Yield private names that neither this file, its folder nor an imported file of ours defines: a library's."""
     for line, name in imported(path):
         if name.startswith(("lightning", "pytorch_lightning", "deepspeed")) and any(map(is_private, name.split("."))):
             yield f"{path}:{line}: imports the private {name}"
@@ -155,10 +156,10 @@ def check_foreign_attributes(path: Path) -> Iterator[str]:
     """Yield assignments to an attribute of an object that the function neither is a method of nor made."""
     for function in (node for node in nodes(path) if isinstance(node, ast.FunctionDef)):
         own = {"self", "cls", *made_in(function)}
-        for node in ast.walk(function):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if ast.unparse(node.value) not in own and node.attr not in SETTABLE | SETTABLE_ANYWHERE:
-                    yield f"{path}:{node.lineno}: sets {ast.unparse(node)}, an attribute of another object"
+        stores = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+        for node in stores:
+            if ast.unparse(node.value) not in own and node.attr not in SETTABLE | SETTABLE_ANYWHERE:
+                yield f"{path}:{node.lineno}: sets {ast.unparse(node)}, an attribute of another object"
 
 
 def find(folder: str, pattern: str) -> list[Path]:

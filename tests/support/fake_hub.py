@@ -9,8 +9,8 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 class FakeHub:
     """Repositories as ``{name: {path: bytes}}``.
 
-    Tokens: ``writes`` may write as the user somebody, ``reads`` may not write, others are not valid. Requests to another
-    address, or offline, are left to the client.
+    Tokens: ``writes`` may write as the user somebody, ``reads`` may not write, others are not valid. Requests to
+    another address, or offline, are left to the client.
     """
 
     address = "http://127.0.0.1:1"
