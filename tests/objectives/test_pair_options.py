@@ -61,12 +61,6 @@ def test_antithetic_pairs_are_every_noise_and_its_negative_at_one_time(policy, m
     assert objective.loss(policy, experience)[1]["ratio_deviation"].max() == 0
 
 
-def test_weights_of_antithetic_pairs(policy):
-    objective = VGRPO(RolloutSpec(steps=5), 4, antithetic=True, importance_weights=True)
-    weight = prepare(policy, objective).extras["pair_weight"]
-    torch.testing.assert_close(weight, torch.tensor([[1.2, 0.8, 1.2, 0.8]] * 6))
-
-
 @pytest.mark.parametrize(("method", "name"), [(VGRPO, "num_mc_samples"), (AWM, "num_times")])
 def test_an_odd_number_of_antithetic_pairs_is_refused(method, name):
     with pytest.raises(ValueError, match=rf"model.objective.{name}=3 cannot be used.*use an even number"):
@@ -94,22 +88,6 @@ def test_the_kl_to_the_reference_in_float64(policy):
     loss, gradient = loss_and_gradient(policy, objective, [experience])
     assert loss == pytest.approx(expected, rel=1e-3)
     assert_same_gradient(gradient, expected_gradient)
-
-
-@pytest.mark.parametrize(
-    ("options", "phase"),
-    [({"kl_to": "reference"}, "reference"), ({}, "old")],
-)
-def test_passes_of_the_kl(policy, options, phase):
-    objective, ledger = VGRPO(EIGHT, 2, kl_weight=0.5, **options), PassLedger()
-    ledger.attach(policy.network)
-    objective.setup(policy)
-    prepare(policy, objective, updates=2, ledger=ledger)
-    planned = objective.prediction_passes(Sizes(2, 3, 2, 6))
-    assert planned.keys() == {"update", "old", phase}
-    assert {name: ledger.counts[name]["without_grad"] / 6 for name in {"old", phase}} == dict.fromkeys(
-        {"old", phase}, 2
-    )
 
 
 @pytest.mark.parametrize(

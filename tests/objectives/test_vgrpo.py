@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from pair_methods import ADVANTAGES, GROUP, Pairs64, loss_and_gradient, pixel_mean, prepare, roll
+from pair_methods import ADVANTAGES, GROUP, Pairs64, loss_and_gradient, pixel_mean, prepare
 from policy_copies import load_copy
 
 from lit_vgrpo.core.pass_counter import PassLedger
@@ -102,22 +102,6 @@ def test_zero_advantages_give_zero_gradient(policy):
     experience = prepared(policy, objective)
     experience.advantages = torch.zeros(6)
     assert gradients(policy, objective, experience).abs().max() == 0
-
-
-def test_switches(policy):
-    def pairs(**options):
-        return prepared(policy, VGRPO(RolloutSpec(steps=8), num_mc_samples=4, **options)).pairs
-
-    shared, single = pairs(), pairs(share_pairs=False)
-    assert shared.times.shape == (2, 4)
-    assert single.times.shape == (6, 4)
-    assert single.rows.tolist() == list(range(6))
-    schedule = roll(policy, VGRPO(RolloutSpec(steps=8))).schedule
-    strata = [[schedule.tolist().index(t) // 2 for t in row] for row in shared.times.tolist()]
-    assert strata == [[0, 1, 2, 3]] * 2
-    loose = pairs(stratify=False, share_pairs=False).times.tolist()
-    assert any([schedule.tolist().index(t) // 2 for t in row] != [0, 1, 2, 3] for row in loose)
-    assert not set(pairs(times="uniform").times.flatten().tolist()) <= set(schedule.tolist())
 
 
 @pytest.mark.parametrize("space", ["x", "v", "eps"])
