@@ -14,6 +14,9 @@ ROOT = Path(__file__).parents[1]
 
 MOST_LINES_PER_FILE, MOST_LINES_PER_RECIPE = 400, 60
 MOST_LINES, MOST_FILES, MOST_TEST_LINES = 29_000, 200, 24_000
+MOST_FAST_PROCESSES = 12
+"""Test functions that start a process and are not marked slow: importing torch and Lightning takes 7 s."""
+STARTERS = {"subprocess.run", "subprocess.Popen", "run_ranks", "run_command"}
 
 MAY_IMPORT_CALLBACKS = ("cli/", "launch/", "__init__.py")
 """The rest of the package imports no callback; ``module.py`` imports one, in ``BUILT_IN``."""
@@ -146,9 +149,12 @@ def made_in(function: ast.FunctionDef) -> Iterator[str]:
     for node in ast.walk(function):
         if isinstance(node, ast.withitem) and node.optional_vars is not None:
             yield ast.unparse(node.optional_vars)
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-            pairs = zip(target.elts, node.value.elts, strict=True) if several else [(target, node.value)]
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
             yield from (ast.unparse(name) for name, value in pairs if isinstance(value, ast.Call))
 
 
@@ -160,6 +166,24 @@ def check_foreign_attributes(path: Path) -> Iterator[str]:
         for node in stores:
             if ast.unparse(node.value) not in own and node.attr not in SETTABLE | SETTABLE_ANYWHERE:
                 yield f"{path}:{node.lineno}: sets {ast.unparse(node)}, an attribute of another object"
+
+
+def fast_processes(path: Path) -> Iterator[str]:
+    """Yield the tests of a file that start a process, by themselves or by what they use of the file, and are fast."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    if any(isinstance(node, ast.Assign) and "pytestmark = pytest.mark.slow" in ast.unparse(node) for node in body):
+        return
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    words = {
+        name: {ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Name | ast.Attribute | ast.arg)}
+        for name, function in functions.items()
+    }
+    start = {name for name in words if words[name] & STARTERS}
+    while more := {name for name in words.keys() - start if words[name] & start}:
+        start |= more
+    for name in sorted(start):
+        if name.startswith("test_") and "pytest.mark.slow" not in map(ast.unparse, functions[name].decorator_list):
+            yield f"{path}: {name}"
 
 
 def find(folder: str, pattern: str) -> list[Path]:
@@ -177,6 +201,9 @@ def main() -> int:
             found += check_private_names(path)
             if not path.as_posix().startswith(MAY_SET_ATTRIBUTES):
                 found += check_foreign_attributes(path)
+    fast = [test for path in find("tests", "test_*.py") for test in fast_processes(path)]
+    if len(fast) > MOST_FAST_PROCESSES:
+        found += [f"{len(fast)} tests start a process and are not slow, at most {MOST_FAST_PROCESSES}:", *fast]
     print("\n".join(found) or f"House rules: {len(package)} files kept")
     return int(bool(found))
 
