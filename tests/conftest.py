@@ -130,7 +130,7 @@ def tiny_recipe(tmp_path, monkeypatch, tiny_sd3):
 
 
 def tiny_recipe_of(checkpoint):
-    """The text of the same recipe with a pipeline of one's own."""
+    """The text of the same recipe with a given pipeline."""
     from helpers import prompt_file
 
     recipe = TINY_RECIPE.replace("CHECKPOINT", str(checkpoint))

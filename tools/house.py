@@ -1,4 +1,4 @@
-"""Rules of the house that import-linter cannot check; ``make lint`` runs them: ``python tools/house.py``.
+"""House rules that import-linter cannot check; ``make lint`` runs them: ``python tools/house.py``.
 
 Sizes of files and folders, imports of ``callbacks/`` (which import-linter does not see, since it is installed as
 ``lit_vgrpo.callbacks``), private names of libraries, and attributes set on other objects. Prints one line per breach.

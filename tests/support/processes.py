@@ -28,7 +28,7 @@ def small_strategy(name):
 
 
 def run_ranks(script, *args, world=1, logs, env=None, timeout_s=400):
-    """Run a script on that many ranks with torchrun's environment, or alone; when one fails or hangs all are ended.
+    """Run a script on ``world`` ranks with torchrun's environment, or alone; when one fails or hangs all are ended.
 
     What hangs writes its stack to its log first.
 
