@@ -5,6 +5,7 @@ Sizes of files and folders, imports of ``callbacks/`` (which import-linter does 
 """
 
 import ast
+import os
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -24,22 +25,20 @@ BUILT_IN = "lit_vgrpo.callbacks.reward_logger"
 MAY_IMPORT_APPS = ("report.py", "samples.py", "kept_images.py", "export.py")
 """Callbacks that write files of the report, or a model card."""
 
-PRIVATE_API_ALLOWED = (*("training/checkpoint.py", "training/trainer_internals.py", "training/zero.py"),)
+PRIVATE_API_ALLOWED = ("training/checkpoint.py", "training/trainer_internals.py", "training/zero.py")
 """Files that may use private names of Lightning and DeepSpeed, next to the version in which they were read."""
-PUBLIC_IN_SPITE_OF_THE_UNDERSCORE = {
+PUBLIC_DESPITE_UNDERSCORE = {
     *("_exit", "_asdict"),  # the standard library
     *("_cdata", "_version", "_local_tensor", "_parameters", "_buffers", "_modules", "_foreach_copy_"),  # torch
     *("_foreach_lerp_", "_scaled_dot_product_flash_attention_for_cpu"),
-    *("_optional_components",),  # diffusers
-}
-SETTABLE = {
-    # attributes of a Trainer and its strategy that Lightning's own callbacks set, or that have a setter
-    *("should_stop", "accumulate_grad_batches", "callbacks", "loggers", "checkpoint_io"),
+    "_optional_components",  # diffusers
 }
 MAY_SET_ATTRIBUTES = ("callbacks/", "lit_vgrpo/metrics/")
 """Rich's columns and torchmetrics' sums have no other way."""
-SETTABLE_ANYWHERE = {
-    # attributes of tensors, autograd contexts, backends, pipelines, schedulers, modules and the interpreter
+SETTABLE = {
+    # of a Trainer and its strategy, that Lightning's own callbacks set, or that have a setter
+    *("should_stop", "accumulate_grad_batches", "callbacks", "loggers", "checkpoint_io"),
+    # of tensors, autograd contexts, backends, pipelines, schedulers, modules and the interpreter
     *("data", "grad", "layer", "allow_tf32", "scheduler", "set_timesteps", "base_lrs"),
     *("excepthook", "dont_write_bytecode", "completer"),
 }
@@ -138,7 +137,7 @@ def check_private_names(path: Path) -> Iterator[str]:
             yield f"{path}:{line}: imports the private {name}"
     ours = {name.rpartition(".")[0].replace(".", "/") for _, name in imported(path) if name.startswith("lit_vgrpo.")}
     known = [*path.parent.glob("*.py"), *(file for name in ours if (file := Path(f"{name}.py")).is_file())]
-    defined = PUBLIC_IN_SPITE_OF_THE_UNDERSCORE.union(*(private_names(other)[0] for other in known))
+    defined = PUBLIC_DESPITE_UNDERSCORE.union(*(private_names(other)[0] for other in known))
     for name, line in private_names(path)[1].items():
         if name not in defined:
             yield f"{path}:{line}: uses the private {name} of a library"
@@ -164,7 +163,7 @@ def check_foreign_attributes(path: Path) -> Iterator[str]:
         own = {"self", "cls", *made_in(function)}
         stores = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
         for node in stores:
-            if ast.unparse(node.value) not in own and node.attr not in SETTABLE | SETTABLE_ANYWHERE:
+            if ast.unparse(node.value) not in own and node.attr not in SETTABLE:
                 yield f"{path}:{node.lineno}: sets {ast.unparse(node)}, an attribute of another object"
 
 
@@ -193,6 +192,7 @@ def find(folder: str, pattern: str) -> list[Path]:
 
 def main() -> int:
     """Print every breach and return the exit status."""
+    os.chdir(ROOT)
     package = [*find("lit_vgrpo", "*.py"), *find("callbacks", "*.py")]
     found = list(check_sizes(package, find("tests", "*.py"), find("recipes", "*.yaml")))
     for path in package:
