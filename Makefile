@@ -1,36 +1,42 @@
-# make demo    train the tiny recipe in a fresh .venv
-# make test    run the tests
-# make test-all  run the slow tests too, with coverage: every strategy, launcher and rank
-# make lint    run ruff, mypy and import-linter
-# make docs    build the documentation into build/site; a broken link or an undocumented public name is an error
+# make demo       train the tiny recipe in a fresh .venv
+# make test       run the fast tests: about four minutes on two cores
+# make test-slow  run the others: what serves, votes, launches, kills, or repeats over families and strategies
+# make test-all   run all of them, with coverage
+# make lint       run ruff, mypy, import-linter and the house rules
+# make docs       build the documentation into build/site; a broken link or an undocumented public name is an error
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 COVERAGE := --cov --cov-report=term --cov-fail-under=85
 export OMP_NUM_THREADS ?= 1
 # Without bytecode every worker compiles, and rewrites the asserts of, every test file again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint docs clean
+.PHONY: demo test test-slow test-all lint docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
-	$(BIN)/lightning run recipes/tiny_shapes.yaml
+	$(BIN)/lightning run recipes/tiny_shapes.yaml $(DEMO_ARGS)
 
 test: $(VENV)/installed
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
+test-slow: $(VENV)/installed
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+	PRETEND_GPU=1 $(PYTEST) -m "not slow" tests/test_methods.py tests/test_resume.py $(PYTEST_ARGS)
+
 test-all: $(VENV)/installed
 	$(PYTEST) $(COVERAGE) $(PYTEST_ARGS)
-	PRETEND_GPU=1 $(PYTEST) tests/test_methods.py tests/test_resume.py
+	PRETEND_GPU=1 $(PYTEST) -m "not slow" tests/test_methods.py tests/test_resume.py $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python tools/house.py
 
 docs: $(VENV)/installed-dev
 	@# Without --quiet, which hides warnings from --strict.

@@ -1,7 +1,7 @@
-"""The tests under other CPU kernels, other numbers of threads, and with prompts in another order.
+"""Run the tests under other CPU kernels and other numbers of threads.
 
-    python benchmarks/cpu_settings.py                        # all of `make test`, once for each setting
-    python benchmarks/cpu_settings.py tests/distributed/test_ranks.py    # or what pytest is given
+    python benchmarks/cpu_settings.py                               # all of `make test`, once for each setting
+    python benchmarks/cpu_settings.py tests/training/test_ranks.py  # or what pytest is given
 
 Prints a table, and ends with status 1 where a test failed. A setting that this machine does not know changes nothing:
 ``ATEN_CPU_CAPABILITY=avx512`` on a CPU without, say.
@@ -24,10 +24,9 @@ SETTINGS: list[dict[str, str]] = [
     {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     {"MKL_CBWR": "COMPATIBLE"},
     {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},  # threads that wait would spin on the cores of the others
-    {"PROMPT_ORDER": "reversed"},
 ]
-PYTEST = ["-m", "pytest", "-q", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow"]
-THREADS = 4
+PYTEST = ["-m", "pytest", "-q", "--dist", "worksteal", "-m", "not slow"]
+THREADS = 2
 """Of all workers together; what tests start comes on top."""
 ROOT = Path(__file__).parents[1]
 

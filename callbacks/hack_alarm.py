@@ -252,7 +252,7 @@ class HeldOutDiversity:
 
     def compute(self, module: Any) -> dict[str, float]:
         """Return the diversity of all ranks' images, the same on every rank, and discard the images."""
-        each = module.trainer.datamodule.heldout_images_per_prompt  # type: ignore[attr-defined]
+        each = module.trainer.datamodule.heldout_images_per_prompt
         features = rows_of_all_ranks(torch.cat(self._features))
         prompts = rows_of_all_ranks(torch.tensor(self._numbers) // each).tolist()
         self.start_over()

@@ -8,7 +8,7 @@ import torch
 from lit_vgrpo.core.records import Stopwatch, timed
 from lit_vgrpo.core.sharding import write
 from lit_vgrpo.launch.build import build
-from lit_vgrpo.system.memory import device_name, idle_gpu
+from lit_vgrpo.system.memory import idle_gpu
 
 
 @pytest.fixture
@@ -24,16 +24,6 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: waited.append(args))
     return waited
-
-
-def test_a_device_has_a_name(gpu):
-    assert device_name(torch.device("cuda", 0)) == "NVIDIA Test (80 GiB, cuda:0)"
-    assert device_name(torch.device("cpu")).startswith("CPU (")
-
-
-def test_a_run_says_where_it_trains(tiny_recipe):
-    assert any(line.startswith("Device: CPU (") for line in build([str(tiny_recipe)], make_folder=False).opening())
-    assert idle_gpu(torch.device("cpu")) is None
 
 
 def test_a_gpu_that_is_not_used_is_named(tiny_recipe, gpu):

@@ -18,7 +18,6 @@ def test_every_public_name_is_on_a_page():
     ("line", "missing"),
     [
         ("::: lit_vgrpo.callbacks.EMA", {"lit_vgrpo.callbacks.EMA"}),
-        ("::: lit_vgrpo.rewards.HPSv2", {"lit_vgrpo.rewards.HPSv2"}),
         ("::: lit_vgrpo.objectives.EPG", {"lit_vgrpo.objectives.EPG", "lit_vgrpo.EPG"}),
         ("::: lit_vgrpo.module.VGRPOModule", {"lit_vgrpo.VGRPOModule"}),
     ],
@@ -31,9 +30,7 @@ def test_a_missing_name_is_found(line, missing):
     ("page", "link", "outside"),
     [
         ("results.md", "[x](../benchmarks/results/sweep.md#a)", ["benchmarks/results/sweep.md"]),
-        ("results.md", "[x](methods.md)", []),
         ("reference/rewards.md", "[x](../rewards.md)", []),
-        ("reference/rewards.md", "[x](../../LICENSE)", ["LICENSE"]),
     ],
 )
 def test_links_that_leave_the_folder_are_found(page, link, outside):
@@ -44,7 +41,6 @@ def test_links_that_leave_the_folder_are_found(page, link, outside):
     ("html", "loads"),
     [
         ('<script src="https://example.org/a.js"></script>', True),
-        ('<link rel="stylesheet" href="https://example.org/a.css">', True),
         ('<img src="//example.org/a.png">', True),
         ('<a href="https://example.org/">a link</a><img src="assets/a.png">', False),
     ],

@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 from helpers import make_data, make_module, make_trainer, weights
 
-from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.core.types import RolloutSpec
-from lit_vgrpo.errors import UserError
-from lit_vgrpo.objectives import Objective
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 
@@ -18,19 +15,6 @@ def shown_objective():
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     (code,) = [block for block in blocks if "(Objective)" in block]
     return code
-
-
-def test_the_objective_of_the_page_can_be_named_in_a_recipe(tmp_path, monkeypatch):
-    """Also from a module whose annotations are strings."""
-    (tmp_path / "my_methods.py").write_text(f"from __future__ import annotations\n{shown_objective()}")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    options = {"rollout": {"steps": 3}, "temperature": 0.5}
-    recipe = {"model": {"objective": {"class_path": "my_methods.BetterOnes", "init_args": options}}}
-    objective = built_part(recipe, "model.objective", Objective)
-    assert (objective.rollout, objective.temperature) == (RolloutSpec(steps=3), 0.5)
-    options["rollout"]["steps"] = "many"
-    with pytest.raises(UserError, match=r"rollout\.steps"):
-        built_part(recipe, "model.objective", Objective)
 
 
 def test_the_objective_of_the_page_trains_and_costs_what_it_says(tiny_sd3, tmp_path):

@@ -119,16 +119,6 @@ def test_resume_is_bit_exact(tiny_sd3, tmp_path, name):
     assert [e.passes for e in resumed.evaluator.history] == [e.passes for e in whole.evaluator.history]
 
 
-def test_split_updates_train_each_image_once(tiny_sd3, tmp_path):
-    def make():
-        return MixGRPO(RolloutSpec(**SHARED), window_size=4)
-
-    module, trainer = run(tiny_sd3, tmp_path, make, 2, split_updates=True)
-    assert trainer.global_step == 2
-    check_costs(module, trainer, (S, 4, 0))
-    assert float(torch.cat(module.record.metrics["ratio_deviation"])[:4].max()) < 1e-6
-
-
 @pytest.mark.parametrize("method", [VGRPO, AWM])
 def test_split_updates_pay_for_the_old_policy_after_the_first(tiny_sd3, tmp_path, method):
     def make():

@@ -145,10 +145,3 @@ def test_images_of_other_sizes_are_refused(tiny_sd3, tmp_path):
     run(tiny_sd3, tmp_path, make, 2, [saver], micro_batch_size=4)
     with pytest.raises(RuntimeError, match="within iteration 1, with other prompts or sizes"):
         run(tiny_sd3, tmp_path, make, 2, ckpt=tmp_path / "middle.ckpt", micro_batch_size=4, group_size=8)
-
-
-def test_the_checkpoint_loads_with_weights_only(tiny_sd3, tmp_path):
-    run(tiny_sd3, tmp_path, METHODS["DGPO, moving"][0], 1, [SaveAt(tmp_path / "middle.ckpt", 0, 0)], **WHOLE_UPDATE)
-    saved = torch.load(tmp_path / "middle.ckpt", weights_only=True)["lit_vgrpo"]["iteration"]
-    assert len(saved["image_ids"]) == 8
-    assert saved["updates_done"] == 0

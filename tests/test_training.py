@@ -1,24 +1,21 @@
 """The LightningModule in a real Trainer, on a small real pipeline."""
 
 import math
-import warnings
 from functools import partial
 
 import pytest
 import torch
-from helpers import Brightness, SaveAt, make_data, make_module, make_trainer, weights
+from helpers import Brightness, make_data, make_module, make_trainer, weights
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import RewardLogger, SurrogateDiagnostics
 from lit_vgrpo.rewards import Reward, RewardError
 
 STEPS = RolloutSpec(steps=2)
-OBJECTIVES = {
-    "one step": (lambda: VGRPO(STEPS, num_mc_samples=2), 1),
-    "two steps, clip, KL": (lambda: VGRPO(STEPS, num_mc_samples=2, clip=0.02, kl_weight=0.3), 2),
-    "anchor": (lambda: VGRPO(STEPS, num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3), 1),
-    "naive": (lambda: VGRPO(STEPS, 2, share_pairs=False, stratify=False, space="v", self_normalise=False), 1),
-}
+
+
+def anchored():
+    return VGRPO(STEPS, num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3)
 
 
 def train(folder, tmp_path, iterations=2, callbacks=(), objective=None, trainer=None, data=None, ckpt=None, **options):
@@ -28,43 +25,9 @@ def train(folder, tmp_path, iterations=2, callbacks=(), objective=None, trainer=
     return module, fitter
 
 
-@pytest.mark.parametrize(
-    ("name", "lora"),
-    [
-        # without another set of weights it makes no difference what is trained
-        pytest.param(name, lora, marks=[pytest.mark.slow] * (name in ("one step", "naive") and not lora))
-        for name in OBJECTIVES
-        for lora in ({}, {"lora_rank": 2})
-    ],
-)
-def test_trains_and_counts(tiny_sd3, tmp_path, name, lora):
-    make, updates = OBJECTIVES[name]
-    module, trainer = train(
-        tiny_sd3, tmp_path, objective=make(), data={"updates_per_iteration": updates}, policy_options=lora
-    )
-    assert trainer.current_epoch == 2
-    assert trainer.global_step == 2 * updates
-    assert module.ledger.images == 16
-    planned = module.objective.passes_per_image(trainer.datamodule.sizes)
-    paid = {phase: sum(module.ledger.counts[phase].values()) for phase in planned}
-    assert paid == {phase: 16 * passes for phase, passes in planned.items()}
-    assert sum(paid.values()) == module.ledger.training_passes()
-    counts = module.ledger.counts
-    assert counts["rollout"]["without_grad"] == 16 * 2
-    assert counts["update"] == {"with_grad": 16 * 2 * updates, "without_grad": 0}
-    assert ("old" in counts) == (updates > 1)
-    assert ("anchor" in counts) == (name == "anchor")
-    moved = [
-        not torch.equal(p, module.reference.tensors["network." + n])
-        for n, p in module.policy.network.named_parameters()
-        if p.requires_grad
-    ]
-    assert sum(moved) > len(moved) / 2
-
-
 def test_the_anchor_moves_once_an_iteration(tiny_sd3, tmp_path):
     data = {"updates_per_iteration": 2, "micro_batch_size": 2}
-    module, _ = train(tiny_sd3, tmp_path, 1, objective=OBJECTIVES["anchor"][0](), data=data)
+    module, _ = train(tiny_sd3, tmp_path, 1, objective=anchored(), data=data)
     end = weights(module)
     for name, anchor in module.objective.anchor.tensors.items():
         start = module.reference.tensors[name].double()
@@ -92,19 +55,6 @@ def test_same_seed_same_run_other_seed_other_run(tiny_sd3, tmp_path):
     first, again, other = (weights(train(tiny_sd3, tmp_path, seed=seed)[0]) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
-
-
-def test_a_checkpoint_of_any_step_continues_exactly(tiny_sd3, tmp_path):
-    """Within an iteration and after its last step; one that was complete is not repeated."""
-    make = OBJECTIVES["anchor"][0]
-    checkpoints = [tmp_path / "within.ckpt", tmp_path / "after.ckpt"]
-    savers = [SaveAt(path, 1, step) for step, path in enumerate(checkpoints)]
-    whole, _ = train(tiny_sd3, tmp_path, 3, callbacks=savers, objective=make())
-    expected = weights(whole)
-    for path in checkpoints:
-        resumed, trainer = train(tiny_sd3, tmp_path, 3, ckpt=path, objective=make())
-        assert trainer.global_step == 3
-        assert all(torch.equal(value, expected[key]) for key, value in weights(resumed).items()), path.name
 
 
 def test_a_checkpoint_holds_no_frozen_tensor_and_loads_weights_only(tiny_sd3, tmp_path):
@@ -149,7 +99,7 @@ def test_failed_images_are_counted_and_do_not_train(tiny_sd3, tmp_path):
 
 
 def test_all_failed_stops_with_the_rewards_own_message(tiny_sd3, tmp_path):
-    with pytest.raises(RewardError, match="8 of 8 images of iteration 0 failed.*the scorer is out of order"):
+    with pytest.raises(RewardError, match="Every image of iteration 0 failed.*the scorer is out of order"):
         train(tiny_sd3, tmp_path, 1, reward=Never(), evaluate_at_start=False)
 
 
@@ -175,7 +125,7 @@ def test_held_out_images_do_not_depend_on_the_batch_size(tiny_sd3, tmp_path):
         train(tiny_sd3, tmp_path, 1, data={"eval_batch_size": size, "heldout_images_per_prompt": 3})[0]
         for size in (6, 2)
     )
-    assert many.evaluator.latest["heldout/reward"] == pytest.approx(one.evaluator.latest["heldout/reward"], rel=1e-5)
+    assert many.heldout["heldout/reward"] == pytest.approx(one.heldout["heldout/reward"], rel=1e-5)
 
 
 def test_without_a_data_module_the_error_says_what_to_do(tiny_sd3, tmp_path):
@@ -187,18 +137,3 @@ def test_without_a_data_module_the_error_says_what_to_do(tiny_sd3, tmp_path):
 def test_own_accumulation_is_refused(tiny_sd3, tmp_path):
     with pytest.raises(ValueError, match="accumulate_grad_batches=3 is set by the sizes"):
         train(tiny_sd3, tmp_path, trainer={"accumulate_grad_batches": 3})
-
-
-def test_solver_of_another_path_is_refused_before_loading(tiny_sd3, tmp_path):
-    module = make_module(tiny_sd3, VGRPO(RolloutSpec("ddim", 2)))
-    with pytest.raises(ValueError, match="solver=ddim is not a solver of SD3Policy. Use euler or"):
-        make_trainer(tmp_path).fit(module, datamodule=make_data())
-    assert not module.policy.loaded
-
-
-def test_no_warning_of_our_own_making(tiny_sd3, tmp_path):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(tiny_sd3, tmp_path, 1, callbacks=[RewardLogger()])
-    ours = [w for w in caught if "lit_vgrpo" in str(w.filename) or "batch_size" in str(w.message)]
-    assert ours == []

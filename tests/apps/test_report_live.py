@@ -1,5 +1,6 @@
 """The page that a run writes itself, and ``lightning report --serve``, which follows it."""
 
+import sys
 import json
 import signal
 import subprocess
@@ -8,7 +9,6 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi.testclient import TestClient
-from processes import PYTHON
 
 from lit_vgrpo.apps.report.command import make_app, report
 from lit_vgrpo.callbacks import Report
@@ -58,7 +58,7 @@ def test_a_run_refreshes_its_page_and_ends_with_that_of_the_command(tiny_recipe,
 @pytest.mark.slow
 def test_it_is_served_on_loopback_until_it_is_stopped(tiny_recipe):
     assert run(["tiny.yaml", "trainer.max_epochs=1"]) == 0
-    command = [PYTHON, "-m", "lit_vgrpo", "report", str(RUN), "--serve", "--port=0"]
+    command = [sys.executable, "-m", "lit_vgrpo", "report", str(RUN), "--serve", "--port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         try:
             line = server.stdout.readline()

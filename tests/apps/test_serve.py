@@ -1,3 +1,4 @@
+import sys
 import base64
 import os
 import re
@@ -10,7 +11,6 @@ import httpx
 import pytest
 import torch
 from helpers import Brightness
-from processes import PYTHON
 
 from lit_vgrpo.apps.serve import app as app_module
 from lit_vgrpo.apps.serve import worker as worker_module
@@ -52,7 +52,7 @@ def command():
     """The command as it is typed, in a process of its own; gives its address."""
     environment = {**os.environ, "SERVE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [PYTHON, "-m", "lit_vgrpo", *COMMAND.split()],
+        [sys.executable, "-m", "lit_vgrpo", *COMMAND.split()],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,

@@ -5,6 +5,7 @@ import signal
 import socket
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,6 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi.testclient import TestClient
-from processes import PYTHON
 from saved_runs import assert_one_line
 
 from lit_vgrpo.apps.vote.app import make_app
@@ -149,7 +149,7 @@ def accepts(port):
 def test_a_recipe_is_trained_on_votes_and_a_killed_one_asks_only_for_the_rest(tiny_recipe, capsys):
     port = free_port()
     words = ["vote", "tiny.yaml", *SETTINGS, f"--port={port}", "data.group_size=4"]
-    with subprocess.Popen([PYTHON, "-m", "lit_vgrpo", *words], stdout=subprocess.PIPE, text=True) as first:
+    with subprocess.Popen([sys.executable, "-m", "lit_vgrpo", *words], stdout=subprocess.PIPE, text=True) as first:
         page = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
         seen = None
         while seen is None:
@@ -183,7 +183,9 @@ def test_a_recipe_is_trained_on_votes_and_a_killed_one_asks_only_for_the_rest(ti
     assert "heldout/JPEGCompressibility" not in rows[0]
     assert f"Vote at http://127.0.0.1:{port}/ on this machine only. Ctrl-C stops it." in capsys.readouterr().out
 
-    with subprocess.Popen([PYTHON, "-m", "lit_vgrpo", "vote", str(RUN), "--port=0"], stdout=-1, text=True) as over:
+    with subprocess.Popen(
+        [sys.executable, "-m", "lit_vgrpo", "vote", str(RUN), "--port=0"], stdout=-1, text=True
+    ) as over:
         found = httpx.get(f"{over.stdout.readline().split()[2]}next", params={"voter": "ann"}).json()
         over.send_signal(signal.SIGINT)
     assert (found["comparison"], found["is_over"]) == (None, True)
@@ -209,7 +211,7 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
     strategy = "{class_path: lightning.pytorch.strategies.DDPStrategy, init_args: {timeout: '0:00:%d'}}"
     ranks = ["trainer.devices=2", f"trainer.strategy={strategy % (PAUSE_S - 5)}"]
     words = ["vote", "tiny.yaml", *SETTINGS, f"--port={port}", *ranks]
-    job = subprocess.run([PYTHON, "-m", "lit_vgrpo", *words], capture_output=True, text=True, timeout=300)
+    job = subprocess.run([sys.executable, "-m", "lit_vgrpo", *words], capture_output=True, text=True, timeout=300)
     done.set()
     thread.join()
     assert job.returncode == 0, job.stderr
@@ -227,7 +229,7 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
 
 @pytest.mark.slow
 def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
-    own = [PYTHON, "-m", "lit_vgrpo"]
+    own = [sys.executable, "-m", "lit_vgrpo"]
     with subprocess.Popen([*own, "run", "tiny.yaml", *SETTINGS], stdout=subprocess.PIPE, stderr=-1, text=True) as job:
         line = ""
         while "Waiting for 2 votes on" not in line:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from processes import BARE
 
 from lit_vgrpo import __version__
 from lit_vgrpo.cli.main import main
@@ -102,7 +101,7 @@ threading.Thread(target=lambda: (time.sleep(.2), print("thread"))).start()
 atexit.register(print, "handler")
 sys.exit(status)
 """
-    done = subprocess.run([BARE, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stderr == ""
     # bitsandbytes, where it is installed, would have imported the compiler

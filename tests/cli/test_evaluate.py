@@ -1,5 +1,6 @@
 """``lightning eval``: the run's own numbers, the same on any number of ranks, with intervals that can be trusted."""
 
+import sys
 import csv
 import hashlib
 import json
@@ -15,7 +16,6 @@ import pytest
 import torch
 from helpers import grey_level, in_order
 from PIL import Image
-from processes import PYTHON
 from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.cli.eval import EvaluateOptions, evaluate, results, table, write
@@ -178,7 +178,7 @@ def test_two_ranks_find_the_same(inside, evaluated, strategy):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [PYTHON, "-m", "lit_vgrpo", "eval", *words]
+    command = [sys.executable, "-m", "lit_vgrpo", "eval", *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)
         assert done.returncode == 0, done.stderr[-3000:]

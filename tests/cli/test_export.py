@@ -4,13 +4,13 @@ import contextlib
 import io
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from diffusers import DiffusionPipeline
-from processes import PLAIN
 from safetensors import safe_open
 from safetensors.torch import load_file
 from saved_runs import assert_one_line
@@ -142,7 +142,9 @@ def drawn(place, tmp_path_factory, request):
             jobs.append(job_of(name, family, policy, folder, printed(source, "--to", str(to), *options)))
         (folder / "jobs.json").write_text(json.dumps(jobs))
         script = str(Path(__file__).parents[1] / "support" / "plain_diffusers.py")
-        done = subprocess.run([PLAIN, script, folder / "jobs.json"], capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            [sys.executable, script, folder / "jobs.json"], capture_output=True, text=True, timeout=240
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: (torch.load(folder / f"{name}.image"), *images[name]) for name in images}
 

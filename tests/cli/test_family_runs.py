@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 import yaml
 from helpers import SMALL_PICTURES, picture_prompts, repeating
-from processes import BARE
 
 from lit_vgrpo import policies
 from lit_vgrpo.cli.export import export
@@ -96,7 +96,7 @@ def test_plain_diffusers_draws_what_a_run_trained(runs, tmp_path, monkeypatch, c
     files = {"tensors": str(tmp_path / "call"), "image": str(tmp_path / "image")}
     (tmp_path / "jobs.json").write_text(json.dumps([{"lines": lines, "call": {}, "scheduler": {}, **files}]))
     script = Path(__file__).parents[1] / "support" / "plain_diffusers.py"
-    done = subprocess.run([BARE, script, tmp_path / "jobs.json"], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, script, tmp_path / "jobs.json"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = torch.load(tmp_path / "image")
     print(

@@ -4,11 +4,11 @@ import importlib.util
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from processes import PYTHON
 from stand_ins import StandIns
 
 from lit_vgrpo.cli.init import FILES, init
@@ -29,7 +29,7 @@ def written(tmp_path, monkeypatch, capsys):
 
 
 def call(*words):
-    done = subprocess.run([PYTHON, "-m", "lit_vgrpo", *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "lit_vgrpo", *words], capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 

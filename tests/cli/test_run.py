@@ -14,7 +14,6 @@ import torch
 import yaml
 from helpers import prompt_file
 from lightning.pytorch.callbacks import ProgressBar
-from processes import PYTHON
 
 from lit_vgrpo.cli.run import run
 from lit_vgrpo.launch.build import build
@@ -267,7 +266,7 @@ def test_one_word_swaps_the_method_and_its_settings_are_its_own(tiny_recipe, cap
 
 
 def start(*args):
-    command = [PYTHON, "-m", "lit_vgrpo", "run", *args]
+    command = [sys.executable, "-m", "lit_vgrpo", "run", *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ})
 
 

@@ -21,12 +21,6 @@ def beside_a_rank_with(loss, gradient):
     return lambda values: torch.cat([values, torch.tensor([[loss, gradient]])])
 
 
-def test_what_is_finite_passes():
-    guard = NonFiniteGuard()
-    guard.watch(torch.tensor(1.0))
-    assert not guard.refuses([GOOD, GOOD], alone, "now")
-
-
 @pytest.mark.parametrize(
     ("loss", "gradient", "others", "message"),
     [

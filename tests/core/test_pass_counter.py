@@ -36,11 +36,3 @@ def test_phase_is_left_when_the_block_raises():
     with pytest.raises(KeyError), ledger.phase("old"):
         raise KeyError
     assert ledger.current_phase == "update"
-
-
-def test_state_is_a_copy():
-    ledger, other = PassLedger(), PassLedger()
-    ledger.counts = {"update": {"with_grad": 1, "without_grad": 0}}
-    other.load_state_dict(ledger.state_dict())
-    other.counts["update"]["with_grad"] = 7
-    assert ledger.counts["update"]["with_grad"] == 1

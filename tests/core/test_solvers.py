@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lit_vgrpo.core.solvers import (
     DEFAULT_NOISE,
     FLOW_SDES,
-    ODE_OF,
     VP_SDES,
     Transition,
     log_prob,
@@ -113,15 +112,6 @@ def test_a_step_without_noise_divides_by_nothing(solver):
     assert value.isfinite().all()
     (grad,) = torch.autograd.grad(value.sum(), mean)
     assert grad.isfinite().all()
-
-
-def test_every_sde_has_a_noise_level_and_an_ode():
-    assert set(DEFAULT_NOISE) == set(ODE_OF) == {*FLOW_SDES, *VP_SDES}
-
-
-def test_an_ode_is_no_transition():
-    with pytest.raises(ValueError, match="solver=euler is not an SDE. Use flow_sde or cps or dance_sde or ddim_sde"):
-        transition("euler", RectifiedFlow(), draw(1, 2), draw(1, 2), TIMES[:1], NEXT[:1])
 
 
 @given(remaining=st.integers(0, 100), share=st.floats(0.01, 1.0))

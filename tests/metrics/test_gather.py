@@ -8,6 +8,7 @@ from processes import run_ranks
 
 from lit_vgrpo.metrics import Reference, reference_statistics
 
+pytestmark = pytest.mark.slow
 WORKER = Path(__file__).parent / "gather_worker.py"
 
 

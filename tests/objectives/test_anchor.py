@@ -158,7 +158,7 @@ def test_the_anchor_has_the_guidance_of_training(policy):
     assert objective.loss(policy, experience)[1]["kl"].min() > 1e-6
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["V-GRPO", "MixGRPO"])
 def test_settings_without_effect_are_refused(name):
     assert make(name, **ANCHOR).check(SIZES) == make(name).check(SIZES) == []
     assert make(name, anchor_weight=2.0).check(SIZES) == [

@@ -19,7 +19,6 @@ from chain_in_float64 import (
 from helpers import repeating
 from policy_copies import load_copy
 
-from lit_vgrpo.core.advantages import group_advantages
 from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.sampling import sample, sample_chain
@@ -242,16 +241,6 @@ def test_micro_batches_do_not_change_the_gradient(policy, name):
     torch.testing.assert_close(whole, cut, rtol=1e-2, atol=1e-3 * whole.abs().max().item())
 
 
-def test_a_constant_added_to_all_rewards_changes_nothing(policy):
-    rewards, groups = torch.tensor([0.1, 0.5, 0.2, 0.9, 0.3, 0.4]), torch.tensor([0, 0, 0, 1, 1, 1])
-    found = []
-    for shift in (0.0, 2.0):
-        objective = FlowGRPO(CHAIN, kl_weight=0.0)
-        _, experience = prepared(policy, objective, advantages=group_advantages(rewards + shift, groups))
-        found.append(gradient(policy, objective.loss(policy, experience)[0]))
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4 * found[0].abs().max().item())
-
-
 def test_advantages_are_clamped_at_the_published_five(policy):
     wide = torch.tensor([9.0, -7.0, 1.0, 0.0, 4.9, -4.9])
     _, experience = prepared(policy, FlowGRPO(CHAIN, kl_weight=0.0), advantages=wide)
@@ -286,18 +275,6 @@ def test_reference_means_are_those_of_the_start(tiny_sd3, lora, reference_guidan
     torch.testing.assert_close(experience.extras["reference_mean"].double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_weights_come_back_when_the_reference_fails(policy):
-    objective = FlowGRPO(CHAIN)
-    objective.setup(policy)
-    rollout = roll(policy, objective)
-    nudge(policy)
-    before = {name: p.detach().clone() for name, p in trainable_parameters(policy).items()}
-    rollout.conditioning.tensors["tokens"] = rollout.conditioning.tensors["tokens"][..., :-1]
-    with pytest.raises(RuntimeError):
-        objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1))
-    assert all(torch.equal(p, before[name]) for name, p in trainable_parameters(policy).items())
-
-
 def test_without_kl_nothing_is_kept(policy):
     objective = FlowGRPO(CHAIN, kl_weight=0.0)
     _, experience = prepared(policy, objective)
@@ -312,20 +289,15 @@ def test_without_kl_nothing_is_kept(policy):
     ("objective", "line"),
     [
         (FlowGRPO(RolloutSpec("euler")), "solver=euler is an ODE.*FlowGRPO.*Use flow_sde or cps or dance_sde"),
-        (MixGRPO(RolloutSpec("dpm++")), "solver=dpm.*is an ODE.*MixGRPO"),
-        (MixGRPO(RolloutSpec("euler", shared_noise=True)), "solver=euler is an ODE"),
-        (DanceGRPO(RolloutSpec("unipc")), "solver=unipc is an ODE.*DanceGRPO"),
         (DDPO(RolloutSpec("ddim")), "solver=ddim is an ODE.*DDPO.*Use ddim_sde"),
         (FlowGRPO(RolloutSpec("flow_sde", 1)), "steps=1 leaves FlowGRPO nothing"),
         (FlowGRPO(RolloutSpec("flow_sde", noise_level=0.0)), "noise_level=0.0 gives flow_sde no likelihood"),
-        (FlowGRPO(RolloutSpec("cps", noise_level=2.0)), "noise_level=2.0 gives cps no likelihood"),
         (FlowGRPO(RolloutSpec("flow_sde", 5, window=(3, 5))), r"window=\[3, 5\] holds the last of 5.*Use \[3, 4\]"),
         (FlowGRPO(RolloutSpec("flow_sde", 5), fast=True, fast_window=5), "fast_window=5 does not fit.*at most 4"),
         (FlowGRPO(RolloutSpec("flow_sde", 5, window=(0, 2)), fast=True), "rollout.window is set by FlowGRPO itself"),
         (FlowGRPO(RolloutSpec("cps", 5), guard=True), "guard=true is made for a Gaussian"),
         (MixGRPO(RolloutSpec("flow_sde", 4)), "window_size=4 does not fit.*at most 3, or steps=5"),
         (MixGRPO(RolloutSpec("flow_sde", 9, window=(0, 2))), "rollout.window is set by MixGRPO itself"),
-        (MixGRPO(RolloutSpec("flow_sde", 9, tail=0.5)), "rollout.tail is set by MixGRPO itself"),
     ],
 )
 def test_settings_that_cannot_train_are_one_line_before_and_at_loading(policy, objective, line):

@@ -56,17 +56,6 @@ def test_a_random_part_of_the_steps_for_each_image_and_iteration(policy):
     assert torch.equal(chosen[3:], objective.choose_steps(rollout))
 
 
-def test_every_step_but_the_last_has_its_turn(policy):
-    objective = DanceGRPO(SPEC)
-    rollout = roll(policy, objective)
-    counts = torch.zeros(5)
-    for iteration in range(100):
-        rollout.iteration = iteration
-        counts += torch.bincount(objective.choose_steps(rollout).flatten(), minlength=5)
-    assert counts.sum() == 100 * 6 * 3
-    assert (counts / 600 - 0.6).abs().max() < 0.1
-
-
 @pytest.mark.parametrize(("fraction", "steps", "kept"), [(0.6, 16, 9), (0.29, 101, 29), (0.01, 10, 1), (1.0, 10, 9)])
 def test_the_share_is_rounded_down_and_never_none(fraction, steps, kept):
     spec = RolloutSpec("dance_sde", steps)

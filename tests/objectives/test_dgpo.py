@@ -290,18 +290,6 @@ def test_a_group_must_be_whole_in_every_update(policy):
         objective.before_update(policy, experience.micro_batches(5)[:1])
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"noisiest": 3}, "noisiest=3"),
-        ({"old_decay_max": 1}, "old_decay_max=1"),
-    ],
-)
-def test_bad_settings_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        DGPO(**options)
-
-
 def test_settings_that_cannot_work_together_are_errors():
     sizes = Sizes(4, 4)
     assert DGPO().check(sizes) == []

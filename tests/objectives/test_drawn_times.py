@@ -67,20 +67,6 @@ def test_times_stay_in_their_range(policy, name):
     assert set(times_at(policy, objective, rollout).flatten().tolist()) <= inside
 
 
-@pytest.mark.parametrize("name", ["V-GRPO", "AWM"])
-def test_bounds_of_the_continuous_schedule(policy, name):
-    objective = METHODS[name](times="uniform", time_shift=3.0, time_range=(0.5, 0.52))
-    rollout = rolled(policy, objective)
-    times = times_at(policy, objective, rollout)
-    assert 0.5 <= times.min() < 0.51 < times.max() <= 0.52
-    objective = METHODS[name](times="uniform", noisiest=3, widen_over=10)
-    objective.setup(policy)
-    shares = [(1 - times_at(policy, objective, rollout, iteration)).max().item() for iteration in (0, 5, 10)]
-    assert shares == pytest.approx([0.3, 0.65, 1.0], abs=0.1)
-    assert shares[0] <= 0.3
-    assert shares[1] <= 0.65
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_another_rank_draws_the_same_times(policy, name):
     objective = METHODS[name](noisiest=4, widen_over=6)

@@ -6,12 +6,10 @@ from pair_methods import (
     ADVANTAGES,
     Pairs64,
     assert_same_gradient,
-    assert_state_comes_back,
     loss_and_gradient,
     nudge,
     pixel_mean,
     prepare,
-    roll,
     spread_copies,
 )
 
@@ -78,20 +76,6 @@ def test_the_proximal_term_pulls_back_to_the_policy_that_rolled_out(policy):
     _, towards = pairs.loss_and_gradient(lambda v: 0.5 * (elbo(pairs, v) - old).square().mean())
     _, gradient = loss_and_gradient(policy, objective, [experience])
     assert torch.nn.functional.cosine_similarity(gradient, towards, dim=0) > 0.9
-
-
-def test_the_old_likelihoods_are_numbers_and_the_state_comes_back(policy):
-    objective = EPG(RolloutSpec(steps=4))
-    objective.setup(policy)
-    before = roll(policy, objective).latents
-    extras = prepare(policy, objective).extras
-    assert {name: value.shape[1:] for name, value in extras.items()} == {
-        "old_log_p": (3,),
-        "reference_prediction": (3, *before.shape[1:]),
-    }
-    nudge(policy)
-    assert torch.equal(roll(policy, objective).latents, before)  # the slow copy rolls out
-    assert_state_comes_back(policy, EPG(RolloutSpec(steps=4)), EPG(RolloutSpec(steps=4)))
 
 
 def test_passes_and_what_is_refused(policy):

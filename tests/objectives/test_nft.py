@@ -177,13 +177,6 @@ def test_on_policy_the_old_passes_change_no_bit_and_are_left_out(network):
     assert "old_error" in prepare(network, slow, updates=1).extras
 
 
-def test_on_policy_costs_no_old_passes():
-    one, two = Sizes(4, 4), Sizes(4, 4, updates_per_iteration=2)
-    assert DiffusionNFT(decay_type=0).prediction_passes(one) == {"update": 9, "reference": 9}
-    assert DiffusionNFT(decay_type=0).prediction_passes(two) == {"update": 18, "old": 9, "reference": 9}
-    assert DiffusionNFT(decay_type=2).prediction_passes(one)["old"] == 9
-
-
 def test_settings_that_cannot_work_together_are_errors():
     sizes = Sizes(4, 4)
     assert DiffusionNFT().check(sizes) == []

@@ -6,7 +6,6 @@ from pair_methods import (
     ADVANTAGES,
     Pairs64,
     assert_same_gradient,
-    assert_state_comes_back,
     loss_and_gradient,
     nudge,
     pixel_mean,
@@ -45,13 +44,6 @@ def test_who_shares_pairs(policy, sharing, rows):
     assert torch.equal(alone[1], noise[3:])
 
 
-def test_true_and_false_are_the_sharing_of_earlier_recipes():
-    assert VGRPO(share_pairs=True).share_pairs == VGRPO().share_pairs == "group"
-    assert VGRPO(share_pairs=False).share_pairs == "none"
-    with pytest.raises(ValueError, match="share_pairs=batch cannot be used. Use none, group or iteration"):
-        VGRPO(share_pairs="batch")
-
-
 @pytest.mark.parametrize("method", [VGRPO, AWM])
 def test_antithetic_pairs_are_every_noise_and_its_negative_at_one_time(policy, method):
     objective = method(EIGHT, 4, antithetic=True)
@@ -67,12 +59,6 @@ def test_antithetic_pairs_are_every_noise_and_its_negative_at_one_time(policy, m
     assert len({tuple(row) for row in times.tolist()}) > 1 or method is AWM
     experience = prepare(policy, objective, updates=2)
     assert objective.loss(policy, experience)[1]["ratio_deviation"].max() == 0
-
-
-def test_weights_of_antithetic_pairs(policy):
-    objective = VGRPO(RolloutSpec(steps=5), 4, antithetic=True, importance_weights=True)
-    weight = prepare(policy, objective).extras["pair_weight"]
-    torch.testing.assert_close(weight, torch.tensor([[1.2, 0.8, 1.2, 0.8]] * 6))
 
 
 @pytest.mark.parametrize(("method", "name"), [(VGRPO, "num_mc_samples"), (AWM, "num_times")])
@@ -102,37 +88,6 @@ def test_the_kl_to_the_reference_in_float64(policy):
     loss, gradient = loss_and_gradient(policy, objective, [experience])
     assert loss == pytest.approx(expected, rel=1e-3)
     assert_same_gradient(gradient, expected_gradient)
-
-
-def test_the_reference_stays_and_is_not_saved(policy):
-    def make():
-        return VGRPO(EIGHT, 2, kl_weight=0.6, kl_to="reference")
-
-    objective = make()
-    objective.setup(policy)
-    start = weights(policy)
-    nudge(policy)
-    objective.after_update(policy)
-    objective.after_iteration(policy)
-    assert all(torch.equal(tensor, start[name]) for name, tensor in objective.copies["reference"].tensors.items())
-    assert_state_comes_back(policy, make(), make())
-    assert make().state_dict()["copies"] == {}
-
-
-@pytest.mark.parametrize(
-    ("options", "phase"),
-    [({"kl_to": "reference"}, "reference"), ({}, "old")],
-)
-def test_passes_of_the_kl(policy, options, phase):
-    objective, ledger = VGRPO(EIGHT, 2, kl_weight=0.5, **options), PassLedger()
-    ledger.attach(policy.network)
-    objective.setup(policy)
-    prepare(policy, objective, updates=2, ledger=ledger)
-    planned = objective.prediction_passes(Sizes(2, 3, 2, 6))
-    assert planned.keys() == {"update", "old", phase}
-    assert {name: ledger.counts[name]["without_grad"] / 6 for name in {"old", phase}} == dict.fromkeys(
-        {"old", phase}, 2
-    )
 
 
 @pytest.mark.parametrize(

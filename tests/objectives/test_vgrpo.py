@@ -5,40 +5,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from pair_methods import ADVANTAGES, GROUP, Pairs64, loss_and_gradient, pixel_mean, prepare
 from policy_copies import load_copy
 
 from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
+from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import VGRPO, clipped_surrogate
-from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import UNetPolicy
 
-PROMPTS = ["a red circle on the left", "a blue square on the right"]
-GROUP = 3
 SIZES = Sizes(prompts_per_iteration=2, group_size=GROUP, micro_batch_size=6)
-ADVANTAGES = torch.tensor([1.0, -0.5, -0.5, 0.0, 2.0, -2.0])
 
 
-def roll(policy, objective, seed=0):
-    rows = [{"prompt": prompt} for prompt in PROMPTS]
-    return objective.roll_out(policy, RolloutRequest(PROMPTS, rows, [0, 1], GROUP, iteration=0, seed=seed))
-
-
-def prepared(policy, objective, updates=1, micro_batch_size=6, ledger=None):
+def prepared(policy, objective, **options):
     objective.setup(policy)
-    rollout = roll(policy, objective)
-    return objective.prepare(
-        PrepareContext(
-            policy,
-            rollout,
-            ADVANTAGES,
-            micro_batch_size=micro_batch_size,
-            updates=updates,
-            ledger=ledger or PassLedger(),
-        )
-    )
+    return prepare(policy, objective, **options)
 
 
 def nudge(policy, size=0.05):
@@ -48,23 +30,13 @@ def nudge(policy, size=0.05):
             parameter.add_(size * noise)
 
 
-def in_float64(policy, experience, objective):
-    """l_ij from the paper's definition, in float64 but for the network: x_hat - o, squared over absolute."""
-    times, noise = experience.pairs.of_images()
-    errors = np.empty(times.shape)
-    estimates = np.empty((*times.shape, *experience.latents.shape[1:]))
-    for i in range(len(experience)):
-        for j in range(times.shape[1]):
-            o, eps, t = experience.latents[i].double(), noise[i, j].double(), times[i, j].double()
-            z = (1 - t) * o + t * eps
-            cond = experience.conditioning.select(experience.rows[i : i + 1])
-            with torch.no_grad():
-                v = policy(z[None].float(), times[i, j][None], cond)[0].double()
-            x_hat = z - t * v
-            e = (x_hat - o).numpy()
-            errors[i, j] = (e**2).mean() / np.abs(e).mean()
-            estimates[i, j] = x_hat.numpy()
-    return errors, estimates
+def in_float64(policy, experience):
+    """l_ij from the paper's definition, in float64 but for the network, and the estimates of the clean latents."""
+    pairs = Pairs64(policy, experience)
+    with torch.no_grad():
+        estimates = pairs.x_of(pairs.predict().double())
+    error = estimates - pairs.x
+    return (pixel_mean(error**2) / pixel_mean(error.abs())).numpy(), estimates.numpy()
 
 
 def test_clipped_surrogate_equals_the_formula():
@@ -79,9 +51,9 @@ def test_clipped_surrogate_equals_the_formula():
 def test_loss_equals_the_paper_in_float64(policy):
     objective = VGRPO(RolloutSpec(steps=4), num_mc_samples=3, clip=0.05, kl_weight=0.3)
     experience = prepared(policy, objective, updates=2)
-    old, old_estimates = in_float64(policy, experience, objective)
+    old, old_estimates = in_float64(policy, experience)
     nudge(policy)
-    new, estimates = in_float64(policy, experience, objective)
+    new, estimates = in_float64(policy, experience)
     ratio = np.exp(old.mean(1) - new.mean(1))
     a = ADVANTAGES.double().numpy()
     gain = np.minimum(ratio * a, np.clip(ratio, 0.95, 1.05) * a)
@@ -103,11 +75,7 @@ def test_ratio_is_one_before_any_update(policy):
 
 
 def gradients(policy, objective, experience, micro_batch_size=6):
-    policy.zero_grad()
-    parts = experience.micro_batches(micro_batch_size)
-    for micro in parts:
-        (objective.loss(policy, micro)[0] / len(parts)).backward()
-    return torch.cat([p.grad.flatten() for p in trainable_parameters(policy).values()])
+    return loss_and_gradient(policy, objective, experience.micro_batches(micro_batch_size))[1]
 
 
 def test_the_on_policy_shortcut_has_the_same_gradient_and_no_old_passes(policy):
@@ -120,21 +88,6 @@ def test_the_on_policy_shortcut_has_the_same_gradient_and_no_old_passes(policy):
     torch.testing.assert_close(
         gradients(policy, objective, short), gradients(policy, objective, full), rtol=1e-5, atol=1e-8
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "updates", "kept"),
-    [
-        ({}, 1, set()),
-        ({}, 2, {"old_surrogate"}),
-        ({"kl_weight": 0.3}, 2, {"old_surrogate", "kl_prediction"}),
-        ({"anchor_weight": 1.0, "anchor_decay": 0.3}, 1, {"anchor_prediction"}),
-        ({"kl_weight": 0.3, "kl_to": "reference"}, 2, {"old_surrogate", "kl_prediction"}),
-    ],
-)
-def test_only_what_the_loss_needs_is_kept(policy, options, updates, kept):
-    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2, **options)
-    assert set(prepared(policy, objective, updates=updates).extras) == kept
 
 
 def test_micro_batches_do_not_change_the_gradient(policy):
@@ -151,38 +104,14 @@ def test_zero_advantages_give_zero_gradient(policy):
     assert gradients(policy, objective, experience).abs().max() == 0
 
 
-def test_switches(policy):
-    def pairs(**options):
-        return prepared(policy, VGRPO(RolloutSpec(steps=8), num_mc_samples=4, **options)).pairs
-
-    shared, single = pairs(), pairs(share_pairs=False)
-    assert shared.times.shape == (2, 4)
-    assert single.times.shape == (6, 4)
-    assert single.rows.tolist() == list(range(6))
-    schedule = roll(policy, VGRPO(RolloutSpec(steps=8))).schedule
-    strata = [[schedule.tolist().index(t) // 2 for t in row] for row in shared.times.tolist()]
-    assert strata == [[0, 1, 2, 3]] * 2
-    loose = pairs(stratify=False, share_pairs=False).times.tolist()
-    assert any([schedule.tolist().index(t) // 2 for t in row] != [0, 1, 2, 3] for row in loose)
-    assert not set(pairs(times="uniform").times.flatten().tolist()) <= set(schedule.tolist())
-
-
 @pytest.mark.parametrize("space", ["x", "v", "eps"])
 def test_naive_elbo_is_the_plain_error_of_its_space(policy, space):
     objective = VGRPO(RolloutSpec(steps=4), num_mc_samples=2, space=space, self_normalise=False)
     experience = prepared(policy, objective)
-    times, noise = experience.pairs.of_images()
-    expected = []
-    for i in range(6):
-        per_pair = []
-        for j in range(2):
-            o, eps, t = experience.latents[i].double(), noise[i, j].double(), times[i, j].double()
-            cond = experience.conditioning.select(experience.rows[i : i + 1])
-            with torch.no_grad():
-                v = policy(((1 - t) * o + t * eps)[None].float(), times[i, j][None], cond)[0].double()
-            error = (v - (eps - o)) * {"x": t, "v": 1.0, "eps": 1 - t}[space]
-            per_pair.append((error**2).mean().item())
-        expected.append(np.mean(per_pair))
+    pairs = Pairs64(policy, experience)
+    with torch.no_grad():
+        error = pairs.predict().double() - pairs.target
+    expected = pixel_mean((error * {"x": pairs.t, "v": 1.0, "eps": 1 - pairs.t}[space]) ** 2).mean(1)
     np.testing.assert_allclose(objective.loss(policy, experience)[1]["surrogate"].numpy(), expected, rtol=1e-4)
 
 
@@ -192,25 +121,12 @@ def test_x_error_on_the_variance_preserving_path(unet_folder, prediction, cap):
     policy = load_copy(UNetPolicy, unet_folder(prediction))
     objective = VGRPO(RolloutSpec("ddim", steps=4), num_mc_samples=2, scale_cap=cap, self_normalise=False)
     experience = prepared(policy, objective)
-    abar = policy.pipeline.scheduler.alphas_cumprod.double()
-    times, noise = experience.pairs.of_images()
-    expected = np.empty((6, 2))
-    for i in range(6):
-        for j in range(2):
-            k = round(times[i, j].item() * 1000) - 1
-            a, b = abar[k].sqrt(), (1 - abar[k]).sqrt()
-            o, eps = experience.latents[i].double(), noise[i, j].double()
-            z = a * o + b * eps
-            cond = experience.conditioning.select(experience.rows[i : i + 1])
-            with torch.no_grad():
-                out = policy(z[None].float(), times[i, j][None], cond)[0].double()
-            x_hat = (z - b * out) / a if prediction == "epsilon" else a * z - b * out
-            shrink = 1.0
-            if prediction == "epsilon" and cap is not None:
-                shrink = min(1.0, cap / (b / a).item())
-            expected[i, j] = ((shrink * (x_hat - o)) ** 2).mean().item()
+    pairs = Pairs64(policy, experience)
+    shrink = 1.0 if cap is None or prediction != "epsilon" else (cap * pairs.a / pairs.b).clamp(max=1)
+    with torch.no_grad():
+        error = shrink * (pairs.x_of(pairs.predict().double()) - pairs.x)
     found = objective.loss(policy, experience)[1]["surrogate"].numpy()
-    np.testing.assert_allclose(found, expected.mean(1), rtol=2e-3)
+    np.testing.assert_allclose(found, pixel_mean(error**2).mean(1), rtol=2e-3)
 
 
 def test_the_moving_anchor(policy):
@@ -222,7 +138,7 @@ def test_the_moving_anchor(policy):
     nudge(policy)
     moved = {name: p.detach().double().clone() for name, p in trainable_parameters(policy).items()}
     _, metrics = objective.loss(policy, experience)
-    _, estimates = in_float64(policy, experience, objective)
+    _, estimates = in_float64(policy, experience)
     times, noise = experience.pairs.of_images()
     z = (1 - times[..., None, None, None]) * experience.latents[:, None] + times[..., None, None, None] * noise
     anchor = (z - times[..., None, None, None] * experience.extras["anchor_prediction"]).double().numpy()
@@ -232,19 +148,6 @@ def test_the_moving_anchor(policy):
     objective.after_iteration(policy)
     for name, tensor in objective.anchor.tensors.items():
         torch.testing.assert_close(tensor.double(), 0.3 * start[name] + 0.7 * moved[name], rtol=1e-5, atol=1e-6)
-
-
-def test_the_anchor_is_put_back_when_its_passes_fail(policy):
-    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3)
-    objective.setup(policy)
-    rollout = roll(policy, objective)
-    nudge(policy)
-    before = {name: p.detach().clone() for name, p in trainable_parameters(policy).items()}
-    rollout.conditioning.tensors["tokens"] = rollout.conditioning.tensors["tokens"][..., :-1]
-    with pytest.raises(RuntimeError):
-        objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=6, updates=1))
-    for name, p in trainable_parameters(policy).items():
-        assert torch.equal(p, before[name])
 
 
 def test_soft_clip_bounds_the_advantages(policy):
@@ -263,18 +166,6 @@ def test_an_update_makes_good_images_likelier_and_bad_ones_less(policy):
         optimizer.step()
     after = objective.loss(policy, experience)[1]["surrogate"]
     assert ((before - after) * ADVANTAGES).sum() > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"clip": 1.5}, "clip=1.5"),
-        ({"anchor_decay": 1.0}, "anchor_decay=1.0"),
-    ],
-)
-def test_bad_settings_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        VGRPO(**options)
 
 
 def test_settings_without_effect_are_errors():

@@ -12,7 +12,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from helpers import in_order
 from policy_copies import load_copy
 from torch import Tensor
 
@@ -23,9 +22,7 @@ from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import Conditioning, Policy
 from lit_vgrpo.system.hub import LoadError
 
-PROMPTS = in_order(
-    ["a red circle on the left", "a blue square on the right", "a green triangle", "a red square at the top"]
-)
+PROMPTS = ["a red circle on the left", "a blue square on the right", "a green triangle", "a red square at the top"]
 NEGATIVE = "a blue square"
 HEIGHT, WIDTH = 24, 32  # not square, so that a swap of the two shows
 FROM_PURE_NOISE = {"timestep_spacing": "trailing", "clip_sample": False, "set_alpha_to_one": True}

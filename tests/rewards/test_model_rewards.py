@@ -3,11 +3,11 @@
 import pickle
 import shutil
 import subprocess
+import sys
 
 import clip_pixels
 import pytest
 import torch
-from processes import BARE
 from support.pretended_gpu import pretended_gpu
 
 from lit_vgrpo.rewards import AestheticScore, CLIPScore, HPSv2, ImageReward, PickScore
@@ -175,5 +175,5 @@ def test_building_one_loads_nothing():
         f"import sys; from lit_vgrpo.rewards import {names}; [kind() for kind in ({names})];"
         "print({'transformers', 'open_clip', 'torchvision', 'lightning'} & set(sys.modules))"
     )
-    ran = subprocess.run([BARE, "-c", code], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.stdout == "set()\n", ran.stderr

@@ -1,3 +1,4 @@
+import sys
 import math
 import subprocess
 from pathlib import Path
@@ -9,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
-from processes import BARE
 
 from lit_vgrpo.rewards.ocr import OCRReward, in_reading_order, wanted_text
 
@@ -196,6 +196,6 @@ page, line = OCRReward(), OCRReward(detect=False)
 print(page.check(), "rapidocr" in sys.modules)
 print(page.read(pixels), line.read(pixels), page.read(pixels * 0))
 """
-    done = subprocess.run([BARE, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     assert done.stdout == "[] False\n['Open'] ['Open'] ['']\n"

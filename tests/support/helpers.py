@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import tempfile
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -14,7 +12,6 @@ from PIL import Image
 from lit_vgrpo import VGRPO, OptimizerConfig, PromptDataModule, RolloutSpec, SD3Policy, VGRPOModule
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.rewards import Reward, ShapesReward
-from lit_vgrpo.system.paths import resolve_path
 
 
 class Brightness(Reward):
@@ -53,22 +50,9 @@ def grey_level(side=32):
     return 1 / (255 * 3 * side * side)
 
 
-def in_order(prompts):
-    """Prompts as they are, or backwards with ``PROMPT_ORDER=reversed``: no test may depend on which comes first."""
-    return prompts[::-1] if os.environ.get("PROMPT_ORDER") == "reversed" else prompts
-
-
 def prompt_file(name):
-    """A shipped prompt file, or a copy of it :func:`in_order`."""
-    shipped = f"shipped:prompts/{name}"
-    lines = resolve_path(shipped).read_text().splitlines()
-    if in_order(lines) == lines:
-        return shipped
-    copy = Path(tempfile.gettempdir(), f"reversed_{os.getuid()}_{name}")
-    draft = copy.with_suffix(f".{os.getpid()}")
-    draft.write_text("\n".join(in_order(lines)) + "\n")
-    draft.replace(copy)  # at once, since other processes read it
-    return str(copy)
+    """The address of a shipped prompt file."""
+    return f"shipped:prompts/{name}"
 
 
 SMALL_PICTURES = (

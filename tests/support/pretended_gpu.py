@@ -2,7 +2,7 @@
 
     with pretended_gpu():
         policy.to("cuda")                           # also Trainer(accelerator="gpu")
-    PRETEND_GPU=1 python -m pytest tests/runs/test_resume.py   # a whole file on it; see tests/conftest.py
+    PRETEND_GPU=1 python -m pytest tests/test_resume.py   # a whole file on it; see tests/conftest.py
 
 Every tensor stays in the CPU's memory. One on the GPU has a mark on its storage, so that its views, its detached self
 and what autograd saves of it are there too. A mode around every call into torch reads the marks: it answers questions
@@ -307,7 +307,6 @@ def pretended_gpu() -> Iterator[None]:
         "mem_get_info": answer((8 * gib, 16 * gib)),
         "memory_stats": answer({}),
         "is_current_stream_capturing": answer(False),
-        "_is_in_bad_fork": lambda: False,  # a fork of the tests' process cannot use CUDA, but nothing here does
         "manual_seed": lambda value: seed(value),
         "manual_seed_all": seed,
         "get_rng_state": lambda device=None: mode.generator.get_state(),

@@ -1,43 +1,18 @@
-"""Scripts run as ranks, and PYTHON: an interpreter for what a test starts, whose imports cost nothing."""
+"""Processes that tests start: the command, and scripts run as ranks."""
 
 import contextlib
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from forks import write_python
 
-PRELOADED = [
-    "lit_vgrpo.cli.run",
-    "lit_vgrpo.training.zero",
-    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
-    "torch.distributed.fsdp",
-    "peft",
-    "deepspeed",
-    "hypothesis",
-    "pytest",
-    "lit_vgrpo.callbacks",
-    "torch.utils.tensorboard",
-]
-SHARED = "LIT_VGRPO_TESTS_PYTHON"
-if SHARED not in os.environ:
-    _FOLDER = tempfile.TemporaryDirectory(prefix="lit-vgrpo-")
-    os.environ |= {SHARED: _FOLDER.name, f"{SHARED}_FROM": sys.executable}
-    write_python(Path(_FOLDER.name, "full"), PRELOADED)
-    write_python(Path(_FOLDER.name, "bare"), ["torch"])
-    write_python(Path(_FOLDER.name, "plain"), [PRELOADED[2]])
-PYTHON = os.path.join(os.environ[SHARED], "full", "python")
-"""In place of ``sys.executable``, with ``-m lit_vgrpo ...`` or a script: see forks.py. All workers share it."""
-REAL_PYTHON = os.environ[f"{SHARED}_FROM"]
-"""The interpreter itself, which a fork does not name."""
-BARE = os.path.join(os.environ[SHARED], "bare", "python")
-"""The same with torch alone imported: for what is not imported."""
-PLAIN = os.path.join(os.environ[SHARED], "plain", "python")
-"""The same with diffusers imported, whose import takes 6 s: for what needs neither Lightning nor this package."""
+def run_command(*words, timeout_s=300, **options):
+    """Run ``python -m lit_vgrpo WORDS`` to its end and return it with its output as text."""
+    command = [sys.executable, "-m", "lit_vgrpo", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, **options)
 
 
 def small_strategy(name):
@@ -53,9 +28,9 @@ def small_strategy(name):
 
 
 def run_ranks(script, *args, world=1, logs, env=None, timeout_s=400):
-    """Run a script on that many ranks with torchrun's environment, or alone; when one fails or hangs all are ended.
+    """Run a script on ``world`` ranks with torchrun's environment, or alone; when one fails or hangs all are ended.
 
-    What hangs writes where it is to its log first.
+    What hangs writes its stack to its log first.
 
     Raises:
         AssertionError: a rank failed, with the end of what it printed to ``logs/SCRIPT.RANK.log``.
@@ -67,21 +42,21 @@ def run_ranks(script, *args, world=1, logs, env=None, timeout_s=400):
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "tests"}
         shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
         places = [{"RANK": rank, "LOCAL_RANK": rank, **shared} for rank in range(world)]
-    command, ranks = [PYTHON, *map(str, (script, *args))], {}
+    command, ranks = [sys.executable, "-X", "faulthandler", *map(str, (script, *args))], {}
     end = time.monotonic() + timeout_s
     try:
         for rank, place in enumerate(places):
             log = Path(logs, f"{Path(script).stem}.{rank}.log")
-            own = {**os.environ, **env, **{key: str(value) for key, value in place.items()}}
+            variables = {**os.environ, **env, **{key: str(value) for key, value in place.items()}}
             with open(log, "wb") as file:
-                ranks[subprocess.Popen(command, env=own, stdout=file, stderr=subprocess.STDOUT)] = log
+                ranks[subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)] = log
         while any(process.poll() is None for process in ranks) and time.monotonic() < end:
             if any(process.returncode for process in ranks):
                 break
             time.sleep(0.05)
         else:
             for process in filter(lambda process: process.poll() is None, ranks):
-                process.send_signal(signal.SIGUSR1)
+                process.send_signal(signal.SIGABRT)  # faulthandler prints the stack
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(1)
     finally:

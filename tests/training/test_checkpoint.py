@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import repeating
-from processes import PYTHON
 
 from lit_vgrpo import VGRPOModule
 from lit_vgrpo.cli.run import run
@@ -238,7 +237,7 @@ def test_a_full_disk_leaves_what_was_saved(tiny_recipe, tmp_path, stop, ranks):
         "trainer.max_epochs=4",
     ]
     words += ["trainer.devices=2", "trainer.strategy=ddp"] if ranks == 2 else []
-    command = [PYTHON, "-m", "lit_vgrpo", "run", str(tiny_recipe), "data.heldout=null", *words]
+    command = [sys.executable, "-m", "lit_vgrpo", "run", str(tiny_recipe), "data.heldout=null", *words]
     done = subprocess.run(command, text=True, timeout=240, capture_output=True, check=False)
     failed = [line for line in done.stderr.splitlines() if line.startswith("Cannot save")]
     assert len(failed) == (1 if stop == 3 else 2), done.stderr
@@ -261,7 +260,7 @@ def test_a_disk_without_room_for_a_byte_costs_lines_and_no_training(tiny_recipe,
     grid = "{class_path: SampleGrid, init_args: {every_n_iterations: 3}}"
     saving = "{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}"
     words = [f"trainer.callbacks=[{filling}, {grid}, {saving}, Export]", "trainer.max_epochs=4"]
-    command = [PYTHON, "-m", "lit_vgrpo", "run", str(tiny_recipe), *words]
+    command = [sys.executable, "-m", "lit_vgrpo", "run", str(tiny_recipe), *words]
     done = subprocess.run(command, text=True, timeout=240, capture_output=True, check=False)
     folder = Path("runs/tiny")
     assert not [path for path in folder.rglob("*") if path.name.endswith(".tmp") or path.name.startswith("writing-")]

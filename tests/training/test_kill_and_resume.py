@@ -1,11 +1,11 @@
 """``kill -9`` and ``--resume`` through the command; benchmarks/kill_and_resume.py does it twenty times."""
 
+import sys
 import json
 import subprocess
 from pathlib import Path
 
 import pytest
-from processes import PYTHON
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_and_resume.py"
 WORDS = [
@@ -18,7 +18,7 @@ WORDS = [
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_like_one_undisturbed(tiny_recipe):
-    command = [PYTHON, str(SCRIPT), "--recipe", str(tiny_recipe), "--kills", "2", "--seed", "13", "--out", "out"]
+    command = [sys.executable, str(SCRIPT), "--recipe", str(tiny_recipe), "--kills", "2", "--seed", "13", "--out", "out"]
     done = subprocess.run([*command, *WORDS], text=True, timeout=400, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(Path("out/kill_and_resume.json").read_text())

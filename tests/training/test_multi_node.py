@@ -7,7 +7,6 @@ import sys
 
 import pytest
 from helpers import free_port
-from processes import PYTHON
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 240
@@ -15,7 +14,7 @@ LIMIT_S = 240
 
 def by_torchrun(port, node):
     nodes = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", "--master-addr=127.0.0.1"]
-    return [PYTHON, "-m", "torch.distributed.run", *nodes, f"--master-port={port}", "-m", "lit_vgrpo"], {}
+    return [sys.executable, "-m", "torch.distributed.run", *nodes, f"--master-port={port}", "-m", "lit_vgrpo"], {}
 
 
 def by_slurm(port, node):

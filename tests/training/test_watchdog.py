@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import make_trainer
-from processes import PYTHON
 
 from lit_vgrpo.training.watchdog import Watch, watched
 
@@ -56,7 +55,7 @@ def test_a_rank_that_is_killed_ends_the_job(tiny_recipe, rank, when):
     reward = f"model.reward={{class_path: deadly.Deadly, init_args: {{rank: '{rank}', when: {when}}}}}"
     saving = "trainer.callbacks=[{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]"
     ranks = ["trainer.devices=2", "trainer.strategy=ddp", "data.heldout=null", "trainer.max_epochs=100"]
-    python = PYTHON if rank == "1" else sys.executable  # the pid of rank 0 is in the last line
+    python = sys.executable  # the pid of rank 0 is in the last line
     command = [python, "-m", "lit_vgrpo", "run", str(tiny_recipe), reward, saving, *ranks]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ}, start_new_session=True

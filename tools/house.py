@@ -1,0 +1,212 @@
+"""House rules that import-linter cannot check; ``make lint`` runs them: ``python tools/house.py``.
+
+Sizes of files and folders, imports of ``callbacks/`` (which import-linter does not see, since it is installed as
+``lit_vgrpo.callbacks``), private names of libraries, and attributes set on other objects. Prints one line per breach.
+"""
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+MOST_LINES_PER_FILE, MOST_LINES_PER_RECIPE = 400, 60
+MOST_LINES, MOST_FILES, MOST_TEST_LINES = 29_000, 200, 24_000
+MOST_FAST_PROCESSES = 12
+"""Test functions that start a process and are not marked slow: importing torch and Lightning takes 7 s."""
+STARTERS = {"subprocess.run", "subprocess.Popen", "run_ranks", "run_command"}
+
+MAY_IMPORT_CALLBACKS = ("cli/", "launch/", "__init__.py")
+"""The rest of the package imports no callback; ``module.py`` imports one, in ``BUILT_IN``."""
+BUILT_IN = "lit_vgrpo.callbacks.reward_logger"
+MAY_IMPORT_APPS = ("report.py", "samples.py", "kept_images.py", "export.py")
+"""Callbacks that write files of the report, or a model card."""
+
+PRIVATE_API_ALLOWED = ("training/checkpoint.py", "training/trainer_internals.py", "training/zero.py")
+"""Files that may use private names of Lightning and DeepSpeed, next to the version in which they were read."""
+PUBLIC_DESPITE_UNDERSCORE = {
+    *("_exit", "_asdict"),  # the standard library
+    *("_cdata", "_version", "_local_tensor", "_parameters", "_buffers", "_modules", "_foreach_copy_"),  # torch
+    *("_foreach_lerp_", "_scaled_dot_product_flash_attention_for_cpu"),
+    "_optional_components",  # diffusers
+}
+MAY_SET_ATTRIBUTES = ("callbacks/", "lit_vgrpo/metrics/")
+"""Rich's columns and torchmetrics' sums have no other way."""
+SETTABLE = {
+    # of a Trainer and its strategy, that Lightning's own callbacks set, or that have a setter
+    *("should_stop", "accumulate_grad_batches", "callbacks", "loggers", "checkpoint_io"),
+    # of tensors, autograd contexts, backends, pipelines, schedulers, modules and the interpreter
+    *("data", "grad", "layer", "allow_tf32", "scheduler", "set_timesteps", "base_lrs"),
+    *("excepthook", "dont_write_bytecode", "completer"),
+}
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@cache
+def imported(path: Path) -> list[tuple[int, str]]:
+    """Return line and full name of everything that a file imports, also lazily or for types."""
+    found = []
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, name.name) for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [(node.lineno, f"{node.module}.{name.name}") for name in node.names]
+    return found
+
+
+def is_below(name: str, package: str) -> bool:
+    """Return True if a dotted name is that package or inside it."""
+    return f"{name}.".startswith(f"{package}.")
+
+
+def lines_of(path: Path) -> int:
+    """Return the number of lines of a file."""
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def check_sizes(package: list[Path], tests: list[Path], recipes: list[Path]) -> Iterator[str]:
+    """Yield files and folders that are too long."""
+    for path in package:
+        if (lines := lines_of(path)) > MOST_LINES_PER_FILE:
+            yield f"{path}: {lines} lines, at most {MOST_LINES_PER_FILE}"
+    for path in recipes:
+        if (lines := lines_of(path)) > MOST_LINES_PER_RECIPE:
+            yield f"{path}: {lines} lines, at most {MOST_LINES_PER_RECIPE}"
+    for name, total, most in (
+        ("lines in lit_vgrpo/ and callbacks/", sum(map(lines_of, package)), MOST_LINES),
+        ("files in lit_vgrpo/ and callbacks/", len(package), MOST_FILES),
+        ("lines in tests/", sum(map(lines_of, tests)), MOST_TEST_LINES),
+    ):
+        if total > most:
+            yield f"{total} {name}, at most {most}"
+
+
+def check_callbacks(path: Path) -> Iterator[str]:
+    """Yield imports that the layers of pyproject.toml forbid, from or of callbacks."""
+    is_callback = path.parts[0] == "callbacks"
+    inside = path.relative_to("callbacks" if is_callback else "lit_vgrpo").as_posix()
+    for line, name in imported(path):
+        if is_callback:
+            if is_below(name, "lit_vgrpo.cli"):
+                yield f"{path}:{line}: a callback imports {name}"
+            elif is_below(name, "lit_vgrpo.apps") and path.name not in MAY_IMPORT_APPS:
+                yield f"{path}:{line}: imports {name}; only {', '.join(MAY_IMPORT_APPS)} may"
+            continue
+        allowed = inside.startswith(MAY_IMPORT_CALLBACKS) or (inside == "module.py" and is_below(name, BUILT_IN))
+        if is_below(name, "lit_vgrpo.callbacks") and not allowed:
+            yield f"{path}:{line}: imports {name}, which lies above"
+
+
+def is_private(name: str) -> bool:
+    """Return True for a name with one underscore in front."""
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+@cache
+def private_names(path: Path) -> tuple[set[str], dict[str, int]]:
+    """Return the private names that a file defines, and those that it uses with a line of each."""
+    defined, used = set(), {}
+    for node in nodes(path):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if "override" in map(ast.unparse, node.decorator_list):
+                used[node.name] = node.lineno
+            else:
+                defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+                defined.add(node.attr)
+            else:
+                used[node.attr] = node.lineno
+    return set(filter(is_private, defined)), {name: line for name, line in used.items() if is_private(name)}
+
+
+def check_private_names(path: Path) -> Iterator[str]:
+    """Yield private names that neither this file, its folder nor an imported file of ours defines: a library's."""
+    for line, name in imported(path):
+        if name.startswith(("lightning", "pytorch_lightning", "deepspeed")) and any(map(is_private, name.split("."))):
+            yield f"{path}:{line}: imports the private {name}"
+    ours = {name.rpartition(".")[0].replace(".", "/") for _, name in imported(path) if name.startswith("lit_vgrpo.")}
+    known = [*path.parent.glob("*.py"), *(file for name in ours if (file := Path(f"{name}.py")).is_file())]
+    defined = PUBLIC_DESPITE_UNDERSCORE.union(*(private_names(other)[0] for other in known))
+    for name, line in private_names(path)[1].items():
+        if name not in defined:
+            yield f"{path}:{line}: uses the private {name} of a library"
+
+
+def made_in(function: ast.FunctionDef) -> Iterator[str]:
+    """Yield the names that a function gives to what a call or a context returns, which are its to change."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.withitem) and node.optional_vars is not None:
+            yield ast.unparse(node.optional_vars)
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            yield from (ast.unparse(name) for name, value in pairs if isinstance(value, ast.Call))
+
+
+def check_foreign_attributes(path: Path) -> Iterator[str]:
+    """Yield assignments to an attribute of an object that the function neither is a method of nor made."""
+    for function in (node for node in nodes(path) if isinstance(node, ast.FunctionDef)):
+        own = {"self", "cls", *made_in(function)}
+        stores = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+        for node in stores:
+            if ast.unparse(node.value) not in own and node.attr not in SETTABLE:
+                yield f"{path}:{node.lineno}: sets {ast.unparse(node)}, an attribute of another object"
+
+
+def fast_processes(path: Path) -> Iterator[str]:
+    """Yield the tests of a file that start a process, by themselves or by what they use of the file, and are fast."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    if any(isinstance(node, ast.Assign) and "pytestmark = pytest.mark.slow" in ast.unparse(node) for node in body):
+        return
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    words = {
+        name: {ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Name | ast.Attribute | ast.arg)}
+        for name, function in functions.items()
+    }
+    start = {name for name in words if words[name] & STARTERS}
+    while more := {name for name in words.keys() - start if words[name] & start}:
+        start |= more
+    for name in sorted(start):
+        if name.startswith("test_") and "pytest.mark.slow" not in map(ast.unparse, functions[name].decorator_list):
+            yield f"{path}: {name}"
+
+
+def find(folder: str, pattern: str) -> list[Path]:
+    """Return a folder's files, relative to the root."""
+    return sorted(path.relative_to(ROOT) for path in (ROOT / folder).rglob(pattern))
+
+
+def main() -> int:
+    """Print every breach and return the exit status."""
+    os.chdir(ROOT)
+    package = [*find("lit_vgrpo", "*.py"), *find("callbacks", "*.py")]
+    found = list(check_sizes(package, find("tests", "*.py"), find("recipes", "*.yaml")))
+    for path in package:
+        found += check_callbacks(path)
+        if not path.as_posix().endswith(PRIVATE_API_ALLOWED):
+            found += check_private_names(path)
+            if not path.as_posix().startswith(MAY_SET_ATTRIBUTES):
+                found += check_foreign_attributes(path)
+    fast = [test for path in find("tests", "test_*.py") for test in fast_processes(path)]
+    if len(fast) > MOST_FAST_PROCESSES:
+        found += [f"{len(fast)} tests start a process and are not slow, at most {MOST_FAST_PROCESSES}:", *fast]
+    print("\n".join(found) or f"House rules: {len(package)} files kept")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
