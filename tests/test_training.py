@@ -125,7 +125,7 @@ def test_held_out_images_do_not_depend_on_the_batch_size(tiny_sd3, tmp_path):
         train(tiny_sd3, tmp_path, 1, data={"eval_batch_size": size, "heldout_images_per_prompt": 3})[0]
         for size in (6, 2)
     )
-    assert many.heldout["heldout/reward"] == pytest.approx(one.heldout["heldout/reward"], rel=1e-5)
+    assert many.evaluator.latest["heldout/reward"] == pytest.approx(one.evaluator.latest["heldout/reward"], rel=1e-5)
 
 
 def test_without_a_data_module_the_error_says_what_to_do(tiny_sd3, tmp_path):

@@ -1,9 +1,9 @@
 """The page that a run writes itself, and ``lightning report --serve``, which follows it."""
 
-import sys
 import json
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import httpx

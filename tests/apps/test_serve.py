@@ -1,10 +1,10 @@
-import sys
 import base64
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 
 import httpx

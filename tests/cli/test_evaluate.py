@@ -1,6 +1,5 @@
 """``lightning eval``: the run's own numbers, the same on any number of ranks, with intervals that can be trusted."""
 
-import sys
 import csv
 import hashlib
 import json
@@ -8,6 +7,7 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np

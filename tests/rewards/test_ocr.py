@@ -1,6 +1,6 @@
-import sys
 import math
 import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib

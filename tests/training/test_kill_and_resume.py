@@ -1,8 +1,8 @@
 """``kill -9`` and ``--resume`` through the command; benchmarks/kill_and_resume.py does it twenty times."""
 
-import sys
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,18 @@ WORDS = [
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_like_one_undisturbed(tiny_recipe):
-    command = [sys.executable, str(SCRIPT), "--recipe", str(tiny_recipe), "--kills", "2", "--seed", "13", "--out", "out"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--recipe",
+        str(tiny_recipe),
+        "--kills",
+        "2",
+        "--seed",
+        "13",
+        "--out",
+        "out",
+    ]
     done = subprocess.run([*command, *WORDS], text=True, timeout=400, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(Path("out/kill_and_resume.json").read_text())
