@@ -98,12 +98,12 @@ class RewardHackAlarm(StopsRun):
         if self.diversity is not None and self.diversity not in pl_module.heldout_observers:
             pl_module.heldout_observers.append(self.diversity)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        self._judge(trainer, pl_module)
+
     def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if self.diversity is not None:
             self.diversity.start_over()
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        self._judge(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._judge(trainer, pl_module)
@@ -252,7 +252,7 @@ class HeldOutDiversity:
 
     def compute(self, module: Any) -> dict[str, float]:
         """Return the diversity of all ranks' images, the same on every rank, and discard the images."""
-        each = module.trainer.datamodule.heldout_images_per_prompt  # type: ignore[attr-defined]
+        each = module.trainer.datamodule.heldout_images_per_prompt
         features = rows_of_all_ranks(torch.cat(self._features))
         prompts = rows_of_all_ranks(torch.tensor(self._numbers) // each).tolist()
         self.start_over()
