@@ -98,12 +98,12 @@ class RewardHackAlarm(StopsRun):
         if self.diversity is not None and self.diversity not in pl_module.evaluator.observers:
             pl_module.evaluator.observers.append(self.diversity)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        self._judge(trainer, pl_module)
+
     def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if self.diversity is not None:
             self.diversity.start_over()
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        self._judge(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         self._judge(trainer, pl_module)

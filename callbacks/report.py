@@ -75,9 +75,6 @@ class Report(L.Callback):
         if stage == "fit" and self.when != "never" and self._kept not in pl_module.evaluator.observers:
             pl_module.evaluator.observers.append(self._kept)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        self._kept.start_over()
-
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         """Refresh the report; only now are the rows of the previous iteration in ``metrics.csv``."""
         self._is_final = False
@@ -86,6 +83,9 @@ class Report(L.Callback):
         if self.when == "evaluations" and is_new and is_due and trainer.is_global_zero:
             self._evaluations_shown = len(pl_module.evaluator.history)
             self._write(trainer, is_running=True)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
+        self._kept.start_over()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         if trainer.is_global_zero:

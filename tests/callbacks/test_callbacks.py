@@ -18,7 +18,6 @@ from lit_vgrpo.callbacks import (
     SampleGrid,
     SurrogateDiagnostics,
 )
-from lit_vgrpo.callbacks.samples import draw_grid
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 
 
@@ -115,14 +114,6 @@ def test_sample_grid_on_resume_still_shows_the_start_as_reference(tiny_sd3, tmp_
     plain = make_module(tiny_sd3)
     plain.configure_model()
     torch.testing.assert_close(again._reference, plain.evaluator.generate(make_data().heldout_prompts()[:2], [0, 2]))
-
-
-def test_draw_grid_enlarges_without_smoothing():
-    images = torch.zeros(1, 2, 3, 8, 8)
-    images[0, 1] = 1
-    picture = draw_grid(images, ["a prompt"], ["reference", "trained"], min_pixels=32)
-    colours = {colour for _, colour in picture.crop((4, 36, 36, 68)).getcolors()}
-    assert colours == {(0, 0, 0)}
 
 
 def test_summary(tiny_sd3, tmp_path):

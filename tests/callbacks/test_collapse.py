@@ -4,7 +4,7 @@ import math
 import lightning as L
 import pytest
 import torch
-from helpers import Brightness, make_data, make_module, make_trainer
+from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import CollapseStop, RunSummary
 from lit_vgrpo.launch.build import build
@@ -130,21 +130,3 @@ def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(tiny_reci
     saved = torch.load(cli.folder / "checkpoints/last.ckpt", weights_only=True)
     assert saved["global_step"] == 1
     assert all(value.isfinite().all() for value in saved["state_dict"].values())
-
-
-def test_it_looks_after_every_update_not_every_micro_batch(tiny_sd3, tmp_path):
-    looked = []
-
-    class Looking(CollapseStop):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            reduce = trainer.strategy.reduce_boolean_decision
-            trainer.strategy.reduce_boolean_decision = lambda *args, **options: (
-                looked.append(batch.step) or reduce(*args, **options)
-            )
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-            trainer.strategy.reduce_boolean_decision = reduce
-
-    module = make_module(tiny_sd3, reward=Brightness())
-    data = make_data(micro_batch_size=2, updates_per_iteration=2, heldout=None)
-    make_trainer(tmp_path, 1, [Looking()]).fit(module, datamodule=data)
-    assert looked == [3, 7]
