@@ -44,9 +44,7 @@ def measure(folder: Path, family: str, shapes: Shapes) -> None:
     values = {name: torch.randn(PROMPTS, *shape).bfloat16() for name, shape in shapes.items()}
     for start in range(0, PROMPTS, PER_ITERATION):
         part = slice(start, start + PER_ITERATION)
-        cache.write(
-            texts[part], [{name: value[row].float() for name, value in values.items()} for row in rows_in(part)]
-        )
+        cache.write(texts[part], [{name: value[row] for name, value in values.items()} for row in rows_in(part)])
     (folder / "each").mkdir()
     for row in range(PROMPTS):
         save_file({name: value[row].clone() for name, value in values.items()}, folder / "each" / str(row))

@@ -239,6 +239,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     for compiled in (False, True) if args.compile else (False,):
         if compiled:
             compile_network(policy.network)
+            policy.compile_network = True
+            policy._views.clear()  # the uncompiled view with the adapter merged
         for phase, folded in (("rollout", False), ("rollout", True), ("training", False)):
             if folded and args.dtype != "float32":
                 continue  # refused

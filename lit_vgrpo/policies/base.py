@@ -92,10 +92,7 @@ class Policy(PipelinePolicy):
             RuntimeError: ``start_from`` is given, but no ``put_start``.
         """
         if self.start_from is not None and put_start is None:
-            raise RuntimeError(
-                f"start_from={self.start_from} names a run or LoRA file. "
-                "Call lit_vgrpo.training.start.load_policy(policy) instead of policy.load()."
-            )
+            raise RuntimeError(f"start_from={self.start_from} names a run. Call training.start.load_policy(policy).")
         if (error := self.misfit(pipeline)) is not None:
             raise LoadError(f"{KEY}={self.checkpoint} {error}")
         pipeline.set_progress_bar_config(disable=True)

@@ -2,7 +2,7 @@
 
 import pytest
 from helpers import repeating
-from policies.families import FAMILIES, SLOW, make_family
+from policies.families import FAMILIES, REPEATS, make_family
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +18,6 @@ def families(sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder):
     return make
 
 
-@pytest.fixture(params=repeating(FAMILIES, slow=SLOW))
+@pytest.fixture(params=repeating(FAMILIES, slow=REPEATS))
 def family(request, families):
     return families(request.param)

@@ -22,7 +22,9 @@ from lit_vgrpo.policies import (
 LARGE = ("qwen_image", "flux2", "z_image")
 FAMILIES = ("sd3", "sd3_t5", "unet_eps", "unet_v", "sdxl", "flux", "flux_cfg", "kontext", *LARGE, "qwen_image_edit")
 SLOW = ("qwen_image_edit",)
-"""The network is Qwen-Image's; every run compares it with the pipeline alone."""
+FIRST = ("sd3", "unet_eps", "flux")
+REPEATS = tuple(name for name in FAMILIES if name not in FIRST)
+"""Families that repeat what a test shows on one of each kind."""
 
 CLIP = {"prompt_limit": 12, "limited_by": "CLIPText"}
 T5 = {"prompt_limit": 16, "limited_by": "T5"}

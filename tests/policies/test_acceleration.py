@@ -20,7 +20,7 @@ from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import VGRPO, FlowGRPO
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy
+from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, acceleration
 from lit_vgrpo.policies.acceleration import (
     compile_network,
     is_folded,
@@ -228,14 +228,17 @@ def test_rollouts_that_cannot_be_quantised_are_refused():
 
 
 @pytest.fixture
-def compiled():
+def compiled(monkeypatch):
     """``compiled(policy)`` compiles without generating code: what is traced, and how often, is the same."""
     torch._dynamo.reset()
     counters.clear()
     counter = CompileCounter()
+    options = acceleration.compile_options(counter)
+    monkeypatch.setattr(acceleration, "compile_options", lambda backend: options)
 
     def make(policy):
-        compile_network(policy.network, backend=counter)
+        compile_network(policy.network)
+        policy.compile_network = True  # of its views too
         return counter
 
     yield make

@@ -10,7 +10,7 @@ import torch
 from helpers import repeating
 from policies import contract
 from policies.contract import HEIGHT, PROMPTS, SAME, WIDTH, encoded, inputs
-from policies.families import FAMILIES, SLOW
+from policies.families import FAMILIES, FIRST, REPEATS
 
 from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.noise import image_generators
@@ -22,17 +22,14 @@ from lit_vgrpo.policies import Conditioning
 COLOURS, SHAPES = ("red", "blue", "green", "yellow"), ("circle", "square", "triangle")
 
 SOLVERS = [*itertools.product([*FAMILIES, "sdxl_v"], [0, 1, 2])]
-OF_EVERY_KIND = ("sd3", "unet_eps", "flux")
-# The others have the network of one of these, with another text encoder, prediction or guidance.
-SAME_NETWORK = ("sd3_t5", "unet_v", "flux_cfg", *SLOW)
-of_each_network = pytest.mark.parametrize("family", repeating(FAMILIES, slow=SAME_NETWORK), indirect=True)
+of_each_network = pytest.mark.parametrize("family", repeating(FAMILIES, slow=REPEATS), indirect=True)
 
 
 @pytest.mark.parametrize(
     ("family", "position"),
     repeating(
         SOLVERS,
-        slow=[(name, number) for name, number in SOLVERS if (number or name == "sdxl_v") and name not in OF_EVERY_KIND],
+        slow=[(name, number) for name, number in SOLVERS if (number or name == "sdxl_v") and name not in FIRST],
     ),
     indirect=["family"],
 )
@@ -61,7 +58,7 @@ def test_prompts_show_in_the_pictures(family):
 
 def test_unknown_solvers_are_refused(family):
     for solver in {"euler", "dpm++", "unipc", "ddim", "heun"} - set(family.shared.solvers):
-        with pytest.raises(ValueError, match="does not exist on the"):
+        with pytest.raises(ValueError, match="does not exist on"):
             family.shared.scheduler(solver, 3)
 
 
