@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import unicodedata
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class OCRReward(Reward):
         min_height: pixels; smaller images are enlarged first, so that the letters are legible.
         case_sensitive: distinguish ``Cat`` from ``cat``.
         allow_extra: score 1 if the text occurs anywhere in what is read, as in Flow-GRPO's code.
+        threads: CPU threads of each model, at most the machine's; more are faster but cost more CPU time in total.
 
     Source:
         arXiv 2505.05470 (Flow-GRPO), visual text rendering.
@@ -60,6 +62,7 @@ class OCRReward(Reward):
     min_height: Annotated[int, Range(1, 16_384)] = 64
     case_sensitive: bool = False
     allow_extra: bool = False
+    threads: Annotated[int, Range(1, 1024)] = 1
     _engine: Any = field(default=None, init=False)
 
     def check(self) -> list[str]:
@@ -99,7 +102,7 @@ class OCRReward(Reward):
                 "Rec.rec_img_shape": [3, RECOGNISER_HEIGHT, least_width],
                 # one image at a time, so that results do not depend on the batch; it is no slower
                 "Rec.rec_batch_num": LINES_PER_PASS if self.detect else 1,
-                "EngineConfig.onnxruntime.intra_op_num_threads": 1,
+                "EngineConfig.onnxruntime.intra_op_num_threads": min(self.threads, os.cpu_count() or 1),
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
             }
         )

@@ -21,7 +21,7 @@ Check = Literal["mean", "colour", "shape", "place"]
 _MIN_CONTRAST = 0.25  # RGB distance of the shape from the background
 _MIN_AREA, _MAX_AREA = 20.0, 300.0  # pixels at 32 x 32; the task's shapes have 50 to 125
 _MIN_SHARE = 0.7  # of the foreground in the largest blob: rejects images of two shapes
-_MAX_COLOUR_DISTANCE = 0.35  # RGB; the closest two colours of the palette are .52 apart
+_MAX_COLOUR_DISTANCE = 0.35  # RGB; the closest two colours of the palette are 0.52 apart
 _MIN_OVERLAP = 0.7  # intersection over union with the best template
 
 

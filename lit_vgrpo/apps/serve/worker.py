@@ -102,12 +102,10 @@ class Worker:
     def _others(self, images: int) -> list[_Job]:
         """Return the requests that arrive within the wait, until a batch is full."""
         found: list[_Job] = []
-        until = time.monotonic() + self.max_wait_s
-        while images < self.batch_size:
-            try:
-                job = self._jobs.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                break
+        if images < self.batch_size:
+            time.sleep(self.max_wait_s)
+        while images < self.batch_size and not self._jobs.empty():  # this thread alone takes jobs
+            job = self._jobs.get()
             if job is None:
                 self._jobs.put(None)  # the end, for the loop outside
                 break
