@@ -61,7 +61,7 @@ def prompt_errors(*given: object) -> list[str]:
         try:
             if isinstance(entry, str | dict):
                 open_prompts(as_source(entry))
-        except (PromptError, ModuleNotFoundError) as error:
+        except (PromptError, OSError, ModuleNotFoundError) as error:
             errors.append(str(error))
         except (TypeError, ValueError):
             continue  # the parser reports it
