@@ -118,7 +118,7 @@ def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[
                 filled = {name: cell for name, cell in row.items() if cell.strip()}
                 yield reader.line_num, {source.column or PROMPT: "", **filled}
     except csv.Error as error:
-        raise PromptError(f"{file} line {reader.line_num}: not csv ({error}).") from error
+        raise PromptError(f"{file} line {reader.line_num + 1}: not csv ({error}).") from error
 
 
 _PARSERS = {"txt": _txt_records, "jsonl": _jsonl_records, "csv": _csv_records}
