@@ -53,7 +53,7 @@ def check_reward(options: CheckRewardOptions) -> int:
     """
     num_prompts, each = options.num_prompts, options.images_per_prompt
     cli = build([*options.words, *OVERRIDES], make_folder=False)
-    files = find_images([options.images])[: num_prompts * each] if options.images is not None else []
+    files = find_images([options.images], num_prompts * each) if options.images is not None else []
     reward = cli.model.evaluator.observed
     errors = [*reward.check(), *cli.datamodule.check()]
     errors += [] if files else cli.model.policy.check()

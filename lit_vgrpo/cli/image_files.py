@@ -18,8 +18,8 @@ from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.system.hub import LoadError
 
 
-def find_images(words: Sequence[str]) -> list[Path]:
-    """Return the named files, and the images of the named folders, sorted within each.
+def find_images(words: Sequence[str], limit: int | None = None) -> list[Path]:
+    """Return the first ``limit`` of the named files, and of the images of the named folders, sorted within each.
 
     Raises:
         UserError: With each path that has no images, and with each file that cannot be read as an image.
@@ -33,6 +33,7 @@ def find_images(words: Sequence[str]) -> list[Path]:
         found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
         errors += [] if found else [f"{word} {'contains no images' if path.is_dir() else 'does not exist'}."]
         files += found
+    files = files[:limit]
     for file in files:
         try:
             read_picture(file)

@@ -210,10 +210,7 @@ class PromptDataModule(L.LightningDataModule):
 
     def describe(self) -> list[str]:
         """Return a line about what was read, and one per warning, to print before a run."""
-        lines = self._loaded().describe()
-        if self.heldout_limit is not None and not self.has_heldout:
-            lines.append(f"data.heldout_limit={self.heldout_limit} has no effect: there are no held-out prompts.")
-        return lines
+        return self._loaded().describe()
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the training prompts in order; see :meth:`PromptSets.fingerprint`."""

@@ -61,7 +61,7 @@ def prompt_errors(*given: object) -> list[str]:
         try:
             if isinstance(entry, str | dict):
                 open_prompts(as_source(entry))
-        except (PromptError, ModuleNotFoundError) as error:
+        except (PromptError, OSError, ModuleNotFoundError) as error:
             errors.append(str(error))
         except (TypeError, ValueError):
             continue  # the parser reports it
@@ -118,7 +118,7 @@ def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[
                 filled = {name: cell for name, cell in row.items() if cell.strip()}
                 yield reader.line_num, {source.column or PROMPT: "", **filled}
     except csv.Error as error:
-        raise PromptError(f"{file} line {reader.line_num}: not csv ({error}).") from error
+        raise PromptError(f"{file} line {reader.line_num + 1}: not csv ({error}).") from error
 
 
 _PARSERS = {"txt": _txt_records, "jsonl": _jsonl_records, "csv": _csv_records}

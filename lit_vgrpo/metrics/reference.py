@@ -149,9 +149,11 @@ def image_files(folder: Path) -> list[Path]:
     Raises:
         ValueError: the folder does not exist, or has fewer than two images.
     """
+    if not folder.is_dir():
+        raise ValueError(f"reference={folder} is neither a folder nor a {STATISTICS_SUFFIX} file.")
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
     if len(files) < 2:
-        raise ValueError(f"reference={folder} has {len(files)} images. Use a folder with thousands, or an .npz file.")
+        raise ValueError(f"reference={folder} has {len(files)} images. Use a folder with thousands.")
     return files
 
 

@@ -136,7 +136,7 @@ def test_an_error_ends_the_run_before_training(tiny_sd3, tmp_path, script, real,
         (FID(real, str(torn / "0.png") + ".pt"), {}, ValueError, "0.png.pt does not exist"),
     ]
     (torn / "text.pt").write_text("no network")
-    cases.append((FID(real, str(torn / "text.pt")), {}, LoadError, "text.pt is not a TorchScript file"))
+    cases.append((FID(real, str(torn / "text.pt")), {}, LoadError, "Cannot load .*text.pt"))
     for fid, data, kind, message in cases:
         with pytest.raises(kind, match=message):
             train(tiny_sd3, tmp_path, [fid], data={"heldout_images_per_prompt": 1, **data})

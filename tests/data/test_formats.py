@@ -41,11 +41,11 @@ def test_a_csv_has_a_header_and_its_empty_cells_are_absent(write):
         ("id,caption\n1,a\n", 'line 1: no column "prompt". Use one of: id, caption. Set column= to the prompts'),
         (
             "prompt,tag\na,b\nc\n",
-            "line 3: more or fewer cells than the 2 of the header. Put a cell with a comma in quotes.",
+            "line 3: more or fewer cells than the 2 of the header.",
         ),
         ("prompt,tag\na,b\na, b, c\n", "line 3: more or fewer cells"),
         ('prompt,tag\n"a\nb",c\n,d\n', 'line 4: "prompt" is '),
-        ('prompt\na\n"b\nc\n', "line 4: not csv (unexpected end of data)."),
+        ('prompt\na\n"b\nc\n', "line 3: not csv (unexpected end of data)."),
         ('prompt\n"a"b\n', "line 2: not csv ("),
         ("prompt,a,a\nx,y,z\n", "line 1: two columns have the same name. Rename one."),
         ("prompt\n", "has no prompts."),

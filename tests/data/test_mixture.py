@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.datasets import IterationDataset
-from lit_vgrpo.data.sampler import PromptMixture, place_in_mixture, prompt_index, whole_weights
+from lit_vgrpo.data.sampler import PromptMixture, place_in_mixture, prompt_index
 
 WEIGHTS = st.lists(st.integers(1, 50), min_size=1, max_size=7)
 quick = settings(max_examples=100, deadline=None)
@@ -32,11 +32,6 @@ def test_a_whole_round_has_exactly_the_weights_however_far_the_run_is(weights, r
     start, length = rounds * sum(weights), sum(weights)
     counts = Counter(place_in_mixture(position, weights)[0] for position in range(start, start + length))
     assert [counts[number] for number in range(len(weights))] == weights
-
-
-def test_weights_are_taken_as_they_are_written():
-    assert whole_weights([0.1, 0.2, 0.7]) == [1, 2, 7]
-    assert whole_weights([3, 1]) == whole_weights([0.75, 0.25]) == whole_weights([3e-9, 1e-9]) == [3, 1]
 
 
 def test_one_source_has_the_order_that_it_always_had():

@@ -88,14 +88,6 @@ def test_held_out_images_come_prompt_after_prompt(files, tmp_path):
     assert max(len(batch.prompts) for batch in module.evaluated) <= 5
 
 
-def test_no_heldout_file_means_no_evaluation(files, tmp_path):
-    module = Recorder()
-    data = data_module({**files, "heldout": None})
-    trainer(tmp_path, 1, enable_checkpointing=False).fit(module, datamodule=data)
-    assert data.val_dataloader() == []
-    assert not module.evaluated
-
-
 def test_the_loaders_draw_nothing_from_the_global_generator(files):
     data = data_module(files)
     before = torch.get_rng_state()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lit_vgrpo.data import PromptDataModule, PromptSource, read_prompts
+from lit_vgrpo.data import PromptDataModule, read_prompts
 from lit_vgrpo.data.prompt_sets import normalised
 from lit_vgrpo.data.prompts import prompt_errors
 from lit_vgrpo.system.paths import shipped_root
@@ -102,12 +102,6 @@ def test_what_is_said_of_several_sources(file, write):
     assert data.describe() == ["Prompts: 1,801 from 2 sources (weights 3:1), 20 held out by hash."]
     rows = list(data.training_rows())
     assert [row["prompt"] for row in rows] == training(data)
-
-
-def test_the_rows_of_a_mixture_carry_their_rewards(file):
-    sources = [{"path": file(["a"], "a.txt"), "rewards": "ocr"}, PromptSource(file(["b"], "b.txt"), weight=1)]
-    (batch, *_) = data_module(sources).train_dataloader()
-    assert [(row["prompt"], row.get("rewards")) for row in batch.rows] == [("a", "ocr"), ("b", None)] * 2
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,6 @@ def test_the_group_sampler_walks_through_one_iteration(iteration, steps, world):
         assert len(sampler) == steps
 
 
-def test_the_group_sampler_goes_on_in_the_middle_once():
-    sampler = GroupSampler(range(4), first_step=3)
-    sampler.set_epoch(2)
-    assert [list(sampler), list(sampler)] == [[11], [8, 9, 10, 11]]
-    assert len(sampler) == 4
-
-
 def test_lightning_leaves_both_samplers_in_place():
     assert isinstance(GroupSampler(ROWS), DistributedSampler)
     assert isinstance(LocalSampler(ROWS), DistributedSampler)
