@@ -53,8 +53,9 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
     active: dict[str, tuple[Run, subprocess.Popen[bytes]]] = {}
     errors: dict[str, str] = {}
     caught: list[int] = []  # handled between polls, so that no started process is lost
-    bar = tqdm(total=len(runs), initial=len(runs) - len(waiting), unit="run", disable=not sys.stderr.isatty())
-    bar.write(f"{bar.initial} of {len(runs)} runs are finished already.", file=sys.stderr)
+    done = len(runs) - len(waiting)
+    bar = tqdm(total=len(runs), initial=done, unit="run", disable=not sys.stderr.isatty())
+    bar.write(f"{done} of {len(runs)} runs are finished already.", file=sys.stderr)
     with bar, handle_stop_signals(lambda signum, frame: caught.append(signum)):
         try:
             while waiting or active:
