@@ -163,8 +163,8 @@ def kill_again_and_again(args: argparse.Namespace, folder: Path, iterations: int
     return kills
 
 
-def differences(whole: Path, killed: Path) -> list[str]:
-    """Return the differences between the ends of two runs."""
+def differences(whole: Path, killed: Path, kills: int) -> list[str]:
+    """Return the differences between the ends of two runs; each kill may cost a row of the table."""
     ends = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (whole, killed)]
     found = []
     for key in ("global_step", "state_dict", "optimizer_states", "lr_schedulers"):
@@ -172,7 +172,11 @@ def differences(whole: Path, killed: Path) -> list[str]:
     found += _unequal("objective", *(end["lit_vgrpo"]["objective"] for end in ends))
     average = next(key for key in ends[0]["callbacks"] if key.startswith("EMA"))
     found += _unequal("average", *(end["callbacks"][average] for end in ends))
-    return found + _unequal("metrics.csv", *(_logged(folder / "metrics.csv") for folder in (whole, killed)))
+    rows, left = (_logged(folder / "metrics.csv") for folder in (whole, killed))
+    kept = [row for row in rows if row in left]
+    if len(rows) - len(kept) > kills:
+        found.append(f"metrics.csv ({len(rows) - len(kept)} rows missing after {kills} kills)")
+    return found + _unequal("metrics.csv", kept, left)
 
 
 def _unequal(name: str, first: Any, second: Any) -> list[str]:
@@ -225,7 +229,7 @@ def main() -> int:
         flush=True,
     )
     kills = kill_again_and_again(args, out / "killed", iterations, pace)
-    found = differences(out / "whole", out / "killed")
+    found = differences(out / "whole", out / "killed", len(kills))
     landed = sum(kill.landed for kill in kills)
     result = {
         "recipe": args.recipe,
