@@ -89,6 +89,7 @@ print({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(sys.mod
     )
 
 
+@pytest.mark.slow
 def test_a_check_ends_with_its_threads_and_exit_handlers():
     """In a process that has imported torch alone, with a thread that outlives the command."""
     code = """
@@ -114,6 +115,7 @@ def test_module_and_argv():
     assert "'train' is not a subcommand" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirect", ["2>&1 | true", ">&-"])  # read by nobody
 @pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs a shell")
 def test_output_that_nobody_reads_is_no_error(redirect):
@@ -124,6 +126,7 @@ def test_output_that_nobody_reads_is_no_error(redirect):
     assert done.stderr == "status 0\n"
 
 
+@pytest.mark.slow
 def test_other_subcommands_go_to_the_lightning_sdk_where_it_is_installed(tmp_path):
     package = tmp_path / "lightning_sdk" / "cli"
     package.mkdir(parents=True)

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import grey_level, in_order
+from helpers import grey_level
 from PIL import Image
 from saved_runs import assert_one_line, folder_with, train
 
@@ -67,10 +67,10 @@ class Pools(torch.nn.Module):
 def trained(tmp_path_factory, tiny_sd3):
     """A folder with a finished run of two iterations, runs/tiny, and the same one without callbacks, runs/plain."""
     place = tmp_path_factory.mktemp("evaluate")
-    with folder_with(place, RECIPE, tiny_sd3, in_order(["a red circle on the left", "a blue square at the top"])):
+    with folder_with(place, RECIPE, tiny_sd3, ["a red circle on the left", "a blue square at the top"]):
         # no colour in the last prompt: its images have no score for that
         heldout = ["a green circle on the right", "a red square at the bottom", "something else"]
-        Path("heldout.txt").write_text("\n".join(in_order(heldout)))
+        Path("heldout.txt").write_text("\n".join(heldout))
         Path("real").mkdir()
         for number, picture in enumerate(np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)):
             Image.fromarray(picture).save(f"real/{number}.png")
@@ -230,7 +230,7 @@ def test_diversity_is_the_distance_within_a_prompt():
     assert found["diversity"] == {"mean": 0.5, "low": 0.0, "high": 1.0, "count": 2, "failed": 1}
 
 
-def test_shares_of_ranks_are_put_in_order():
+def test_shares_of_ranks_are_put_:
     first, second = scored([0.0, 1.0], torch.tensor([[0.0], [1.0]])), scored([2.0, 3.0], torch.tensor([[2.0], [3.0]]))
     first.images["image"], second.images["image"] = [3, 1], [0, 2]
     joined = ImageScores.joined([first, second])

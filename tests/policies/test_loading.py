@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from policies import contract
 
 from lit_vgrpo.apps.memory.meta import policy_on_meta
-from lit_vgrpo.apps.report.loading import from_pretrained
+from lit_vgrpo.apps.report.model_card import from_pretrained
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
