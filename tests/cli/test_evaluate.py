@@ -230,7 +230,7 @@ def test_diversity_is_the_distance_within_a_prompt():
     assert found["diversity"] == {"mean": 0.5, "low": 0.0, "high": 1.0, "count": 2, "failed": 1}
 
 
-def test_shares_of_ranks_are_put_:
+def test_shares_of_ranks_are_put_in_order():
     first, second = scored([0.0, 1.0], torch.tensor([[0.0], [1.0]])), scored([2.0, 3.0], torch.tensor([[2.0], [3.0]]))
     first.images["image"], second.images["image"] = [3, 1], [0, 2]
     joined = ImageScores.joined([first, second])

@@ -168,6 +168,7 @@ def job_of(name, family, policy, folder, lines):
     return {"lines": lines, "call": call, "scheduler": dict(FAMILIES[family][2]), **files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATS)) for name in CASES])
 def test_plain_diffusers_draws_what_our_sampler_draws(drawn, name):
     theirs, ours, start = drawn[name]
@@ -175,6 +176,7 @@ def test_plain_diffusers_draws_what_our_sampler_draws(drawn, name):
     assert (ours - start).abs().max() > 0.02  # what was trained shows
 
 
+@pytest.mark.slow
 def test_the_average_is_another_adapter(drawn):
     assert (drawn["sd3_ema"][0] - drawn["sd3_lora"][0]).abs().max() > 0.01
     torch.testing.assert_close(drawn["sd3_merged"][0], drawn["sd3_ema"][0], rtol=1e-3, atol=2e-4)

@@ -33,6 +33,7 @@ def call(*words):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_it_runs_as_it_is(written):
     assert {path.name for path in written.iterdir()} == {*FILES}
     less = ["trainer.max_epochs=1", "data.prompts_per_iteration=2", "data.heldout_images_per_prompt=1"]
@@ -43,6 +44,7 @@ def test_it_runs_as_it_is(written):
     assert "reward/score" in (written / "runs" / "first" / "metrics.csv").read_text().splitlines()[0]
 
 
+@pytest.mark.slow
 def test_two_marked_lines_make_it_a_real_recipe(written, tmp_path):
     recipe = written / "recipe.yaml"
     text, count = MARKED.subn(r"\1\2\4\n", recipe.read_text())

@@ -139,6 +139,7 @@ def test_a_reward_of_ones_own_in_the_working_directory(tiny_recipe, monkeypatch)
     assert metrics("runs/tiny")[0].keys() >= {"reward/redness"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "line"),
     [
@@ -270,6 +271,7 @@ def start(*args):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_saves_a_checkpoint_that_continues(tiny_recipe, times, capfd):
     process = start(str(tiny_recipe), "trainer.max_epochs=100000", "data.heldout=null")
@@ -292,6 +294,7 @@ def test_ctrl_c_saves_a_checkpoint_that_continues(tiny_recipe, times, capfd):
     assert summary["iterations"] == done + 3
 
 
+@pytest.mark.slow
 def test_two_ranks_share_one_folder(tiny_recipe):
     process = start(str(tiny_recipe), "trainer.devices=2", "trainer.strategy=ddp")
     output, _ = process.communicate(timeout=240)

@@ -30,6 +30,7 @@ def completed(line, folder):
     return [text.strip() for text in (folder / "out").read_text().split("\n")], modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -64,10 +65,12 @@ def test_the_line_is_completed_without_large_imports(line, expected, tmp_path):
     assert not modules & {"torch", "omegaconf", "lightning", "rich"}
 
 
+@pytest.mark.slow
 def test_every_subcommand_is_completed(tmp_path):
     assert {*SUBCOMMANDS, "help"} <= set(completed("lightning ", tmp_path)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_the_printed_code_works_in_bash(capsys, tmp_path):
     assert main(["--print-completion", "bash"]) == 0

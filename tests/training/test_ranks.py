@@ -87,6 +87,7 @@ def test_every_method_does_the_same_work(two_blocks, tmp_path, ranks, jobs):
             assert_same(name, first, other, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "jobs"),
     [
