@@ -324,11 +324,6 @@ def test_the_option_compiles(sd3):
     assert all(block._compiled_call_impl is not None for block in blocks)
 
 
-def test_a_network_without_repeated_blocks_is_not_compiled():
-    with pytest.raises(LoadError, match="Linear has no repeated blocks"):
-        compile_network(torch.nn.Linear(2, 2), backend="eager")
-
-
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
