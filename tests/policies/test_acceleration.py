@@ -266,7 +266,7 @@ def test_a_run_compiles_a_bounded_number_of_graphs_and_never_again(unet, compile
     ledger.attach(policy.network)
 
     def iteration(rollout, micro):
-        with policy.sampling():
+        with torch.no_grad(), policy.sampling():
             assert not lora_layers(policy.network)
             predict(policy, rollout)
         predict(policy, micro).square().mean().backward()
