@@ -136,6 +136,14 @@ def test_a_run_caches_its_rollouts_alone_and_logs_the_share(tiny_sd3, tmp_path):
     assert module.ledger.counts["evaluation"]["without_grad"] % 4 == 0
 
 
+def test_a_merged_adapter_is_merged_in_the_cached_view_too(sd3):
+    plain, merged = sd3(lora_rank=2, fold_lora=False), sd3(lora_rank=2)
+    images(merged, TAYLOR)
+    for policy in (plain, merged):
+        torch.nn.init.constant_(next(p for name, p in trainable_parameters(policy).items() if "lora_B" in name), 0.3)
+    torch.testing.assert_close(images(merged, TAYLOR), images(plain, TAYLOR), rtol=1e-3, atol=1e-4)
+
+
 def test_compiled_blocks_run_inside_of_a_cache_and_follow_the_weights(sd3, monkeypatch):
     """Compiled without generating code: what is traced, and how often, is the same."""
     torch._dynamo.reset()
