@@ -332,7 +332,7 @@ def test_a_torn_checkpoint_is_skipped_and_can_be_named_no_more(inside, capsys):
     ("words", "line"),
     [
         (["runs/tny"], "runs/tny is not a run. Did you mean runs/tiny?"),
-        (["runs"], "runs is not a run folder: it has no config.yaml. Use one of: runs/plain, runs/tiny."),
+        (["runs"], "runs is not a run folder: it has no config.yaml. Did you mean runs/tiny?"),
         (["tiny.yaml"], "tiny.yaml is not a run. "),
         ([], "No run given. Try: lightning eval runs/tiny_shapes"),
         (["runs/tiny", "--emma"], "--emma is not an option of eval. Did you mean ema?"),
