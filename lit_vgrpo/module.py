@@ -31,9 +31,9 @@ from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector, compare
 from lit_vgrpo.rollout.scouts import ScoutSampler
 from lit_vgrpo.training import settings
-from lit_vgrpo.training.checkpoint_file import read_sound
+from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.training.evaluation import Evaluator
-from lit_vgrpo.training.limits import training_warnings
+from lit_vgrpo.training.limits import training_warnings, unfit_callbacks
 from lit_vgrpo.training.micro_batch import settle
 from lit_vgrpo.training.optimization import LRSchedulerCallable, Optimization
 from lit_vgrpo.training.optimizer import OptimizerCallable, OptimizerConfig
@@ -277,6 +277,8 @@ class VGRPOModule(L.LightningModule):
         from lit_vgrpo.callbacks.reward_logger import RewardLogger
 
         chosen = self.trainer.callbacks  # type: ignore[attr-defined]
+        for error in unfit_callbacks(chosen):
+            raise ValueError(error)
         return [cls() for cls in (RewardLogger, ResumeGuard) if not any(isinstance(other, cls) for other in chosen)]
 
     def configure_optimizers(self) -> Any:
@@ -336,9 +338,12 @@ class VGRPOModule(L.LightningModule):
         """Return the module with a checkpoint's weights; the other arguments are the constructor's.
 
         Raises:
-            CheckpointDamage: the file is damaged, or a weight is not finite.
+            RuntimeError: the file is damaged, or a weight is not finite.
         """
-        read_sound(Path(checkpoint_path))
+        try:
+            read_sound(Path(checkpoint_path))
+        except CheckpointDamage as damage:
+            raise RuntimeError(f"{checkpoint_path} {damage}. Give another checkpoint of its run.") from damage
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

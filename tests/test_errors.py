@@ -22,7 +22,7 @@ from lit_vgrpo.errors import (
     without_controls,
 )
 
-PRINT_THEMSELVES = ("errors.py", "cli.py", "commands/compare/progress.py", "policies/verify.py")
+PRINT_THEMSELVES = ("errors.py", "cli/main.py", "policies/verify.py")
 """Where text is made safe, or is our own."""
 
 

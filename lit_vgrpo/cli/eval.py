@@ -30,6 +30,7 @@ from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.folder import CONFIG_NAME, candidates
 from lit_vgrpo.training.saved_weights import AVERAGE, REFERENCE, TRAINED
+from lit_vgrpo.training.settings import module_errors
 from lit_vgrpo.training.trainer_internals import callbacks_of
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null", "trainer.inference_mode=false")
@@ -129,7 +130,7 @@ def heldout_rows(cli: RecipeCLI) -> Rows:
     data = cli.datamodule
     if not data.has_heldout:
         raise UserError("The run's recipe has no held-out prompts. Set data.heldout=prompts.txt.")
-    if errors := cli.model.check(data.sizes):
+    if errors := module_errors(cli.model, data.sizes):
         raise UserError(*errors)
     try:
         rows = data.heldout_rows()

@@ -117,6 +117,7 @@ class Evaluator:
         """Sample a held-out batch's images ``(B, 3, H, W)`` in [0, 1]."""
         return self.generate(*batch.padded(), batch.images, batch.references())[: len(batch.slots)]
 
+    @in_own_precision
     def add(self, batch: PromptBatch) -> None:
         """Sample a held-out batch's images, show them to the observers and queue them for scoring."""
         with torch.inference_mode(mode=False), torch.no_grad(), self._queue.closed_on_error():

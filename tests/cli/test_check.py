@@ -42,7 +42,7 @@ def test_bad_keys_values_files_and_checkpoints_in_one_call(tiny_recipe, capsys):
     assert "model.objective.clp is not an option of VGRPO. Did you mean clip?" in found
     assert "data.group_size=1 " in found
     assert "none.txt does not exist" in found
-    assert "model.policy.checkpoint=/none " in found
+    assert "/none is not a folder. Set model.policy.checkpoint" in found
 
 
 def test_scouts(tiny_recipe, capsys):

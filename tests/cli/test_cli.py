@@ -66,7 +66,7 @@ def test_importing_the_shim_imports_nothing_heavy():
 def test_a_recipe_that_cannot_be_read_is_answered_before_imports(tmp_path, monkeypatch, capsys, name, text, said):
     """The subcommand itself, which would import torch, is not reached."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lit_vgrpo.cli.import_module", lambda module: pytest.fail(f"imported {module}"))
+    monkeypatch.setattr("lit_vgrpo.cli.main.import_module", lambda module: pytest.fail(f"imported {module}"))
     if text is not None:
         (tmp_path / "broken.yaml").write_text(text)
     assert main([name, "broken.yaml", "trainer.max_epochs=1"]) == 2

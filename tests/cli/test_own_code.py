@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.cli.check import check
 from lit_vgrpo.cli.run import run
 
 FILES = {
@@ -58,8 +57,8 @@ def recipe(tiny_recipe):
         (["model.reward=raises.X"], "raises.py line 3: RuntimeError: out of luck."),
         (["model.reward=leaves.X"], "leaves.py line 1: SystemExit: bye."),
         (["model.reward=rewards_of_mine.Fragile"], "rewards_of_mine.py line 14: KeyError: 'no such key'."),
-        (["model.reward={python: 'no_colon:reward'}"], "Cannot import no_colon: SyntaxError: expected ':'"),
-        (["model.reward={python: 'leaves:reward'}"], "Cannot import leaves: SystemExit: bye."),
+        (["model.reward={python: 'no_colon:reward'}"], "no_colon:reward cannot be imported (SyntaxError: expected ':'"),
+        (["model.reward={python: 'leaves:reward'}"], "leaves:reward cannot be imported (SystemExit: bye)."),
         (
             ["trainer.callbacks={class_path: Export, init_args: {folder: /}}"],
             "folder=/ is not a separate folder. Use a",
@@ -79,7 +78,7 @@ def recipe(tiny_recipe):
         ),
         (
             ["data.train=numbers.jsonl"],
-            'numbers.jsonl line 1: "rewards" is a number. Write the names of rewards, such ',
+            'numbers.jsonl line 1: "rewards" is 3. Write the names of rewards, such ',
         ),
         (["ckpt_path=."], "ckpt_path=. is a folder. Give a checkpoint file."),
     ],
@@ -94,22 +93,10 @@ def test_a_mistake_is_one_line_before_training(recipe, capsys, words, said):
     assert not Path("runs/tiny").exists()
 
 
-def test_a_pipeline_folder_without_its_tokenizer(recipe, capsys, sd3_folder, tmp_path):
-    folder = tmp_path / "lacking"
-    folder.mkdir()
-    for part in sd3_folder().iterdir():
-        if part.name != "tokenizer_2":
-            (folder / part.name).symlink_to(part)
-    assert check([recipe, f"model.policy.checkpoint={folder}"]) == 2
-    assert f"model.policy.checkpoint={folder} lacks tokenizer_2/, which its model_index.json names." in (
-        capsys.readouterr().err
-    )
-
-
 def test_a_reward_that_calls_exit_stops_the_run_and_says_so(recipe, capsys):
     assert run([recipe, "model.reward=rewards_of_mine.Leaves", "data.heldout=null"]) == 1
     err = capsys.readouterr().err
-    assert "Reward \"leaves\" called sys.exit('bye'). Let it return scores." in err
+    assert 'Reward "leaves": SystemExit: bye' in err
     assert "Training failed. " in err
 
 

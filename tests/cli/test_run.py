@@ -62,7 +62,7 @@ def test_seed_everything_seeds_model_and_data(tiny_recipe):
         ("data.group_size=1", "data.group_size=1 "),
         ("data.train=none.txt", "none.txt does not exist."),
         ("data.micro_batch_size=3", "data.micro_batch_size=3 cannot split"),
-        ("model.policy.checkpoint=/none", "model.policy.checkpoint=/none is not a folder."),
+        ("model.policy.checkpoint=/none", "/none is not a folder. Set model.policy.checkpoint"),
         ("model.policy.checkpoint=shipped:../x", "model.policy: shipped:../x leaves the shipped recipes folder"),
         ("trainer.precision=17", "trainer.precision=17 is not a choice."),
         ("trainer.precision=bf16-true", "trainer.precision=bf16-true would cast the trained weights. Leave it"),

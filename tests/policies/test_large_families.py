@@ -9,9 +9,11 @@ from safetensors.torch import load
 from lit_vgrpo import VGRPO, RolloutSpec, VGRPOModule
 from lit_vgrpo.apps.memory.estimate import Pass, peak_of_pass
 from lit_vgrpo.apps.memory.meta import policy_on_meta
+from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.policies import Conditioning, Flux2Policy
 from lit_vgrpo.policies.embeddings import CRC_BYTES
 from lit_vgrpo.rewards import JPEGCompressibility
+from lit_vgrpo.training.settings import module_errors
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def test_a_distilled_model_refuses_guidance_before_its_weights_are_read(distille
     )
     policy = Flux2Policy(str(distilled), height=32, width=32)
     module = VGRPOModule(policy, objective, JPEGCompressibility(), evaluation=guided if use == "evaluation" else None)
-    (error,) = module.settings.guidance_errors()
+    (error,) = module_errors(module, Sizes(2, 4))
     assert error.startswith("model.")
     assert "=4: " in error
     assert "is distilled (is_distilled in its model_index.json) and cannot be guided. Use a scale of 1" in error

@@ -16,6 +16,7 @@ from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.policies.acceleration import block_linears
 from lit_vgrpo.policies.trained import QuantisedLinear
 from lit_vgrpo.training.memory_shares import bytes_of, saved_by_quantisation, tensors_of
+from lit_vgrpo.training.settings import _quantisation_errors
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, quantisation_error
 
 SHIPPED = "shipped:assets/tiny_sd3"
@@ -88,7 +89,7 @@ def test_what_cannot_be_quantised_is_one_line_before_weights_load():
     module = make_module(
         SHIPPED, VGRPO(RolloutSpec(quantise="int8")), policy_options={"quantisation": "nf4", "lora_rank": 2}
     )
-    assert module.settings.quantisation_errors() == [
+    assert _quantisation_errors(module) == [
         "model.objective.rollout.quantise=int8 needs whole weights, and model.policy.quantisation=nf4 keeps none. "
         "Leave out one of them."
     ]

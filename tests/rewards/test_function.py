@@ -1,6 +1,4 @@
 import math
-import os
-import sys
 
 import pytest
 import torch
@@ -51,16 +49,6 @@ def module(tmp_path, monkeypatch):
 
 def score(function, **options):
     return PythonReward(f"own_rewards:{function}", **options)(IMAGES, PROMPTS, ROWS)
-
-
-def test_a_module_that_is_rewritten_within_a_second_is_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    path = tmp_path / "rewritten.py"
-    for number in (1, 2):
-        path.write_text(f"def score(images, prompts):\n    return [{number}] * len(prompts)\n")
-        os.utime(path, (1e9, 1e9))
-        monkeypatch.delitem(sys.modules, "rewritten", raising=False)
-        assert PythonReward("rewritten:score")(IMAGES, PROMPTS, ROWS).tolist() == [number] * 3
 
 
 def test_functions_of_two_and_of_three_arguments():

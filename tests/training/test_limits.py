@@ -23,7 +23,7 @@ class Ends(L.Callback):
 
 def counting(module):
     """Counts the calls that belong to an iteration's two ends."""
-    calls = {"roll_out": 0, "after_iteration": 0}
+    calls = {"rollout_batches": 0, "after_iteration": 0}
 
     def counted(name, call):
         def count(*args, **kwargs):
@@ -88,7 +88,7 @@ def test_fast_dev_run_is_that_many_whole_small_iterations(tiny_sd3, tmp_path, nu
     trainer = make_trainer(tmp_path, 5, fast_dev_run=number)
     trainer.fit(module, datamodule=data)
     iterations = int(number)
-    assert calls == {"roll_out": iterations, "after_iteration": iterations}
+    assert calls == {"rollout_batches": iterations, "after_iteration": iterations}
     assert (trainer.global_step, trainer.current_epoch) == (2 * iterations, iterations)
     assert module.record.images == 4  # a prompt
     assert data.sizes == Sizes(1, 4, 2, 2)
@@ -103,7 +103,7 @@ def test_a_run_whose_time_is_over_finishes_its_iteration(tiny_sd3, tmp_path):
     calls = counting(module)
     trainer = make_trainer(tmp_path, 3, [Ends()])
     trainer.fit(module, datamodule=make_data(updates_per_iteration=2))
-    assert calls == {"roll_out": 1, "after_iteration": 1}
+    assert calls == {"rollout_batches": 1, "after_iteration": 1}
     assert (trainer.global_step, trainer.current_epoch) == (2, 1)
     assert "policy/loss" in trainer.callback_metrics
     make_trainer(tmp_path, 1).fit(whole, datamodule=make_data(updates_per_iteration=2))
