@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import platform
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,13 @@ from lit_vgrpo.callbacks.stop import StopsRun
 from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
+from lit_vgrpo.system.process import versions
 from lit_vgrpo.training.best_evaluation import TRAINED
 from lit_vgrpo.training.resume import SUMMARY_NAME
 from lit_vgrpo.training.trainer_internals import callbacks_of
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
-
-PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
 
 
 class RunSummary(L.Callback):
@@ -108,11 +106,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return peak_resident_bytes()
-
-
-def versions() -> dict[str, str]:
-    """Return the installed versions of packages that affect a run's numbers."""
-    return {name: metadata.version(name) for name in PACKAGES}
 
 
 def _plain(value: float | None) -> float | None:

@@ -253,7 +253,10 @@ class VGRPOModule(L.LightningModule):
     @property
     def has_trainer(self) -> bool:
         """``True`` while the module is attached to a trainer."""
-        return self._trainer is not None
+        try:
+            return self.trainer is not None
+        except RuntimeError:  # raised by Lightning when there is none
+            return False
 
     def all_ranks(self, values: Tensor) -> Tensor:
         """Concatenate every rank's ``(B, ...)`` in rank order, on the CPU."""

@@ -67,9 +67,9 @@ class CachedNetwork:
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Reset the counts, and keep no tensors afterwards."""
-        self._passes.count = 0
+        self._passes.reset()
         for block in self._blocks:
-            block.count = 0
+            block.reset()
         try:
             self.start_batch()
             yield
@@ -90,6 +90,10 @@ class CachedNetwork:
 class _PassCounter(ModelHook):
     count = 0
 
+    def reset(self) -> None:
+        """Count from 0."""
+        self.count = 0
+
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.count += 1
         return args, kwargs
@@ -106,6 +110,10 @@ class _BlockCounter(ModelHook):
     """
 
     count = 0
+
+    def reset(self) -> None:
+        """Count from 0."""
+        self.count = 0
 
     def __init__(self, compiles: bool) -> None:
         super().__init__()

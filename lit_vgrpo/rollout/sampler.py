@@ -51,8 +51,12 @@ class Sampler:
         request = batch.request(self.seed, at_most(batch.images * factor, self.batch_size))
         return request if factor == 1 else request.of_scouts(factor)
 
-    def batches(self, batch: PromptBatch) -> Generator[Rollout, None, None]:
+    def reset(self) -> None:
+        """Start the clocks of an iteration."""
         self.seconds = {}
+
+    def batches(self, batch: PromptBatch) -> Generator[Rollout, None, None]:
+        self.reset()
         yield from self.draw(self.request(batch))
 
     def draw(

@@ -36,11 +36,12 @@ class ScoutSampler:
         self.all_ranks = scores.all_ranks
         self._chosen = torch.empty(0)
         self._metrics: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
         self._num_low = 0
 
     @property
     def seconds(self) -> dict[str, float]:
-        return self.sampler.seconds
+        return {**self._seconds, **self.sampler.seconds}
 
     def batches(self, batch: PromptBatch) -> Generator[Rollout, None, None]:
         """Sample, score and choose the scouts, then yield this rank's images.
@@ -48,7 +49,8 @@ class ScoutSampler:
         Raises:
             RewardError: every scout failed, or any with the collector's ``any_failure``.
         """
-        sampler, self.sampler.seconds = self.sampler, {}
+        sampler = self.sampler
+        sampler.reset()
         spec = sampler.objective.rollout_spec(batch.iteration)
         assert spec.scouts is not None
         request = sampler.request(batch, spec.scouts.factor)
@@ -60,8 +62,9 @@ class ScoutSampler:
             scores = self.scores.result(f"scouts of iteration {batch.iteration}")
         for name, message in scores.errors.items():
             rank_zero_warn(f'Reward "{name}" failed for some scouts of iteration {batch.iteration}: {message}')
-        sampler.seconds["scouts_rollout"] = sampler.seconds.pop("scouts")
-        sampler.seconds |= {f"scouts_{name}": value for name, value in self.scores.seconds.items()}
+        seconds = {"rollout": sampler.seconds["scouts"], **self.scores.seconds}
+        self._seconds = {f"scouts_{name}": value for name, value in seconds.items()}
+        sampler.reset()
         scouts = Rollout.joined(parts)
         rewards = in_order(scores.total, self.all_ranks(scouts.image_ids), request.group_size)
         chosen = extremes(rewards, batch.group_size)

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 from functools import partial
-from importlib import import_module
+from importlib import import_module, metadata
 from types import ModuleType
 
 from lit_vgrpo.errors import report
@@ -51,3 +51,11 @@ def report_on_first(line: str) -> None:
     """Print a line on stderr, on the first rank only."""
     if is_first_process():
         report([line])
+
+
+PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of packages that affect a run's numbers."""
+    return {name: metadata.version(name) for name in PACKAGES}

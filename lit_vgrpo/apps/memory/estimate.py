@@ -10,13 +10,11 @@ import torch
 
 from lit_vgrpo.apps.memory.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.apps.memory.scorers import scorers
-from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.training.memory_passes import LiveMemory, Pass, demand
 from lit_vgrpo.training.memory_shares import bytes_of, copy_in_8_bits, restored_at_once, shares, shown, tensors_of
-from lit_vgrpo.training.trainer_internals import callbacks_of
 
 if TYPE_CHECKING:
     from lit_vgrpo.launch.recipe_cli import RecipeCLI
@@ -83,7 +81,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     policy = policy_on_meta(module.policy, device.type)
     asked = demand(module.objective, policy, plan)
     share = shares(policy, module.optimization.optimizer, trainer.strategy, trainer.world_size, on_gpu)
-    averages = len(callbacks_of(trainer, EMA))
+    averages = sum(type(callback).__name__ == "EMA" for callback in trainer.callbacks)  # type: ignore[attr-defined]
     copies = len(asked.copies) + averages
     if not on_gpu and "reference" not in asked.copies:
         copies += 1  # the module's reference, which is kept in CPU memory

@@ -125,7 +125,7 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
             known = [series for series in plot.series if np.isfinite(series.xs[axis]).any()]
             # The salt makes the ids in the SVG unique in the page.
             with rc_context({**STYLE, "svg.hashsalt": f"{number}-{axis}"}):
-                plot.drawings |= {axis: _svg(known, axis)} if known else {}
+                plot.drawings.update({axis: _svg(known, axis)} if known else {})
     return found
 
 
