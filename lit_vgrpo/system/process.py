@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -23,6 +24,7 @@ def import_without_gc(name: str) -> ModuleType:
     finally:
         gc.enable()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # the last collection looks for leaks
 
 
 def quiet_imports() -> None:

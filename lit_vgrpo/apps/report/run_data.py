@@ -153,8 +153,8 @@ def _read_points(table: Path) -> tuple[dict[int, Point], dict[int, Point]]:
         rows = read_table(table)[1] if table.exists() else []  # another logger writes no table
     except (OSError, ValueError) as error:
         raise UserError(f"Cannot read {table}: {error}.") from error
-    if rows and "epoch" not in rows[0]:
-        raise UserError(f"Cannot read {table}: it has no column epoch.")
+    if rows and not {"epoch", "step"} & rows[0].keys():
+        raise UserError(f"Cannot read {table}: it has neither a column epoch nor step.")
     iterations: dict[int, Point] = {}
     evaluations: dict[int, Point] = {}
     for row in rows:
