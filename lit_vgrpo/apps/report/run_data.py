@@ -150,10 +150,10 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
 def _read_points(table: Path) -> tuple[dict[int, Point], dict[int, Point]]:
     """Return the points of training and of the evaluations by finished iterations; later rows replace earlier ones."""
     try:
-        rows = read_table(table)[1] if table.exists() else []  # another logger writes no table
+        columns, rows = read_table(table) if table.exists() else ([], [])  # another logger writes no table
     except (OSError, ValueError) as error:
         raise UserError(f"Cannot read {table}: {error}.") from error
-    if rows and not {"epoch", "step"} & rows[0].keys():
+    if columns and not {"epoch", "step"} & set(columns):
         raise UserError(f"Cannot read {table}: it has neither a column epoch nor step.")
     iterations: dict[int, Point] = {}
     evaluations: dict[int, Point] = {}
