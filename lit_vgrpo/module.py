@@ -33,7 +33,7 @@ from lit_vgrpo.rollout.scouts import ScoutSampler
 from lit_vgrpo.training import settings
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.training.evaluation import Evaluator
-from lit_vgrpo.training.limits import training_warnings, unfit_callbacks
+from lit_vgrpo.training.limits import hide_expected_warnings, training_warnings, unfit_callbacks
 from lit_vgrpo.training.micro_batch import settle
 from lit_vgrpo.training.optimization import LRSchedulerCallable, Optimization
 from lit_vgrpo.training.optimizer import OptimizerCallable, OptimizerConfig
@@ -95,6 +95,7 @@ class VGRPOModule(L.LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
+        hide_expected_warnings()
         self.policy, self.objective, self.seed = policy, objective, seed
         self.reward = as_weighted(reward.found_at("model.reward"))
         self.optimization = Optimization(optimizer, lr_scheduler)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +30,6 @@ def file_sha256(path: Path) -> str:
 
 
 file_fingerprint = file_sha256
-
-
-def folder_fingerprint(folder: Path, weights: Sequence[Path] | None = None) -> str:
-    """Return a hash of a model or tokenizer, independent of its folder's location and the library's version.
-
-    Args:
-        folder: the folder with JSON files, vocabularies and weights.
-        weights: the weight files; by default all, preferring safetensors.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a JSON file is damaged.
-    """
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    if weights is None:
-        weights = [path for path in files if path.suffix in WEIGHTS]
-        weights = [path for path in weights if path.suffix == ".safetensors"] or weights
-    digest = hashlib.sha256()
-    for path in files:
-        if path.suffix == ".json":
-            digest.update(json.dumps([path.name, of_the_model(json.loads(path.read_bytes()))], sort_keys=True).encode())
-        elif path.suffix in WORDS or path in weights:
-            digest.update(f"{path.name} {file_sha256(path)}".encode())
-    return digest.hexdigest()
 
 
 def of_the_model(config: Any) -> Any:

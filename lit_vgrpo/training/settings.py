@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.training.limits import hide_expected_warnings, keep_iterations_whole, sizes_of
+from lit_vgrpo.training.limits import keep_iterations_whole, sizes_of
 from lit_vgrpo.training.micro_batch import accumulate
 from lit_vgrpo.training.start import policy_errors
 from lit_vgrpo.training.strategies import strategy_errors
@@ -17,7 +17,6 @@ def set_up(module: Any) -> None:
     Raises:
         ValueError: two settings do not fit each other.
     """
-    hide_expected_warnings()
     trainer, sizes = module.trainer, sizes_of(module.trainer)
     has_heldout = trainer.datamodule.has_heldout
     for error in errors_under(module, trainer.strategy, sizes, trainer.world_size, has_heldout):
