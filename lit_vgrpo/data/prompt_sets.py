@@ -18,7 +18,7 @@ from lit_vgrpo.data.prompts import TableRows, open_prompts, read_prompts
 from lit_vgrpo.data.rows import Row, Rows, text_of
 from lit_vgrpo.data.sampler import PromptMixture
 from lit_vgrpo.data.source import PromptError, PromptSource
-from lit_vgrpo.system.file_fingerprint import file_sha256
+from lit_vgrpo.system.paths import file_sha256
 
 CHECKED_ROWS = 10_000
 """Rows of a table whose fields are checked before a run; prompts are all checked."""

@@ -9,8 +9,7 @@ from typing import Any
 from lit_vgrpo.core.pictures import PICTURE, picture_size
 from lit_vgrpo.data.source import PromptError, PromptSource
 from lit_vgrpo.errors import suggestion
-from lit_vgrpo.system.file_fingerprint import file_sha256
-from lit_vgrpo.system.paths import resolve_path
+from lit_vgrpo.system.paths import file_sha256, resolve_path
 
 Row = dict[str, Any]
 Rows = list[Row]

@@ -18,9 +18,8 @@ from torch import Tensor
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import BatchSize, PositiveInt, checked
-from lit_vgrpo.system.file_fingerprint import file_sha256
 from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, quiet_libraries, source_of
-from lit_vgrpo.system.paths import resolve_path
+from lit_vgrpo.system.paths import file_sha256, resolve_path
 
 INCEPTION = "inception"
 INCEPTION_FILE = "inception-2015-12-05.pt"

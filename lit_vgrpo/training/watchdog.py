@@ -81,10 +81,6 @@ class Watch:
             self._report(death)
         return death is not None
 
-    def hindrance(self, is_urgent: bool) -> str | None:
-        """Return why waiting for the other ranks is useless after an urgent request to stop, or ``None``."""
-        return self._death() if is_urgent else None
-
     def end(self, status: int, reason: str) -> None:
         """End this process and the ranks that it started, whatever the main thread does."""
         timer = threading.Timer(LAST_WORDS_S, os._exit, [status])
