@@ -1,26 +1,62 @@
-"""Ends a run that has collapsed."""
+"""Ends a run early: the base class of callbacks that do, and the one for runs that have collapsed."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import lightning as L
 
-from lit_vgrpo.callbacks.stop import StopsRun, describe_best
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.core.nonfinite import all_finite
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.core.sharding import local
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.training.best_evaluation import TRAINED
+from lit_vgrpo.errors import say
+from lit_vgrpo.training.best_evaluation import TRAINED, NewestEvaluation
+from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.folder import BEST, CHECKPOINTS, CONFIG_NAME
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
 
 COLLAPSED = "collapsed"
 STATE = ("flat_iterations", "low_evaluations", "best", "best_iteration", "unit")
+
+
+class StopsRun(L.Callback):
+    """Looks at each evaluation once, and ends a run with a one-line reason, which ``summary.json`` repeats.
+
+    Attributes:
+        outcome: how the run ended, in a word or two; ``None`` unless this callback ended it.
+        reason: the reason.
+    """
+
+    outcome: str | None = None
+    reason: str | None = None
+
+    def __init__(self) -> None:
+        self.newest = NewestEvaluation()
+
+    def end_run(self, trainer: L.Trainer, outcome: str, reason: str) -> None:
+        """Stop after the current iteration; called on every rank."""
+        self.outcome, self.reason = outcome, f"{reason} {describe_best(trainer)}"
+        trainer.should_stop = True
+        if trainer.is_global_zero:
+            say(self.reason, error=True)
+
+
+def describe_best(trainer: L.Trainer) -> str:
+    """Describe a run's best checkpoint and how to continue from it."""
+    folder = Path(trainer.default_root_dir)
+    file = folder / CHECKPOINTS / BEST
+    best = next((one.best for one in trainer.checkpoint_callbacks if isinstance(one, RunCheckpoint)), None)
+    if best is None or best.name is None:
+        return "No best checkpoint was saved: that needs an evaluation on held-out prompts, and RunCheckpoint's best."
+    again = f"lightning run {folder / CONFIG_NAME} ckpt_path={file}"
+    return f"Best checkpoint: {file} ({best}). Continue from it in a new folder: {again}"
 
 
 @checked
@@ -63,11 +99,10 @@ class CollapseStop(StopsRun):
             return
         is_bad = not all_finite(local(p) for p in trainable_parameters(pl_module.policy).values())
         if trainer.strategy.reduce_boolean_decision(is_bad, all=False):
-            update = (batch.step + 1) // batch.micro_batches_per_update
             self.outcome = COLLAPSED
             self.reason = (
-                f"Weights are not finite after update {update} of iteration {batch.iteration}; nothing was saved "
-                f"since. Lower model.optimizer.lr. {describe_best(trainer)}"
+                f"Weights are not finite after update {batch.update + 1} of iteration {batch.iteration}; nothing was "
+                f"saved since. Lower model.optimizer.lr. {describe_best(trainer)}"
             )
             raise FloatingPointError(self.reason)
 
@@ -90,21 +125,19 @@ class CollapseStop(StopsRun):
         if record is None or not module.objective.needs_reward:
             return ""
         rewards = record.rewards[record.rewards.isfinite()].double()
-        if self.unit is None and len(rewards) and float(rewards.std(correction=0)) > 0:
-            self.unit = float(rewards.std(correction=0))
+        if self.unit is None and len(rewards):
+            self.unit = float(rewards.std(correction=0)) or None
         is_flat = no_spread_share(record.rewards, record.group_ids) == 1.0
         self.flat_iterations = self.flat_iterations + 1 if is_flat else 0
         if self.patience is None or self.flat_iterations < self.patience:
             return ""
-        return (
-            f"no group has had reward spread for {self.flat_iterations} iterations, so there is no gradient. The mean "
-            f"of the last rewards is {float(rewards.mean()):.4g}."
-        )
+        mean = f"The mean of the last rewards is {float(rewards.mean()):.4g}."
+        return f"no group has had reward spread for {self.flat_iterations} iterations, so there is no gradient. {mean}"
 
     def _fallen(self, trainer: L.Trainer, module: VGRPOModule) -> str:
         """Return a warning of a held-out reward far below its best for too long, or nothing."""
         now = module.evaluator.latest.get(TRAINED, math.nan)
-        if not self.is_new_evaluation(trainer, module) or not math.isfinite(now):
+        if not self.newest.is_new(module.evaluator.step, trainer.global_step) or not math.isfinite(now):
             return ""
         if now > self.best:
             self.best, self.best_iteration = now, module.evaluator.history[-1].iteration

@@ -11,7 +11,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_vgrpo.core.gather import raise_together
-from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.metrics import (
     FeatureMoments,
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
 
 
-@checked
 @dataclass(eq=False)
 class FID(L.Callback):
     """Logs ``heldout/fid@N`` and ``heldout/kid@N`` of N held-out images, generated with EMA weights if there are any.
@@ -42,28 +40,16 @@ class FID(L.Callback):
         features: ``inception`` (clean-fid's), a TorchScript file, or a folder or hub name of a vision model of
             transformers.
         kid: log KID too, which keeps the features of all images on every rank: 8 kB per image with Inception.
-        every_n_evaluations: compute every N held-out evaluations, and always at the first and the last.
-
-    Raises:
-        ValueError: a number is too small.
     """
 
     reference: str
     features: str = "inception"
     kid: bool = False
-    every_n_evaluations: PositiveInt = 1
 
     def __post_init__(self) -> None:
         self.network = feature_network(self.features)
-        self.evaluations = 0
-        self._trainer: L.Trainer | None = None
-        self._reference: Reference | None = None
+        self._statistics: Reference | None = None
         self._sums: tuple[FeatureMoments, KeptFeatures] | None = None
-        self._has_warned = self._has_ended = False
-
-    @property
-    def state_key(self) -> str:
-        return f"{type(self).__qualname__}{[self.reference, self.network.source]}"
 
     def check(self) -> list[str]:
         """Return errors that can be found without loading weights, one line each."""
@@ -75,12 +61,10 @@ class FID(L.Callback):
             errors.append("FID needs held-out evaluations, and there are none. Set data.heldout.")
         # a file may be missing on one machine only, but all ranks must stop
         raise_together(ValueError(errors[0]) if errors else None)
-        self._trainer = trainer
         if self not in pl_module.evaluator.observers:
             pl_module.evaluator.observers.append(self)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        self._has_ended = False
         self._prepare(pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
@@ -89,13 +73,8 @@ class FID(L.Callback):
 
     on_test_start = on_validation_start  # type: ignore[assignment]
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        self._has_ended = True
-
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's held-out images, ``(B, 3, H, W)`` in [0, 1]."""
-        if not self._is_due:
-            return
         features = self.network(images)
         if self._sums is None:  # not before: tensors of Lightning's inference mode cannot be updated outside it
             self._sums = FeatureMoments(self.network.dimension), KeptFeatures(self.network.dimension)
@@ -105,17 +84,13 @@ class FID(L.Callback):
             kept.add(features, batch.slots)
 
     def compute(self, module: Any) -> dict[str, float]:
-        """Return the distances of this evaluation's images, the same on every rank; empty if none are due."""
-        is_due, self.evaluations = self._is_due, self.evaluations + 1
-        if not is_due:
-            return {}
+        """Return the distances of this evaluation's images, the same on every rank."""
         reference = self._prepare(module)
         assert self._sums is not None
         (moments, kept), self._sums = self._sums, None
         moments.add_up_ranks()
         count, dimension = moments.count, self.network.dimension
-        if count <= dimension and not self._has_warned:
-            self._has_warned = True
+        if count <= dimension:
             rank_zero_warn(f"FID of {count} images with {dimension} features is biased upwards. Use kid=true.")
         values = {f"heldout/fid@{count}": frechet_distance(*moments.mean_and_cov(), reference.mean, reference.cov)}
         if self.kid:
@@ -124,24 +99,9 @@ class FID(L.Callback):
             values[f"heldout/kid@{count}"] = kernel_distance(kept.gathered().to(device), reference.features)
         return values
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"evaluations": self.evaluations}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.evaluations = state_dict["evaluations"]
-
-    @property
-    def _is_due(self) -> bool:
-        trainer = self._trainer
-        if trainer is None or trainer.testing or self.evaluations % self.every_n_evaluations == 0:
-            return True
-        epochs_end = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
-        # not trainer.should_stop: a signal may set it on one rank before the others
-        return self._has_ended or epochs_end or 0 <= trainer.max_steps <= trainer.global_step
-
     def _prepare(self, module: VGRPOModule) -> Reference:
         """Load the network and the reference once, on all ranks together."""
-        if self._reference is None:
+        if self._statistics is None:
             self.network.to(module.device)
-            self._reference = reference_statistics(self.reference, self.network, keep_features=self.kid)
-        return self._reference
+            self._statistics = reference_statistics(self.reference, self.network, keep_features=self.kid)
+        return self._statistics

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import lightning as L
@@ -11,13 +9,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_vgrpo.callbacks.stop import StopsRun
-from lit_vgrpo.core.gather import raise_together, rows_of_all_ranks
+from lit_vgrpo.callbacks.collapse import StopsRun
+from lit_vgrpo.core.gather import raise_together
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.metrics import diversity
-from lit_vgrpo.metrics.features import feature_network
+from lit_vgrpo.metrics import KeptFeatures, diversity, feature_network
 from lit_vgrpo.training.best_evaluation import TRAINED, UNTRAINED
 
 if TYPE_CHECKING:
@@ -109,14 +106,15 @@ class RewardHackAlarm(StopsRun):
         self._judge(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: watch.state_dict() for name, watch in self.watches.items()}
+        return {name: (watch.in_a_row, *(watch.reference or ())) for name, watch in self.watches.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, watch in self.watches.items():
-            watch.load_state_dict(state_dict[name])
+            watch.in_a_row, *reference = state_dict[name]
+            watch.reference = Measurement(*reference) if reference else None
 
     def _judge(self, trainer: L.Trainer, module: VGRPOModule) -> None:
-        if not self.is_new_evaluation(trainer, module):
+        if not self.newest.is_new(module.evaluator.step, trainer.global_step):
             return
         warnings = []
         for name, watch in self.watches.items():
@@ -126,7 +124,7 @@ class RewardHackAlarm(StopsRun):
                 continue
             watched = _values(module, name)
             if name == DIVERSITY and self.diversity is not None:
-                watched = torch.tensor(self.diversity.of_prompts)
+                watched = self.diversity.of_prompts
             now = Measurement(module.evaluator.history[-1].iteration, _values(module, TRAINED), watched)
             before = watch.reference
             if watch.add(now) == self.patience and before is not None:  # warn once
@@ -185,21 +183,14 @@ class Divergence:
             return self.in_a_row  # no information
         best = self.reference
         # The held-out prompts may change when a run resumes; then values no longer correspond.
-        shapes = [(one.trained.shape, one.watched.shape) for one in (best or now, now)]
-        if best is None or shapes[0] != shapes[1] or now.watched.nanmean() > best.watched.nanmean():
+        is_alike = best is not None and [x.shape for x in best[1:]] == [x.shape for x in now[1:]]
+        if best is None or not is_alike or now.watched.nanmean() > best.watched.nanmean():
             self.reference, self.in_a_row = now, 0
             return 0
         up = _rose(best.trained, now.trained, self.min_rise)
         down = _rose(-best.watched, -now.watched, self.min_drop)
         self.in_a_row = self.in_a_row + 1 if up and down else 0
         return self.in_a_row
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"reference": None if self.reference is None else tuple(self.reference), "in_a_row": self.in_a_row}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.reference = None if state["reference"] is None else Measurement(*state["reference"])
-        self.in_a_row = state["in_a_row"]
 
 
 def _rose(before: Tensor, after: Tensor, share: float) -> bool:
@@ -226,41 +217,38 @@ class HeldOutDiversity:
 
     def __init__(self, features: str = PIXELS) -> None:
         self.network = None if features == PIXELS else feature_network(features)
-        self.of_prompts: list[float] = []
-        self._features: list[Tensor] = []
-        self._numbers: list[int] = []
+        self.of_prompts = torch.zeros(0)
+        self.start_over()
 
     def check(self, images_per_prompt: int) -> list[str]:
         """Return errors that can be found without loading weights, one line each."""
         errors = [] if self.network is None else self.network.check()
         if images_per_prompt < 2:
-            errors.append(
-                f"data.heldout_images_per_prompt={images_per_prompt} gives no two images of a prompt to compare. "
-                "Set data.heldout_images_per_prompt=4 or more, or leave diversity out."
-            )
+            errors.append("The diversity needs several images. Set data.heldout_images_per_prompt=4 or more.")
         return errors
 
     def start_over(self) -> None:
         """Discard the images of an interrupted evaluation."""
-        self._features, self._numbers = [], []
+        self._kept: KeptFeatures | None = None
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
         found = small_pixels(images) if self.network is None else self.network.to(images.device)(images)
-        self._features.append(found.cpu())  # non-finite for a non-finite image
-        self._numbers += batch.slots
+        self._kept = self._kept or KeptFeatures(found.shape[1])
+        self._kept.add(found, batch.slots)  # non-finite for a non-finite image
 
     def compute(self, module: Any) -> dict[str, float]:
         """Return the diversity of all ranks' images, the same on every rank, and discard the images."""
-        each = module.trainer.datamodule.heldout_images_per_prompt
-        features = rows_of_all_ranks(torch.cat(self._features))
-        prompts = rows_of_all_ranks(torch.tensor(self._numbers) // each).tolist()
+        assert self._kept is not None
+        features = self._kept.gathered()
         self.start_over()
+        prompts = torch.arange(len(features)) // module.trainer.datamodule.heldout_images_per_prompt
         is_finite = features.isfinite().all(1)
-        kept = [prompt for prompt, known in zip(prompts, is_finite.tolist(), strict=True) if known]
-        found = diversity(features[is_finite], kept, "euclidean" if self.network is None else "cosine")
-        self.of_prompts = [found.get(prompt, math.nan) for prompt in sorted(set(prompts))]
-        return {DIVERSITY: float(torch.tensor(self.of_prompts).nanmean())}
+        found = diversity(
+            features[is_finite], prompts[is_finite].tolist(), "euclidean" if self.network is None else "cosine"
+        )
+        self.of_prompts = torch.tensor([found.get(prompt, torch.nan) for prompt in prompts.unique().tolist()])
+        return {DIVERSITY: float(self.of_prompts.nanmean())}
 
 
 def small_pixels(images: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import lightning as L
 import numpy as np
 import numpy.typing as npt
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from PIL.Image import Image
 from torch import Tensor
 
 from lit_vgrpo.apps.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME
@@ -59,7 +59,7 @@ class Report(L.Callback):
             disagree; 0 keeps none.
 
     Raises:
-        ValueError: a number or ``when`` is invalid.
+        ValueError: ``kept_images`` is out of range.
     """
 
     def __init__(self, when: When = "evaluations", kept_images: Annotated[int, Range(0, 100)] = 6) -> None:
@@ -67,8 +67,7 @@ class Report(L.Callback):
         self.kept_images = kept_images
         self._kept = KeptImages(kept_images)
         self._evaluations_shown = 0
-        self._written_at = -float("inf")
-        self._took_s = 0.0
+        self._due_at = -math.inf
         self._is_final = False
 
     def setup(self, trainer: L.Trainer, pl_module: VGRPOModule, stage: str) -> None:
@@ -78,10 +77,10 @@ class Report(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
         """Refresh the report; only now are the rows of the previous iteration in ``metrics.csv``."""
         self._is_final = False
-        is_new = len(pl_module.evaluator.history) != self._evaluations_shown
-        is_due = time.monotonic() - self._written_at > self._took_s / MOST_SHARE
-        if self.when == "evaluations" and is_new and is_due and trainer.is_global_zero:
-            self._evaluations_shown = len(pl_module.evaluator.history)
+        evaluations = len(pl_module.evaluator.history)
+        is_due = evaluations != self._evaluations_shown and time.monotonic() > self._due_at
+        if self.when == "evaluations" and is_due and trainer.is_global_zero:
+            self._evaluations_shown = evaluations
             self._write(trainer, is_running=True)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
@@ -106,12 +105,9 @@ class Report(L.Callback):
 
             write_report(folder, folder / REPORT_NAME, is_running)
         except Exception as error:  # no error of the page is a reason to end a training run
-            rank_zero_warn(
-                f"No report: {type(error).__name__}: {one_line(error).rstrip('.')}. Training is not affected. "
-                f"Try: lightning report {folder}"
-            )
-        self._written_at = time.monotonic()
-        self._took_s = self._written_at - started
+            what = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
+            rank_zero_warn(f"No report: {what}. Training is not affected. Try: lightning report {folder}")
+        self._due_at = time.monotonic() + (time.monotonic() - started) / MOST_SHARE
 
 
 class KeptImages:
@@ -129,18 +125,20 @@ class KeptImages:
         """Discard the images of an interrupted evaluation."""
         self._slots: list[int] = []
         self._asked: list[Asked] = []
-        self._pixels: list[Tensor] = []
+        self._pictures: list[Image] = []
 
     def update(self, images: Tensor, batch: PromptBatch) -> None:
         """Add a batch of this rank's images, ``(B, 3, H, W)`` in [0, 1]."""
         self._slots += batch.slots
         self._asked += [(row[PROMPT], row.get(PICTURE)) for row in batch.rows]
-        if self.number and sum(pixels.numel() for pixels in self._pixels) < MOST_BYTES:
-            self._pixels += _small(images)
+        for picture in to_pil(images.float().nan_to_num(0, 0, 0)) if self.number else ():
+            picture.thumbnail((SIDE, SIDE))
+            if len(self._pictures) * 3 * picture.width * picture.height < MOST_BYTES:
+                self._pictures.append(picture)
 
     def compute(self, module: Any) -> dict[str, float]:
         """Write the scores and the chosen images on rank 0, and discard the rest; it measures nothing."""
-        of_ranks = objects_of_all_ranks((self._slots, self._asked, len(self._pixels)))
+        of_ranks = objects_of_all_ranks((self._slots, self._asked, len(self._pictures)))
         slots = [slot for own, _, _ in of_ranks for slot in own]
         asked = [one for _, own, _ in of_ranks for one in own]
         available = {slot for own, _, held in of_ranks for slot in own[:held]}
@@ -150,7 +148,7 @@ class KeptImages:
         places = [place for place, slot in enumerate(slots) if slot in available]
         chosen = choose(scores, asked, places, self.number)
         wanted = {slots[place] for place, _, _ in chosen}
-        own = {slot: pixels.clone() for slot, pixels in zip(self._slots, self._pixels, strict=False) if slot in wanted}
+        own = {slot: picture for slot, picture in zip(self._slots, self._pictures, strict=False) if slot in wanted}
         images = {slot: image for of_rank in objects_of_all_ranks(own) for slot, image in of_rank.items()}
         self.start_over()
         trainer = module.trainer
@@ -168,12 +166,12 @@ class KeptImages:
                         "edited": asked[place][1],
                         "reason": reason,
                         "pair": pair,
-                        "scores": {name: _plain(values[place]) for name, values in scores.items()},
+                        "scores": {name: x if math.isfinite(x := of[place]) else None for name, of in scores.items()},
                     }
                     for place, reason, pair in chosen
                 ]
                 for entry in entries:
-                    to_pil(images[entry["image"]][None].float() / 255)[0].save(folder / entry["file"])
+                    images[entry["image"]].save(folder / entry["file"])
                 table = {"iteration": iteration, "of": len(slots), "images": entries}
                 write_atomically(folder / IMAGES_NAME, json.dumps(table, indent=1, ensure_ascii=False) + "\n")
                 kept = {entry["file"] for entry in entries}
@@ -183,16 +181,6 @@ class KeptImages:
             except (OSError, ValueError, UserError) as error:
                 rank_zero_warn(f"Cannot write {folder}: {error}. Training continues; the report will lack its images.")
         return {}
-
-
-def _small(images: Tensor) -> Tensor:
-    """Return images ``(B, 3, H, W)`` as uint8 on the CPU, resized to :data:`SIDE` at most; not finite is black."""
-    images = images.float().nan_to_num(0, 0, 0)
-    longest = max(images.shape[-2:])
-    if longest > SIDE:
-        size = [max(1, round(side * SIDE / longest)) for side in images.shape[-2:]]
-        images = torch.nn.functional.interpolate(images, size, mode="bilinear", antialias=True, align_corners=False)
-    return (images.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
 
 
 def _add_scores(folder: Path, iteration: int, asked: list[Asked], scores: dict[str, list[float]]) -> None:
@@ -206,10 +194,6 @@ def _add_scores(folder: Path, iteration: int, asked: list[Asked], scores: dict[s
     line = {"iteration": iteration, "scores": {name: list(of_prompts.values()) for name, of_prompts in sums.items()}}
     with (folder / SCORES_NAME).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line, separators=(",", ":")) + "\n")
-
-
-def _plain(score: float) -> float | None:
-    return score if math.isfinite(score) else None
 
 
 def choose(
@@ -232,18 +216,15 @@ def choose(
     most = min(number, len(ordered) // 2 or len(ordered))
     best = _of_many_prompts(ordered, prompts)[:most]
     worst = _of_many_prompts([place for place in reversed(ordered) if place not in best], prompts)[:most]
+    chosen: list[Choice] = [*((place, "best", None) for place in best), *((place, "worst", None) for place in worst)]
     ranks = {name: _ranks(values) for name, values in scores.items() if name != TOTAL}
-    gaps: dict[int, tuple[float, tuple[str, str]]] = {}
+    pairs: dict[int, tuple[float, tuple[str, str]]] = {}
     for place in scored:
         own = {float(of_reward[place]): name for name, of_reward in ranks.items() if np.isfinite(of_reward[place])}
         if own and max(own) - min(own) >= MIN_DISAGREEMENT:
-            gaps[place] = max(own) - min(own), (own[max(own)], own[min(own)])
-    odd = _of_many_prompts(sorted(gaps, key=lambda place: -gaps[place][0]), prompts)[:number]
-    return [
-        *((place, "best", None) for place in best),
-        *((place, "worst", None) for place in worst),
-        *((place, "disagreement", gaps[place][1]) for place in odd),
-    ]
+            pairs[place] = max(own) - min(own), (own[max(own)], own[min(own)])
+    odd = _of_many_prompts(sorted(pairs, key=lambda place: -pairs[place][0]), prompts)[:number]
+    return [*chosen, *((place, "disagreement", pairs[place][1]) for place in odd)]
 
 
 def _of_many_prompts(places: Sequence[int], prompts: Sequence[Hashable]) -> list[int]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 
+from lit_vgrpo.callbacks.collapse import StopsRun
 from lit_vgrpo.callbacks.ema import averaged_weights
-from lit_vgrpo.callbacks.stop import StopsRun
 from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
@@ -103,9 +103,7 @@ class RunSummary(L.Callback):
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return this rank's peak memory: reserved by torch on a GPU, else resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return peak_resident_bytes()
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def _plain(value: float | None) -> float | None:

@@ -9,11 +9,18 @@ import argparse
 import logging
 from collections.abc import Sequence
 
+import torch
 from diffusers import AutoencoderKL
 from tiny_pipelines import build_sd3, build_unet
 from tiny_vae import random_pictures, train_vae
+from torch import Tensor
 
 from lit_vgrpo.tiny import words
+
+
+def random_words(count: int, generator: torch.Generator) -> Tensor:
+    """Return images of random letters, shape ``(count, 3, 16, 40)`` in [0, 1]."""
+    return torch.stack([words.render(words.random_letters(generator), generator) for _ in range(count)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -32,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.vae is not None:
         vae = AutoencoderKL.from_pretrained(args.vae, subfolder="vae")
     else:
-        pictures = random_pictures if args.task == "shapes" else words.random_pictures
+        pictures = random_pictures if args.task == "shapes" else random_words
         vae = train_vae(args.seed, args.vae_steps, pictures=pictures)
     if args.kind == "sd3":
         print(build_sd3(args.folder, args.seed, vae, task=args.task))

@@ -16,18 +16,47 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 from tiny_pipelines import build_flux
+from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies import Conditioning, KontextPolicy
 from lit_vgrpo.policies.kontext import LATENTS
-from lit_vgrpo.tiny.edits import WORDS, edit_of, random_edits
-from lit_vgrpo.tiny.shapes import COLOURS, IMAGE_SIZE, prompt_rows, render
+from lit_vgrpo.tiny.shapes import COLOURS, IMAGE_SIZE, PLACES, SHAPES, edit_of, prompt_rows, render
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SIDES = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
 TOKENS = 4  # of T5: three words and the end
 _log = logging.getLogger(__name__)
+
+
+def random_edits(count: int, generator: torch.Generator, prompt_noise: float = 0.0) -> tuple[Tensor, Tensor, list[str]]:
+    """Render pictures, each in two colours, and the prompts from one to the other.
+
+    Args:
+        count: number of pairs.
+        generator: source of all attributes, places and sizes.
+        prompt_noise: probability that a prompt asks for another colour than that of the edited picture.
+
+    Returns:
+        The pictures before and after, ``(count, 3, 32, 32)`` each, in [0, 1], and the prompts.
+    """
+
+    def pick(most: int) -> int:
+        return int(torch.randint(most, (1,), generator=generator))
+
+    before: list[Tensor] = []
+    after: list[Tensor] = []
+    prompts: list[str] = []
+    for _ in range(count):
+        colours = torch.randperm(len(COLOURS), generator=generator).tolist()
+        shape, place, seed = SHAPES[pick(len(SHAPES))], list(PLACES)[pick(len(PLACES))], pick(2**31)
+        for pictures, colour in ((before, colours[0]), (after, colours[1])):
+            same_place = torch.Generator().manual_seed(seed)
+            pictures.append(render(COLOURS[colour], shape, place, generator=same_place))
+        is_wrong = float(torch.rand(1, generator=generator)) < prompt_noise
+        prompts.append(edit_of(COLOURS[colours[2 + pick(len(COLOURS) - 2)] if is_wrong else colours[1]]))
+    return torch.stack(before), torch.stack(after), prompts
 
 
 def pretrain(policy: KontextPolicy, seed: int, steps: int, batch_size: int, prompt_noise: float) -> None:
@@ -110,9 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_task(args.out, args.seed)
     vae = AutoencoderKL.from_pretrained(args.vae, subfolder="vae")
     with tempfile.TemporaryDirectory() as start:
-        build_flux(
-            start, args.seed, vae, layers=1, guidance_embeds=False, dynamic_shift=False, edits=True, words=[*WORDS]
-        )
+        words = ["make", "it", *COLOURS]
+        build_flux(start, args.seed, vae, layers=1, guidance_embeds=False, dynamic_shift=False, edits=True, words=words)
         policy = KontextPolicy(start, max_sequence_length=TOKENS, **SIDES)
         policy.load()
         pretrain(policy, args.seed, args.steps, args.batch_size, args.prompt_noise)

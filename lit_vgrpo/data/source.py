@@ -73,8 +73,9 @@ def as_source(value: Source | Path) -> PromptSource:
 
 def as_sources(value: Sources) -> list[PromptSource]:
     """Return one or several sources as a list; raises as in :func:`as_source`."""
-    one = isinstance(value, str | PromptSource | Mapping)
-    return [as_source(cast("Source", entry)) for entry in ([value] if one else value)]
+    if isinstance(value, str | PromptSource | Mapping):
+        return [as_source(value)]
+    return [as_source(entry) for entry in value]
 
 
 def kind_of(source: PromptSource) -> Kind:

@@ -13,8 +13,18 @@ from torch import Tensor
 from lit_vgrpo.core.pictures import picture_error
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.rewards.base import Reward
-from lit_vgrpo.tiny.edits import asked_colour, edit_of
-from lit_vgrpo.tiny.shapes import CHOICES, COLOURS, IMAGE_SIZE, PALETTE, PLACES, SHAPES, attributes_of, coverage
+from lit_vgrpo.tiny.shapes import (
+    CHOICES,
+    COLOURS,
+    IMAGE_SIZE,
+    PALETTE,
+    PLACES,
+    SHAPES,
+    asked_colour,
+    attributes_of,
+    coverage,
+    edit_of,
+)
 
 Check = Literal["mean", "colour", "shape", "place"]
 

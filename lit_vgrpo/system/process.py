@@ -9,11 +9,12 @@ import logging
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from importlib import import_module, metadata
 from types import ModuleType
 from typing import Any
 
-from lit_vgrpo.errors import report, say
+from lit_vgrpo.errors import report
 
 PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
 
@@ -41,7 +42,11 @@ def quiet_imports() -> None:
         ("torch.utils._pytree", "Enum subclass"),  # of torchao
         ("diffusers.quantizers.torchao.torchao_quantizer", "Unable to import `torchao`"),
     ):
-        logging.getLogger(name).addFilter(lambda record, words=words: words not in record.getMessage())
+        logging.getLogger(name).addFilter(partial(_lacks, words))
+
+
+def _lacks(words: str, record: logging.LogRecord) -> bool:
+    return words not in record.getMessage()
 
 
 def is_first_process() -> bool:
@@ -84,12 +89,6 @@ def ignore_broken_pipes() -> None:
 
 
 def say_from_handler(text: str) -> None:
-    """Write to stderr from a signal's handler, which may interrupt another write.
-
-    The stream of a live table has a lock, and writes above the table.
-    """
-    if hasattr(sys.stderr, "rich_proxied_file"):
-        say(text.strip(), error=True)
-    else:
-        with suppress(OSError):
-            os.write(2, text.encode())  # print() is not safe here: a stream cannot be re-entered
+    """Write to stderr from a signal's handler, which may interrupt another write, so that print() is not safe."""
+    with suppress(OSError):
+        os.write(2, text.encode())

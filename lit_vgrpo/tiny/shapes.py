@@ -1,4 +1,4 @@
-"""Images of one coloured shape and prompts that describe them: a small verifiable task."""
+"""Images of one coloured shape and prompts that describe them, or ask for another colour: small verifiable tasks."""
 
 from __future__ import annotations
 
@@ -56,6 +56,17 @@ def parse_prompt(prompt: str) -> Attributes | None:
         return None
     found = Attributes(words[1], words[2], " ".join(words[3:]))
     return found if all(value in CHOICES[name] for name, value in found._asdict().items()) else None
+
+
+def edit_of(colour: str) -> str:
+    """Return the prompt that asks for a colour, e.g. ``make it red``."""
+    return f"make it {colour}"
+
+
+def asked_colour(prompt: str) -> str | None:
+    """Return the colour that a prompt of :func:`edit_of` asks for, or ``None`` for other prompts."""
+    words = prompt.strip().lower().split()
+    return words[2] if len(words) == 3 and words[:2] == ["make", "it"] and words[2] in COLOURS else None
 
 
 def attributes_of(prompt: str, row: Mapping[str, Any]) -> dict[str, str]:

@@ -74,11 +74,6 @@ def random_letters(generator: torch.Generator) -> str:
     return "".join(LETTERS[i] for i in picks.tolist())
 
 
-def random_pictures(count: int, generator: torch.Generator) -> Tensor:
-    """Return images of random letters, shape ``(count, 3, 16, 40)`` in [0, 1]."""
-    return torch.stack([render(random_letters(generator), generator) for _ in range(count)])
-
-
 @checked
 class WordImages:
     """Training images for the denoising objective, with captions that are often misspelt.

@@ -65,7 +65,7 @@ def main(spec):
     alarm = OnOneRank(metric=None, diversity="pixels", action="stop")
     found = {
         "alarm": run(spec, "alarm", [alarm]),
-        "of_prompts": alarm.diversity.of_prompts,
+        "of_prompts": alarm.diversity.of_prompts.tolist(),
     }
     if spec["devices"] > 1:
         found["broken"] = run(spec, "broken", [Breaking(), CollapseStop()])

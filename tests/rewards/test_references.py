@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from make_tiny_edit import random_edits
 from PIL import Image
 
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.rewards import CLIPImageSimilarity, PythonReward, RecolourReward, Reward, Weighted
-from lit_vgrpo.tiny.edits import edit_of, random_edits
+from lit_vgrpo.tiny.shapes import edit_of
 
 
 class Difference(Reward):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from make_prompts import files
+from make_tiny import random_words
 from tiny_pipelines import build_sd3, words_tokenizer
 from tiny_text import learn_merges, text_encoder_with_projection
 
@@ -23,7 +24,6 @@ from lit_vgrpo.tiny.words import (
     prompt_of,
     prompt_rows,
     random_letters,
-    random_pictures,
     render,
 )
 
@@ -83,7 +83,7 @@ def test_rendering_depends_on_the_generator_alone() -> None:
 
 
 def test_words_stay_inside_the_picture() -> None:
-    for picture in random_pictures(100, torch.Generator().manual_seed(0)):
+    for picture in random_words(100, torch.Generator().manual_seed(0)):
         edge = torch.cat([picture[:, 0], picture[:, -1], picture[:, :, 0], picture[:, :, -1]], dim=1)
         assert (edge - edge[:, :1]).abs().max() < 0.5  # a round letter may shade the top row
 
