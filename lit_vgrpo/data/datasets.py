@@ -60,7 +60,7 @@ class HeldOutDataset(Dataset[PromptBatch]):
     """One rank's share of the held-out images in batches, prompt by prompt, every image exactly once.
 
     Image j of prompt i has the number ``i * images_per_prompt + j`` over all ranks. Every rank gets a contiguous share
-    and the same number of batches, because a sharded network's forward pass needs all ranks to take part.
+    and the same number of batches, because all ranks take part in a sharded network's forward pass.
     """
 
     def __init__(

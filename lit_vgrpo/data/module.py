@@ -122,9 +122,8 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: the first error of :meth:`check`.
         """
-        if self._sets is None or self.sizes.errors(self._world_size):
-            for error in self.check(self._world_size):
-                raise ValueError(error)
+        if (self._sets is None or self.sizes.errors(self._world_size)) and (found := self.check(self._world_size)):
+            raise ValueError(found[0])
 
     def train_dataloader(self) -> DataLoader[PromptBatch]:
         """Return the steps of one iteration on this rank; ``sampler.set_epoch`` sets the iteration."""

@@ -40,7 +40,6 @@ class PromptSets:
     Attributes:
         training: the training prompts.
         heldout: the held-out prompts; None without any.
-        dropped: number of duplicates left out.
         shared: number of training prompts that are also held-out prompts, and were kept.
 
     Raises:
@@ -60,7 +59,6 @@ class PromptSets:
         keys = np.concatenate([prompt_keys(_texts(rows)) for rows in sources])
         firsts, is_shared = first_of_each(keys), np.isin(keys, apart)
         stays = firsts & ~is_shared if choice.deduplicate else np.ones_like(firsts)
-        self.dropped = int((~stays).sum())
         self.shared = int((stays & is_shared).sum())
         aside = stays & is_held_out(keys, choice.heldout_fraction or 0.0)
         starts = np.cumsum([0, *map(len, sources)])
@@ -87,17 +85,10 @@ class PromptSets:
 
     def describe(self) -> list[str]:
         """Return a line about what was read, and a warning of held-out prompts among the training prompts."""
-        weights = [f"{source.weight:g}" for source in self.choice.train]
-        origin = "1 source" if len(weights) == 1 else f"{len(weights)} sources (weights {':'.join(weights)})"
-        line = f"Prompts: {sum(map(len, self.training.sources)):,} from {origin}"
-        if self.heldout is not None:
-            line += f", {len(self.heldout):,} held out" + (" by hash" if self.choice.heldout is None else "")
-        if self.choice.deduplicate:
-            line += f", {self.dropped:,} duplicates dropped"
-        if not self.shared:
-            return [f"{line}."]
-        warning = f"{self.shared:,} of the training prompts are also held-out prompts. Set data.deduplicate=true"
-        return [f"{line}.", f"{warning} to train without them."]
+        lengths = " + ".join(f"{len(rows):,}" for rows in self.training.sources)
+        line = f"Prompts: {lengths} to train on, {len(self.heldout or ()):,} held out."
+        warning = f"{self.shared:,} training prompts are also held-out prompts. Set data.deduplicate=true to drop them."
+        return [line, warning] if self.shared else [line]
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the training prompts and their pictures in order, independent of file locations."""
@@ -137,8 +128,7 @@ def prompt_keys(prompts: Iterable[str]) -> Keys:
 def is_held_out(keys: Keys, fraction: float) -> NDArray[np.bool_]:
     """Return a mask of the held-out prompts: those with keys in the lowest ``fraction`` of all possible keys.
 
-    Only the prompt matters: it keeps its side whatever else is in its file, and a larger fraction holds out the same
-    prompts and more.
+    A prompt keeps its side whatever else is in its file, and a larger fraction holds out the same prompts and more.
 
     Args:
         keys: from :func:`prompt_keys`, shape ``(N,)``.

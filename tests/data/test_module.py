@@ -67,17 +67,6 @@ def test_an_epoch_is_an_iteration_and_resume_goes_on_with_the_next(files, tmp_pa
     assert rest.seen == whole.seen[3 * STEPS :]
 
 
-def test_nothing_walks_through_the_prompts_of_a_batch(files, tmp_path, monkeypatch):
-    def walk(*_):
-        raise AssertionError("Lightning looked for tensors in every prompt and row")
-
-    monkeypatch.setattr("lightning.pytorch.core.hooks.move_data_to_device", walk)
-    module = Recorder()
-    trainer(tmp_path, 1, enable_checkpointing=False).fit(module, datamodule=data_module(files))
-    assert len(module.seen) == STEPS
-    assert module.evaluated
-
-
 def test_held_out_images_come_prompt_after_prompt(files, tmp_path):
     module = Recorder()
     data = data_module(files, heldout_images_per_prompt=3, heldout_limit=4, eval_batch_size=5)

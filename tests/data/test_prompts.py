@@ -35,7 +35,6 @@ def test_a_shipped_path_is_found():
         ("3", "not an object."),
         ('{"promt": "a"}', 'no column "prompt". Did you mean promt? Set column='),
         ("{}", 'no column "prompt".'),
-        ('{"prompt": null}', "\"prompt\" is 'None'. A prompt must be text."),
         ('{"prompt": " "}', "\"prompt\" is ' '. A prompt must be text."),
     ],
 )
@@ -47,24 +46,19 @@ def test_a_wrong_line_is_named(tmp_path, line, said):
     assert len(str(caught.value)) < 300 + len(str(path))
 
 
-@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
-@pytest.mark.parametrize("content", ["", "\n \n", "\ufeff"])
+@pytest.mark.parametrize(("name", "content"), [("p.txt", "\ufeff"), ("p.jsonl", "\n \n")])
 def test_a_file_without_prompts_is_refused(tmp_path, name, content):
     path = write(tmp_path, name, content)
-    with pytest.raises(ValueError, match="has no prompts") as caught:
+    with pytest.raises(ValueError, match=rf"{path} has no prompts"):
         read_prompts(path)
-    assert str(path) in str(caught.value)
 
 
 def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path):
-    path = write(tmp_path, "p.txt", "a cat\na caf\u00e9\n".encode("latin-1"))
     with pytest.raises(ValueError, match="line 2: not UTF-8"):
-        read_prompts(path)
-    with pytest.raises(ValueError, match="line 1: not UTF-8"):
-        read_prompts(write(tmp_path, "q.txt", "a cat".encode("utf-16")))
+        read_prompts(write(tmp_path, "p.txt", "a cat\na caf\u00e9\n".encode("latin-1")))
 
 
-@pytest.mark.parametrize(("name", "said"), [("no.txt", "does not exist"), ("p.tsv", ".txt"), ("no", ".jsonl")])
+@pytest.mark.parametrize(("name", "said"), [("no.txt", "does not exist"), ("p.tsv", ".txt")])
 def test_a_missing_or_foreign_file_is_refused(tmp_path, name, said):
     (tmp_path / "p.tsv").touch()
     with pytest.raises(ValueError, match=said):

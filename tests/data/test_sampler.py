@@ -1,10 +1,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler
 
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.data.datasets import GroupSampler, HeldOutDataset, IterationDataset, LocalSampler, held_out_error
+from lit_vgrpo.data.datasets import GroupSampler, HeldOutDataset, IterationDataset, held_out_error
 from lit_vgrpo.data.prompt_sets import PromptMixture, prompt_index
 
 ROWS = [{"prompt": f"prompt {i}", "number": i} for i in range(7)]
@@ -79,14 +78,6 @@ def test_the_group_sampler_walks_through_one_iteration(iteration, steps, world):
         sampler.set_epoch(iteration)
         assert list(sampler) == list(range(iteration * steps, (iteration + 1) * steps))
         assert len(sampler) == steps
-
-
-def test_lightning_leaves_both_samplers_in_place():
-    assert isinstance(GroupSampler(ROWS), DistributedSampler)
-    assert isinstance(LocalSampler(ROWS), DistributedSampler)
-    local = LocalSampler(ROWS, num_replicas=2, rank=1)
-    local.set_epoch(3)
-    assert list(local) == list(range(7))
 
 
 @settings(deadline=None)

@@ -1,11 +1,10 @@
 import math
 
-import numpy as np
 import pytest
 import torch
 from cleanfid import fid as clean_fid
 
-from lit_vgrpo.metrics import KeptFeatures, kernel_distance, reference_statistics
+from lit_vgrpo.metrics import KeptFeatures, kernel_distance
 
 
 @pytest.fixture
@@ -14,27 +13,10 @@ def both():
     return torch.randn(40, 5, generator=generator), torch.randn(30, 5, generator=generator) + 0.5
 
 
-def subsets_error(features, reference, size, subsets=100):
-    """Standard error of the mean over random subsets of this size, from clean-fid's own subsets one by one."""
-    np.random.seed(1)
-    arrays = reference.numpy(), features.numpy()
-    found = [clean_fid.kernel_distance(*arrays, num_subsets=1, max_subset_size=size) for _ in range(100)]
-    return np.std(found) / subsets**0.5
-
-
 def test_equals_clean_fid_on_whole_sets(both):
     x, y = both[0][:30], both[1]
     expected = clean_fid.kernel_distance(y.numpy(), x.numpy())
     assert kernel_distance(x, y) == pytest.approx(expected, rel=1e-4)
-
-
-def test_equals_clean_fid_on_folders(folders, network):
-    features = [reference_statistics(folder, network, keep_features=True).features for folder in folders]
-    np.random.seed(0)
-    expected = clean_fid.kernel_distance(features[1].numpy(), features[0].numpy())
-    error = 2**0.5 * subsets_error(*features, 17)
-    assert expected > 20 * error
-    assert kernel_distance(*features) == pytest.approx(expected, abs=4 * error)
 
 
 def test_the_whole_sets_by_hand():
