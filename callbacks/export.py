@@ -52,11 +52,13 @@ class Export(L.Callback):
                 self._write(policy, Path(trainer.default_root_dir), weights)
         trainer.strategy.barrier("export")
 
-    def add_card(self, trainer: L.Trainer, policy: Policy, run: Path) -> None:
-        """Add the model card to an export; call it when the last evaluation's numbers are known."""
-        if (folder := run / self.folder).is_dir():
+    def finish_run(self, trainer: L.Trainer, pl_module: L.LightningModule, completed: bool) -> None:
+        """Add the model card, which shows the last evaluation; ``lightning run`` calls it on rank 0."""
+        assert isinstance(pl_module, VGRPOModule)
+        run = Path(trainer.default_root_dir)
+        if completed and (folder := run / self.folder).is_dir():
             variant = AVERAGE if callbacks_of(trainer, EMA) else TRAINED
-            add_card(folder, run, policy, folder, variant, trainer.current_epoch)
+            add_card(folder, run, pl_module.policy, folder, variant, trainer.current_epoch)
 
     def _write(self, policy: Policy, root: Path, weights: Mapping[str, Tensor] | None) -> None:
         folder = root / self.folder

@@ -67,13 +67,13 @@ class Report(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
             _save_tables(trainer)
-            self.finish(Path(trainer.default_root_dir))
+            self.finish_run(trainer, pl_module)
 
-    def finish(self, folder: Path) -> None:
-        """Write the report of a run that has ended, however it ended, unless that is done; called on rank 0."""
+    def finish_run(self, trainer: L.Trainer, pl_module: L.LightningModule, completed: bool = True) -> None:
+        """Write the report of a run that has ended, unless that is done; ``lightning run`` calls it on rank 0."""
         if self.when != "never" and not self._is_final:
             self._is_final = True
-            self._write(folder, is_running=False)
+            self._write(Path(trainer.default_root_dir), is_running=False)
 
     def _write(self, folder: Path, is_running: bool) -> None:
         started = time.monotonic()

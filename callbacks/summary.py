@@ -14,7 +14,7 @@ import torch
 
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.callbacks.stop import StopsRun
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
@@ -57,6 +57,14 @@ class RunSummary(L.Callback):
                 pl_module.evaluate()
         if trainer.is_global_zero:
             self._write(trainer, pl_module)
+
+    def finish_run(self, trainer: L.Trainer, pl_module: L.LightningModule, completed: bool) -> None:
+        """Print the held-out reward before and after training; ``lightning run`` calls it on rank 0."""
+        assert isinstance(pl_module, VGRPOModule)
+        start, end = (scores.get("heldout/reward") for scores in (self.heldout_start, pl_module.heldout))
+        if completed and start is not None and end is not None:
+            number = counted(trainer.current_epoch, "iteration")
+            say(f"Held-out reward {start:.3f} before, {end:.3f} after {number}.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"heldout_start": self.heldout_start}

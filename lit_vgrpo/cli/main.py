@@ -1,100 +1,462 @@
 """The command ``lightning`` (also ``lit-vgrpo`` and ``python -m lit_vgrpo``).
 
-Nothing outside of the standard library is imported at first, so that ``--help`` and unknown subcommands answer at once.
-``sys.argv`` is never changed: the child processes of a DDP run are started from it.
+Each command imports its implementation when it runs, so that ``--help`` answers at once. ``sys.argv`` is never changed:
+the child processes of a DDP run are started from it.
 """
 
 from __future__ import annotations
 
+import atexit
+import errno
+import gc
 import os
+import shlex
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from typing import Annotated, Literal
+
+import typer
+from typer import Argument, Option
 
 from lit_vgrpo import __version__
-from lit_vgrpo.cli.subcommands import SUBCOMMANDS, Subcommand
-from lit_vgrpo.system.process import QuickEnd, import_at_once
+from lit_vgrpo.errors import RewardError, UserError, report
+from lit_vgrpo.system.process import QuickEnd, is_first_process
 from lit_vgrpo.system.streams import outlast_readers
+
+START, TRAIN, LOOK, SHARE = "Start", "Train", "Look", "Share"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+EXPECTED_ERRORS = (UserError, ValueError, ImportError, OSError)
+"""Errors whose message is enough; others are bugs and show a traceback."""
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+
+def _recipes(incomplete: str) -> list[str]:
+    from lit_vgrpo.config.recipe import shipped_recipes
+
+    files = [str(path) for path in Path().glob(f"{incomplete}*") if path.is_dir() or path.suffix in (".yaml", ".yml")]
+    return [name for name in shipped_recipes() if name.startswith(incomplete)] + files
+
+
+def _read_path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _read_token(variable: str) -> str:
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise UserError(f"{variable} is not set in the environment. Run: export {variable}=...")
+    return token
+
+
+RecipeArg = Annotated[str, Argument(help="Shipped name, file or run folder.", autocompletion=_recipes)]
+Words = Annotated[
+    list[str] | None, Argument(metavar="[OVERLAY|key=value]", help="Files merged over the recipe, and overrides.")
+]
+Run = Annotated[str, Argument(help="Run folder, such as runs/tiny_shapes.")]
+Settings = Annotated[list[str] | None, Argument(metavar="[key=value]", help="Overrides of the run's recipe.")]
+RewardArg = Annotated[str, Argument(metavar="REWARD", help="Class, python:my_module:my_function, or recipe.")]
+Resume = Annotated[bool, Option("--resume", help="Continue in the run folder.")]
+Ema = Annotated[bool, Option("--ema", help="Use the averaged weights.")]
+Checkpoint = Annotated[str | None, Option(help="Checkpoint to read; by default the last good one.")]
+Host = Annotated[str, Option(help="Address to listen on.")]
+Port = Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
+Token = Annotated[str | None, Option(parser=_read_token, metavar="NAME", help="Environment variable with a secret.")]
+Out = Annotated[Path | None, Option(parser=_read_path, metavar="PATH", help="File or folder to write.")]
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, Option("--version", "-V", is_eager=True, help="Print the version.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Train diffusion models with reinforcement learning; try lightning run tiny_shapes."""
+    if version:
+        print(f"lit-vgrpo {__version__}")
+        raise typer.Exit
+
+
+@app.command(rich_help_panel=START)
+def init(folder: Annotated[str, Argument(help="New folder; its name becomes the run's.")]) -> int:
+    """Write a recipe, prompts and a reward to start from."""
+    from lit_vgrpo.cli.init import write_starter
+
+    return write_starter(folder)
+
+
+@app.command(rich_help_panel=START)
+def recipes(
+    names: Annotated[list[str] | None, Argument(help="By default all.", autocompletion=_recipes)] = None,
+) -> int:
+    """List the shipped recipes with their needs and evidence."""
+    from lit_vgrpo.cli.recipes import list_recipes
+
+    return list_recipes(names or [])
+
+
+@app.command(rich_help_panel=START)
+def check(
+    recipe: RecipeArg,
+    words: Words = None,
+    memory: Annotated[str | None, Option(help="Memory of the GPU to compare with, such as 80GiB.")] = None,
+) -> int:
+    """Find the errors of a recipe without training."""
+    from lit_vgrpo.config.recipe import Command
+
+    command = Command.parse([recipe, *(words or [])])
+    with _loading():
+        from lit_vgrpo.apps.memory.room import gpu_memory_of
+        from lit_vgrpo.cli.check import check_command
+    return check_command(command, None if memory is None else gpu_memory_of(memory))
+
+
+@app.command(rich_help_panel=TRAIN)
+def run(recipe: RecipeArg, words: Words = None, resume: Resume = False) -> int:
+    """Train a recipe or a curriculum.
+
+    Every option of a recipe can be overridden, such as model.objective=DiffusionNFT data.group_size=8
+    trainer.max_epochs=20. Other keys of the top level: name, run_dir, seed_everything, ckpt_path, allow_changes.
+    """
+    from lit_vgrpo.config.recipe import Command
+
+    command = Command.parse([recipe, *(words or [])], resume)
+    with _loading():
+        from lit_vgrpo.apps.curriculum.curriculum import is_curriculum
+        from lit_vgrpo.apps.curriculum.runner import run_curriculum
+        from lit_vgrpo.launch.build import train_recipe
+    return run_curriculum(command) if is_curriculum(command.recipe) else train_recipe(command)
+
+
+@app.command(rich_help_panel=TRAIN)
+def compare(
+    ctx: typer.Context,
+    recipe: RecipeArg,
+    words: Words = None,
+    methods: Annotated[str | None, Option(help="Shipped overlays or files, separated by commas.")] = None,
+    seeds: Annotated[int | None, Option(min=1, help="Seeds per method; 3 by default, 1 in a sweep.")] = None,
+    first_seed: Annotated[int | None, Option(min=0, help="First seed.")] = None,
+    target: Annotated[str | None, Option(help="Held-out rewards whose cost to report, such as 0.6,0.7.")] = None,
+    base: Annotated[str | None, Option(help="Method that the others' costs are divided by.")] = None,
+    settings: Annotated[str | None, Option(help="published, tuned or both, separated by a comma.")] = None,
+    iterations: Annotated[int | None, Option(min=1, help="Iterations per run; by default the recipe's.")] = None,
+    evaluate_every: Annotated[int, Option(min=1, help="Iterations between evaluations.")] = 5,
+    jobs: Annotated[int | None, Option(min=1, help="Runs at a time.")] = None,
+    out: Out = None,
+    sweep: Annotated[bool, Option("--sweep", help="Search each method's best settings instead.")] = False,
+) -> int:
+    """Race training methods on one task, or continue a race."""
+    with _loading():
+        from lit_vgrpo.apps.compare import options as read
+        from lit_vgrpo.apps.compare.command import compare as body
+    found = read.CompareOptions(
+        words=[recipe, *(words or [])],
+        methods=list(read.DEFAULT_METHODS) if methods is None else read.read_names(methods),
+        num_seeds=seeds,
+        first_seed=first_seed,
+        targets=[] if target is None else read.read_rewards(target),
+        base_method=base,
+        settings=None if settings is None else read.read_settings(settings),
+        iterations=iterations,
+        evaluate_every=evaluate_every,
+        jobs=jobs,
+        out=out,
+        sweep=sweep,
+        line=shlex.join(["lightning", *(ctx.obj or [])]),
+    )
+    return body(found)
+
+
+@app.command(rich_help_panel=TRAIN)
+def vote(
+    words: Annotated[list[str], Argument(metavar="RUN|RECIPE")],
+    resume: Resume = False,
+    host: Host = "127.0.0.1",
+    port: Port = 8009,
+    token_env: Token = None,
+    seed: Annotated[int, Option(min=0, help="Seed of the order of the images.")] = 0,
+) -> int:
+    """Show the page on which people choose the best images."""
+    with _loading():
+        from lit_vgrpo.apps.vote.command import VoteOptions
+        from lit_vgrpo.apps.vote.command import vote as body
+    return body(VoteOptions(words=words, host=host, port=port, token=token_env, seed=seed, resume=resume))
+
+
+@app.command("report", rich_help_panel=LOOK)
+def report_runs(
+    runs: Annotated[list[str], Argument(help="Run folders, shown side by side.")],
+    out: Out = None,
+    serve: Annotated[bool, Option("--serve", help="Show the page while the runs train, without a file.")] = False,
+    port: Annotated[int | None, Option(min=0, max=65535, help="Port of the page; 8008 by default.")] = None,
+) -> int:
+    """Write runs as one HTML page."""
+    with _loading():
+        from lit_vgrpo.apps.report.command import ReportOptions
+        from lit_vgrpo.apps.report.command import report as body
+    return body(ReportOptions(words=runs, out=out, serve=serve, port=port))
+
+
+@app.command("eval", rich_help_panel=LOOK)
+def evaluate(
+    run: Run,
+    words: Settings = None,
+    ema: Ema = False,
+    reference: Annotated[bool, Option("--reference", help="Evaluate the reference too.")] = False,
+    checkpoint: Checkpoint = None,
+    fid_reference: Annotated[str | None, Option(help="Real images, or a file of their statistics.")] = None,
+    features: Annotated[str | None, Option(help="Feature network of FID and diversity.")] = None,
+    out: Out = None,
+) -> int:
+    """Score a run's weights on its held-out prompts."""
+    with _loading():
+        from lit_vgrpo.cli.eval.command import EvaluateOptions
+        from lit_vgrpo.cli.eval.command import evaluate as body
+    options = EvaluateOptions(
+        words=[run, *(words or [])],
+        ema=ema,
+        named=checkpoint,
+        reference=reference,
+        features=features,
+        fid_reference=fid_reference,
+        out=out,
+    )
+    return body(options)
+
+
+@app.command(rich_help_panel=LOOK)
+def sample(
+    run: Run,
+    words: Settings = None,
+    prompt: Annotated[list[str] | None, Option(help="Prompt; may be repeated.")] = None,
+    prompts: Annotated[str | None, Option(help="File of prompts.")] = None,
+    image: Annotated[Path | None, Option(parser=_read_path, metavar="FILE", help="Picture to edit.")] = None,
+    seed: Annotated[int, Option(min=0, help="Seed of the first image of each prompt.")] = 0,
+    count: Annotated[int, Option(min=1, help="Images per prompt, each with the next seed.")] = 1,
+    reference: Annotated[bool, Option("--reference", help="Use the reference's weights.")] = False,
+    ema: Ema = False,
+    checkpoint: Checkpoint = None,
+    steps: Annotated[int | None, Option(min=1, help="Sampling steps; by default the recipe's.")] = None,
+    guidance: Annotated[float | None, Option(min=1, max=1000, help="Guidance scale; 1 is none.")] = None,
+    out: Out = None,
+) -> int:
+    """Generate images with a run's weights."""
+    with _loading():
+        from lit_vgrpo.cli.sample import SampleOptions, sample_images
+    options = SampleOptions(
+        words=[run, *(words or [])],
+        ema=ema,
+        named=checkpoint,
+        reference=reference,
+        typed_prompts=prompt or [],
+        prompt_file=prompts,
+        image=image,
+        seed=seed,
+        count=count,
+        steps=steps,
+        guidance=guidance,
+        out=out,
+    )
+    return sample_images(options)
+
+
+@app.command(rich_help_panel=LOOK)
+def score(
+    reward: RewardArg,
+    words: Annotated[list[str] | None, Argument(metavar="[IMAGE|FOLDER|key=value]")] = None,
+    prompt: Annotated[str | None, Option(help="Prompt of all images.")] = None,
+    prompts: Annotated[str | None, Option(help="File with a prompt per image.")] = None,
+    out: Out = None,
+    batch_size: Annotated[int, Option(min=1, help="Images per call of the reward.")] = 1,
+) -> int:
+    """Score image files with a reward."""
+    with _loading():
+        from lit_vgrpo.cli.score.command import ScoreOptions
+        from lit_vgrpo.cli.score.command import score as body
+    options = ScoreOptions(
+        words=[reward, *(words or [])], prompt=prompt, prompts=prompts, out=out, batch_size=batch_size
+    )
+    return body(options)
+
+
+@app.command(rich_help_panel=LOOK)
+def check_reward(
+    recipe: RecipeArg,
+    words: Words = None,
+    images: Annotated[str | None, Option(help="Images to score; by default the policy's.")] = None,
+    num_prompts: Annotated[int, Option(min=1, help="Training prompts to score images of.")] = 4,
+    images_per_prompt: Annotated[int, Option(min=1, help="Images per prompt.")] = 2,
+) -> int:
+    """Try a recipe's rewards on a few images."""
+    with _loading():
+        from lit_vgrpo.cli.score.check_reward import check_reward as body
+    return body([recipe, *(words or [])], images, num_prompts, images_per_prompt)
+
+
+@app.command(rich_help_panel=SHARE)
+def export(
+    run: Run,
+    to: Annotated[str, Option(help="New or empty folder, or hub:OWNER/NAME.")],
+    words: Settings = None,
+    format: Annotated[Literal["diffusers", "kohya"], Option(help="File format of a LoRA.")] = "diffusers",
+    ema: Ema = False,
+    merge: Annotated[bool, Option("--merge", help="Add the LoRA to the weights under it.")] = False,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], Option(help="Dtype of the files.")] = "float32",
+    checkpoint: Checkpoint = None,
+    public: Annotated[bool, Option("--public", help="With hub:, create a public repository.")] = False,
+    yes: Annotated[bool, Option("--yes", help="With hub:, upload without asking.")] = False,
+) -> int:
+    """Write a run's weights for diffusers, or publish them."""
+    with _loading():
+        from lit_vgrpo.cli.export import ExportOptions, read_target
+        from lit_vgrpo.cli.export import export as body
+        from lit_vgrpo.policies.contract import DTYPES
+    options = ExportOptions(
+        words=[run, *(words or [])],
+        to=read_target(to),
+        format=format,
+        ema=ema,
+        merge=merge,
+        dtype=DTYPES[dtype],
+        named=checkpoint,
+        public=public,
+        yes=yes,
+    )
+    return body(options)
+
+
+@app.command(rich_help_panel=SHARE)
+def serve_reward(
+    reward: RewardArg,
+    words: Annotated[list[str] | None, Argument(metavar="[key=value]", help="Options of the reward.")] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    token_env: Token = None,
+    device: Annotated[str | None, Option(help="cpu or cuda:0; by default a GPU if there is one.")] = None,
+    batch_size: Annotated[int, Option(min=1, help="Images per call of the reward.")] = 32,
+    max_wait_ms: Annotated[int, Option(min=0, help="Time that a request waits for others.")] = 5,
+    max_request_mb: Annotated[int, Option(min=1, help="Largest request.")] = 64,
+    max_images: Annotated[int, Option(min=1, help="Most images per request.")] = 256,
+    max_megapixels: Annotated[int, Option(min=1, max=85, help="Largest image.")] = 4,
+) -> int:
+    """Score images over HTTP for other machines."""
+    with _loading():
+        from lit_vgrpo.apps.serve.command import serve
+        from lit_vgrpo.apps.serve.options import ServeOptions
+    options = ServeOptions(
+        words=[reward, *(words or [])],
+        host=host,
+        port=port,
+        token=token_env,
+        device=device,
+        batch_size=batch_size,
+        max_wait_ms=max_wait_ms,
+        max_request_mb=max_request_mb,
+        max_images=max_images,
+        max_megapixels=max_megapixels,
+    )
+    return serve(options)
+
+
+COMMANDS = [
+    (command.name or command.callback.__name__).replace("_", "-")
+    for command in app.registered_commands
+    if command.callback is not None
+]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand, or hand over to the Lightning SDK's own command where that is installed.
+    """Run a command, or hand an unknown one over to the Lightning SDK's command if that is installed.
 
     Args:
-        argv: Arguments after the program's name; ``None`` reads ``sys.argv`` and takes the process for the command's
-            own: its streams, imports and end.
+        argv: Arguments after the program's name; ``None`` reads ``sys.argv`` and manages the process's streams and end.
 
     Returns:
-        Exit status: 0, 1 for a failure while training, 2 for a mistake of the user, 130 after Ctrl-C, 143 after
-        SIGTERM, 129 after SIGHUP.
+        Exit status: 0, 1 if training failed, 2 for a mistake of the user, 130 after Ctrl-C, 143 after SIGTERM, 129
+        after SIGHUP.
     """
-    if argv is None and "_ARGCOMPLETE" in os.environ:
-        from lit_vgrpo.config.completion import complete
-
-        complete(SUBCOMMANDS)
     args = sys.argv[1:] if argv is None else list(argv)
-    if len(args) == 2 and args[0] == "help" and args[1] in SUBCOMMANDS:
-        args = [args[1], "--help"]
-    subcommand = SUBCOMMANDS.get(args[0]) if args else None
-    if subcommand is None and argv is None and (sdk := _lightning_sdk()) is not None:
-        return int(sdk() or 0)
+    debug = "--debug" in args
+    args = [word for word in args if word != "--debug"]
+    if args[:1] == ["help"]:
+        args = [*args[1:2], "--help"]
     if argv is not None:
-        return _answer(args) if subcommand is None else _run(subcommand, args, import_module)
-    end = QuickEnd()
-    outputs = outlast_readers()
-    if subcommand is not None and subcommand.ends_quickly:
+        return _answer(args, debug)
+    if args and not args[0].startswith("-") and args[0] not in COMMANDS and (sdk := _lightning_sdk()) is not None:
+        return int(sdk() or 0)
+    end, outputs = QuickEnd(), outlast_readers()
+    checks = args[:1] == ["check"]
+    if checks:
         # It compiles nothing, but bitsandbytes would prepare the compiler when it is imported: a CPU second.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    status = _answer(args) if subcommand is None else _run(subcommand, args, import_at_once)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    status = _answer(args, debug)
     status = next((1 for output in outputs if output.is_incomplete()), 0) or status
-    if subcommand is not None and subcommand.ends_quickly:
+    if checks:
         end.status = status
     return status
 
 
-def _run(subcommand: Subcommand, args: list[str], load: Callable[[str], ModuleType]) -> int:
-    asked = any(word in ("-h", "--help") for word in args[1:])
-    if asked or (subcommand.needs_arguments and not args[1:]):
-        usage = f"usage: lightning {args[0]} {subcommand.usage}\n{subcommand.summary}"
-        print(f"{usage}\n\n{_details(subcommand)}" if asked else usage, file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
-    if subcommand.takes_recipe and "LOCAL_RANK" not in os.environ:  # of several ranks, the first reports later
-        from lit_vgrpo.config.recipe import look_at
-        from lit_vgrpo.errors import UserError, report
-
-        try:
-            look_at(args[1])
-        except UserError as error:
-            report(error.errors)
-            return 2
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    module, function = subcommand.target.split(":")
+def _answer(args: list[str], debug: bool) -> int:
+    """Run a command; print its error as one line on the first rank."""
     try:
-        _show_in_terminal("Loading ...")
-        body = getattr(load(module), function)
-        _show_in_terminal("           ")
-        return int(body(args[1:]))
-    except KeyboardInterrupt:
-        print("Stopped before anything was done.", file=sys.stderr)
-        return 130
+        return int(app(args, prog_name="lightning", standalone_mode=False, obj=args) or 0)
+    except (KeyboardInterrupt, typer.Abort):
+        errors, status = ["Stopped."], 130
+    except RewardError as error:
+        errors, status = [str(error)], 1
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            where = f" {error.filename}" if error.filename else ""
+            advice = "Free some space, or write to another disk (run_dir, TMPDIR)."
+            report([f"Cannot write{where}: {error.strerror}. {advice}"])  # on any rank: each may have its own disk
+            return 1
+        is_usage = hasattr(error, "format_message")
+        if not is_usage and not isinstance(error, EXPECTED_ERRORS):
+            raise
+        if is_usage and not args:
+            return 0  # the list of commands is printed
+        errors, status = _lines(error), 2
+    if is_first_process():
+        report(errors)
+    return status
 
 
-def _details(subcommand: Subcommand) -> str:
-    """Return the example, and the options and keys with their defaults."""
-    from lit_vgrpo.config.help import command_options, recipe_keys, table
+def _lines(error: Exception) -> list[str]:
+    if isinstance(error, UserError):
+        return error.errors
+    if hasattr(error, "format_message"):
+        hint = " Write overrides as key=value." if "No such option" in error.format_message() else ""
+        return [f"{error.format_message()}{hint}"]
+    return [f"{error} (--debug shows the traceback)"]
 
-    parts = [f"Example: lightning {subcommand.example}"]
-    if options := command_options(subcommand.options):
-        parts.append(table("Options:", options))
-    return "\n\n".join([*parts, recipe_keys()] if subcommand.takes_recipe else parts)
 
-
-def _show_in_terminal(text: str) -> None:
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(text, end="\r", file=sys.stderr, flush=True)
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Show that imports take time, and collect no garbage during them: they make a million objects that stay."""
+    if "torch" in sys.modules:
+        yield
+        return
+    shows = sys.stderr is not None and sys.stderr.isatty()
+    if shows:
+        print("Loading ...", end="\r", file=sys.stderr, flush=True)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
+        atexit.register(gc.unfreeze)
+        if shows:
+            print("           ", end="\r", file=sys.stderr, flush=True)
 
 
 def _lightning_sdk() -> Callable[[], int | None] | None:
@@ -104,23 +466,3 @@ def _lightning_sdk() -> Callable[[], int | None] | None:
         return import_module("lightning_sdk.cli.entrypoint").main_cli
     except (ImportError, AttributeError):
         return None
-
-
-def _answer(args: list[str]) -> int:
-    first = args[0] if args else None
-    if first in ("-V", "--version"):
-        print(f"lit-vgrpo {__version__}")
-        return 0
-    if first in ("-h", "--help"):
-        lines = [f"  lightning {name} {own.usage}\n      {own.summary}" for name, own in SUBCOMMANDS.items()]
-        print("\n".join(["usage:", *lines, "Try: lightning run tiny_shapes"]))
-        return 0
-    if first == "--print-completion":
-        from lit_vgrpo.config.completion import print_completion
-
-        text, status = print_completion(args[1:])
-        print(text, file=sys.stderr if status else sys.stdout)
-        return status
-    said = "No subcommand given" if first is None else f"{first!r} is not a subcommand"
-    print(f"{said}. Use one of: {', '.join(SUBCOMMANDS)}. Try: lightning run tiny_shapes", file=sys.stderr)
-    return 2

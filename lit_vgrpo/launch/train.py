@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_vgrpo.callbacks import Export, Report, RunSummary
 from lit_vgrpo.data import PromptError
-from lit_vgrpo.errors import UserError, counted, one_line, report, say
+from lit_vgrpo.errors import UserError, one_line, report, say
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.resume import how_to_resume, last_words
-from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end, callbacks_of
+from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end
 from lit_vgrpo.training.watchdog import GRACE_S, watched
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def train(cli: RecipeCLI) -> int:
                 raise
         except (RewardError, PromptError, FloatingPointError) as error:
             report([str(error)])
-            _say_it_failed(cli)
+            _report_failure(cli)
             return FAILED
         except LoadError as error:
             raise UserError(str(error)) from error
@@ -61,12 +60,12 @@ def train(cli: RecipeCLI) -> int:
                 raise message from error
             if not watch.says_who_died():
                 traceback.print_exception(error)
-                _say_it_failed(cli)
+                _report_failure(cli)
             watch.stop(GRACE_S)
             return FAILED
         else:
             leave_together()
-    return _how_it_went(cli)
+    return _report_outcome(cli)
 
 
 def leave_together() -> None:
@@ -76,20 +75,16 @@ def leave_together() -> None:
         dist.destroy_process_group()
 
 
-def _finish_report(cli: RecipeCLI) -> None:
-    for page in callbacks_of(cli.trainer, Report):
-        page.finish(cli.folder)
+def _finish(cli: RecipeCLI, completed: bool) -> None:
+    """Call ``finish_run(trainer, module, completed)`` of every callback that has it, on rank 0 after training."""
+    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
+        if (finish := getattr(callback, "finish_run", None)) is not None:
+            finish(cli.trainer, cli.model, completed)
 
 
-def _add_model_cards(cli: RecipeCLI) -> None:
-    """Add the model card to what the run exported at its end; only now are the last evaluation's numbers known."""
-    for export in callbacks_of(cli.trainer, Export):
-        export.add_card(cli.trainer, cli.model.policy, cli.folder)
-
-
-def _say_it_failed(cli: RecipeCLI) -> None:
+def _report_failure(cli: RecipeCLI) -> None:
     if is_first_process():
-        _finish_report(cli)
+        _finish(cli, completed=False)
         say(f"Training failed. {last_words(cli.folder)}", error=True)
 
 
@@ -116,18 +111,14 @@ def _raised_in(error: Exception, packages: set[str]) -> bool:
     return bool(files) and bool(packages & set(files[-1].parts))
 
 
-def _how_it_went(cli: RecipeCLI) -> int:
+def _report_outcome(cli: RecipeCLI) -> int:
     checkpoints = cli.checkpoints
     stopped = checkpoints.interrupted or checkpoints.terminated
     status = checkpoints.status or 128 + (signal.SIGTERM if checkpoints.terminated else signal.SIGINT)
-    unwritten = [
-        summary.unwritten for summary in callbacks_of(cli.trainer, RunSummary) if summary.unwritten is not None
-    ]
+    found = (getattr(callback, "unwritten", None) for callback in cli.trainer.callbacks)  # type: ignore[attr-defined]
+    unwritten = [line for line in found if line is not None]
     if is_first_process():
-        _finish_report(cli)
-        if not stopped:
-            _add_model_cards(cli)
-            _say_rewards(cli)
+        _finish(cli, completed=not stopped)
         if unwritten:
             say(f"What could be written is in {cli.folder}.")
             report([f"{line} Free some disk space, then continue the run with --resume." for line in unwritten])
@@ -144,14 +135,6 @@ def _how_it_went(cli: RecipeCLI) -> int:
     if checkpoints.unsaved is not None or unwritten or (not stopped and _nothing_was_scored(cli)):
         return FAILED
     return status if stopped else FINISHED
-
-
-def _say_rewards(cli: RecipeCLI) -> None:
-    for summary in callbacks_of(cli.trainer, RunSummary):
-        start, end = (scores.get("heldout/reward") for scores in (summary.heldout_start, cli.model.heldout))
-        if start is not None and end is not None:
-            number = counted(cli.trainer.current_epoch, "iteration")
-            say(f"Held-out reward {start:.3f} before, {end:.3f} after {number}.")
 
 
 def _nothing_was_scored(cli: RecipeCLI) -> bool:

@@ -58,7 +58,7 @@ def build_policy(words: Sequence[str]) -> Policy:
     """
     from lit_vgrpo import policies  # noqa: F401  imported so that its classes go by short names
     from lit_vgrpo.config.parts import built_part
-    from lit_vgrpo.config.recipe import apply_override
+    from lit_vgrpo.config.tree import apply_override
     from lit_vgrpo.system.paths import import_from_here
 
     import_from_here()

@@ -5,7 +5,7 @@ import pytest
 
 from lit_vgrpo.config.recipe import Command, parser_config, read_recipe
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.launch.reward_spec import build_reward
+from lit_vgrpo.launch.build import build_reward
 from lit_vgrpo.rewards import JPEGCompressibility, PythonReward, ShapesReward
 
 RECIPE = """

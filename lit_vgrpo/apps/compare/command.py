@@ -13,11 +13,9 @@ from lit_vgrpo.apps.compare.report import write_report
 from lit_vgrpo.apps.compare.results import curves_of, rows_of
 from lit_vgrpo.apps.compare.runner import Stopped, locked, run_all
 from lit_vgrpo.apps.compare.sweep import trials_of, write_sweep
-from lit_vgrpo.config.arguments import subcommand
 from lit_vgrpo.errors import counted, say
 
 
-@subcommand(CompareOptions)
 def compare(options: CompareOptions) -> int:
     """Train methods from the same start; with ``--sweep``, search each method's best settings.
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from lit_vgrpo.config.arguments import is_override
-from lit_vgrpo.config.recipe import RESUME, STAGES, Command, find_recipe, loaded
+from lit_vgrpo.config.recipe import RESUME, STAGES, Command, find_recipe, is_override, loaded
 from lit_vgrpo.errors import UserError, nearest, unknown_option
 from lit_vgrpo.system.paths import shipped_root, write_atomically
 from lit_vgrpo.training.folder import CONFIG_NAME
@@ -195,7 +194,7 @@ def _saved(content: dict[Any, Any], file: Path, errors: list[str]) -> list[str]:
         else:
             words += map(str, value)
     try:
-        return _settings(Command(words=[str(file), *words]))
+        return _settings(Command.parse([str(file), *words]))
     except UserError as error:
         errors += error.errors
         return []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 from lit_vgrpo.apps.report.kept import REPORT_NAME
 from lit_vgrpo.apps.report.page import MARK, render
@@ -17,8 +16,8 @@ from lit_vgrpo.apps.report.tasks import (
     summary_line,
 )
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages
-from lit_vgrpo.apps.serve.options import LOOPBACK, MOST_PORT
-from lit_vgrpo.config.arguments import Options, flag, is_override, option, read_path, subcommand, whole
+from lit_vgrpo.apps.serve.options import LOOPBACK
+from lit_vgrpo.config.recipe import is_override
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.saved_run import find_run
@@ -27,37 +26,31 @@ PORT = 8008
 
 
 @dataclass(kw_only=True)
-class ReportOptions(Options):
-    """Options of ``lightning report``; the words are run folders.
+class ReportOptions:
+    """Options of ``lightning report``, whose help describes the first ones.
 
     Attributes:
-        out: File to write; ``None`` takes ``RUN/report.html``, or ``report.html`` here for several runs.
-        serve: Show the page on this machine and refresh it while the runs go on, instead of writing a file.
-        port: Port of the page; 0 takes a free one.
+        words: Names of the runs.
         runs: The run folders.
     """
 
-    subcommand: ClassVar[str] = "report"
-
-    out: Path | None = option(read=read_path)
-    serve: bool = flag()
-    port: int = whole(PORT, least=0, most=MOST_PORT)
+    words: Sequence[str]
+    out: Path | None = None
+    serve: bool = False
+    port: int | None = None
     runs: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:
         settings = [word for word in self.words if is_override(word) and not Path(word).exists()]
         if settings:
             raise UserError(f"{settings[0]} has no effect on a report. Give run folders only.")
-        if not self.words:
-            raise UserError("No run given. Try: lightning report runs/tiny_shapes")
         if self.serve and self.out is not None:
             raise UserError("--serve writes no file. Leave out --out, or --serve.")
-        if self.has("port") and not self.serve:
+        if self.port is not None and not self.serve:
             raise UserError("--port has no effect without --serve. Add --serve.")
         self.runs = [find_run(word)[0] for word in self.words]
 
 
-@subcommand(ReportOptions)
 def report(options: ReportOptions) -> int:
     """Write or serve the report of runs: ``RUN [RUN ...] [--out FILE.html] [--serve] [--port 8008]``."""
     if options.serve:
@@ -92,7 +85,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
 def _serve(options: ReportOptions) -> int:
     require_packages()
     read_runs(options.runs)
-    with listening_socket(LOOPBACK, options.port) as listener:
+    with listening_socket(LOOPBACK, PORT if options.port is None else options.port) as listener:
         from lit_vgrpo.apps.report.live import serve_report
 
         serve_report(listener, lambda: read_runs(options.runs), options.runs)

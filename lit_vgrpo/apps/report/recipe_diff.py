@@ -16,8 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_vgrpo.config.recipe import loaded, shipped_recipes
-from lit_vgrpo.config.shorthand import expanded_recipe
-from lit_vgrpo.config.tree import Place, dotted, leaves
+from lit_vgrpo.config.tree import Place, dotted, expanded_recipe, leaves
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.module import VGRPOModule

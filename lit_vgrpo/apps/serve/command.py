@@ -7,7 +7,6 @@ import socket
 
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
 from lit_vgrpo.apps.serve.options import ServeOptions
-from lit_vgrpo.config.arguments import subcommand
 from lit_vgrpo.errors import UserError, counted, one_line, report, say
 
 KEEP_ALIVE_S = 75
@@ -15,7 +14,6 @@ SHUTDOWN_S = 5
 BACKLOG = 256
 
 
-@subcommand(ServeOptions)
 def serve(options: ServeOptions) -> int:
     """Serve a reward: ``RECIPE_OR_CLASS [key=value ...] [--host 127.0.0.1] [--port 8000] ...``.
 
@@ -44,7 +42,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     from lit_vgrpo.apps.serve.app import make_app
     from lit_vgrpo.apps.serve.page import serve_page
     from lit_vgrpo.apps.serve.worker import Worker
-    from lit_vgrpo.launch.reward_spec import build_reward
+    from lit_vgrpo.launch.build import build_reward
     from lit_vgrpo.system.hub import LoadError
 
     reward = build_reward(options.words)

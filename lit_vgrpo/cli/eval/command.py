@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -14,7 +12,7 @@ from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.cli.eval.report import INTERVAL, results, table, write
 from lit_vgrpo.cli.eval.scores import HeldOutEvaluation
 from lit_vgrpo.cli.saved_policy import RunOptions, saved_weights
-from lit_vgrpo.config.arguments import flag, option, read_path, subcommand
+from lit_vgrpo.config.recipe import refuse_overrides
 from lit_vgrpo.data.datasets import Rows, held_out_error
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import build
@@ -36,27 +34,16 @@ INSTEAD = {"ckpt_path": "--checkpoint FILE", "run_dir": "--out FILE.json", "name
 
 @dataclass(kw_only=True)
 class EvaluateOptions(RunOptions):
-    """Options of ``lightning eval``; other arguments override the run's recipe.
+    """Options of ``lightning eval``, whose help describes them."""
 
-    Attributes:
-        reference: Evaluate the reference too.
-        features: Feature network of FID and diversity; ``None`` uses that of the recipe's FID.
-        fid_reference: Real images, or a file of their statistics; ``None`` uses those of the recipe's FID.
-        out: JSON file to write, under the next free name if it exists.
-    """
-
-    subcommand: ClassVar[str] = "eval"
-    refused: ClassVar[Mapping[str, str]] = {
-        key: f"has no effect on an evaluation. Use {name}." for key, name in INSTEAD.items()
-    }
-
-    reference: bool = flag()
-    features: str | None = option()
-    fid_reference: str | None = option()
-    out: Path = option(read=read_path)
+    reference: bool = False
+    features: str | None = None
+    fid_reference: str | None = None
+    out: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_overrides(self.words, {k: f"has no effect on an evaluation. Use {v}." for k, v in INSTEAD.items()})
         self.out = self.out or self.run / "eval.json"
         if self.out.suffix != ".json" or self.out.is_dir():
             raise UserError(f"--out {self.out} is not a JSON file. Use --out {self.out.with_suffix('.json')}.")
@@ -67,7 +54,6 @@ class EvaluateOptions(RunOptions):
         return [TRAINED, *([AVERAGE] if self.ema else []), *([REFERENCE] if self.reference else [])]
 
 
-@subcommand(EvaluateOptions, stopped="Stopped: nothing was written.")
 def evaluate(options: EvaluateOptions) -> int:
     """Score a run's weights on held-out prompts: ``RUN [--ema] [--reference] [key=value ...]``.
 
