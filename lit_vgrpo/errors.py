@@ -92,19 +92,18 @@ def error_in_user_code(error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}."
     package = Path(__file__).parent
-    roots = (
-        str(package),
-        str(package.parent / "callbacks"),
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    )
-    own = [
+    roots = (str(package), str(package.parent / "callbacks"), sysconfig.get_path("stdlib"))
+    frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_file() and not frame.filename.startswith(roots)
+        if Path(frame.filename).is_file()
+        and not frame.filename.startswith(roots)
+        and not {"site-packages", "dist-packages"} & set(Path(frame.filename).parts)
     ]
-    if not own:
+    if not frames:
         return None
-    return f"{own[-1].filename} line {own[-1].lineno}: {type(error).__name__}: {error}."
+    message = str(error).rstrip(".")
+    return f"{frames[-1].filename} line {frames[-1].lineno}: {type(error).__name__}: {message}."
 
 
 def report(errors: Sequence[str]) -> None:

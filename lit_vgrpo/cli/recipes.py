@@ -22,8 +22,6 @@ def _entry(name: str, header: Header) -> str:
     parts = {"needs": header.needs, "expect": header.expect, "evidence": header.evidence or "its header states none"}
     width = min(120, shutil.get_terminal_size((120, 24)).columns)
     wrapped = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-        min(120, shutil.get_terminal_size((120, 24)).columns), break_long_words=False, break_on_hyphens=False
-    )
     lines = wrapped.wrap(f"{name}: {header.title}")
     wrapped.subsequent_indent = " " * 12
     for label, text in parts.items():

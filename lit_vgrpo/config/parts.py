@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
+import sys
 import typing
 from argparse import ArgumentError
 from collections.abc import Iterator, Mapping
@@ -13,14 +15,17 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from lit_vgrpo.config.tree import Place, leaves, typed_key
-from lit_vgrpo.errors import UserError, error_in_user_code, one_line, unknown_option
+from lit_vgrpo.errors import UserError, error_in_user_code, nearest, one_line, unknown_option
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OSError)
-KEY = re.compile(r"""(?:Parser key|key) ["']([\w.+]+)["']""")
+KEY = re.compile(r"""Parser key ["']([\w.+]+)["']""")
 CLASS = re.compile(r"class_path '([\w.]+)'")
 UNKNOWN = re.compile(r"(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?")
-EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value|$)", re.MULTILINE)
-TYPES = {"NoneType": "null", "bool": "true or false", "float": "number", "str": "text", "dict": "mapping"}
+UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
+OF_CONSTRUCTOR = re.compile(r"- (\w+=.*)")
+EXPECTED = re.compile(r"(?:Expected an?|Input should be) (.+?)(?:\. Got value| \[type=|$)", re.MULTILINE)
+GIVEN = re.compile(r"(?:Given value|Got value|input_value): ?(.*)")
+TYPES = {"NoneType": "null", "bool": "true or false", "float": "a number", "str": "text", "dict": "a mapping"}
 
 
 def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
@@ -41,7 +46,7 @@ def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument(f"--{key}", type=hint)
     try:
-        return parser.instantiate_classes(parser.parse_object({key: node}))[key]
+        return parser.instantiate_classes(parser.parse_object({key: copy.deepcopy(node)}))[key]
     except (ArgumentError, *CONSTRUCTOR_ERRORS) as error:
         raise UserError(recipe_error(error, tree, hint)) from error
 
@@ -53,32 +58,38 @@ def recipe_error(error: BaseException, tree: Mapping[str, Any], root: Any = None
         tree: The recipe as plain values.
         root: Class of the part that was parsed, to suggest its options.
     """
-    if isinstance(error, ArgumentError):
+    if isinstance(error, ArgumentError) or "Union subtypes" in str(error):
         return _parser_error(str(error), tree, root)
     return error_in_user_code(error) or with_full_key(one_line(error) or type(error).__name__, tree)
 
 
 def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
-    # Only the first member of a union that names a class is of interest.
     keys, classes = KEY.findall(text), CLASS.findall(text)
     key = ".".join(dict.fromkeys(keys)).replace(".init_args", "")
-    owner = _imported(classes[-1]) if classes else root
     if unknown := UNKNOWN.search(text):
-        group, name = unknown[1] or "", unknown[2]
+        owner, group = _imported(classes[-1]) if classes else root, unknown[1] or ""
         for step in filter(None, group.split(".")):
             owner = _member(owner, step)
-        full = ".".join(filter(None, (key, group, name))).replace(".init_args", "")
-        options = [*options_of_class(owner)] if inspect.isclass(owner) else [*(owner or ())]
+        full = ".".join(filter(None, (key, group, unknown[2]))).replace(".init_args", "")
+        options = options_of_class(owner) if inspect.isclass(owner) else [*(owner or ())]
         return unknown_option(full, getattr(owner, "__name__", "a recipe"), options)
-    value = re.search(r"(?:Given value|Got value): (.*)", text)
-    expected = [_named(kind) for kind in EXPECTED.findall(text)]
+    if message := OF_CONSTRUCTOR.search(text):
+        return with_full_key(message[1], tree)
+    if name := UNKNOWN_CLASS.search(text):
+        modules = [module for path, module in sys.modules.items() if path.startswith("lit_vgrpo.")]
+        known = [name for module in modules for name in getattr(module, "__all__", ())]
+        guess = nearest(name[1], known)
+        hint = f"Did you mean {guess}?" if guess else "Write it as package.module.Class."
+        return f"{key}={name[1]} is not a known class. {hint}"
+    value, expected = GIVEN.search(text), [_type_name(kind) for kind in EXPECTED.findall(text)]
     if value is not None and expected and key:
-        return f"{key}={value[1] or ''}: expected {' or '.join(dict.fromkeys(expected))}."
-    last = one_line(re.sub(r'Parser key "[\w.]+":|Problem with given class_path \'[\w.]+\':', "", text))
-    return f"{key}: {last}" if key else last
+        return f"{key}={value[1]}: expected {' or '.join(dict.fromkeys(expected))}."
+    plain = re.sub(r'Parser key "[\w.]+":|Problem with given class_path \'[\w.]+\':', "", text).strip()
+    plain = re.sub(r"- Expected a path but .*\n", "", plain).strip(" -\n").partition("\n")[0]
+    return f"{key}: {plain}" if key else one_line(plain)
 
 
-def _named(kind: str) -> str:
+def _type_name(kind: str) -> str:
     plain = re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>|typing\.Literal", lambda match: match[1] or "one of ", kind)
     return TYPES.get(plain, plain)
 

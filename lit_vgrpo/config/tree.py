@@ -106,11 +106,9 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = copy.deepcopy(dict(base))
     for key, value in over.items():
         old = result.get(key)
-        is_part = isinstance(old, Mapping) and isinstance(value, Mapping)
-        if is_part and class_name(value) in ("", class_name(old)):
-            result[key] = merged(old, value)
-        else:
-            result[key] = copy.deepcopy(value)
+        is_same = isinstance(old, Mapping) and class_name(value) in ("", class_name(old))
+        is_part = is_same and isinstance(value, Mapping)
+        result[key] = merged(dict(old or {}), value) if is_part else copy.deepcopy(value)
     return result
 
 

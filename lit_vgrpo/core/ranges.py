@@ -20,7 +20,7 @@ SHOULD = "Input should be "
 
 def Range(least: Any = None, most: Any = None, above: Any = None, below: Any = None, **ignored: Any) -> Any:
     """Return the annotation of a finite number from ``least`` to ``most``; ``above`` and ``below`` are exclusive."""
-    return Field(strict=True, ge=least, le=most, gt=above, lt=below)
+    return Field(ge=least, le=most, gt=above, lt=below)
 
 
 Finite = Annotated[float, Range()]
@@ -73,7 +73,8 @@ def range_errors(cls: type, given: Mapping[str, Any]) -> list[TypeError | ValueE
     adapters, errors = _adapters(cls), []
     for name in filter(adapters.__contains__, given):
         try:
-            adapters[name].validate_python(given[name])
+            # Strict validation refuses a list for a tuple.
+            adapters[name].validate_python(given[name], strict=not isinstance(given[name], list | tuple))
         except ValidationError as error:
             found = error.errors(include_url=False)
             words = [one["msg"].removeprefix(SHOULD) for one in found]
@@ -87,7 +88,8 @@ def _adapters(cls: type) -> dict[str, TypeAdapter[Any]]:
     """Return the validators of the arguments that have a range or choices."""
     hints = typing.get_type_hints(cls if "__dataclass_fields__" in vars(cls) else cls.__init__, include_extras=True)  # type: ignore[misc]
     config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
-    return {name: TypeAdapter(hint, config=config) for name, hint in hints.items() if _is_limited(hint)}
+    names = [name for name in inspect.signature(cls).parameters if _is_limited(hints.get(name))]
+    return {name: TypeAdapter(hints[name], config=config) for name in names}
 
 
 def _is_limited(hint: Any) -> bool:

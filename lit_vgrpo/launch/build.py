@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from argparse import ArgumentError
@@ -83,7 +84,7 @@ def part_errors(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(ROOTS[key], key)
         try:
-            config = parser.parse_object({key: values.get(key) or {}})
+            config = parser.parse_object({key: copy.deepcopy(values.get(key) or {})})
             if key == "data":
                 parts[key] = parser.instantiate_classes(config)[key]
         except (ArgumentError, *CONSTRUCTOR_ERRORS) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from enum import Enum
 from functools import cache, cached_property
@@ -94,7 +95,7 @@ class RecipeCLI(LightningCLI):
             trainer_defaults=TRAINER_DEFAULTS,
             seed_everything_default=0,
             parser_kwargs={"exit_on_error": False},
-            args=recipe.values,
+            args=copy.deepcopy(recipe.values),  # which the parser changes
             run=False,
             auto_configure_optimizers=False,
         )

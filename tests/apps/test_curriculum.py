@@ -6,11 +6,10 @@ import signal
 import sys
 
 import pytest
+from commands import check, run
 
 from lit_vgrpo.apps.curriculum.curriculum import Curriculum, is_curriculum
 from lit_vgrpo.apps.curriculum.runner import Child, _run_stages, new_run, resumed_run, stage_environment
-from lit_vgrpo.cli.check import check
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.paths import write_atomically

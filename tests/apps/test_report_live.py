@@ -9,16 +9,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+from commands import report, run
 from conftest import tiny_recipe_of
 from fastapi.testclient import TestClient
 from processes import PYTHON
 from saved_runs import assert_one_line, folder_with, train
 
-from lit_vgrpo.apps.report.command import read_runs, report
+from lit_vgrpo.apps.report.command import read_runs
 from lit_vgrpo.apps.report.live import LivePage, make_app
 from lit_vgrpo.apps.report.selection import choose
 from lit_vgrpo.callbacks import Report
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.launch.build import build
 
 RUN = Path("runs/tiny")

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from commands import run, vote, vote_options
 from fastapi.testclient import TestClient
 from processes import PYTHON
 from saved_runs import assert_one_line
 
 from lit_vgrpo.apps.vote.app import make_app
-from lit_vgrpo.apps.vote.command import VoteOptions, has_ended, vote
-from lit_vgrpo.cli.run import run
+from lit_vgrpo.apps.vote.command import has_ended
 from lit_vgrpo.rewards.vote_groups import Demand
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
 
@@ -276,5 +276,5 @@ def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, caps
     assert_one_line(
         vote, [str(RUN), "trainer.max_epochs=3"], capsys, "trainer.max_epochs=3 has no effect on a run folder"
     )
-    shared = VoteOptions.parse(["tiny.yaml", "--host=0.0.0.0"])
+    shared = vote_options(["tiny.yaml", "--host=0.0.0.0"])
     assert len(shared.token) > 15

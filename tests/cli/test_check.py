@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import check
 from omegaconf import OmegaConf
 
-from lit_vgrpo.cli.check import check, checkpoint_bytes, disk_errors
+from lit_vgrpo.cli.check import checkpoint_bytes, disk_errors
 from lit_vgrpo.launch.build import build
 
 

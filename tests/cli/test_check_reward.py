@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import check_reward
 from PIL import Image
 
 from lit_vgrpo.cli.main import main
-from lit_vgrpo.cli.score.check_reward import check_reward, training_rows
+from lit_vgrpo.cli.score.check_reward import training_rows
 from lit_vgrpo.cli.score.report import aligned
 from lit_vgrpo.cli.score.trial import findings, trial_table, trials
 from lit_vgrpo.launch.build import build

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import evaluate, evaluate_options
 from helpers import grey_level, in_order, make_module
 from PIL import Image
 from processes import PYTHON
 from saved_runs import assert_one_line, folder_with, train
 
-from lit_vgrpo.cli.eval.command import EvaluateOptions, evaluate
 from lit_vgrpo.cli.eval.report import results, table, write
 from lit_vgrpo.cli.eval.scores import ImageScores
 from lit_vgrpo.errors import UserError
@@ -379,8 +379,8 @@ def test_weights_of_another_shape_are_refused(inside, tiny_sd3):
 
 def test_a_checkpoint_names_its_run(inside):
     path = Path("runs/tiny/checkpoints/last.ckpt")
-    options = EvaluateOptions.parse([str(path), "strategy/zero2", "--data.eval_batch_size", "4", "--reference"])
+    options = evaluate_options([str(path), "strategy/zero2", "--data.eval_batch_size", "4", "--reference"])
     assert (options.run, options.checkpoint) == (Path("runs/tiny"), path)
     assert options.variants == ["trained", "reference"]
     assert options.words == ["strategy/zero2", "data.eval_batch_size=4"]
-    assert EvaluateOptions.parse(["runs/tiny", "--checkpoint", "last.ckpt"]).checkpoint == path
+    assert evaluate_options(["runs/tiny", "--checkpoint", "last.ckpt"]).checkpoint == path

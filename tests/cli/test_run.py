@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from commands import run
 from helpers import prompt_file
 from lightning.pytorch.callbacks import ProgressBar
 from processes import PYTHON
 
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.recipe_cli import fixed_seed
 from lit_vgrpo.objectives import VGRPO

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import score
 from PIL import Image
 
 from lit_vgrpo.cli.main import main
-from lit_vgrpo.cli.score.command import score
 from lit_vgrpo.cli.score.images import read_image
 from lit_vgrpo.rewards import JPEGCompressibility, as_weighted
 from lit_vgrpo.tiny.shapes import parse_prompt, render

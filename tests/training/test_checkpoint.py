@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run
 from helpers import repeating
 from processes import PYTHON
 
 from lit_vgrpo import VGRPOModule
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.train import train
 from lit_vgrpo.training import checkpoint

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from lit_vgrpo.cli.run import run
+from commands import run
 
 EARLIER = Path(__file__).parent / "assets" / "run_of_an_earlier_layout"
 """One iteration of V-GRPO with an anchor on the tiny SD3, LoRA of rank 1; written at commit b830369."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run
 from conftest import TINY_RECIPE
 from helpers import Brightness, make_data, make_module, make_trainer
 from safetensors.torch import load_file, save_file
 
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.rewards import PickScore

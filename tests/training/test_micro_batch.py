@@ -3,12 +3,12 @@
 import pytest
 import torch
 from all_methods import METHODS
+from commands import check
 from helpers import SaveAt, make_data, make_module, make_trainer, repeating, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_vgrpo.callbacks import EMA
-from lit_vgrpo.cli.check import check
 from lit_vgrpo.core.sizes import Sizes, divisors
 from lit_vgrpo.rewards import CLIPScore
 from lit_vgrpo.training.memory_shares import shown

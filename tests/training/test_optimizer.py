@@ -2,12 +2,12 @@ import sys
 
 import pytest
 import torch
+from commands import check
 from helpers import make_data, make_module, make_trainer, weights
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lit_vgrpo import OptimizerConfig
-from lit_vgrpo.cli.check import check
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, keeps_plain_weights, optimizer_error
 
 KINDS = ["adamw", "adamw8bit"]

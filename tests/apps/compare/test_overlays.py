@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import compare_options
 
-from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.overlays import find_overlay, for_race, read_overlay, shipped_methods, with_overlay
 from lit_vgrpo.apps.compare.plan import entrants, fingerprint, runs_of, swept
 from lit_vgrpo.config.schema import recipe_errors
@@ -63,7 +63,7 @@ def test_every_method_is_evaluated_with_the_recipes_own_ode():
 def test_samplers_race_at_the_recipes_own_evaluation():
     folder = Path(__file__).parents[3] / "benchmarks" / "samplers"
     names = ("vgrpo_euler10", "vgrpo_dpm5", "vgrpo_unipc5")
-    race = entrants(CompareOptions.parse(["tiny_shapes", "--methods", ",".join(f"{folder / n}.yaml" for n in names)]))
+    race = entrants(compare_options(["tiny_shapes", "--methods", ",".join(f"{folder / n}.yaml" for n in names)]))
     models = {entrant.method: entrant.recipe["model"] for entrant in race}
     rollouts = {name: model["objective"]["init_args"]["rollout"] for name, model in models.items()}
     assert {name: (r["solver"], r["steps"]) for name, r in rollouts.items()} == {
@@ -87,7 +87,7 @@ def test_what_depends_on_the_network_is_the_recipes_for_all_methods_that_have_it
 
 def test_a_method_that_cannot_run_on_the_policy_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    errors = errors_of(entrants, CompareOptions.parse(["tiny_unet", "--methods", "vgrpo,awm,nft,flowgrpo"]))
+    errors = errors_of(entrants, compare_options(["tiny_unet", "--methods", "vgrpo,awm,nft,flowgrpo"]))
     assert errors == [
         "awm: model.objective=AWM does not work on UNetPolicy: it is not defined on a variance-preserving path.",
         "flowgrpo: model.objective=FlowGRPO does not work on UNetPolicy: it is not defined on a variance-preserving "
@@ -155,9 +155,9 @@ OF_A_UNET = ["ddpo"]
 )
 def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    race = entrants(CompareOptions.parse([recipe, "--methods", ",".join(methods), "--settings", "published"]))
+    race = entrants(compare_options([recipe, "--methods", ",".join(methods), "--settings", "published"]))
     assert [entrant.method for entrant in race] == methods
-    options = CompareOptions.parse([recipe, "--methods", ",".join(methods), "--sweep"])
+    options = compare_options([recipe, "--methods", ",".join(methods), "--sweep"])
     for method in methods:
         overlay = read_overlay(find_overlay(method))
         points = swept(options, overlay)
@@ -194,7 +194,7 @@ def test_the_methods_of_the_race_are_there():
 
 
 def test_a_merged_recipe_runs_by_itself(tmp_path, monkeypatch, tiny_recipe):
-    options = CompareOptions.parse(
+    options = compare_options(
         [str(tiny_recipe), "--methods", "vgrpo", "--settings", "published", "--seeds", "1", "--out", "out"]
     )
     runs = runs_of(options, entrants(options))
@@ -220,7 +220,7 @@ def test_a_sweep_may_be_a_list_of_points(tmp_path, tiny_recipe):
     points = [{"model.optimizer.lr": 0.1}, {"model.optimizer.lr": 0.2, "model.objective.clip": None}]
     path = overlay_file(tmp_path, sweep=points)
     assert read_overlay(path).points == points
-    found = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path), "--sweep"]))
+    found = entrants(compare_options([str(tiny_recipe), "--methods", str(path), "--sweep"]))
     assert [entrant.changed for entrant in found] == points
     assert found[1].recipe["model"]["objective"]["init_args"]["clip"] is None
     (error,) = errors_of(read_overlay, overlay_file(tmp_path, sweep=[{"data.train": "x"}]))
@@ -233,7 +233,7 @@ def test_an_overlay_says_what_its_search_was_given(tmp_path, tiny_recipe):
     budget = read_overlay(path).found
     assert str(budget) == "8 points x 2 seeds x 30 iterations, tiny_shapes, training prompts"
     assert budget.as_dict() == found
-    race = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path)]))
+    race = entrants(compare_options([str(tiny_recipe), "--methods", str(path)]))
     assert {entrant.settings: entrant.found for entrant in race} == {"published": None, "tuned": budget}
     wrong = overlay_file(tmp_path, found={"point": 8, "seeds": 0, "iterations": 30})
     errors = errors_of(read_overlay, wrong)
@@ -249,7 +249,7 @@ def test_a_sweep_needs_no_held_out_prompts_in_the_recipe(tmp_path, tiny_recipe):
     recipe["data"].pop("heldout")
     tiny_recipe.write_text(yaml.safe_dump(recipe, sort_keys=False))
     path = overlay_file(tmp_path, sweep={"model.optimizer.lr": [0.1]})
-    (point,) = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path), "--sweep"]))
+    (point,) = entrants(compare_options([str(tiny_recipe), "--methods", str(path), "--sweep"]))
     assert point.recipe["data"]["heldout_fraction"] == 0.2
 
 
@@ -303,7 +303,7 @@ def test_all_errors_come_before_the_first_run(tmp_path, tiny_recipe):
     sizes = overlay_file(
         tmp_path, "odd", published={"model": {"objective": "VGRPO"}, "data": {"updates_per_iteration": 0}}
     )
-    options = CompareOptions.parse([str(tiny_recipe), "--methods", f"{wrong},{sizes}"])
+    options = compare_options([str(tiny_recipe), "--methods", f"{wrong},{sizes}"])
     errors = errors_of(entrants, options)
     assert errors[0] == "wrong published: model.objective.clipp is not an option of VGRPO. Did you mean clip?"
     assert errors[1].startswith("odd published: data.updates_per_iteration=0 is too small.")
@@ -315,22 +315,22 @@ def test_an_override_that_a_method_undoes_is_refused(tiny_recipe):
     lost = ["model.objective.num_mc_samples=3", "model.optimizer.lr=0.5", "model.objective=VGRPO"]
     for word in lost:
         key = word.split("=")[0]
-        (error,) = errors_of(entrants, CompareOptions.parse([*words, word]))
+        (error,) = errors_of(entrants, compare_options([*words, word]))
         assert error.startswith(f"{key} has no effect: the overlay of vgrpo sets it.")
     kept = ["model.objective.rollout.steps=3", "data.group_size=4", "model.optimizer.weight_decay=0.5"]
-    (entrant,) = entrants(CompareOptions.parse([*words, *kept]))
+    (entrant,) = entrants(compare_options([*words, *kept]))
     assert entrant.recipe["model"]["objective"]["init_args"]["rollout"]["steps"] == 3
     assert entrant.recipe["model"]["evaluation"]["steps"] == 3
 
 
 def test_tuned_is_refused_where_nothing_is_tuned(tmp_path, tiny_recipe):
     path = overlay_file(tmp_path)
-    options = CompareOptions.parse([str(tiny_recipe), "--methods", str(path), "--settings", "tuned"])
+    options = compare_options([str(tiny_recipe), "--methods", str(path), "--settings", "tuned"])
     assert errors_of(entrants, options)[0].startswith("mine has no tuned settings: ")
-    default = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path)]))
+    default = entrants(compare_options([str(tiny_recipe), "--methods", str(path)]))
     assert [entrant.settings for entrant in default] == ["published"]
 
 
 def test_without_held_out_prompts_there_is_no_race(tiny_recipe):
-    options = CompareOptions.parse([str(tiny_recipe), "data.heldout=null", "--methods", "vgrpo"])
+    options = compare_options([str(tiny_recipe), "data.heldout=null", "--methods", "vgrpo"])
     assert "data.heldout" in errors_of(entrants, options)[0]

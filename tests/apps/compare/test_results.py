@@ -4,9 +4,9 @@ import csv
 import json
 
 import pytest
+from commands import compare_options
 from PIL import Image
 
-from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.overlays import Budget
 from lit_vgrpo.apps.compare.picture import averaged, draw, styles_of
 from lit_vgrpo.apps.compare.plan import Entrant
@@ -200,9 +200,7 @@ def test_a_picture_of_nothing_but_failures_does_not_fail(tmp_path):
 
 def test_the_files_hold_everything(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = CompareOptions.parse(
-        ["tiny_shapes", "--methods", "vgrpo", "--target", "0.5", "--seeds", "2", "--out", "."]
-    )
+    options = compare_options(["tiny_shapes", "--methods", "vgrpo", "--target", "0.5", "--seeds", "2", "--out", "."])
     rows = rows_of([curve("vgrpo", s, [0.2, 0.9]) for s in range(2)], options.targets)
     text = write_report(options, rows)
     saved = json.loads((tmp_path / "compare.json").read_text())
@@ -304,7 +302,7 @@ def test_a_ranking_is_by_passes_and_not_by_the_machines_time():
 def test_the_sweeps_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--methods", "vgrpo", "--sweep", "--target", "0.5,0.85", "--iterations", "10", "--out", "."]
-    options = CompareOptions.parse(["tiny_shapes", *words])
+    options = compare_options(["tiny_shapes", *words])
     text = write_sweep(options, trials_of(*trial_inputs(), options.targets))
     # .5 lies halfway to the evaluation at 5 iterations
     row = ["0.200", "0.800", "0.800", "20.0", "22,000", "5,500", "0 of 1", ""]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from commands import check
 from scorer_files import write_aesthetic, write_image_reward
 
 from lit_vgrpo import OptimizerConfig
@@ -10,7 +11,6 @@ from lit_vgrpo.apps.memory.estimate import estimate
 from lit_vgrpo.apps.memory.meta import policy_on_meta
 from lit_vgrpo.apps.memory.room import Room, gpu_memory_of, memory_report, reserve_of, room_of
 from lit_vgrpo.apps.memory.scorers import scorers
-from lit_vgrpo.cli.check import check
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.rewards import (
