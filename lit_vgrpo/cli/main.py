@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
+from typer.core import TyperGroup
 
 from lit_vgrpo import __version__
 from lit_vgrpo.errors import RewardError, UserError, report
@@ -33,8 +34,21 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 EXPECTED_ERRORS = (UserError, ValueError, ImportError, OSError)
 """Errors whose message is enough; others are bugs and show a traceback."""
 
+
+class Commands(TyperGroup):
+    """Commands of which each may be stopped by Ctrl-C."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            if is_first_process():
+                report(["Stopped."])
+            return 130
+
+
 app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+    cls=Commands, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
 
@@ -384,7 +398,7 @@ def main(argv: list[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else list(argv)
     debug = "--debug" in args
     args = [word for word in args if word != "--debug"]
-    if args[:1] == ["help"]:
+    if not args or args[0] == "help":
         args = [*args[1:2], "--help"]
     if argv is not None:
         return _answer(args, debug)
@@ -407,8 +421,6 @@ def _answer(args: list[str], debug: bool) -> int:
     """Run a command; print its error as one line on the first rank."""
     try:
         return int(app(args, prog_name="lightning", standalone_mode=False, obj=args) or 0)
-    except (KeyboardInterrupt, typer.Abort):
-        errors, status = ["Stopped."], 130
     except RewardError as error:
         errors, status = [str(error)], 1
     except Exception as error:
@@ -422,8 +434,6 @@ def _answer(args: list[str], debug: bool) -> int:
         is_usage = hasattr(error, "format_message")
         if not is_usage and not isinstance(error, EXPECTED_ERRORS):
             raise
-        if is_usage and not args:
-            return 0  # the list of commands is printed
         errors, status = _lines(error), 2
     if is_first_process():
         report(errors)
@@ -434,8 +444,8 @@ def _lines(error: Exception) -> list[str]:
     if isinstance(error, UserError):
         return error.errors
     if hasattr(error, "format_message"):
-        hint = " Write overrides as key=value." if "No such option" in error.format_message() else ""
-        return [f"{error.format_message()}{hint}"]
+        hint = " Overrides are written key=value." if "No such option" in error.format_message() else ""
+        return [f"{error.format_message().rstrip('.')}.{hint}"]
     return [f"{error} (--debug shows the traceback)"]
 
 

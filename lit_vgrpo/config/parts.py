@@ -23,8 +23,9 @@ CLASS = re.compile(r"class_path '([\w.]+)'")
 UNKNOWN = re.compile(r"(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?")
 UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
 OF_CONSTRUCTOR = re.compile(r"- (\w+=.*)")
-EXPECTED = re.compile(r"(?:Expected an?|Input should be) (.+?)(?:\. Got value| \[type=|$)", re.MULTILINE)
-GIVEN = re.compile(r"(?:Given value|Got value|input_value): ?(.*)")
+LIMIT = re.compile(r"(Input should be .+?) \[type=")
+EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value|$)", re.MULTILINE)
+GIVEN = re.compile(r"(?:Given value|Got value|input_value)[:=] ?(.*)")
 TYPES = {"NoneType": "null", "bool": "true or false", "float": "a number", "str": "text", "dict": "a mapping"}
 
 
@@ -82,6 +83,8 @@ def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
         hint = f"Did you mean {guess}?" if guess else "Write it as package.module.Class."
         return f"{key}={name[1]} is not a known class. {hint}"
     value, expected = GIVEN.search(text), [_type_name(kind) for kind in EXPECTED.findall(text)]
+    if limit := LIMIT.search(text):
+        return f"{key}={value[1].partition(',')[0] if value else ''}: {limit[1]}"
     if value is not None and expected and key:
         return f"{key}={value[1]}: expected {' or '.join(dict.fromkeys(expected))}."
     plain = re.sub(r'Parser key "[\w.]+":|Problem with given class_path \'[\w.]+\':', "", text).strip()

@@ -27,7 +27,7 @@ LINES = [
         ["model.objective.rollout.steps=0"],
         "model.objective.rollout.steps=0: Input should be greater than or equal to 1",
     ),
-    (["model.objective.num_mc_samples=1.5"], "model.objective.num_mc_samples=1.5: expected a valid integer."),
+    (["model.objective.num_mc_samples=1.5"], "model.objective.num_mc_samples=1.5: Input should be a valid integer"),
     (["model.reward=HTTPReward", URL, "model.reward.connection.retries=-1"], "model.reward.connection.retries=-1: Inp"),
     ([SEVERAL, "model.reward.weights=[0,0]"], "model.reward.weights=[0.0, 0.0] are all 0."),
     (
