@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from lit_vgrpo.callbacks import FID, RewardHackAlarm
 from lit_vgrpo.core.pictures import PICTURE, picture_size
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.errors import UserError, suggestion
+from lit_vgrpo.errors import suggestion
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.prompt_encoder import size_error
@@ -19,9 +19,6 @@ from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.combine import ROW_FIELD
 from lit_vgrpo.training.limits import unfit_callbacks
 
-OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
-SECTIONS = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "scouts/", "surrogate/", "train/", "lr-")
-"""Prefixes of all metrics that a run logs."""
 FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a table are not read)"
 
 
@@ -35,35 +32,7 @@ def callback_errors(
         if isinstance(callback, RewardHackAlarm):
             found = callback.check(model, data)
         errors += [f"trainer.callbacks[{number}].{error}" if "=" in error.split()[0] else error for error in found]
-    return [*errors, *unknown_monitors(callbacks)]
-
-
-def refuse_twins(callbacks: Sequence[Callback]) -> None:
-    """Check that no two callbacks have the same state key, which a checkpoint could not tell apart.
-
-    Raises:
-        UserError: Two have.
-    """
-    keys = [callback.state_key for callback in callbacks]
-    for number, callback in enumerate(callbacks):
-        first = keys.index(callback.state_key)
-        if first < number and type(callback).state_dict is not Callback.state_dict:
-            name = type(callback).__name__
-            raise UserError(
-                f"trainer.callbacks contains {name} twice, as [{first}] and [{number}]. Leave one of them out."
-            )
-
-
-def unknown_monitors(callbacks: Sequence[Callback]) -> list[str]:
-    """Return an error for each monitored metric that nothing logs; none with a callback of the user's, which may."""
-    if not all(type(callback).__module__.startswith(("lit_vgrpo.", "lightning.")) for callback in callbacks):
-        return []
-    asked = [(type(callback).__name__, getattr(callback, "monitor", None)) for callback in callbacks]
-    return [
-        f"{name} monitor={metric}: no metric of a run has that name. {suggestion(metric, OFTEN_WANTED)}"
-        for name, metric in asked
-        if metric is not None and not metric.startswith(SECTIONS)
-    ]
+    return errors
 
 
 def picture_errors(

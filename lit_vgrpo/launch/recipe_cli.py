@@ -24,7 +24,7 @@ from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, recipe_error, with_full_k
 from lit_vgrpo.config.recipe import Recipe
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.launch.checks import UnscorablePrompts, callback_errors, picture_errors, refuse_twins
+from lit_vgrpo.launch.checks import UnscorablePrompts, callback_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.memory import device_name, idle_gpu
 from lit_vgrpo.system.paths import write_atomically
@@ -190,7 +190,6 @@ class RecipeCLI(LightningCLI):
         )
 
     def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
-        refuse_twins(chosen)
         wanted: dict[type[Callback], type[Callback]] = {our_callbacks.RunSummary: our_callbacks.RunSummary}
         if self.config.trainer.enable_progress_bar is not False:
             wanted[ProgressBar] = our_callbacks.ProgressBar
@@ -301,14 +300,12 @@ def read_checkpoint(path: Path, what: str) -> dict[str, Any]:
         what: Its name in messages.
 
     Raises:
-        UserError: It does not exist, is a folder, or is damaged.
+        UserError: It is not a file, or is damaged.
     """
-    if not path.exists():
-        raise UserError(f"{what} does not exist. Give a checkpoint of an earlier run.")
-    if path.is_dir():
-        newest = newest_checkpoint(path)
+    if not path.is_file():
+        newest = newest_checkpoint(path) if path.is_dir() else None
         advice = f"Set ckpt_path={newest}, or continue it with --resume." if newest else "Give a checkpoint file."
-        raise UserError(f"{what} is a folder. {advice}")
+        raise UserError(f"{what} is not a file. {advice}")
     try:
         return read_sound(path)
     except CheckpointDamage as damage:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -89,26 +88,16 @@ def _report_failure(cli: RecipeCLI) -> None:
 
 
 def _refusal(cli: RecipeCLI, error: Exception) -> UserError | None:
-    """Return an error before training as a UserError, or ``None`` if it is not the user's."""
+    """Return an error that stops a run before training as a UserError; ``None`` for other kinds of errors."""
     if isinstance(error, MisconfigurationException):
         return UserError(str(error))
-    if isinstance(error, AttributeError | TypeError):
-        # A callback of Lightning's that needs another kind of module.
-        return UserError(f"trainer: {one_line(error)}") if _raised_in(error, {"lightning"}) else None
+    if isinstance(error, AttributeError | TypeError):  # a callback may need another kind of module
+        return UserError(f"{type(error).__name__}: {one_line(error)} (--debug shows the traceback)")
     if not isinstance(error, RuntimeError | ValueError | KeyError):
         return None
     if cli.ckpt_path is not None:
         return UserError(f"Cannot continue from ckpt_path={cli.ckpt_path}: {one_line(error)}")
-    # Errors of other packages are bugs, not checks of settings.
-    is_refusal = not isinstance(error, KeyError) and _raised_in(error, {"lightning", "lit_vgrpo", "callbacks"})
-    return UserError(str(error)) if is_refusal else None
-
-
-def _raised_in(error: Exception, packages: set[str]) -> bool:
-    """Return True if the last frame outside of ``nn.Module`` is in one of the packages."""
-    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    files = [file for file in files if file.parts[-4:] != ("torch", "nn", "modules", "module.py")]
-    return bool(files) and bool(packages & set(files[-1].parts))
+    return None if isinstance(error, KeyError) else UserError(str(error))
 
 
 def _report_outcome(cli: RecipeCLI) -> int:

@@ -40,7 +40,7 @@ def test_every_command_has_help(name, capsys):
         (["run"], "Missing argument"),
         (
             ["run", "tiny_shapes", "--trainer.max_epochs=3"],
-            "No such option: --trainer.max_epochs. Overrides overrides as key=",
+            "No such option: --trainer.max_epochs. Overrides are",
         ),
         (["run", "tiny_shapes", "--resum"], "No such option: --resum (Possible options: --resume). Overrides"),
         (["sample", "x", "--count", "0"], "Invalid value for '--count': Input should be greater than or equal to 1."),

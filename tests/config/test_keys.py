@@ -38,7 +38,7 @@ LINES = [
         ["trainer.callbacks=[EMA]", "trainer.callbacks[3].decay=1"],
         "trainer.callbacks[3] does not exist. Append an entry",
     ),
-    (["trainer.callbacks=[EMA,EMA]"], "trainer.callbacks contains EMA twice, as [0] and [1]. Leave one of them out."),
+    (["trainer.callbacks=[EMA,EMA]"], "Found more than one stateful callback of type `EMA`."),
     (["model.policy.lora_alpha=4"], "model.policy.lora_alpha=4 has no effect without lora_rank."),
     (["model.policy.lora_rank=2.5"], "model.policy.lora_rank=2.5: expected"),
     (["model.policy.checkpoint=/none"], "model.policy.checkpoint=/none is not a folder."),
