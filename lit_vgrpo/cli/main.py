@@ -86,15 +86,20 @@ Token = Annotated[str | None, Option(parser=_read_token, metavar="NAME", help="E
 Out = Annotated[Path | None, Option(parser=_read_path, metavar="PATH", help="File or folder to write.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"lit-vgrpo {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
-    version: Annotated[bool, Option("--version", "-V", is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, Option("--version", "-V", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
     debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Train diffusion models with reinforcement learning; try lightning run tiny_shapes."""
-    if version:
-        print(f"lit-vgrpo {__version__}")
-        raise typer.Exit
 
 
 @app.command(rich_help_panel=START)

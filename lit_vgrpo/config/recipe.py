@@ -145,7 +145,7 @@ def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
         return shipped[name]
     why = "it is a folder" if path.is_dir() else "no such file, and not a shipped name"
     files = {str(file.with_suffix("")): str(file) for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")}
-    known = {**{short: short for short in shipped}, **files}
+    known = {**{short.rpartition("/")[2]: short for short in shipped}, **{short: short for short in shipped}, **files}
     guess = nearest(str(path.with_suffix("")) if path.suffix in SUFFIXES else name, known)
     meant = f"Did you mean {known[guess]}?" if guess else f"Shipped: {', '.join(shipped)}."
     raise UserError(f"{text} is not {what}: {why}. {meant}{hint}")

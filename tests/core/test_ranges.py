@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import types
 import typing
 from typing import Annotated, Literal
 
@@ -78,7 +79,8 @@ def has_bare_number(hint):
 
 def outside(hint):
     """Return the numbers just outside the range of an option that takes one number."""
-    members = typing.get_args(hint) if typing.get_origin(hint) is not Annotated else (hint,)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    members = typing.get_args(hint) if is_union else (hint,)
     for member in (one for one in members if typing.get_origin(one) is Annotated):
         limits = [limit for entry in member.__metadata__ for limit in getattr(entry, "metadata", ())]
         for limit in limits:
@@ -135,8 +137,8 @@ Timer = checked(Timer)
         ({"seconds": 10.5}, ValueError, "seconds=10.5: Input should be less than or equal to 10"),
         ({"seconds": math.nan}, ValueError, "seconds=nan: Input should be a finite number"),
         ({"seconds": "3"}, TypeError, "seconds='3': Input should be a valid number"),
-        ({"size": True}, TypeError, "size=True: Input should be a valid integer, or 'auto'"),
-        ({"size": 2.0}, TypeError, "size=2.0: Input should be a valid integer, or 'auto'"),
+        ({"size": True}, ValueError, "size=True: Input should be a valid integer, or 'auto'"),
+        ({"size": 2.0}, ValueError, "size=2.0: Input should be a valid integer, or 'auto'"),
         ({"size": "aut"}, ValueError, "size='aut': Input should be a valid integer, or 'auto'"),
         ({"pair": [1, 0]}, ValueError, "pair=[1, 0]: Input should be greater than or equal to 1"),
         ({"second": 3}, TypeError, "unexpected keyword"),
