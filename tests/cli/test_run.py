@@ -21,6 +21,8 @@ from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.recipe_cli import fixed_seed
 from lit_vgrpo.objectives import VGRPO
 
+POLICY = "model.policy.checkpoint=shipped:assets/tiny_sd3"
+
 
 def metrics(folder):
     with (Path(folder) / "metrics.csv").open() as file:
@@ -70,7 +72,7 @@ def test_a_mistake_is_one_line_and_status_2(tiny_recipe, capfd, override, line):
 
 
 def test_several_mistakes_are_several_lines(tiny_recipe, capfd):
-    assert run([str(tiny_recipe), "trainer.devices=3", "model.policy=UNetPolicy"]) == 2
+    assert run([str(tiny_recipe), "trainer.devices=3", "model.policy=UNetPolicy", POLICY]) == 2
     found = capfd.readouterr().err
     assert "is a StableDiffusion3Pipeline, UNetPolicy needs StableDiffusionPipeline" in found
     assert "model.objective.rollout.solver=euler is not a solver of UNetPolicy" in found
