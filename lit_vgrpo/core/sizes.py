@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Literal
 
-from lit_vgrpo.core.ranges import Count, GroupSize, declared, range_errors
+from lit_vgrpo.core.ranges import Count, GroupSize, range_errors
 
 DEVICE_COUNTS_NAMED = 8  # minimum range of the suggested world sizes
 
@@ -120,9 +120,7 @@ class Sizes:
 
     def value_errors(self) -> list[str]:
         """Return the errors that do not depend on the number of ranks, one line each."""
-        hints = declared(type(self).__init__)
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return [str(error) for name, value in values.items() for error in range_errors(name, value, hints[name])]
+        return [str(error) for error in range_errors(type(self), vars(self))]
 
     def update_of(self, slot: int, member: int) -> int:
         """Return the update that trains on image ``member`` of group ``slot``, if every update uses its own share.

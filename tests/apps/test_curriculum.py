@@ -7,11 +7,10 @@ import sys
 import threading
 
 import pytest
+from commands import check, run
 
 from lit_vgrpo.apps.curriculum.curriculum import Curriculum, is_curriculum
 from lit_vgrpo.apps.curriculum.runner import new_run, resumed_run, run_process, stage_environment
-from lit_vgrpo.cli.check import check
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.config.recipe import Command
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.paths import write_atomically

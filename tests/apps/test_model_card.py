@@ -4,14 +4,13 @@ import json
 from pathlib import Path
 
 import yaml
+from commands import export, run
 from diffusers import DiffusionPipeline
 
 from lit_vgrpo.apps.report import wording
 from lit_vgrpo.apps.report.model_card import base_licence, card
 from lit_vgrpo.apps.report.recipe_diff import differences, without_secrets
 from lit_vgrpo.apps.report.run_data import read_run
-from lit_vgrpo.cli.export import export
-from lit_vgrpo.cli.run import run
 
 CALLBACKS = "[Export, {class_path: SampleGrid, init_args: {num_prompts: 1, images_per_prompt: 1}}]"
 

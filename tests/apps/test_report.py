@@ -9,11 +9,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from commands import report
 from PIL import Image
 from saved_runs import assert_one_line, folder_with, train
 
 from lit_vgrpo.apps.report import wording
-from lit_vgrpo.apps.report.command import report
 from lit_vgrpo.apps.report.recipe_diff import difference_to_shipped
 from lit_vgrpo.apps.report.run_data import read_run, read_scores
 from lit_vgrpo.apps.report.verdict import Verdict

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from commands import report, run
 from fastapi.testclient import TestClient
 
-from lit_vgrpo.apps.report.command import make_app, report
+from lit_vgrpo.apps.report.command import make_app
 from lit_vgrpo.callbacks import Report
 from lit_vgrpo.callbacks.report import choose
-from lit_vgrpo.cli.run import run
 
 RUN = Path("runs/tiny")
 

@@ -10,6 +10,7 @@ import threading
 import httpx
 import pytest
 import torch
+from commands import serve_options
 from helpers import Brightness
 
 from lit_vgrpo.apps.serve import app as app_module
@@ -17,7 +18,6 @@ from lit_vgrpo.apps.serve import worker as worker_module
 from lit_vgrpo.apps.serve.app import make_app
 from lit_vgrpo.apps.serve.command import opening
 from lit_vgrpo.apps.serve.listening import listening_socket
-from lit_vgrpo.apps.serve.options import ServeOptions
 from lit_vgrpo.apps.serve.page import bounded_server
 from lit_vgrpo.apps.serve.worker import Worker
 from lit_vgrpo.cli.main import main
@@ -346,9 +346,9 @@ def test_it_listens_on_this_machine_unless_told_otherwise_and_warns_then(monkeyp
         ("X", "--host", "0.0.0.0"): True,
         ("X", "--host", "0.0.0.0", "--token-env", "SERVE_TOKEN"): False,
     }.items():
-        options = ServeOptions.parse([*words, "--port", "0"])
+        options = serve_options([*words, "--port", "0"])
         with listening_socket(options.host, options.port) as listener:
             lines = opening("x", listener, options, "cpu")
         assert ("Warning" in "".join(lines)) is warned
         assert TOKEN not in "".join(lines)
-    assert ServeOptions.parse(["X"]).host == "127.0.0.1"
+    assert serve_options(["X"]).host == "127.0.0.1"

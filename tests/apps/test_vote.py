@@ -12,12 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from commands import run, vote, vote_options
 from fastapi.testclient import TestClient
 from saved_runs import assert_one_line
 
 from lit_vgrpo.apps.vote.app import make_app
-from lit_vgrpo.apps.vote.command import VoteOptions, has_ended, vote
-from lit_vgrpo.cli.run import run
+from lit_vgrpo.apps.vote.command import has_ended
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
 
 RUN = Path("runs/tiny")
@@ -275,5 +275,5 @@ def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, caps
     capsys.readouterr()
     assert_one_line(vote, [str(RUN), "--port=0"], capsys, "runs/tiny has no votes.sqlite3. It has not started")
     assert_one_line(vote, [str(RUN), "trainer.max_epochs=3"], capsys, "runs/tiny is a run folder and takes no settings")
-    shared = VoteOptions.parse(["tiny.yaml", "--host=0.0.0.0"])
+    shared = vote_options(["tiny.yaml", "--host=0.0.0.0"])
     assert len(shared.token) > 15

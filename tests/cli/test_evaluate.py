@@ -14,11 +14,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from commands import evaluate, evaluate_options
 from helpers import grey_level
 from PIL import Image
 from saved_runs import assert_one_line, folder_with, train
 
-from lit_vgrpo.cli.eval import EvaluateOptions, evaluate, results, table, write
+from lit_vgrpo.cli.eval import results, table, write
 from lit_vgrpo.cli.eval_scores import ImageScores
 from lit_vgrpo.training.folder import CONFIG_NAME
 
@@ -306,8 +307,8 @@ def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
 
 def test_a_checkpoint_names_its_run(inside):
     path = Path("runs/tiny/checkpoints/last.ckpt")
-    options = EvaluateOptions.parse([str(path), "strategy/zero2", "--data.eval_batch_size", "4", "--reference"])
+    options = evaluate_options([str(path), "strategy/zero2", "--data.eval_batch_size", "4", "--reference"])
     assert (options.run, options.checkpoint) == (Path("runs/tiny"), path)
     assert options.variants == ["trained", "reference"]
     assert options.words == ["strategy/zero2", "data.eval_batch_size=4"]
-    assert EvaluateOptions.parse(["runs/tiny", "--checkpoint", "last.ckpt"]).checkpoint == path
+    assert evaluate_options(["runs/tiny", "--checkpoint", "last.ckpt"]).checkpoint == path

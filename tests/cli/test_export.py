@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from commands import export, run
 from diffusers import DiffusionPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
 from saved_runs import assert_one_line
 
-from lit_vgrpo.cli.export import export
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.cli.sample import image_of
 from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.core.snapshots import trainable_parameters

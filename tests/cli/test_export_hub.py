@@ -4,10 +4,9 @@ import io
 from pathlib import Path
 
 import pytest
+from commands import export
 from fake_hub import FakeHub
 from saved_runs import assert_one_line, folder_with, train
-
-from lit_vgrpo.cli.export import export
 
 TO = "--to=hub:somebody/shapes"
 

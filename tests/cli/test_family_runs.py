@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from commands import export, run
 from helpers import SMALL_PICTURES, picture_prompts, repeating
 
 from lit_vgrpo import policies
-from lit_vgrpo.cli.export import export
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.cli.sample import image_of
 from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.core.pictures import references_of

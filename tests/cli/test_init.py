@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import init
 from stand_ins import StandIns
 
-from lit_vgrpo.cli.init import FILES, init
+from lit_vgrpo.cli.init import FILES
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.system.paths import shipped_root
 from lit_vgrpo.tiny.shapes import PALETTE, render

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from lit_vgrpo.cli.run import run
+from commands import run
 
 FILES = {
     "no_colon.py": "def reward(images, prompts, rows)\n    return images.mean()\n",

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import check, run
 from stand_ins import StandIns, judge
 
 from lit_vgrpo import SD3Policy
 from lit_vgrpo.apps.curriculum.curriculum import Curriculum, is_curriculum
-from lit_vgrpo.cli.check import check
 from lit_vgrpo.cli.main import main
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.config.header import LEVELS, Header
 from lit_vgrpo.config.recipe import Command
 

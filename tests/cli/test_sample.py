@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import sample_images
 from PIL import Image
 from saved_runs import assert_one_line, folder_with, train
 
-from lit_vgrpo.cli.sample import sample_images
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec

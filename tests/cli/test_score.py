@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import score
 from PIL import Image
 
 from lit_vgrpo.cli.image_files import read_image
 from lit_vgrpo.cli.main import main
-from lit_vgrpo.cli.score import score
 from lit_vgrpo.rewards import JPEGCompressibility, as_weighted
 from lit_vgrpo.tiny.shapes import parse_prompt, render
 

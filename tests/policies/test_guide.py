@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from commands import check, run
 from policies import contract
 
-from lit_vgrpo.cli.check import check
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.policies import verify
 from lit_vgrpo.policies.checks import Broken, checks_of
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import evaluate_options, run
 from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import RunSummary
-from lit_vgrpo.cli.eval import EvaluateOptions
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.training.best_evaluation import BestEvaluation
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.resume import last_good_checkpoint
@@ -140,6 +139,6 @@ def test_resuming_takes_it_where_it_is_furthest(tiny_recipe):
     folder = Path("run/checkpoints")
     (folder / "last.ckpt").replace(folder / "best.ckpt")  # further than what is left, and written later
     assert last_good_checkpoint(Path("run"), print).checkpoint == folder / "best.ckpt"
-    assert EvaluateOptions.parse(["run", "--checkpoint", "best.ckpt"]).checkpoint == folder / "best.ckpt"
+    assert evaluate_options(["run", "--checkpoint", "best.ckpt"]).checkpoint == folder / "best.ckpt"
     (folder / "previous.ckpt").replace(folder / "best.ckpt")
     assert last_good_checkpoint(Path("run"), print).checkpoint == folder / "best.ckpt"

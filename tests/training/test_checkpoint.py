@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run
 from helpers import repeating
 
 from lit_vgrpo import VGRPOModule
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.train import train
 from lit_vgrpo.training.checkpoint import FIRST_CTRL_C

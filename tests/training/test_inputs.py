@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 from conftest import TINY_RECIPE
 from helpers import make_data, make_module, make_trainer
 
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, read, write
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import export, run
 from helpers import make_module, repeating
 from safetensors.torch import load_file
 from saved_runs import folder_with, train
 
-from lit_vgrpo.cli.export import export
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.system.hub import LoadError

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_vgrpo import objectives
-from lit_vgrpo.config.parts import merged
+from lit_vgrpo.config.parts import options_of_class
 from lit_vgrpo.config.recipe import loaded, resolved
-from lit_vgrpo.config.schema import options_of_class
-from lit_vgrpo.config.tree import class_name, dotted, leaves
+from lit_vgrpo.config.tree import class_name, dotted, leaves, merged
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.errors import UserError, counted, nearest, suggestion, unknown_option
 from lit_vgrpo.system.paths import shipped_root

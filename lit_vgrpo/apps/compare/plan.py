@@ -24,9 +24,7 @@ from lit_vgrpo.apps.compare.overlays import (
     with_overlay,
 )
 from lit_vgrpo.config.environment import unchanged_texts, with_texts
-from lit_vgrpo.config.parts import merged
-from lit_vgrpo.config.recipe import set_value, texts_from_environment
-from lit_vgrpo.config.tree import Place
+from lit_vgrpo.config.tree import Place, merged, set_value
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.build import build
 
@@ -176,12 +174,12 @@ def recipe_text(entrant: Entrant, path: str, texts: Mapping[Place, str]) -> str:
 
 def runs_of(options: CompareOptions, found: Iterable[Entrant]) -> list[Run]:
     """Write the merged recipes and return a run per entrant and seed, seed by seed."""
-    recipes, of_base = {}, texts_from_environment(options.command)
+    recipes = {}
     for name in ("recipes", "runs", "logs"):
         (options.out / name).mkdir(parents=True, exist_ok=True)
     for entrant in found:
         path = options.out / "recipes" / f"{entrant.name}.yaml"
-        texts = unchanged_texts(of_base, options.base, entrant.recipe)
+        texts = unchanged_texts(options.texts, options.base, entrant.recipe)
         path.write_text(recipe_text(entrant, str(path), texts))
         recipes[path] = entrant
     return [

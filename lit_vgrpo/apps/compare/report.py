@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.overlays import Budget
 from lit_vgrpo.apps.compare.plan import Entrant, Run
-from lit_vgrpo.config.recipe import set_value
+from lit_vgrpo.config.tree import set_value
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import versions
 from lit_vgrpo.training.resume import read_summary

@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from lit_vgrpo.config.arguments import is_override
-from lit_vgrpo.config.recipe import RESUME, STAGES, Command, find_recipe, loaded
+from lit_vgrpo.config.recipe import RESUME, STAGES, Command, find_recipe, is_override, loaded
 from lit_vgrpo.errors import UserError, unknown_option
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.folder import CONFIG_NAME
@@ -85,7 +84,7 @@ class Curriculum:
         if not content[STAGES]:
             raise UserError(f"{file} lists no recipes. Write {STAGES}: [first, second].")
         stages = [Stage(number, _find_stage(file, text)) for number, text in enumerate(content[STAGES], start=1)]
-        saved = _settings(Command(words=[str(file), *(str(word) for key in LISTS for word in content.get(key) or [])]))
+        saved = _settings(Command.parse([str(file), *(str(word) for key in LISTS for word in content.get(key) or [])]))
         typed = [word for word in _settings(command) if not word.startswith("run_dir=")]
         if errors := [error for word in (*saved, *typed) for error in _misplaced(word, len(stages))]:
             raise UserError(*errors)

@@ -8,9 +8,8 @@ import time
 
 import pytest
 import yaml
+from commands import compare, compare_options
 
-from lit_vgrpo.apps.compare.command import compare
-from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.plan import entrants, runs_of
 from lit_vgrpo.apps.compare.runner import is_finished, last_error, locked, prepare_run_folder
 
@@ -35,7 +34,7 @@ def overlay(folder, name, init_args, data=None, sweep=None):
 
 
 def planned(recipe, *words):
-    options = CompareOptions.parse([str(recipe), *words])
+    options = compare_options([str(recipe), *words])
     return runs_of(options, entrants(options))
 
 

@@ -2,13 +2,12 @@
 
 import pytest
 import yaml
+from commands import compare_options
 
-from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.overlays import find_overlay, for_race, read_overlay, shipped_methods, with_overlay
 from lit_vgrpo.apps.compare.plan import entrants, fingerprint, swept
-from lit_vgrpo.config.schema import recipe_errors
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.launch.recipe_cli import LINKED, TOP_LEVEL
+from lit_vgrpo.launch.build import part_errors
 
 BASE = {
     "model": {
@@ -70,7 +69,7 @@ def test_what_depends_on_the_network_is_the_recipes_for_all_methods_that_have_it
 
 def test_a_method_that_cannot_run_on_the_policy_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (error,) = errors_of(entrants, CompareOptions.parse(["tiny_unet", "--methods", "vgrpo,awm"]))
+    (error,) = errors_of(entrants, compare_options(["tiny_unet", "--methods", "vgrpo,awm"]))
     assert error.startswith("awm: model.objective=AWM does not work on UNetPolicy: ")
     assert not (tmp_path / "runs").exists()
 
@@ -113,16 +112,16 @@ OF_A_UNET = ["ddpo"]
 )
 def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    race = entrants(CompareOptions.parse([recipe, "--methods", ",".join(methods), "--settings", "published"]))
+    race = entrants(compare_options([recipe, "--methods", ",".join(methods), "--settings", "published"]))
     assert [entrant.method for entrant in race] == methods
-    options = CompareOptions.parse([recipe, "--methods", ",".join(methods), "--sweep"])
+    options = compare_options([recipe, "--methods", ",".join(methods), "--sweep"])
     for method in methods:
         overlay = read_overlay(find_overlay(method))
         points = swept(options, overlay)
         assert len(points) == len({fingerprint(point.recipe, 0) for point in points}) == 8
         tuned = for_race(with_overlay(options.base, overlay.part("tuned")), 1, 1)
         for other in (tuned, points[-1].recipe):  # the rest have other numbers for the same keys
-            assert recipe_errors(other, TOP_LEVEL, LINKED) == [], method
+            assert part_errors(other)[0] == [], method
 
 
 def test_an_overlay_may_start_from_a_shipped_methods_published_settings(tmp_path):
@@ -140,7 +139,7 @@ def test_a_sweep_may_be_a_list_of_points(tmp_path, tiny_recipe):
     points = [{"model.optimizer.lr": 0.1}, {"model.optimizer.lr": 0.2, "model.objective.clip": None}]
     path = overlay_file(tmp_path, sweep=points)
     assert read_overlay(path).points == points
-    found = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path), "--sweep"]))
+    found = entrants(compare_options([str(tiny_recipe), "--methods", str(path), "--sweep"]))
     assert [entrant.changed for entrant in found] == points
     assert found[1].recipe["model"]["objective"]["init_args"]["clip"] is None
 
@@ -150,7 +149,7 @@ def test_an_overlay_says_what_its_search_was_given(tmp_path, tiny_recipe):
     path = overlay_file(tmp_path, tuned={"model": {"optimizer": {"lr": 0.2}}}, found=found)
     budget = read_overlay(path).found
     assert str(budget) == "8 points x 2 seeds x 30 iterations, tiny_shapes, training prompts"
-    race = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path)]))
+    race = entrants(compare_options([str(tiny_recipe), "--methods", str(path)]))
     assert [entrant.settings for entrant in race] == ["published", "tuned"]
     assert race[1].found == budget
 
@@ -193,7 +192,7 @@ def test_all_errors_come_before_the_first_run(tmp_path, tiny_recipe):
     sizes = overlay_file(
         tmp_path, "odd", published={"model": {"objective": "VGRPO"}, "data": {"updates_per_iteration": 0}}
     )
-    options = CompareOptions.parse([str(tiny_recipe), "--methods", f"{wrong},{sizes}"])
+    options = compare_options([str(tiny_recipe), "--methods", f"{wrong},{sizes}"])
     errors = errors_of(entrants, options)
     assert errors[0] == "wrong: model.objective.clipp is not an option of VGRPO. Did you mean clip?"
     assert errors[1].startswith("odd: data.updates_per_iteration=0 is too small.")
@@ -205,22 +204,22 @@ def test_an_override_that_a_method_undoes_is_refused(tiny_recipe):
     lost = ["model.objective.num_mc_samples=3", "model.optimizer.lr=0.5", "model.objective=VGRPO"]
     for word in lost:
         key = word.split("=")[0]
-        (error,) = errors_of(entrants, CompareOptions.parse([*words, word]))
+        (error,) = errors_of(entrants, compare_options([*words, word]))
         assert error.startswith(f"{key} has no effect: the overlay of vgrpo sets it.")
     kept = ["model.objective.rollout.steps=3", "data.group_size=4", "model.optimizer.weight_decay=0.5"]
-    (entrant,) = entrants(CompareOptions.parse([*words, *kept]))
+    (entrant,) = entrants(compare_options([*words, *kept]))
     assert entrant.recipe["model"]["objective"]["init_args"]["rollout"]["steps"] == 3
     assert entrant.recipe["model"]["evaluation"]["steps"] == 3
 
 
 def test_tuned_is_refused_where_nothing_is_tuned(tmp_path, tiny_recipe):
     path = overlay_file(tmp_path)
-    options = CompareOptions.parse([str(tiny_recipe), "--methods", str(path), "--settings", "tuned"])
+    options = compare_options([str(tiny_recipe), "--methods", str(path), "--settings", "tuned"])
     assert errors_of(entrants, options)[0].startswith("mine has no tuned settings. ")
-    default = entrants(CompareOptions.parse([str(tiny_recipe), "--methods", str(path)]))
+    default = entrants(compare_options([str(tiny_recipe), "--methods", str(path)]))
     assert [entrant.settings for entrant in default] == ["published"]
 
 
 def test_without_held_out_prompts_there_is_no_race(tiny_recipe):
-    options = CompareOptions.parse([str(tiny_recipe), "data.heldout=null", "--methods", "vgrpo"])
+    options = compare_options([str(tiny_recipe), "data.heldout=null", "--methods", "vgrpo"])
     assert "data.heldout" in errors_of(entrants, options)[0]

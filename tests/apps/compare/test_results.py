@@ -4,9 +4,9 @@ import csv
 import json
 
 import pytest
+from commands import compare_options
 from PIL import Image
 
-from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.overlays import Budget
 from lit_vgrpo.apps.compare.plan import Entrant
 from lit_vgrpo.apps.compare.report import (
@@ -122,7 +122,7 @@ def test_a_failed_seed_is_listed_and_leaves_no_mean_cost(tmp_path, monkeypatch):
     curves = [curve("nft", 0, [0.2, 0.9]), Curve("nft", "published", 1, [], "RuntimeError: no room")]
     assert cells(reward_table(summaries(curves)), "nft")["seeds"] == "1/2"
     assert cells(costs(curves, 0.5), "nft")["iterations"] == "-"
-    options = CompareOptions.parse(["tiny_shapes", "--methods", "nft", "--target", "0.5", "--out", "."])
+    options = compare_options(["tiny_shapes", "--methods", "nft", "--target", "0.5", "--out", "."])
     assert "- nft published, seed 1: RuntimeError: no room" in write_race(options, [], curves)
     all_failed = [Curve("nft", "published", 0, [], "boom")]
     assert list(cells(reward_table(summaries(all_failed)), "nft").values())[2:] == ["0/1", *"-------"]
@@ -150,7 +150,7 @@ def rows_of(file):
 def test_the_files_of_a_race(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["tiny_shapes", "--methods", "vgrpo", "--target", "0.5", "--seeds", "2", "--out", "."]
-    options = CompareOptions.parse(words)
+    options = compare_options(words)
     found = [Entrant("vgrpo", "published", {}), Entrant("vgrpo", "tuned", {}, found=Budget(8, 2, 30))]
     text = write_race(options, found, [curve("vgrpo", s, [0.2, 0.9]) for s in range(2)])
     assert "- vgrpo: 8 points x 2 seeds x 30 iterations" in text
@@ -228,7 +228,7 @@ def test_a_ranking_is_by_passes_and_not_by_the_machines_time():
 def test_the_files_of_a_sweep(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--methods", "vgrpo", "--sweep", "--target", "0.5,0.85", "--iterations", "10", "--out", "."]
-    options = CompareOptions.parse(["tiny_shapes", *words])
+    options = compare_options(["tiny_shapes", *words])
     recipe = {"model": {"objective": {"class_path": "VGRPO", "init_args": {}}}}
     found = [
         Entrant("vgrpo", f"sweep{n}", recipe, {"model.optimizer.lr": lr, "model.objective.clip": 0.1})

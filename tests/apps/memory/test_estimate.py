@@ -6,13 +6,13 @@ import shutil
 import pytest
 import torch
 from all_methods import METHODS, VARIANTS
+from commands import check
 from helpers import repeating
 from real_architectures import FLUX_DEV, SD35_MEDIUM, write_architecture
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory.estimate import Pass, estimate, peak_of_pass
 from lit_vgrpo.apps.memory.meta import AutocastOnMeta, NotHere, policy_on_meta
-from lit_vgrpo.cli.check import check
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from commands import check
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory import estimate as stages
@@ -9,7 +10,6 @@ from lit_vgrpo.apps.memory.estimate import estimate
 from lit_vgrpo.apps.memory.meta import policy_on_meta
 from lit_vgrpo.apps.memory.room import memory_report
 from lit_vgrpo.apps.memory.scorers import scorers
-from lit_vgrpo.cli.check import check
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.rewards import (
