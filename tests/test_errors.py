@@ -19,7 +19,7 @@ from lit_vgrpo.errors import (
     without_controls,
 )
 
-PRINT_THEMSELVES = ("errors.py", "cli/main.py", "apps/compare/progress.py", "policies/verify.py")
+PRINT_THEMSELVES = ("errors.py", "cli/commands.py", "policies/verify.py")
 """Files that make text safe or print no text of others."""
 
 

@@ -26,7 +26,7 @@ from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
+from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX, vacant_folder
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
 
@@ -65,7 +65,9 @@ class SampleOptions(RunOptions):
         self.rows += [{"prompt": prompt} for prompt in self.typed_prompts]
         if self.image is not None:
             self.rows = [{**row, PICTURE: str(self.image)} for row in self.rows]
-        if self.out is None:
+        if self.out is not None:
+            self.out = vacant_folder(self.out)
+        else:
             self.out = next(folder for folder in candidates(self.run / "sample") if not folder.exists())
 
     @property

@@ -19,6 +19,10 @@ from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.combine import ROW_FIELD
 from lit_vgrpo.training.limits import unfit_callbacks
 
+OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
+LOGGED = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "scouts/", "surrogate/", "train/", "lr-")
+"""Prefixes of all metrics that a run logs."""
+
 FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a table are not read)"
 
 
@@ -30,6 +34,11 @@ def callback_errors(callbacks: Sequence[Callback], model: VGRPOModule, data: Pro
         if isinstance(callback, RewardHackAlarm):
             found = callback.check(model, data)
         errors += [f"trainer.callbacks[{number}].{error}" if "=" in error.split()[0] else error for error in found]
+        metric = getattr(callback, "monitor", None)
+        # Lightning finds out after the first evaluation or checkpoint.
+        if type(callback).__module__.startswith("lightning.") and metric and not metric.startswith(LOGGED):
+            name = f"trainer.callbacks[{number}].monitor={metric}"
+            errors.append(f"{name}: no metric of a run has that name. {suggestion(metric, OFTEN_WANTED)}")
     return errors
 
 

@@ -90,7 +90,7 @@ def test_check_names_the_stages_of_each_error(here, tiny_sd3, tiny_recipe, capsy
     assert check(["both.yaml", "model.objective.num_mc_sample=2", "stage2.model.reward.checkpoint=x"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert any(line.startswith("Stages 1, 2: model.objective.num_mc_sample is not an option") for line in errors)
-    assert any(line.startswith("Stage 1: data.group_size=1 has no group") for line in errors), errors
+    assert any(line.startswith("Stage 1: data.group_size=1: Input should be") for line in errors), errors
     assert any(line.startswith("Stage 2: model.reward.checkpoint is not an option") for line in errors), errors
 
 
@@ -118,7 +118,7 @@ def test_a_run_folder_holds_the_curriculum_with_what_was_typed(here):
 
 def test_resume_finds_the_run(here):
     def found(*words):
-        return str(resumed_run(Command.parse([*words, "--resume"])))
+        return str(resumed_run(Command.parse(words, resume=True)))
 
     with pytest.raises(UserError, match="runs/both is not a run of a curriculum. Leave out --resume to start it"):
         found("both.yaml")

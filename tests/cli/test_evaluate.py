@@ -282,7 +282,7 @@ def test_fid_and_diversity_that_the_recipe_does_not_have(inside, evaluated):
     ("words", "line"),
     [
         (["runs/tny"], "runs/tny is not a run. Did you mean runs/tiny?"),
-        ([], "No run given. Try: lightning eval runs/tiny_shapes"),
+        ([], "Missing argument 'run'."),
         (["runs/tiny", "--out=x.csv"], "--out x.csv is not a JSON file. Use --out x.json."),
         (["runs/tiny", "--checkpoint=lst.ckpt"], "--checkpoint lst.ckpt does not exist. Did you mean last.ckpt?"),
         (["runs/tiny", "ckpt_path=x"], "ckpt_path has no effect on an evaluation. Use --checkpoint FILE."),
@@ -307,7 +307,7 @@ def test_a_run_without_a_checkpoint(inside, tmp_path, capsys):
 
 def test_a_checkpoint_names_its_run(inside):
     path = Path("runs/tiny/checkpoints/last.ckpt")
-    options = evaluate_options([str(path), "strategy/zero2", "--data.eval_batch_size", "4", "--reference"])
+    options = evaluate_options([str(path), "strategy/zero2", "data.eval_batch_size=4", "--reference"])
     assert (options.run, options.checkpoint) == (Path("runs/tiny"), path)
     assert options.variants == ["trained", "reference"]
     assert options.words == ["strategy/zero2", "data.eval_batch_size=4"]

@@ -71,10 +71,10 @@ def test_nothing_is_overwritten(written, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "takes the name of one new folder"),
-        (["a", "b"], "takes the name of one new folder"),
+        ([], "Missing argument 'folder'."),
+        (["a", "b"], "Got unexpected extra argument"),
         (["two words"], "'two words' cannot name a run"),
-        (["a", "--force"], "--force is not an option of init."),
+        (["a", "--force"], "No such option: --force."),
     ],
 )
 def test_a_folder_that_cannot_be_written_is_one_line(words, said, tmp_path, monkeypatch, capsys):

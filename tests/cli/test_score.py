@@ -129,7 +129,7 @@ def test_files_that_are_no_images_are_a_line_each(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "No reward given."),
+        ([], "Missing argument 'REWARD'."),
         (["JPEGCompressibility"], "No image given."),
         (["JPEGCompressibility", "cat.png"], "cat.png does not exist."),
         (["JPEGCompressibility", "empty"], "empty contains no images."),

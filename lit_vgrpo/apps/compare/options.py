@@ -33,7 +33,7 @@ def read_settings(text: str) -> list[str]:
     """Return the kinds of settings that commas separate; raise UserError if one is unknown."""
     names = read_names(text)
     if not set(names) <= set(SETTINGS):
-        raise UserError(f"{text} is not published, tuned or published,tuned.")
+        raise UserError(f"--settings {text} is not published, tuned or published,tuned.")
     return names
 
 
@@ -42,7 +42,7 @@ def read_rewards(text: str) -> list[float]:
     try:
         return sorted({float(word) for word in read_names(text)})
     except ValueError as error:
-        raise UserError(f"{text} is not a held-out reward such as 0.7, or several: 0.6,0.7.") from error
+        raise UserError(f"--target {text} is not a held-out reward such as 0.7, or several: 0.6,0.7.") from error
 
 
 def set_sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> str:
