@@ -67,7 +67,7 @@ class ScoreCollector:
         for start in range(0, len(images), size):
             part = slice(start, start + size)
             with timed(self.seconds, "decode"):
-                pixels = self.policy.decode(images.latents[part])
+                pixels = self.policy.decode(images.latents[part].to(self.policy.device))
             prompts, rows = [batch.prompts[g] for g in groups[part]], [dict(batch.rows[g]) for g in groups[part]]
             with timed(self.seconds, "reward"):
                 self.queue.put(pixels, prompts, rows)

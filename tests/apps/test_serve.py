@@ -4,7 +4,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 
 import httpx
@@ -12,6 +11,7 @@ import pytest
 import torch
 from commands import serve_options
 from helpers import Brightness
+from processes import started
 
 from lit_vgrpo.apps.serve import app as app_module
 from lit_vgrpo.apps.serve import worker as worker_module
@@ -50,15 +50,8 @@ def body_of(images, prompts=None):
 @pytest.fixture(scope="module")
 def command():
     """The command as it is typed, in a process of its own; gives its address."""
-    environment = {**os.environ, "SERVE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lit_vgrpo", *COMMAND.split()],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
+    environment = {**os.environ, "SERVE_TOKEN": TOKEN}
+    with started(*COMMAND.split(), env=environment, stderr=subprocess.STDOUT) as process:
         line = process.stdout.readline()
         assert line.startswith("Serving jpeg on c"), line
         yield re.search(r"http\S+(?=/score)", line).group()
@@ -66,8 +59,6 @@ def command():
         rest = process.communicate(timeout=30)[0]
         assert process.returncode == 0
         assert re.fullmatch(r"Stopped after \d+ images\.\n", rest), "Ctrl-C is not clean"
-    finally:
-        process.kill()
 
 
 @pytest.fixture

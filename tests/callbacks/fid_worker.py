@@ -1,4 +1,4 @@
-"""A small run with FID and KID on any number of ranks: ``fid_worker.py SPEC.json``; each rank writes what it found."""
+"""Small runs with FID and KID under each strategy: ``fid_worker.py SPEC.json``; each rank writes what it found."""
 
 import json
 import os
@@ -32,20 +32,16 @@ class Witness(L.Callback):
 
 
 def main(spec):
-    torch.manual_seed(0)
-    module = make_module(spec["sd3"], optimizer=OptimizerConfig(lr=1e-3))
-    options = {"features": spec["script"], "kid": True}
-    witness = Witness()
-    callbacks = [
-        EMA(0.5),
-        FID(spec["real"], **options),
-        witness,
-    ]
-    data = make_data(heldout_limit=7, heldout_images_per_prompt=3, eval_batch_size=4)
-    parallel = {"devices": spec["devices"], "strategy": small_strategy(spec["strategy"])} if spec["devices"] > 1 else {}
-    trainer = make_trainer(spec["out"], 1, callbacks, **parallel)
-    trainer.fit(module, datamodule=data)
-    Path(spec["out"], f"{spec['devices']}-{trainer.global_rank}.json").write_text(json.dumps(witness.found))
+    for strategy in spec["strategies"]:
+        torch.manual_seed(0)
+        module = make_module(spec["sd3"], optimizer=OptimizerConfig(lr=1e-3))
+        witness = Witness()
+        callbacks = [EMA(0.5), FID(spec["real"], features=spec["script"], kid=True), witness]
+        data = make_data(heldout_limit=7, heldout_images_per_prompt=3, eval_batch_size=4)
+        parallel = {"devices": 2, "strategy": small_strategy(strategy)} if strategy else {}
+        trainer = make_trainer(spec["out"], 1, callbacks, **parallel)
+        trainer.fit(module, datamodule=data)
+        Path(spec["out"], f"{strategy}-{trainer.global_rank}.json").write_text(json.dumps(witness.found))
 
 
 if __name__ == "__main__":

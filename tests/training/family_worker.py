@@ -1,7 +1,7 @@
 """One iteration of each model family under one strategy after the other: ``family_worker.py SPEC.json``.
 
-``data`` are options of the prompts. A run is ``{name, policy, options, lora, strategy}``; it leaves ``NAME.ckpt`` and
-what was trained in ``NAME-export``.
+A run is ``{name, policy, options, lora, strategy, data}``, of which ``data`` are options of the data module; it leaves
+``NAME.ckpt`` and what was trained in ``NAME-export``.
 """
 
 import json
@@ -30,8 +30,8 @@ def stirred(family):
     """The family, started away from where an adapter does nothing and some weights get no gradient."""
 
     class Stirred(family):
-        def adopt(self, pipeline):
-            super().adopt(pipeline)
+        def adopt(self, pipeline, put_start=None):
+            super().adopt(pipeline, put_start)
             generator = torch.Generator().manual_seed(0)
             for parameter in self.network.parameters():
                 if parameter.requires_grad:
@@ -41,7 +41,7 @@ def stirred(family):
     return Stirred
 
 
-def train(run, folder, data):
+def train(run, folder):
     policy = stirred(getattr(policies, run["policy"]))(**run["options"], lora_rank=8 if run["lora"] else None)
     module = VGRPOModule(
         policy,
@@ -55,14 +55,16 @@ def train(run, folder, data):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = {"strategy": run["strategy"]} if run["strategy"] else {}
     trainer = make_trainer(folder, 1, callbacks, devices=world, gradient_clip_val=0.05, **chosen)
-    trainer.fit(module, datamodule=make_data(micro_batch_size=2, updates_per_iteration=2, **data))
+    trainer.fit(module, datamodule=make_data(micro_batch_size=2, updates_per_iteration=2, **run["data"]))
     trainer.save_checkpoint(folder / f"{run['name']}.ckpt")
 
 
-if __name__ == "__main__":
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    if spec["data"]:
-        exec("\n".join(SMALL_PICTURES))
+def main(spec):
+    exec("\n".join(SMALL_PICTURES), {})
     for each in spec["runs"]:
         print(each, flush=True)
-        train(each, Path(spec["folder"]), spec["data"])
+        train(each, Path(spec["folder"]))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -53,7 +53,7 @@ class Count(L.Callback):
     def _alive(self, module):
         pipeline = module.policy.pipeline
         apart = [t for part in (*module.policy.encoders(), pipeline.vae) for t in tensors_of(part)]
-        apart += [t for row in module.policy.prompt_encoder._recent.rows.values() for t in row.values()]
+        apart += [t for row in module.policy.prompt_encoder._recent.values() for t in row.values()]
         left_out = self._old.keys() | {tensor.untyped_storage()._cdata for tensor in apart}
         gc.collect()  # what an earlier run left in cycles
         found = {place: seen() for place, seen in self.live._storages.items()}  # what only C++ holds, too

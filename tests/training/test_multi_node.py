@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from helpers import free_port
+from processes import end_with_parent
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 240
@@ -30,9 +31,9 @@ def test_two_nodes_are_one_run_in_one_folder(tiny_recipe, launcher):
     port, nodes = free_port(), []
     for node in range(2):
         command, env = launcher(port, node)
-        env = {**os.environ, **env, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, **env}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        nodes.append(subprocess.Popen([*command, *words], env=env, **pipes))
+        nodes.append(subprocess.Popen([*command, *words], env=env, preexec_fn=end_with_parent, **pipes))
     try:
         said = [node.communicate(timeout=LIMIT_S)[0] for node in nodes]
     finally:

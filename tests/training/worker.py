@@ -122,8 +122,11 @@ def train(run, folder, sd3):
         torch.save(witness.seen, folder / f"{run['name']}.pt")
 
 
-if __name__ == "__main__":
-    spec = json.loads(Path(sys.argv[1]).read_text())
+def main(spec):
     for each in spec["runs"]:
         print(each, flush=True)
         train(each, Path(spec["folder"]), spec["sd3"])
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
