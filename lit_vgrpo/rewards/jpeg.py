@@ -13,8 +13,6 @@ from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.rewards.base import Reward
 
-BYTES_PER_KILOBYTE = 1000
-
 
 @checked
 @dataclass(eq=False)
@@ -45,7 +43,7 @@ class JPEGCompressibility(Reward):
             buffer = io.BytesIO()
             picture.save(buffer, format="JPEG", quality=self.quality)
             sizes.append(buffer.tell())
-        return torch.tensor(sizes, dtype=torch.float32) / BYTES_PER_KILOBYTE
+        return torch.tensor(sizes, dtype=torch.float32) / 1000
 
 
 class JPEGIncompressibility(JPEGCompressibility):

@@ -65,7 +65,7 @@ def recipe(tiny_recipe):
         (["trainer.callbacks={class_path: Export, init_args: {folder: ..}}"], "folder=.. is not a separate folder. "),
         (
             ["trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: heldout_reward}}"],
-            "trainer.callbacks[0].monitor=heldout_reward: no metric of a run has that name. Did you mean heldout/reward?",
+            "trainer.callbacks[0].monitor=heldout_reward: no metric of a run has that name. Did you mean held",
         ),
         (
             ["trainer.callbacks={class_path: ModelCheckpoint, init_args: {monitor: nothing}}"],

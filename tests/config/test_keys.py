@@ -41,7 +41,7 @@ LINES = [
     (["trainer.callbacks=[EMA,EMA]"], "Found more than one stateful callback of type `EMA`."),
     (
         ["model.policy.lora_alpha=4"],
-        "lora_alpha and lora_targets have no effect without lora_rank. Set lora_rank=32 too.",
+        "lora_alpha and lora_targets have no effect without lora_rank.",
     ),
     (["model.policy.lora_rank=2.5"], "model.policy.lora_rank=2.5: expected"),
     (["model.policy.checkpoint=/none"], "/none is not a folder. Set model.policy.checkpoint to"),

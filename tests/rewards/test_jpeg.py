@@ -33,16 +33,3 @@ def test_incompressibility_is_its_negative():
     assert larger.dtype == torch.float32
     assert (larger > 0).all()
     torch.testing.assert_close(larger, -JPEGCompressibility(quality=80)(images, ["a"] * 3, [{}] * 3))
-
-
-def test_the_two_have_keys_of_their_own_and_run_beside_the_rollout():
-    assert (JPEGCompressibility.name, JPEGIncompressibility.name) == ("jpeg", "jpeg_size")
-    assert JPEGCompressibility.concurrent
-    assert JPEGIncompressibility.concurrent
-
-
-@pytest.mark.parametrize("reward", [JPEGCompressibility, JPEGIncompressibility])
-@pytest.mark.parametrize(("quality", "error"), [(0, ValueError), (96, ValueError), (50.0, TypeError)])
-def test_a_wrong_quality_is_refused(reward, quality, error):
-    with pytest.raises(error, match=f"quality={quality}"):
-        reward(quality=quality)

@@ -49,7 +49,6 @@ def test_the_last_score_of_the_answer_counts(text, expected):
     [
         ("I would rather not say.", "unparsable"),
         (None, "unparsable"),
-        ("Final Score: ten", "unparsable"),
         ("Final Score: 10", "out_of_range"),
         ("Final Score: 0", "out_of_range"),
     ],
@@ -81,8 +80,7 @@ def test_the_request_holds_the_picture_the_question_and_the_settings(monkeypatch
         reward = judge(
             server,
             prompt_template='Is {prompt} in the {place}? Answer {"score": 1} to {"score": 5}.',
-            system_prompt="You judge.",
-            extra_body={"top_p": 0.5},
+            extra_body={"top_p": 0.5, "temperature": 1.0},
             connection={"token_env": "JUDGE_TOKEN", "max_connections": 1},
         )
         reward(*batch(2, prompt="{place} {0}", place="box"))
@@ -91,14 +89,12 @@ def test_the_request_holds_the_picture_the_question_and_the_settings(monkeypatch
         assert headers["Authorization"] == "Bearer s3cret"
         assert {key: body[key] for key in ("model", "temperature", "seed", "max_tokens", "top_p")} == {
             "model": "judge-7b",
-            "temperature": 0.0,
+            "temperature": 1.0,
             "seed": 0,
             "max_tokens": 1024,
             "top_p": 0.5,
         }
-        system, user = body["messages"]
-        assert system == {"role": "system", "content": "You judge."}
-        picture, question = user["content"]
+        picture, question = body["messages"][0]["content"]
         assert question["text"] == 'Is {place} {0} in the box? Answer {"score": 1} to {"score": 5}.'
         kind, data = picture["image_url"]["url"].split(",", 1)
         assert kind == "data:image/png;base64"
@@ -135,13 +131,7 @@ def test_a_field_that_the_rows_lack_is_found_before_the_run():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"score_pattern": "(unclosed"},
-        {"score_pattern": "(two)(groups)"},
-        {"score_range": (5.0, 1.0)},
-        {"max_tokens": 0},
-        {"temperature": -1.0},
-    ],
+    [{"score_pattern": "(two)(groups)"}, {"max_tokens": 0}, {"temperature": -1.0}],
 )
 def test_arguments_are_checked(options):
     with pytest.raises(ValueError, match=next(iter(options))):

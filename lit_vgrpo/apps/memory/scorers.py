@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lit_vgrpo.rewards import Reward
-from lit_vgrpo.rewards.aesthetic import AestheticScore
+from lit_vgrpo.rewards.clip import AestheticScore
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2

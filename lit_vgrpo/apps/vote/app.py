@@ -16,8 +16,7 @@ from pydantic import BaseModel, Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from lit_vgrpo.apps.serve.page import LOCAL_NAMES
-from lit_vgrpo.rewards.vote_groups import Comparison
-from lit_vgrpo.rewards.vote_store import VoteRefused, VoteStore, VoteStoreError
+from lit_vgrpo.rewards.vote_store import Comparison, VoteRefused, VoteStore, VoteStoreError
 
 COOKIE = "lightning_vote"
 REPORT_STYLE = files("lit_vgrpo.apps.report") / "templates" / "style.css"
