@@ -11,11 +11,9 @@ import pytest
 from lit_vgrpo import callbacks, objectives, policies, rewards
 from lit_vgrpo.config.schema import _hints, _parameters, recipe_errors, sound_parts
 from lit_vgrpo.config.trainer_options import TRAINER_NUMBERS, trainer_errors
-from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.probability_paths import VariancePreserving
 from lit_vgrpo.core.ranges import Range, checked, options_of, range_errors
-from lit_vgrpo.core.scouts import ScoutSpec
-from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.core.types import BlockCache, RolloutSpec, ScoutSpec
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.data.source import PromptSource
 from lit_vgrpo.module import VGRPOModule

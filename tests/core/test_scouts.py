@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lit_vgrpo.core.scouts import ScoutSpec, extremes, rank_correlation
-from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
+from lit_vgrpo.core.advantages import extremes, rank_correlation
+from lit_vgrpo.core.types import RolloutRequest, RolloutSpec, ScoutSpec
 
 NAN = math.nan
 

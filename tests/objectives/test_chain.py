@@ -20,7 +20,7 @@ from helpers import repeating
 from policy_copies import load_copy
 
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sampling import sample, sample_chain
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters

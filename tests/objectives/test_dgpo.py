@@ -21,13 +21,12 @@ from pair_methods import (
 )
 
 from lit_vgrpo.core.advantages import group_advantages
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import DGPO
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.dgpo import gone_far_enough
-from lit_vgrpo.objectives.groups import group_weights
+from lit_vgrpo.objectives.dgpo import gone_far_enough, group_weights
 
 
 def small(**options):

@@ -16,12 +16,12 @@ from pair_methods import (
     weights,
 )
 
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.lagged import nft_decay
+from lit_vgrpo.objectives.forward import nft_decay
 from lit_vgrpo.objectives.nft import optimality
 
 

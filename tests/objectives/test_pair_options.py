@@ -15,7 +15,7 @@ from pair_methods import (
     weights,
 )
 
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import AWM, VGRPO

@@ -8,7 +8,7 @@ import torch
 from pair_methods import ADVANTAGES, GROUP, Pairs64, loss_and_gradient, pixel_mean, prepare
 from policy_copies import load_copy
 
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec

@@ -9,10 +9,8 @@ from helpers import Brightness, make_data, make_module, make_trainer
 
 from lit_vgrpo import VGRPO, DiffusionNFT, FlowGRPO, RolloutSpec, SD3Policy, UNetPolicy
 from lit_vgrpo.callbacks import RewardLogger
-from lit_vgrpo.core.block_cache import BlockCache
-from lit_vgrpo.core.scouts import ScoutSpec
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.types import Rollout
+from lit_vgrpo.core.types import BlockCache, Rollout, ScoutSpec
 from lit_vgrpo.objectives import Denoising
 from lit_vgrpo.rewards import RewardError
 from lit_vgrpo.rollout.scouts import PATIENCE

@@ -12,8 +12,7 @@ from helpers import make_data, make_module, make_trainer
 from lit_vgrpo.callbacks import RunSummary
 from lit_vgrpo.cli.eval import EvaluateOptions
 from lit_vgrpo.cli.run import run
-from lit_vgrpo.training.best_evaluation import BestEvaluation
-from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.checkpoint import BestEvaluation, RunCheckpoint
 from lit_vgrpo.training.resume import last_good_checkpoint
 
 
