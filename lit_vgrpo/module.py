@@ -31,12 +31,11 @@ from lit_vgrpo.rollout.scouts import ScoutSampler
 from lit_vgrpo.training import settings
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.training.evaluation import Evaluator
-from lit_vgrpo.training.limits import hide_expected_warnings, training_warnings, unfit_callbacks
 from lit_vgrpo.training.micro_batch import settle
 from lit_vgrpo.training.optimizer import LRSchedulerCallable, Optimization, OptimizerCallable, OptimizerConfig
 from lit_vgrpo.training.resume_guard import ResumeGuard
-from lit_vgrpo.training.saved_weights import refuse_other_weights, trained_only
-from lit_vgrpo.training.start import load_policy
+from lit_vgrpo.training.saved_weights import load_policy, refuse_other_weights, trained_only
+from lit_vgrpo.training.settings import hide_expected_warnings, training_warnings, unfit_callbacks
 from lit_vgrpo.training.update_guard import NonFinite, UpdateGuard
 
 

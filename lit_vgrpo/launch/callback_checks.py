@@ -11,7 +11,7 @@ from lit_vgrpo.config.schema import options_of_class
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import UserError, suggestion, with_full_keys
 from lit_vgrpo.module import VGRPOModule
-from lit_vgrpo.training.limits import unfit_callbacks
+from lit_vgrpo.training.settings import unfit_callbacks
 
 OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
 SECTIONS = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "scouts/", "surrogate/", "train/", "lr-")

@@ -349,7 +349,7 @@ class _Requests(StopRequests):
 
     @override
     def hindrance(self) -> str | None:
-        return self._watch.hindrance(self.is_urgent)
+        return self._watch.death() if self.is_urgent else None
 
     @override
     def end(self, signum: int, reason: str) -> None:

@@ -18,9 +18,9 @@ from lit_vgrpo.errors import say
 from lit_vgrpo.policies.placement import place
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.memory import available_bytes, measured_memory
-from lit_vgrpo.training.fsdp2 import FSDP2
 from lit_vgrpo.training.memory_passes import LiveMemory, demand, prepared
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
+from lit_vgrpo.training.sharded import FSDP2
 
 SAFE_SHARE = 0.9
 """Share of the free memory to use; the rest is for temporary buffers of kernels."""

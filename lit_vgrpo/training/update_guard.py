@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_vgrpo.core.snapshots import all_finite
-from lit_vgrpo.training.zero import local_gradients
+from lit_vgrpo.training.sharded import local_gradients
 
 MOST_IN_A_ROW = 10
 

@@ -19,9 +19,8 @@ from lit_vgrpo.data.source import PromptSource
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.rewards import Connection
 from lit_vgrpo.training.checkpoint import RunCheckpoint
-from lit_vgrpo.training.fsdp2 import FSDP2
 from lit_vgrpo.training.optimizer import OptimizerConfig
-from lit_vgrpo.training.zero import ZeRO
+from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
 TRIED = {
     "0": 0,

@@ -12,10 +12,9 @@ from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies.acceleration import block_linears
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.trained import quantised_bytes
-from lit_vgrpo.training.fsdp2 import FSDP2, blocks_of
 from lit_vgrpo.training.micro_batch import moments
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
-from lit_vgrpo.training.zero import ZeRO
+from lit_vgrpo.training.sharded import FSDP2, ZeRO, blocks_of
 
 LIVE_PARAMETERS = 10**9
 """Elements that ZeRO-3 keeps gathered at once: DeepSpeed's ``stage3_max_live_parameters``."""

@@ -20,9 +20,8 @@ from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
-from lit_vgrpo.training.fsdp2 import FSDP2
 from lit_vgrpo.training.memory_passes import LiveMemory, demand
-from lit_vgrpo.training.zero import ZeRO
+from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
 FAMILIES = {"sd3": SD3Policy, "unet": UNetPolicy, "sdxl": SDXLPolicy, "flux": FluxPolicy}
 

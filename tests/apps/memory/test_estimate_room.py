@@ -22,7 +22,7 @@ from lit_vgrpo.rewards import (
     Reward,
     ShapesReward,
 )
-from lit_vgrpo.training.zero import ZeRO
+from lit_vgrpo.training.sharded import ZeRO
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
