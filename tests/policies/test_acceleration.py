@@ -7,6 +7,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from helpers import make_data, make_module, make_trainer, repeating
+from rollouts import sample_chain
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -14,7 +15,7 @@ from torch._inductor import config as inductor
 
 from lit_vgrpo.core.noise import image_generators
 from lit_vgrpo.core.records import PassLedger
-from lit_vgrpo.core.sampling import sample, sample_chain
+from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.core.types import BlockCache, RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import VGRPO, FlowGRPO
