@@ -156,7 +156,7 @@ class Objective(ABC):
             return [f"model.objective={method} does not work on {policy.__name__}: it is not defined on {path}."]
         spec, where = self.rollout_spec(0), "model.objective.rollout"
         stages = [(where, spec, policy.sde_solvers if spec.is_sde else policy.solvers)]
-        if spec.scouts is not None:
+        if spec.scouts is not None and not spec.is_sde:
             stages.append((f"{where}.scouts", spec.of_scouts, policy.solvers))
         for key, stage, solvers in stages:
             if stage.solver not in solvers:
