@@ -15,10 +15,8 @@ from typing_extensions import Self
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.batches import BATCH_SIZE
-from lit_vgrpo.core.nonfinite import NonFinite
-from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.ranges import BatchSize, Seed, checked
-from lit_vgrpo.core.records import IterationRecord
+from lit_vgrpo.core.records import IterationRecord, PassLedger
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.core.types import Rollout, RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
@@ -33,14 +31,12 @@ from lit_vgrpo.rollout.scouts import ScoutSampler
 from lit_vgrpo.training import settings
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.training.evaluation import Evaluator
-from lit_vgrpo.training.limits import hide_expected_warnings, training_warnings, unfit_callbacks
 from lit_vgrpo.training.micro_batch import settle
-from lit_vgrpo.training.optimization import LRSchedulerCallable, Optimization
-from lit_vgrpo.training.optimizer import OptimizerCallable, OptimizerConfig
+from lit_vgrpo.training.optimizer import LRSchedulerCallable, Optimization, OptimizerCallable, OptimizerConfig
 from lit_vgrpo.training.resume_guard import ResumeGuard
-from lit_vgrpo.training.saved_weights import refuse_other_weights, trained_only
-from lit_vgrpo.training.start import load_policy
-from lit_vgrpo.training.update_guard import UpdateGuard
+from lit_vgrpo.training.saved_weights import load_policy, refuse_other_weights, trained_only
+from lit_vgrpo.training.settings import hide_expected_warnings, training_warnings, unfit_callbacks
+from lit_vgrpo.training.update_guard import NonFinite, UpdateGuard
 
 
 @checked

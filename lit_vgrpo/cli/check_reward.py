@@ -20,7 +20,7 @@ from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.rewards import Scores, Weighted
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import measured_memory
-from lit_vgrpo.training.start import load_policy
+from lit_vgrpo.training.saved_weights import load_policy
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
 HEADER = ("reward", "weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")

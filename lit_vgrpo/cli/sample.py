@@ -15,10 +15,10 @@ from tqdm import tqdm
 
 from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.config.parts import built_part
-from lit_vgrpo.core.nonfinite import all_finite
 from lit_vgrpo.core.pictures import PICTURE, references_of
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.sampling import sample
+from lit_vgrpo.core.snapshots import all_finite
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.data.rows import Row, Rows

@@ -17,8 +17,7 @@ from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.system.process import report_on_first
 from lit_vgrpo.training.folder import CONFIG_NAME, find_checkpoint, find_run
 from lit_vgrpo.training.resume import last_good
-from lit_vgrpo.training.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedWeights
-from lit_vgrpo.training.start import load_policy
+from lit_vgrpo.training.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedWeights, load_policy
 
 
 @dataclass(kw_only=True)

@@ -83,8 +83,8 @@ class SamplerTimes:
         """Return different times ``(N,)`` in random order; ValueError if there are not enough of them."""
         if number > len(self.times):
             raise ValueError(
-                f"model.objective.num_times={number} is more than the {len(self.times)} of the sampler's {self.steps} "
-                f"times that model.objective.time_range leaves. Use {len(self.times)} or fewer, or a wider range."
+                f"An image needs {number} different times, but time_range and noisiest leave {len(self.times)} of the "
+                f"sampler's {self.steps}. Set model.objective.num_times={len(self.times)} or less."
             )
         return self.times[torch.randperm(len(self.times), generator=generator)[:number]]
 

@@ -17,7 +17,7 @@ from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.prompt_encoder import size_error
 from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.combine import ROW_FIELD
-from lit_vgrpo.training.limits import unfit_callbacks
+from lit_vgrpo.training.settings import unfit_callbacks
 
 OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
 LOGGED = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "scouts/", "surrogate/", "train/", "lr-")

@@ -32,12 +32,11 @@ from lit_vgrpo.system.process import is_first_process, report_on_first
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.training.folder import CONFIG_NAME, FolderLock, RunFolder, release, reserve
-from lit_vgrpo.training.limits import limit_error
 from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, rows_up_to
 from lit_vgrpo.training.optimizer import OptimizerConfig
 from lit_vgrpo.training.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
 from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
-from lit_vgrpo.training.settings import errors_under
+from lit_vgrpo.training.settings import errors_under, limit_error
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}

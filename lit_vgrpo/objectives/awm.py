@@ -81,16 +81,16 @@ class AWM(DrawnTimesObjective):
     pairs_option: ClassVar[str] = "num_times"
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec(steps=10)
 
-    num_times: Annotated[int, Range(1, 1000, example=6)] = 6
+    num_times: Annotated[int, Range(1, 1000)] = 6
     weighting: Weighting = "power"
-    power: Annotated[float, Range(above=0, most=1, example=0.25)] = 0.25
+    power: Annotated[float, Range(above=0, most=1)] = 0.25
     clip: Annotated[float, Range(above=0, most=1)] | None = 1.0
-    advantage_scale: Annotated[float, Range(above=0, example=5)] = 5.0
+    advantage_scale: Annotated[float, Range(above=0)] = 5.0
     kl_weight: NonNegativeFloat = 3e-3
     ema_weight: NonNegativeFloat = 1.0
     ema_decay_rate: NonNegativeFloat = 0.001
-    ema_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3
-    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
+    ema_decay_max: Annotated[float, Range(least=0, below=1)] = 0.3
+    advantage_clip: Annotated[float, Range(above=0)] | None = 5.0
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         passes: dict[str, float] = {"update": sizes.uses_per_image * self.num_times}

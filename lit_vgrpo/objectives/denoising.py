@@ -46,7 +46,7 @@ class Denoising(Objective):
 
     images: ImageSource
     rollout: RolloutSpec | None = None
-    num_mc_samples: Annotated[int, Range(1, 1000, example=4)] = 1
+    num_mc_samples: Annotated[int, Range(1, 1000)] = 1
     space: Space = "v"
     self_normalise: bool = False
     time_shift: PositiveFloat = 1.0

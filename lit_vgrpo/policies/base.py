@@ -70,7 +70,7 @@ class Policy(PipelinePolicy):
 
         Raises:
             LoadError: the checkpoint is missing, damaged or of another family, or an option does not fit it.
-            RuntimeError: ``start_from`` is given, which :func:`lit_vgrpo.training.start.load_policy` knows.
+            RuntimeError: ``start_from`` is given, which :func:`lit_vgrpo.training.saved_weights.load_policy` knows.
         """
         for error in self.check():
             raise LoadError(error)
@@ -92,7 +92,7 @@ class Policy(PipelinePolicy):
             RuntimeError: ``start_from`` is given, but no ``put_start``.
         """
         if self.start_from is not None and put_start is None:
-            raise RuntimeError(f"start_from={self.start_from} names a run. Call training.start.load_policy(policy).")
+            raise RuntimeError(f"start_from={self.start_from} names a run. Call saved_weights.load_policy(policy).")
         if (error := self.misfit(pipeline)) is not None:
             raise LoadError(f"{KEY}={self.checkpoint} {error}")
         pipeline.set_progress_bar_config(disable=True)

@@ -21,7 +21,7 @@ from diffusers.hooks import (
 from diffusers.models.cache_utils import CacheMixin
 from torch import nn
 
-from lit_vgrpo.core.block_cache import BlockCache
+from lit_vgrpo.core.types import BlockCache
 from lit_vgrpo.policies.acceleration import compile_options, repeated_blocks, shared_view
 from lit_vgrpo.policies.pipeline import PipelinePolicy
 
@@ -43,16 +43,15 @@ class CachedNetwork:
         for module, hook in ((self.network, self._passes), *zip(blocks, self._blocks, strict=True)):
             HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, "lit_vgrpo")
         # SD3's network has no enable_cache(), which would call the same functions.
-        options = cache.options()
         if cache.kind == "first_block":
-            apply_first_block_cache(self.network, FirstBlockCacheConfig(options["threshold"]))
+            apply_first_block_cache(self.network, FirstBlockCacheConfig(cache.threshold))
         else:
             apply_taylorseer_cache(
                 self.network,
                 TaylorSeerCacheConfig(
-                    cache_interval=int(options["interval"]),
-                    disable_cache_before_step=int(options["warm_up"]),
-                    max_order=int(options["order"]),
+                    cache_interval=cache.interval,
+                    disable_cache_before_step=cache.warm_up,
+                    max_order=cache.order,
                     taylor_factors_dtype=torch.float32,
                     use_lite_mode=True,  # skips whole blocks and extrapolates the last layer
                 ),

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_vgrpo.core.scouts import extremes, rank_correlation
-from lit_vgrpo.core.types import Rollout, RolloutSpec
+from lit_vgrpo.core.advantages import extremes, rank_correlation
+from lit_vgrpo.core.types import Rollout
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.rewards import Scores
 from lit_vgrpo.rollout.sampler import Sampler
@@ -89,19 +89,12 @@ class ScoutSampler:
         if self._num_low < PATIENCE:  # counts in a row; stays there after the warning
             self._num_low = self._num_low + 1 if correlation < LOW_CORRELATION else 0
             if self._num_low == PATIENCE:
-                rank_zero_warn(_advice(correlation, rollout.spec))
+                rank_zero_warn(
+                    f"scouts/rank_correlation is {correlation:.2f} and has been below {LOW_CORRELATION} for {PATIENCE} "
+                    "iterations: the order of the scouts says little about the images trained on. Use more "
+                    "model.objective.rollout.scouts.steps, or scouts=null."
+                )
         return {**self._metrics, "rank_correlation": correlation}
-
-
-def _advice(correlation: float, spec: RolloutSpec) -> str:
-    assert spec.scouts is not None
-    key, steps = "model.objective.rollout.scouts", spec.scouts.steps
-    more = min(spec.steps - 1, steps + max(2, steps // 2))
-    fix = f"Use more steps: {key}.steps={more}" if more > steps else f"Leave them out: {key}=null"
-    return (
-        f"scouts/rank_correlation is {correlation:.2f} and has been below {LOW_CORRELATION} for {PATIENCE} "
-        f"iterations: the order of the scouts says little about the images trained on. {fix}."
-    )
 
 
 def in_order(values: Tensor, ids: Tensor, group_size: int) -> Tensor:

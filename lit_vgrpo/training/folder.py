@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lit_vgrpo.errors import UserError, suggestion
 from lit_vgrpo.system.paths import CONFIG_NAME as CONFIG_NAME
-from lit_vgrpo.training.trainer_internals import move_root_dir
-
-fcntl: ModuleType | None
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None
 
 CHECKPOINTS = "checkpoints"
 BEST = "best.ckpt"
@@ -75,8 +68,6 @@ class FolderLock:
 
     def take(self, folder: Path) -> None:
         """Lock a folder; raise UserError if another process has it."""
-        if fcntl is None:
-            return
         handle = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,7 +101,8 @@ class RunFolder(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         folder = trainer.strategy.broadcast(trainer.default_root_dir)
-        move_root_dir(trainer, folder)
+        # Private, but the constructor ran when only rank 0 knew the run folder.
+        trainer._default_root_dir = folder  # type: ignore[attr-defined]
         agreed = trainer.strategy.broadcast(self.ckpt_path)
         if trainer.strategy.reduce_boolean_decision(agreed != self.ckpt_path, all=False):
             raise RuntimeError(

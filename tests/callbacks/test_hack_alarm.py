@@ -14,8 +14,7 @@ from lit_vgrpo.callbacks.hack_alarm import Divergence, HeldOutDiversity, Measure
 from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.metrics import diversity, feature_network
 from lit_vgrpo.rewards import JPEGCompressibility, ShapesReward
-from lit_vgrpo.training.best_evaluation import TRAINED, UNTRAINED
-from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED, RunCheckpoint
 
 
 def at(trained, watched, iteration=0):

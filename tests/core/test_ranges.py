@@ -11,10 +11,8 @@ from pydantic.fields import FieldInfo
 
 from lit_vgrpo import callbacks, objectives, policies, rewards
 from lit_vgrpo.config.parts import built_part, options_of_class
-from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
-from lit_vgrpo.core.scouts import ScoutSpec
-from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.core.types import BlockCache, RolloutSpec, ScoutSpec
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.data.source import PromptSource
 from lit_vgrpo.errors import UserError
@@ -22,7 +20,7 @@ from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.rewards import Connection
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 from lit_vgrpo.training.optimizer import OptimizerConfig
-from lit_vgrpo.training.zero import ZeRO
+from lit_vgrpo.training.sharded import ZeRO
 
 GOOD = {
     "checkpoint": "shipped:assets/tiny_sd3",

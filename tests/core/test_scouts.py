@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lit_vgrpo.core.scouts import ScoutSpec, extremes, rank_correlation
-from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
+from lit_vgrpo.core.advantages import extremes, rank_correlation
+from lit_vgrpo.core.types import RolloutRequest
 
 NAN = math.nan
 
@@ -61,23 +61,3 @@ def test_the_scouts_of_cut_groups_are_those_of_the_whole():
     assert whole.tolist() == list(range(24))
     parts = torch.cat([ids([slot], members) for slot in (0, 1) for members in ([0, 1], [2, 3])])
     assert torch.equal(parts, whole)
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        (RolloutSpec("flow_sde", 10, scouts=ScoutSpec()), "scouts requires an ODE: with flow_sde"),
-        (RolloutSpec(steps=6, scouts=ScoutSpec(4, 6)), "scouts.steps=6 makes scouts no cheaper than images of 6 steps"),
-        (RolloutSpec(steps=1, scouts=ScoutSpec(4, 1)), "Leave scouts out"),
-    ],
-)
-def test_scouts_that_cannot_help_are_refused(spec, words):
-    (error,) = spec.errors()
-    assert error.startswith("model.objective.rollout.scouts")
-    assert words in error
-
-
-def test_a_scout_for_every_image_leaves_no_choice():
-    with pytest.raises(ValueError, match="factor=1 leaves nothing to choose from"):
-        ScoutSpec(factor=1)
-    assert RolloutSpec(steps=7, scouts=ScoutSpec()).errors() == []

@@ -16,7 +16,7 @@ from pair_methods import (
 )
 from policy_copies import load_copy
 
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import AWM

@@ -21,13 +21,12 @@ from pair_methods import (
 )
 
 from lit_vgrpo.core.advantages import group_advantages
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import DGPO
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.dgpo import gone_far_enough
-from lit_vgrpo.objectives.groups import group_weights
+from lit_vgrpo.objectives.dgpo import gone_far_enough, group_weights
 
 
 def small(**options):
@@ -279,14 +278,13 @@ def test_a_group_must_be_whole_in_every_update(policy):
     errors = DGPO().check(Sizes(6, 4, updates_per_iteration=4, micro_batch_size=2, split_updates=True))
     assert len(errors) == 1
     assert "updates_per_iteration=4 cuts the 6 groups of 4" in errors[0]
-    assert "1, 2, 3, 6" in errors[0]
     assert DGPO().check(Sizes(6, 4, updates_per_iteration=3, micro_batch_size=2, split_updates=True)) == []
     assert DGPO().check(Sizes(6, 4, updates_per_iteration=4, micro_batch_size=2)) == []
     objective = small()
     objective.setup(policy)
     experience = prepare(policy, objective)
     objective.before_update(policy, [rows_of(experience, [0, 1, 2])])
-    with pytest.raises(ValueError, match="2 of the 3 images of group 1, but DGPO compares whole groups"):
+    with pytest.raises(ValueError, match="An update cuts a group"):
         objective.before_update(policy, experience.micro_batches(5)[:1])
 
 
@@ -294,4 +292,4 @@ def test_settings_that_cannot_work_together_are_errors():
     sizes = Sizes(4, 4)
     assert DGPO().check(sizes) == []
     assert "is an SDE, but DGPO" in DGPO(RolloutSpec("flow_sde")).check(sizes)[0]
-    assert "noisiest=7" in DGPO(RolloutSpec(steps=5)).check(sizes)[0]
+    assert "trains each image at 4 of the sampler's 3 times" in DGPO(noisiest=3).check(sizes)[0]

@@ -126,33 +126,7 @@ def test_the_weights_of_unequal_strata_in_awm(policy):
     assert_same_gradient(gradient, expected_gradient)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_settings_of_the_times_that_cannot_work_are_errors(name):
-    make = METHODS[name]
-    assert make(noisiest=10, widen_over=3).check(SIZES) == []
-    assert "noisiest=11 is more than the sampler's 10 times" in make(noisiest=11).check(SIZES)[0]
-    assert "widen_over=3 has nothing to widen" in make(widen_over=3).check(SIZES)[0]
-    with pytest.raises(ValueError, match=r"time_range=\[0.9, 0.1\] cannot be used"):
-        make(time_range=(0.9, 0.1))
-    with pytest.raises(ValueError, match=r"time_range=\(0.1, 2\)|time_range=\[0.1, 2\]"):
-        make(time_range=(0.1, 2))
-
-
-def test_weights_without_effect_are_errors():
-    error = "importance_weights=true has no effect"
-    assert error in VGRPO(TEN, 5, importance_weights=True).check(SIZES)[0]
-    assert error in VGRPO(TEN, 4, importance_weights=True, stratify=False).check(SIZES)[0]
-    assert error in AWM(TEN, 4, importance_weights=True, times="uniform").check(SIZES)[0]
-    for effective in (
-        VGRPO(TEN, 4, importance_weights=True),
-        VGRPO(TEN, 5, importance_weights=True, noisiest=5),
-        AWM(TEN, 5, importance_weights=True, times="uniform", time_shift=3.0),
-    ):
-        assert effective.check(SIZES) == []
-
-
-def test_nft_needs_to_know_how_many_times_a_range_leaves():
-    assert "model.objective.num_times=1 or more" in DiffusionNFT(TEN, time_range=(0.1, 0.9)).check(SIZES)[0]
-    with pytest.raises(ValueError, match="noisiest=1 cannot be used. Use 2 or more"):
-        DiffusionNFT(TEN, noisiest=1)
+def test_a_range_of_times_is_from_low_to_high():
+    with pytest.raises(ValueError, match=r"time_range=\[0.9, 0.1\] is empty"):
+        VGRPO(TEN, time_range=(0.9, 0.1))
     assert DiffusionNFT(TEN, noisiest=5).prediction_passes(SIZES)["update"] == 4

@@ -16,12 +16,12 @@ from pair_methods import (
     weights,
 )
 
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.lagged import nft_decay
+from lit_vgrpo.objectives.forward import nft_decay
 from lit_vgrpo.objectives.nft import optimality
 
 
@@ -181,5 +181,5 @@ def test_settings_that_cannot_work_together_are_errors():
     sizes = Sizes(4, 4)
     assert DiffusionNFT().check(sizes) == []
     assert "is an SDE, but DiffusionNFT" in DiffusionNFT(RolloutSpec("flow_sde")).check(sizes)[0]
-    assert "leaves no time" in DiffusionNFT(RolloutSpec(steps=1)).check(sizes)[0]
-    assert "num_times=11" in DiffusionNFT(num_times=11).check(sizes)[0]
+    assert "at 0 of the sampler's 1 times" in DiffusionNFT(RolloutSpec(steps=1)).check(sizes)[0]
+    assert "at 11 of the sampler's 10 times" in DiffusionNFT(num_times=11).check(sizes)[0]

@@ -7,17 +7,17 @@ import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from helpers import make_data, make_module, make_trainer, repeating
+from rollouts import sample_chain
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
-from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.sampling import sample, sample_chain
+from lit_vgrpo.core.records import PassLedger
+from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
+from lit_vgrpo.core.types import BlockCache, RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import VGRPO, FlowGRPO
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, acceleration

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from helpers import make_data, make_module, make_trainer
+from rollouts import roll_out
 from torch._dynamo.testing import CompileCounter
 
-from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.sampling import roll_out, sample
+from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
+from lit_vgrpo.core.types import BlockCache, RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT, FlowGRPO
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, cached_network
 from lit_vgrpo.policies.acceleration import compile_options, repeated_blocks, shared_view

@@ -11,10 +11,11 @@ from helpers import repeating
 from policies import contract
 from policies.contract import HEIGHT, PROMPTS, SAME, WIDTH, encoded, inputs
 from policies.families import FAMILIES, FIRST, REPEATS
+from rollouts import sample_chain
 
 from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.sampling import sample, sample_chain
+from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import Conditioning

@@ -1,7 +1,7 @@
 """Every training method in a small setting, and what it costs."""
 
 from lit_vgrpo import AWM, DGPO, EPG, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec
-from lit_vgrpo.core.scouts import ScoutSpec
+from lit_vgrpo.core.types import ScoutSpec
 
 S = 6  # sampling steps: enough for MixGRPO's window of four
 SDE = {"solver": "flow_sde", "steps": S}

@@ -10,7 +10,7 @@ from helpers import make_data, make_module, make_trainer, weights
 from lightning.pytorch import callbacks
 
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.training.limits import limit_error
+from lit_vgrpo.training.settings import limit_error
 
 
 class Ends(L.Callback):

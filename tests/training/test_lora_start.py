@@ -17,7 +17,7 @@ from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.training.start import load_policy, policy_errors, start_hash
+from lit_vgrpo.training.saved_weights import load_policy, policy_errors, start_hash
 
 GREY_LEVEL = 1 / 255
 LAYERS = {  # of each family: name -> rank, alpha; those in one tuple share their down matrix, as fused layers do

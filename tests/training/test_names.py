@@ -9,7 +9,7 @@ from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, StrategyRegistry
 from torch import nn
 
-from lit_vgrpo.training.fsdp2 import blocks_of
+from lit_vgrpo.training.sharded import blocks_of
 from lit_vgrpo.training.strategies import ZeRO, strategy_error
 
 OVERLAYS = sorted((Path(__file__).parents[2] / "recipes" / "strategy").glob("*.yaml"))

@@ -16,8 +16,7 @@ from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.checkpoint_file import read, write
 from lit_vgrpo.training.folder import CONFIG_NAME
-from lit_vgrpo.training.saved_weights import SavedWeights
-from lit_vgrpo.training.start import load_policy, policy_errors, start_hash
+from lit_vgrpo.training.saved_weights import SavedWeights, load_policy, policy_errors, start_hash
 
 LAST = "runs/first/checkpoints/last.ckpt"
 RECIPE = """

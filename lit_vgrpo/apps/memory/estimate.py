@@ -10,11 +10,12 @@ import torch
 
 from lit_vgrpo.apps.memory.meta import AutocastOnMeta, policy_on_meta
 from lit_vgrpo.apps.memory.scorers import scorers
+from lit_vgrpo.apps.memory.shares import bytes_of, copy_in_8_bits, restored_at_once, shares, tensors_of
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.training.memory_passes import LiveMemory, Pass, demand
-from lit_vgrpo.training.memory_shares import bytes_of, copy_in_8_bits, restored_at_once, shares, shown, tensors_of
+from lit_vgrpo.training.micro_batch import shown
 
 if TYPE_CHECKING:
     from lit_vgrpo.launch.recipe_cli import RecipeCLI

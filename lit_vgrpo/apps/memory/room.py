@@ -13,7 +13,7 @@ from lit_vgrpo.apps.memory.meta import NotHere
 from lit_vgrpo.errors import UserError, one_line
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import available_bytes
-from lit_vgrpo.training.memory_shares import shown
+from lit_vgrpo.training.micro_batch import shown
 
 if TYPE_CHECKING:
     from lit_vgrpo.launch.recipe_cli import RecipeCLI

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lit_vgrpo.apps.memory.shares import bytes_of, tensors_of
 from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.clip import AestheticScore
 from lit_vgrpo.rewards.function import PythonReward
@@ -14,7 +15,6 @@ from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.hub import file_at_hand
-from lit_vgrpo.training.memory_shares import bytes_of, tensors_of
 
 PUBLISHED = {
     "yuvalkirstain/PickScore_v1": 986_109_441,

@@ -18,7 +18,6 @@ class ServeOptions:
     token: str | None = None
     device: str | None = None
     batch_size: int = 32
-    max_wait_ms: int = 5
     max_request_mb: int = 64
     max_images: int = 256
     max_megapixels: int = 4
