@@ -25,6 +25,7 @@ from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import group_layout
 from lit_vgrpo.data.datasets import IterationDataset
+from lit_vgrpo.data.prompt_sets import PromptMixture
 
 ON_UNET = {
     "V-GRPO": (lambda: VGRPO(RolloutSpec("ddim", S)), 1, (S, 4, 0)),
@@ -146,7 +147,7 @@ def test_an_update_takes_the_same_images_on_any_number_of_ranks(prompts, group, 
     for world in ranks:
         shares = [set() for _ in range(updates)]
         for rank in range(world):
-            batch = IterationDataset([{"prompt": "a"}], sizes, world, rank)[0]
+            batch = IterationDataset(PromptMixture([[{"prompt": "a"}]]), sizes, world, rank)[0]
             _, ids = group_layout(batch.slots, group, batch.members)
             for share, part in zip(shares, ids[batch.order].chunk(updates), strict=True):
                 share |= set(part.tolist())

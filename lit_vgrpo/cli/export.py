@@ -15,7 +15,7 @@ from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_poli
 from lit_vgrpo.errors import UserError, counted, one_line, say
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import save_kohya, save_merged
-from lit_vgrpo.system.atomic_folder import vacant_folder, write_new_folder
+from lit_vgrpo.system.paths import vacant_folder, write_new_folder
 from lit_vgrpo.training.folder import candidates
 
 DIFFUSERS, KOHYA = "diffusers", "kohya"

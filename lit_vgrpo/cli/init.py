@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from lit_vgrpo.errors import UserError, say
-from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, vacant_folder, write_error, write_folder_atomically
-from lit_vgrpo.system.paths import shipped_root
+from lit_vgrpo.system.paths import WRITE_ERRORS, shipped_root, vacant_folder, write_error, write_folder_atomically
 
 STARTER = "starter"
 """Shipped folder with the files."""

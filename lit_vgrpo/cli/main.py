@@ -16,8 +16,7 @@ from pathlib import Path
 
 from lit_vgrpo.cli.commands import app
 from lit_vgrpo.errors import RewardError, UserError, report
-from lit_vgrpo.system.process import is_first_process
-from lit_vgrpo.system.streams import ignore_broken_pipes
+from lit_vgrpo.system.process import ignore_broken_pipes, is_first_process
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 EXPECTED_ERRORS = (UserError, ValueError, ImportError, OSError)

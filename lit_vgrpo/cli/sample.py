@@ -26,7 +26,7 @@ from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX, vacant_folder
+from lit_vgrpo.system.paths import DRAFT_PREFIX, vacant_folder
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.pipeline import PipelinePolicy
-from lit_vgrpo.system.file_fingerprint import of_the_model
+from lit_vgrpo.system.hub import of_the_model
 
 PREFIX, SUFFIX = "embeddings-", ".row"
 CRC_BYTES = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,8 @@ from lit_vgrpo.system.hub import (
     cached_file,
     explain_unloadable,
     file_at_hand,
-    hub_error,
     loading,
     local_folder,
-    only_errors_of,
     quiet_libraries,
 )
 
@@ -40,7 +39,8 @@ def pipeline_errors(policy: PipelinePolicy) -> list[str]:
     if local_folder(checkpoint) is None and cached_file(checkpoint, INDEX, revision) is None:
         from huggingface_hub import hf_hub_download
 
-        hub_error(lambda: hf_hub_download(checkpoint, INDEX, revision=revision))
+        with suppress(Exception):  # the next line tells
+            hf_hub_download(checkpoint, INDEX, revision=revision)
     folder = config_folder(checkpoint, revision)
     if folder is None:
         return []
@@ -75,7 +75,7 @@ def read_pipeline(policy: PipelinePolicy) -> Any:
         left_out = {} if index is None else policy.null_components(index)
         remedy = f"Run: hf download {policy.checkpoint}, or set {KEY}=/a/local/folder."
         # Keep the download's progress bars: it may be the slowest part of the start.
-        with loading(policy.checkpoint, remedy), only_errors_of("diffusers", "huggingface_hub"):
+        with loading(policy.checkpoint, remedy), quiet_libraries(shows_bars=True):
             versions = {"revision": policy.revision, "variant": policy.variant}
             folder = Path(family.download(policy.checkpoint, **versions, **left_out))
     remedy = f"Download or save it again, or set {KEY} to a different pipeline."

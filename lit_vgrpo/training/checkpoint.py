@@ -21,9 +21,9 @@ from typing_extensions import override
 
 from lit_vgrpo.core.ranges import NonNegativeInt, checked
 from lit_vgrpo.errors import counted, one_line, say, suggestion
-from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
+from lit_vgrpo.system.paths import DRAFT_PREFIX
+from lit_vgrpo.system.process import say_from_handler
 from lit_vgrpo.system.signals import StopRequests
-from lit_vgrpo.system.streams import say_from_handler
 from lit_vgrpo.training.checkpoint_file import put_in_place
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS
 from lit_vgrpo.training.watchdog import Watch
@@ -346,10 +346,6 @@ class _Requests(StopRequests):
         if self.is_urgent and not self._has_raised:
             self._has_raised = True
             raise KeyboardInterrupt if signum == signal.SIGINT else SIGTERMException
-
-    @override
-    def hindrance(self) -> str | None:
-        return self._watch.death() if self.is_urgent else None
 
     @override
     def end(self, signum: int, reason: str) -> None:

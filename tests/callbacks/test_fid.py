@@ -9,7 +9,7 @@ from helpers import make_data, make_module, make_trainer
 from processes import run_ranks
 
 from lit_vgrpo.callbacks import EMA, FID, RunSummary, averaged_weights
-from lit_vgrpo.metrics import FrechetDistance, feature_network, kernel_distance, reference_statistics
+from lit_vgrpo.metrics import FeatureMoments, feature_network, frechet_distance, kernel_distance, reference_statistics
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.hub import LoadError
 
@@ -58,10 +58,10 @@ def train(folder, tmp_path, callbacks, iterations=2, data=None, ckpt=None, **opt
 def distances(images, script, real):
     network = feature_network(script)
     reference = reference_statistics(real, network, keep_features=True)
-    features, fid = network(images), FrechetDistance(network.dimension)
-    fid.update(features, real=False)
-    fid.update(reference.features, real=True)
-    return fid.compute().item(), kernel_distance(features, reference.features)
+    features, moments = network(images), FeatureMoments(network.dimension)
+    moments.update(features)
+    fid = frechet_distance(*moments.mean_and_cov(), reference.mean, reference.cov)
+    return fid, kernel_distance(features, reference.features)
 
 
 def test_it_measures_the_held_out_images_of_the_average(tiny_sd3, tmp_path, script, real):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lit_vgrpo.config.recipe import loaded
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.metrics.bootstrap import bootstrap_interval
+from lit_vgrpo.metrics import bootstrap_interval
 from lit_vgrpo.system.paths import CONFIG_NAME
 from lit_vgrpo.training.loggers import read_table
 from lit_vgrpo.training.resume import read_summary
