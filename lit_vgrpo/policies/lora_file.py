@@ -194,11 +194,7 @@ def _unmatched(layers: Mapping[str, Tensor], network: nn.Module) -> list[str]:
 
 
 def _refuse_untrained(policy: PipelinePolicy, updates: Updates) -> None:
-    """Check that the policy trains all layers of a LoRA, with at least its rank.
-
-    Raises:
-        LoadError: it does not, with the options to set.
-    """
+    """Raise LoadError unless the policy trains all layers of a LoRA, with at least its rank."""
     what = f"{KEY}={policy.start_from}"
     if policy.lora_rank is None:
         patterns = policy.train_only or ["*"]
