@@ -87,8 +87,8 @@ def distillation_warning(policy: PipelinePolicy) -> str | None:
         return None
     return (
         f"{KEY}={policy.checkpoint} looks distilled to a few steps (its name has {named[1]}). Trained directly, it "
-        "loses detail over thousands of updates. Train the model that it was distilled from, or keep the run short and "
-        "near its start: model.objective.anchor_weight=1 model.objective.anchor_decay=0.3."
+        "loses detail over thousands of updates. Train its base model, or keep the run short and near its start: "
+        "model.objective.anchor_weight=1 model.objective.anchor_decay=0.3."
     )
 
 
