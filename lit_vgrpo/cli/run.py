@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lit_vgrpo.apps.curriculum.curriculum import is_curriculum
-from lit_vgrpo.apps.curriculum.runner import run_curriculum
+from lit_vgrpo.apps.curriculum.curriculum import is_curriculum, run_curriculum
 from lit_vgrpo.config.arguments import subcommand
 from lit_vgrpo.config.recipe import Command
 from lit_vgrpo.launch.build import train_recipe

@@ -8,8 +8,14 @@ import threading
 
 import pytest
 
-from lit_vgrpo.apps.curriculum.curriculum import Curriculum, is_curriculum
-from lit_vgrpo.apps.curriculum.runner import new_run, resumed_run, run_process, stage_environment
+from lit_vgrpo.apps.curriculum.curriculum import (
+    Curriculum,
+    is_curriculum,
+    new_run,
+    resumed_run,
+    run_process,
+    stage_environment,
+)
 from lit_vgrpo.cli.check import check
 from lit_vgrpo.cli.run import run
 from lit_vgrpo.config.recipe import Command

@@ -4,8 +4,16 @@ import pytest
 import yaml
 
 from lit_vgrpo.apps.compare.options import CompareOptions
-from lit_vgrpo.apps.compare.overlays import find_overlay, for_race, read_overlay, shipped_methods, with_overlay
-from lit_vgrpo.apps.compare.plan import entrants, fingerprint, swept
+from lit_vgrpo.apps.compare.plan import (
+    entrants,
+    find_overlay,
+    fingerprint,
+    for_race,
+    read_overlay,
+    shipped_methods,
+    swept,
+    with_overlay,
+)
 from lit_vgrpo.config.schema import recipe_errors
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.recipe_cli import LINKED, TOP_LEVEL
@@ -176,7 +184,7 @@ def test_an_overlay_may_not_change_the_task(tmp_path):
         ("published: {model: {optimizer: {lr: 1}}}", "It needs published: with a model.objective"),
         ("published: {model: {objective: VGRPO}}\nsweep: {model.optimizer.lr: 3}", "is not an overlay"),
         ("published: {model: {objective: VGRPO}}\nfound: {point: 8}", "unexpected keyword argument 'point'"),
-        ("like: mixgrop", "mixgrop is not a method. Did you mean mixgrpo?"),
+        ("like: mixgrop", "mixgrop is neither a method nor an overlay file. Did you mean mixgrpo?"),
     ],
 )
 def test_a_broken_overlay_is_one_line(text, message, tmp_path):

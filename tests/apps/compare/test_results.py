@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 
 from lit_vgrpo.apps.compare.options import CompareOptions
-from lit_vgrpo.apps.compare.overlays import Budget
-from lit_vgrpo.apps.compare.plan import Entrant
+from lit_vgrpo.apps.compare.plan import Budget, Entrant
 from lit_vgrpo.apps.compare.report import (
     Curve,
     best_points,
