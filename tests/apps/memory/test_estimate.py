@@ -11,7 +11,7 @@ from real_architectures import FLUX_DEV, SD35_MEDIUM, write_architecture
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory.estimate import Pass, estimate, peak_of_pass
-from lit_vgrpo.apps.memory.meta import AutocastOnMeta, NotHere, policy_on_meta
+from lit_vgrpo.apps.memory.meta import AutocastOnMeta, NotEstimated, policy_on_meta
 from lit_vgrpo.cli.check import check
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
@@ -198,7 +198,7 @@ def test_what_a_folder_names_beside_its_libraries_is_not_imported(tiny_sd3, tmp_
     (tmp_path / "trap_of_a_folder.py").write_text("open('sprung', 'w').close()")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NotHere):
+    with pytest.raises(NotEstimated):
         policy_on_meta(SD3Policy(str(folder)))
     assert not (tmp_path / "sprung").exists()
 

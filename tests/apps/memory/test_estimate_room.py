@@ -5,10 +5,9 @@ import torch
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory import estimate as stages
-from lit_vgrpo.apps.memory.estimate import estimate
+from lit_vgrpo.apps.memory.estimate import estimate, scorers
 from lit_vgrpo.apps.memory.meta import policy_on_meta
 from lit_vgrpo.apps.memory.room import memory_report
-from lit_vgrpo.apps.memory.scorers import scorers
 from lit_vgrpo.cli.check import check
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.policies import SD3Policy
