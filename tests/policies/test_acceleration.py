@@ -7,6 +7,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from helpers import make_data, make_module, make_trainer, repeating
+from policies.contract import adapted
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -18,7 +19,7 @@ from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.sampling import sample, sample_chain
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
-from lit_vgrpo.objectives import VGRPO, FlowGRPO
+from lit_vgrpo.objectives import VGRPO
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, acceleration
 from lit_vgrpo.policies.acceleration import (
@@ -29,20 +30,10 @@ from lit_vgrpo.policies.acceleration import (
     set_attention_backend,
 )
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.training.strategies import FSDP2, ZeRO, rollout_error, whole_weights_error
+from lit_vgrpo.training.strategies import FSDP2, ZeRO, whole_weights_error
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
 CONVOLUTIONS = ["to_q", "to_out.0", "conv1", "conv_shortcut", "downsamplers.0.conv", "proj_in"]
-
-
-def adapted(policy, std=0.1):
-    policy.load()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in trainable_parameters(policy).items():
-            if "lora_B" in name:
-                parameter.normal_(std=std, generator=generator)
-    return policy
 
 
 @pytest.fixture
@@ -214,14 +205,6 @@ def test_a_run_quantises_its_rollouts_alone(torchao, tmp_path):
     trainer.fit(module, datamodule=make_data())
     assert trainer.callback_metrics["policy/ratio_deviation"] == 0
     assert module.ledger.images == 16
-
-
-def test_rollouts_that_cannot_be_quantised_are_refused():
-    sde = RolloutSpec("flow_sde", quantise="int8")
-    assert "rollout.quantise=int8 requires an ODE: the likelihoods" in FlowGRPO(rollout=sde).rollout_spec(0).errors()[0]
-    for strategy in (FSDP2(), ZeRO(stage=3)):
-        assert "rollout.quantise=int8 needs whole weights on every rank" in rollout_error(strategy, INT8)
-    assert rollout_error(ZeRO(stage=2), INT8) is None
 
 
 # --- compilation ----------------------------------------------------------------------------------------------------

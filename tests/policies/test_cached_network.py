@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import make_data, make_module, make_trainer
+from policies.contract import adapted
 from torch._dynamo.testing import CompileCounter
 
 from lit_vgrpo.core.block_cache import BlockCache
@@ -34,16 +35,6 @@ def policy(request, tiny_sd3, flux_folder):
 @pytest.fixture
 def sd3(tiny_sd3):
     return lambda **options: adapted(SD3Policy(str(tiny_sd3), max_sequence_length=1, **options))
-
-
-def adapted(policy):
-    policy.load()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in trainable_parameters(policy).items():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1, generator=generator)
-    return policy
 
 
 def images(policy, cache, numbers=range(4), guidance=1.0, batch_size=2):
@@ -181,15 +172,18 @@ def test_a_view_shares_weights_and_hooks_and_follows_a_move(sd3):
     assert {value.dtype for value in view.state_dict().values()} == {torch.float64}
 
 
-def test_rollouts_that_cannot_be_cached_are_refused_with_the_reason():
+def test_rollouts_that_cannot_be_accelerated_are_refused_with_the_reason():
     cached = RolloutSpec("flow_sde", cache=FIRST)
+    quantised = RolloutSpec("flow_sde", quantise="int8")
     assert "cache=first_block requires an ODE: the likelihoods" in FlowGRPO(rollout=cached).rollout_spec(0).errors()[0]
+    assert "quantise=int8 requires an ODE: the likelihoods" in FlowGRPO(rollout=quantised).rollout_spec(0).errors()[0]
     for method in (VGRPO, DiffusionNFT):
         objective = method(rollout=RolloutSpec("ddim", cache=TAYLOR))
         [error] = objective.policy_errors(UNetPolicy)
         assert error.startswith("model.objective.rollout.cache=taylorseer does not work on UNetPolicy")
         assert method(rollout=RolloutSpec(cache=TAYLOR)).policy_errors(SD3Policy) == []
     for strategy in (FSDP2(), ZeRO(stage=3)):
-        assert "needs whole weights on every rank" in rollout_error(strategy, RolloutSpec(cache=FIRST))
+        for spec in (RolloutSpec(cache=FIRST), RolloutSpec(quantise="int8")):
+            assert "needs whole weights on every rank" in rollout_error(strategy, spec)
+            assert rollout_error(ZeRO(stage=2), spec) is None
         assert rollout_error(strategy, RolloutSpec()) is None
-    assert rollout_error(ZeRO(stage=2), RolloutSpec(cache=FIRST)) is None

@@ -51,11 +51,11 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
     text = f"{found.table()}\nAvailable: {shown(free)}, {name}.{hint}"
     if found.unknown:
         text += f"\nNot included, because their size is unknown: models of the reward {', '.join(found.unknown)}."
-    error = (
+    too_large = (
         f"The recipe needs about {shown(found.peak)} per rank, in {found.peak_phase}; {shown(free)} is available "
         f"({name}). Set {ADVICE[found.peak_phase]}."
     )
-    return text, [error] if found.peak > free else []
+    return text, [too_large] if found.peak > free else []
 
 
 def gpu_memory_of(text: str) -> int:
