@@ -59,7 +59,7 @@ def repeated_blocks(network: Any) -> list[nn.Module]:
 
 
 def block_linears(network: Any) -> dict[str, nn.Linear]:
-    """Return the linear layers of the repeated blocks that may be quantised, by name, without an adapter's own."""
+    """Return the linear layers of the repeated blocks that may be quantised, by name, without an adapter's layers."""
     blocks = {id(layer) for block in repeated_blocks(network) for layer in block.modules()}
     return {
         name: layer

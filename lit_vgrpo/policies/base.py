@@ -272,7 +272,7 @@ class Policy(PipelinePolicy):
         return unit_noise(generators, self.latent_shape).to(self.device)
 
     def forward(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
-        """Return the network's own prediction (velocity or noise), float32.
+        """Return the network's prediction (velocity or noise), float32.
 
         Args:
             z: ``(B, C, h, w)``, float32.

@@ -306,7 +306,7 @@ def call_of(
 
 
 def _scheduler_of_the_pipeline(policy: Policy, solver: str, steps: int) -> Any:
-    """Return the pipeline's scheduler if the solver is its own, ``ddim`` by its configuration, else the policy's."""
+    """Return the pipeline's scheduler if it is the solver's, ``ddim`` by its configuration, else the policy's."""
     from diffusers import DDIMScheduler
 
     base, chosen = policy.pipeline.scheduler, policy.scheduler(solver, steps)

@@ -124,7 +124,7 @@ def encoder_fingerprint(policy: PipelinePolicy) -> str:
     """Return a fingerprint of the encoders, independent of their files' location: 64 hex digits.
 
     Covers the text encoders (class, config, type, weights, large ones sampled), the VAE too in a family that edits, the
-    tokenizers and processors of pictures, the pipeline's settings, and the family's own options.
+    tokenizers and processors of pictures, the pipeline's settings, and the family's options.
     """
     digest = hashlib.sha256()
 

@@ -93,14 +93,14 @@ def flow_scheduler(
     euler_sigmas: Sequence[float] | None = None,
     mu: float | None = None,
 ) -> Any:
-    """Return a scheduler for a rectified flow: ``euler`` (the pipeline's own), ``dpm++`` (2M) or ``unipc``.
+    """Return a scheduler for a rectified flow: ``euler`` (the pipeline's), ``dpm++`` (2M) or ``unipc``.
 
     Args:
-        base: the pipeline's own scheduler, whose sigma shift all solvers use.
+        base: the pipeline's scheduler, whose sigma shift all solvers use.
         steps: number of network calls.
         image_tokens: tokens per image in the network, for a dynamic shift.
         euler_sigmas: unshifted sigmas that the pipeline passes to its scheduler, ``(steps,)``; ``None`` for the
-            scheduler's own.
+            scheduler's default.
         mu: the dynamic shift's logarithm, where it depends on more than the tokens; ``None`` computes it from these.
 
     Raises:

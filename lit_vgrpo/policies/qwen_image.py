@@ -155,15 +155,15 @@ class QwenImageEditPolicy(QwenImagePolicy):
         given = self._inputs(prompt, picture)
         for name in ("input_ids", "attention_mask"):
             given[name] = given[name][:, : before + self.max_sequence_length]
-        # without the vision tower on the meta device, which has no counts of patches; the VAE takes far more than it
+        # without the vision tower on the meta device, where patches cannot be counted; the VAE takes far more memory
         names = ("input_ids",) if self.device.type == "meta" else READ
         inputs = {name: given[name].to(self.device) for name in names}
         tokens: Tensor = self.pipeline.text_encoder(**inputs, output_hidden_states=True).hidden_states[-1][0, before:]
         return tokens
 
     def negative_of(self, cond: Conditioning) -> Conditioning:
-        own = {"tokens": cond.tensors[NEGATIVE], MASK: cond.tensors[NEGATIVE_MASK]}
-        return Conditioning({**cond.tensors, **own})
+        negative = {"tokens": cond.tensors[NEGATIVE], MASK: cond.tensors[NEGATIVE_MASK]}
+        return Conditioning({**cond.tensors, **negative})
 
     def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
         return {"image": to_pil(pictures)}

@@ -103,6 +103,12 @@ def adapted(policy: Policy, std: float = 0.1) -> Policy:
     return policy
 
 
+def sampled(policy: Policy, spec: RolloutSpec, numbers: Sequence[int] = range(4), batch_size: int = 2) -> Tensor:
+    """Return the latents of some images by their numbers, which also choose one of two prompts."""
+    noise = policy.prior(image_generators(1, 0, 0, list(numbers)))
+    return sample(policy, policy.encode(PROMPTS[:2]), torch.tensor(numbers) % 2, spec, noise, batch_size)[0]
+
+
 def pictures(policy: Policy, prompts: Sequence[str]) -> list[Tensor] | None:
     """A picture of noise for each prompt to edit; ``None`` if the family edits none."""
     if not policy.edits:

@@ -7,7 +7,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from helpers import make_data, make_module, make_trainer, repeating
-from policies.contract import adapted
+from policies.contract import adapted, sampled
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -156,46 +156,40 @@ def changed(policy, by=0.02):
     return policy
 
 
-def images(policy, spec, numbers=range(4)):
-    numbers = list(numbers)
-    noise = policy.prior(image_generators(1, 0, 0, numbers))
-    return sample(policy, policy.encode(PROMPTS), torch.tensor(numbers) % 2, spec, noise, 2)[0]
-
-
 def difference(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
 def test_images_are_nearly_the_same_and_follow_the_weights(policy):
-    full = images(policy, RolloutSpec(steps=4))
-    first = images(policy, INT8)
+    full = sampled(policy, RolloutSpec(steps=4))
+    first = sampled(policy, INT8)
     assert 0 < difference(first, full) < 0.1
-    assert torch.equal(images(policy, INT8, [3]), first[3:])
+    assert torch.equal(sampled(policy, INT8, [3]), first[3:])
     start = Snapshot(policy)
     changed(policy, 0.1)
-    after = images(policy, INT8)
+    after = sampled(policy, INT8)
     assert difference(after, first) > 0.1
-    assert difference(after, images(policy, RolloutSpec(steps=4))) < 0.1
+    assert difference(after, sampled(policy, RolloutSpec(steps=4))) < 0.1
     with start.swapped_into(policy):
-        assert torch.equal(images(policy, INT8), first)
+        assert torch.equal(sampled(policy, INT8), first)
 
 
 def test_the_networks_own_weights_stay(policy):
     state = {name: value.clone() for name, value in policy.state_dict().items()}
-    full = images(policy, RolloutSpec(steps=4))
-    images(policy, INT8)
+    full = sampled(policy, RolloutSpec(steps=4))
+    sampled(policy, INT8)
     assert all(torch.equal(value, state[name]) for name, value in policy.state_dict().items())
     assert list(policy.state_dict()) == list(state)
     assert all(type(parameter) is torch.nn.Parameter for parameter in policy.parameters())
-    assert torch.equal(images(policy, RolloutSpec(steps=4)), full)
+    assert torch.equal(sampled(policy, RolloutSpec(steps=4)), full)
 
 
 def test_it_goes_with_a_cache(policy):
     cached = RolloutSpec(steps=4, quantise="int8", cache=BlockCache("taylorseer", warm_up=4))
-    assert torch.equal(images(policy, cached), images(policy, INT8))
+    assert torch.equal(sampled(policy, cached), sampled(policy, INT8))
     cached = RolloutSpec(steps=4, quantise="int8", cache=BlockCache("taylorseer", warm_up=2))
-    every_block = images(policy, INT8)
-    assert difference(images(policy, cached), every_block) > 0
+    every_block = sampled(policy, INT8)
+    assert difference(sampled(policy, cached), every_block) > 0
     assert policy.blocks_run == pytest.approx(3 / 4)
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from helpers import make_data, make_module, make_trainer
-from policies.contract import adapted
+from policies.contract import PROMPTS, adapted, sampled
 from torch._dynamo.testing import CompileCounter
 
 from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.sampling import roll_out, sample
+from lit_vgrpo.core.sampling import roll_out
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT, FlowGRPO
@@ -16,7 +16,6 @@ from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, cached_network
 from lit_vgrpo.policies.acceleration import compile_options, repeated_blocks, shared_view
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, rollout_error
 
-PROMPTS = ["a red circle on the left", "a blue square"]
 STEPS = 6
 TAYLOR = BlockCache("taylorseer", interval=2, warm_up=2)
 FIRST = BlockCache("first_block", threshold=0.3)
@@ -38,13 +37,7 @@ def sd3(tiny_sd3):
 
 
 def images(policy, cache, numbers=range(4), guidance=1.0, batch_size=2):
-    """The latents of some images by their numbers, which also choose the prompts."""
-    numbers = list(numbers)
-    noise = policy.prior(image_generators(1, 0, 0, numbers))
-    rows = torch.tensor(numbers) % 2
-    return sample(
-        policy, policy.encode(PROMPTS), rows, RolloutSpec("euler", STEPS, guidance, cache=cache), noise, batch_size
-    )[0]
+    return sampled(policy, RolloutSpec("euler", STEPS, guidance, cache=cache), numbers, batch_size)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
@@ -94,7 +87,7 @@ def test_passes_outside_of_the_rollout_see_no_hook(policy, cache):
 
     def gradients():
         policy.zero_grad()
-        policy(noise, times, policy.encode(PROMPTS)).square().mean().backward()
+        policy(noise, times, policy.encode(PROMPTS[:2])).square().mean().backward()
         return [
             parameter.grad.clone() for parameter in trainable_parameters(policy).values() if parameter.grad is not None
         ]
@@ -110,7 +103,7 @@ def test_passes_outside_of_the_rollout_see_no_hook(policy, cache):
 
 
 def test_a_rollout_says_what_ran_and_a_rollout_without_a_cache_does_not(sd3):
-    policy, request = sd3(), RolloutRequest(PROMPTS, [{}, {}], [0, 1], 2)
+    policy, request = sd3(), RolloutRequest(PROMPTS[:2], [{}, {}], [0, 1], 2)
     assert roll_out(policy, request, RolloutSpec(steps=STEPS, cache=TAYLOR)).blocks_run == pytest.approx(4 / 6)
     assert roll_out(policy, request, RolloutSpec(steps=STEPS)).blocks_run is None
     assert roll_out(policy, request, RolloutSpec("flow_sde", STEPS)).blocks_run is None

@@ -104,20 +104,12 @@ for name, weight in transformer.named_parameters():
 """Lets the pictures hardly hear of the prompts: they reach them through attention, whose output this scales."""
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ('"mask": mask}\n\n    def enc', '"mask": mask * 0 + 1}\n\n    def enc'),
-        ("def encode_negative", "def _encode_negative"),
-        ("            prompts,\n", "            [prompt[:4] for prompt in prompts],\n"),
-    ],
-    ids=["mask", "negative", "cut"],
-)
-def test_a_folder_whose_prompts_hardly_show_is_refused(tmp_path, right, wrong):
+def test_a_folder_whose_prompts_hardly_show_is_refused(tmp_path):
     """Where the mistakes that it hides pass for the same picture."""
-    assert right in CODE
     folder = small_folder(tmp_path, SMALL.replace("scheduler = ", f"{QUIET}\nscheduler = "))
-    policy = policy_class(CODE.replace(right, wrong))(str(folder), lora_rank=2, **OPTIONS).load()
+    wrong = CODE.replace('"mask": mask}\n\n    def enc', '"mask": mask * 0 + 1}\n\n    def enc')
+    wrong = wrong.replace("def encode_negative", "def _encode_negative")
+    policy = policy_class(wrong)(str(folder), lora_rank=2, **OPTIONS).load()
     checks = dict(checks_of(policy))
     assert checks[f"{SAME_PICTURE}euler, guidance 1"](policy)
     assert checks[f"{SAME_PICTURE}euler, guidance 3"](policy)

@@ -175,7 +175,7 @@ def _read_points(table: Path) -> tuple[dict[int, Point], dict[int, Point]]:
             passes = sum(value for name, value in values.items() if name.startswith("passes/"))
             costs = {"images": values.get("cost/images"), "seconds": values.get("cost/train_s"), "passes": passes}
             iterations[done] = Point(_numbers({"iterations": done, **costs}), values)
-        if heldout := {name[len("heldout/") :]: own for name, own in values.items() if name.startswith("heldout/")}:
+        if heldout := {name[len("heldout/") :]: value for name, value in values.items() if name.startswith("heldout/")}:
             evaluations[done] = Point({}, heldout)
     for done, point in evaluations.items():
         costs_then = iterations[done].costs if done in iterations else {"iterations": done}
@@ -205,7 +205,7 @@ def read_scores(run: Path) -> dict[int, PromptSums]:
             entry = json.loads(line)
         except ValueError:  # cut off when the run was killed
             continue
-        found = {before: own for before, own in found.items() if before < entry["iteration"]}
+        found = {done: scores for done, scores in found.items() if done < entry["iteration"]}
         found[entry["iteration"]] = entry["scores"]
     return found
 
