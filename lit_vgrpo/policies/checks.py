@@ -257,9 +257,9 @@ def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Con
         network.set_adapter("read_back")
         return policy(*given)
     finally:
+        network.set_adapter("default")
         if "read_back" in network.peft_config:
             network.delete_adapters("read_back")
-        network.set_adapter("default")
 
 
 def _with_weights(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Conditioning]) -> Tensor:
