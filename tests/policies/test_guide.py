@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from policies import contract
 
 from lit_vgrpo.cli.check import check
 from lit_vgrpo.cli.run import run
@@ -49,14 +48,6 @@ def policy_class(code):
     names = {"__name__": "guide"}
     exec(code, names)
     return names["Lumina2Policy"]
-
-
-@pytest.fixture(scope="module")
-def family(folder):
-    def guided(scale, negative):
-        return {**contract.classifier_free(scale, negative), "cfg_normalization": False}
-
-    return contract.Family(policy_class(CODE), folder, OPTIONS, guidance=guided, prompt_limit=19, limited_by="Gemma2")
 
 
 def test_the_command_finds_nothing_wrong(here, folder, capsys):
@@ -142,21 +133,6 @@ def test_the_checks_leave_the_policy_as_it_was(folder, trained):
     after = policy.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in after.items())
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        contract.bfloat16_keeps_trained_weights_in_float32,
-        contract.long_prompts_are_cut_with_one_warning,
-        contract.a_negative_prompt_counts_with_guidance_alone,
-    ],
-    ids=lambda part: part.__name__,
-)
-def test_the_contract_holds(monkeypatch, family, part):
-    monkeypatch.setattr(contract, "HEIGHT", 32)
-    monkeypatch.setattr(contract, "WIDTH", 48)
-    part(family)
 
 
 def test_one_iteration_through_the_command(here, folder, capsys):

@@ -28,18 +28,10 @@ from lit_vgrpo.apps.compare.report import (
 
 def evaluations(rewards, seconds=10.0, every=5):
     """An evaluation every five iterations, which took ``seconds`` of CPU time."""
-    return [
-        {
-            "iteration": every * k,
-            "reward": reward,
-            "images": 100 * every * k,
-            "passes": 1400 * every * k,
-            "forward_equivalents": 2200 * every * k,
-            "train_seconds": 2 * seconds * k,
-            "cpu_seconds": seconds * k,
-        }
-        for k, reward in enumerate(rewards)
-    ]
+    per_iteration = {"iteration": 1, "images": 100, "passes": 1400, "forward_equivalents": 2200}
+    counts = [{name: each * every * k for name, each in per_iteration.items()} for k in range(len(rewards))]
+    times = [{"train_seconds": 2 * seconds * k, "cpu_seconds": seconds * k} for k in range(len(rewards))]
+    return [{"reward": r, **count, **time} for r, count, time in zip(rewards, counts, times, strict=True)]
 
 
 def curve(method, seed, rewards, seconds=10.0, settings="published", error=""):
