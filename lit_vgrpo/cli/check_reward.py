@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_vgrpo.cli.image_files import aligned, batches_of, device, find_images, loaded, read_image
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.core.pictures import references_of
-from lit_vgrpo.data.rows import Rows
+from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.errors import UserError, counted, report, say
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.recipe_cli import RecipeCLI

@@ -135,8 +135,7 @@ def run(recipe: RecipeArg, words: Words = None, resume: Resume = False) -> int:
 
     command = Command.parse([recipe, *(words or [])], resume)
     with _loading():
-        from lit_vgrpo.apps.curriculum.curriculum import is_curriculum
-        from lit_vgrpo.apps.curriculum.runner import run_curriculum
+        from lit_vgrpo.apps.curriculum.curriculum import is_curriculum, run_curriculum
         from lit_vgrpo.launch.build import train_recipe
     return run_curriculum(command) if is_curriculum(command.recipe) else train_recipe(command)
 

@@ -23,9 +23,9 @@ from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.launch.train import leave_together
 from lit_vgrpo.metrics import diversity
-from lit_vgrpo.metrics.bootstrap import bootstrap_interval
 from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
+from lit_vgrpo.metrics.statistics import bootstrap_interval
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.folder import CONFIG_NAME, candidates

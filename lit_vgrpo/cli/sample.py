@@ -21,7 +21,7 @@ from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import all_finite
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data import read_prompts
-from lit_vgrpo.data.rows import Row, Rows
+from lit_vgrpo.data.prompts import Row, Rows
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.objectives.base import Objective

@@ -74,7 +74,7 @@ def as_source(value: Source | Path) -> PromptSource:
 def as_sources(value: Sources) -> list[PromptSource]:
     """Return one or several sources as a list; raises as in :func:`as_source`."""
     one = isinstance(value, str | PromptSource | Mapping)
-    return [as_source(cast("Source", entry)) for entry in ([value] if one else value)]
+    return [as_source(entry) for entry in cast("Sequence[Source]", [value] if one else value)]
 
 
 def kind_of(source: PromptSource) -> Kind:

@@ -24,7 +24,11 @@ def quiet_imports() -> None:
         ("torch.utils._pytree", "Enum subclass"),  # of torchao
         ("diffusers.quantizers.torchao.torchao_quantizer", "Unable to import `torchao`"),
     ):
-        logging.getLogger(name).addFilter(lambda record, words=words: words not in record.getMessage())
+        logging.getLogger(name).addFilter(partial(_lacks, words))
+
+
+def _lacks(words: str, record: logging.LogRecord) -> bool:
+    return words not in record.getMessage()
 
 
 def is_first_process() -> bool:

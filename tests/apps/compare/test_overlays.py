@@ -4,8 +4,16 @@ import pytest
 import yaml
 from commands import compare_options
 
-from lit_vgrpo.apps.compare.overlays import find_overlay, for_race, read_overlay, shipped_methods, with_overlay
-from lit_vgrpo.apps.compare.plan import entrants, fingerprint, swept
+from lit_vgrpo.apps.compare.plan import (
+    entrants,
+    find_overlay,
+    fingerprint,
+    for_race,
+    read_overlay,
+    shipped_methods,
+    swept,
+    with_overlay,
+)
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.build import part_errors
 
@@ -31,10 +39,15 @@ PART = {
 
 
 def overlay_file(folder, name="mine", **content):
-    content = {"published": {"model": {"objective": "VGRPO"}}, **content}
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    path.write_text(yaml.safe_dump({"published": {"model": {"objective": "VGRPO"}}, **content}, sort_keys=False))
     return path
+
+
+def errors_of(call, *args):
+    with pytest.raises(UserError) as caught:
+        call(*args)
+    return caught.value.errors
 
 
 def test_the_objective_is_replaced_and_the_rollout_kept():
@@ -90,19 +103,6 @@ def test_a_race_drops_what_costs_and_keeps_the_average():
     assert not {"name", "seed_everything", "run_dir"} & recipe.keys()
 
 
-def test_tuned_lies_over_published(tmp_path):
-    published = {
-        "model": {"objective": {"class_path": "VGRPO", "init_args": {"soft_clip": 3.0}}, "optimizer": {"lr": 1}}
-    }
-    tuned = {"model": {"objective": {"init_args": {"clip": 0.1}}, "optimizer": {"lr": 2}}}
-    overlay = read_overlay(overlay_file(tmp_path, published=published, tuned=tuned))
-    assert overlay.part("tuned")["model"] == {
-        "objective": {"class_path": "VGRPO", "init_args": {"soft_clip": 3.0, "clip": 0.1}},
-        "optimizer": {"lr": 2},
-    }
-    assert overlay.part("published") == published
-
-
 OF_A_UNET = ["ddpo"]
 
 
@@ -146,18 +146,15 @@ def test_a_sweep_may_be_a_list_of_points(tmp_path, tiny_recipe):
 
 def test_an_overlay_says_what_its_search_was_given(tmp_path, tiny_recipe):
     found = {"points": 8, "seeds": 2, "iterations": 30, "prompts": "tiny_shapes, training prompts"}
-    path = overlay_file(tmp_path, tuned={"model": {"optimizer": {"lr": 0.2}}}, found=found)
+    tuned = {"model": {"objective": {"init_args": {"clip": 0.1}}, "optimizer": {"lr": 0.2}}}
+    path = overlay_file(tmp_path, tuned=tuned, found=found)
     budget = read_overlay(path).found
     assert str(budget) == "8 points x 2 seeds x 30 iterations, tiny_shapes, training prompts"
     race = entrants(compare_options([str(tiny_recipe), "--methods", str(path)]))
     assert [entrant.settings for entrant in race] == ["published", "tuned"]
     assert race[1].found == budget
-
-
-def errors_of(call, *args):
-    with pytest.raises(UserError) as caught:
-        call(*args)
-    return caught.value.errors
+    assert [entrant.recipe["model"]["objective"]["init_args"].get("clip") for entrant in race] == [None, 0.1]
+    assert race[1].recipe["model"]["optimizer"]["lr"] == 0.2
 
 
 def test_an_overlay_may_not_change_the_task(tmp_path):
@@ -175,7 +172,7 @@ def test_an_overlay_may_not_change_the_task(tmp_path):
         ("published: {model: {optimizer: {lr: 1}}}", "It needs published: with a model.objective"),
         ("published: {model: {objective: VGRPO}}\nsweep: {model.optimizer.lr: 3}", "is not an overlay"),
         ("published: {model: {objective: VGRPO}}\nfound: {point: 8}", "unexpected keyword argument 'point'"),
-        ("like: mixgrop", "mixgrop is not a method. Did you mean mixgrpo?"),
+        ("like: mixgrop", "mixgrop is neither a method nor an overlay file. Did you mean mixgrpo?"),
     ],
 )
 def test_a_broken_overlay_is_one_line(text, message, tmp_path):
@@ -186,13 +183,14 @@ def test_a_broken_overlay_is_one_line(text, message, tmp_path):
 
 
 def test_all_errors_come_before_the_first_run(tmp_path, tiny_recipe):
-    wrong = overlay_file(
-        tmp_path, "wrong", published={"model": {"objective": {"class_path": "VGRPO", "init_args": {"clipp": 1}}}}
-    )
-    sizes = overlay_file(
-        tmp_path, "odd", published={"model": {"objective": "VGRPO"}, "data": {"updates_per_iteration": 0}}
-    )
-    options = compare_options([str(tiny_recipe), "--methods", f"{wrong},{sizes}"])
+    wrong = {"objective": {"class_path": "VGRPO", "init_args": {"clipp": 1}}}
+    paths = [
+        overlay_file(tmp_path, "wrong", published={"model": wrong}),
+        overlay_file(
+            tmp_path, "odd", published={"model": {"objective": "VGRPO"}, "data": {"updates_per_iteration": 0}}
+        ),
+    ]
+    options = compare_options([str(tiny_recipe), "--methods", ",".join(map(str, paths))])
     errors = errors_of(entrants, options)
     assert errors[0] == "wrong: model.objective.clipp is not an option of VGRPO. Did you mean clip?"
     assert errors[1].startswith("odd: data.updates_per_iteration=0: Input should be")

@@ -7,8 +7,7 @@ import pytest
 from commands import compare_options
 from PIL import Image
 
-from lit_vgrpo.apps.compare.overlays import Budget
-from lit_vgrpo.apps.compare.plan import Entrant
+from lit_vgrpo.apps.compare.plan import Budget, Entrant
 from lit_vgrpo.apps.compare.report import (
     Curve,
     best_points,
@@ -29,18 +28,10 @@ from lit_vgrpo.apps.compare.report import (
 
 def evaluations(rewards, seconds=10.0, every=5):
     """An evaluation every five iterations, which took ``seconds`` of CPU time."""
-    return [
-        {
-            "iteration": every * k,
-            "reward": reward,
-            "images": 100 * every * k,
-            "passes": 1400 * every * k,
-            "forward_equivalents": 2200 * every * k,
-            "train_seconds": 2 * seconds * k,
-            "cpu_seconds": seconds * k,
-        }
-        for k, reward in enumerate(rewards)
-    ]
+    per_iteration = {"iteration": 1, "images": 100, "passes": 1400, "forward_equivalents": 2200}
+    counts = [{name: each * every * k for name, each in per_iteration.items()} for k in range(len(rewards))]
+    times = [{"train_seconds": 2 * seconds * k, "cpu_seconds": seconds * k} for k in range(len(rewards))]
+    return [{"reward": r, **count, **time} for r, count, time in zip(rewards, counts, times, strict=True)]
 
 
 def curve(method, seed, rewards, seconds=10.0, settings="published", error=""):
@@ -67,13 +58,8 @@ def test_a_cost_is_interpolated_at_the_first_crossing():
     cost = cost_of(evaluations([0.2, 0.4, 0.8, 0.3, 0.9]), 0.5)
     expected = {"iteration": 6.25, "images": 625, "passes": 8750, "forward_equivalents": 13750}
     assert cost == pytest.approx({**expected, "train_seconds": 25.0, "cpu_seconds": 12.5})
-
-
-def test_a_target_met_exactly_costs_what_that_evaluation_did():
-    assert cost_of(evaluations([0.2, 0.4, 0.8]), 0.4)["iteration"] == 5
-    assert cost_of(evaluations([0.2, 0.4, 0.8]), 0.2)["cpu_seconds"] == 0
-    assert cost_of(evaluations([0.2, 0.4, 0.8]), 0.1)["iteration"] == 0
-    assert cost_of(evaluations([0.2, 0.4, 0.8]), 0.81) == {}
+    for target, iterations in {0.1: 0, 0.2: 0, 0.4: 5, 0.81: None}.items():
+        assert cost_of(evaluations([0.2, 0.4, 0.8]), target).get("iteration") == iterations
 
 
 def test_means_over_seeds_and_the_ratio():
@@ -219,10 +205,7 @@ def test_a_target_that_no_point_reached_leaves_the_choice_to_the_next_one():
     slow, fast, never = ([0.2, 0.3, 0.8],) * 2, ([0.2, 0.7, 0.75],) * 2, ([0.2, 0.3, 0.4],) * 2
     assert swept(slow, fast, never, targets=[0.7, 0.9])[1] == 1
     assert swept(never, ([0.2, 0.4, 0.5],) * 2, targets=[0.9])[1] == 1
-
-
-def test_a_ranking_is_by_passes_and_not_by_the_machines_time():
-    assert swept([[0.2, 0.5, 0.9]], [[0.2, 0.9]], targets=[0.8], seconds=(1, 50))[1] == 1
+    assert swept([[0.2, 0.5, 0.9]], [[0.2, 0.9]], targets=[0.8], seconds=(1, 50))[1] == 1  # by passes, not by time
 
 
 def test_the_files_of_a_sweep(tmp_path, monkeypatch):

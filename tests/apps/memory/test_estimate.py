@@ -12,7 +12,7 @@ from real_architectures import FLUX_DEV, SD35_MEDIUM, write_architecture
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory.estimate import Pass, estimate, peak_of_pass
-from lit_vgrpo.apps.memory.meta import AutocastOnMeta, NotHere, policy_on_meta
+from lit_vgrpo.apps.memory.meta import AutocastOnMeta, NotEstimated, policy_on_meta
 from lit_vgrpo.apps.memory.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
@@ -34,18 +34,9 @@ OPTIONS = [
     {"gradient_checkpointing": True},
     {"lora_rank": 4, "gradient_checkpointing": True},
 ]
-FIRST = {"sd3": (0, 1, 2, 3), "unet": (0, 3), "sdxl": (1, 2), "flux": (1,)}
+EVERY = [(family, number) for family in FAMILIES for number in range(len(OPTIONS))]
+FIRST = [*EVERY[:4], ("unet", 0), ("unet", 3), ("sdxl", 1), ("sdxl", 2), ("flux", 1)]
 """Each option on a transformer and on a UNet, each family once; the other cases are slow."""
-CASES = [
-    pytest.param(
-        family,
-        options,
-        id=f"{family}-{' '.join(options) or 'full'}",
-        marks=[] if number in FIRST[family] else [pytest.mark.slow],
-    )
-    for family in FAMILIES
-    for number, options in enumerate(OPTIONS)
-]
 
 
 @pytest.fixture
@@ -70,9 +61,10 @@ def real_pass(policy, rows):
     return live.peak
 
 
-@pytest.mark.parametrize(("family", "options"), CASES)
-def test_a_step_takes_what_a_real_one_takes(make, family, options):
+@pytest.mark.parametrize(("family", "number"), repeating(EVERY, slow=[case for case in EVERY if case not in FIRST]))
+def test_a_step_takes_what_a_real_one_takes(make, family, number):
     """Weights, gradients and moments to the byte; activations within 5 %."""
+    options = OPTIONS[number]
     twin, policy = policy_on_meta(make(family, **options), "cpu"), make(family, **options).load()
     assert {p.device.type for p in twin.parameters()} == {"meta"}
     assert peak_of_pass(twin, Pass(4, 1.0, True)) == pytest.approx(real_pass(policy, 4), rel=0.05)
@@ -197,7 +189,7 @@ def test_what_a_folder_names_beside_its_libraries_is_not_imported(tiny_sd3, tmp_
     (tmp_path / "trap_of_a_folder.py").write_text("open('sprung', 'w').close()")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NotHere):
+    with pytest.raises(NotEstimated):
         policy_on_meta(SD3Policy(str(folder)))
     assert not (tmp_path / "sprung").exists()
 
