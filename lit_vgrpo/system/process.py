@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from typing import Any
 
