@@ -17,6 +17,20 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 pytest.register_assert_rewrite("policies.contract")  # so that its asserts print what was compared
 
 
+LIMIT_S = 420
+"""Of a test with its fixtures; pyproject.toml ends the process where a test does not let itself be ended so."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"{item.nodeid} took more than {LIMIT_S} s"))
+    signal.alarm(LIMIT_S)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+
+
 collect_ignore = ["support"]  # a doctest run would import the pretended GPU a second time
 
 

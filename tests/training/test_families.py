@@ -11,7 +11,7 @@ from helpers import picture_prompts
 from processes import run_ranks
 
 pytestmark = pytest.mark.slow  # test_ranks and test_strategies hold two processes with SD3 to one
-WORKER = Path(__file__).with_name("family_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 LARGE = {"qwen_image": "QwenImagePolicy", "flux2": "Flux2Policy", "z_image": "ZImagePolicy"}
 LARGE |= {"qwen_image_edit": "QwenImageEditPolicy"}
 FAMILIES = {"unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
