@@ -1,6 +1,7 @@
 """``lightning vote``: the page's server, beside a run and with a recipe."""
 
 import csv
+import json
 import signal
 import socket
 import sqlite3
@@ -205,6 +206,9 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("Vote at http") == job.stdout.count("Waiting for ") == 1
     assert len(voted) == 4
+    assert [path.name for path in RUN.parent.iterdir()] == [RUN.name]
+    assert json.loads((RUN / "summary.json").read_text())["world_size"] == 2
+    assert (RUN / "checkpoints" / "last.ckpt").is_file()
     with sqlite3.connect(RUN / FILE_NAME) as db:
         assert db.execute("SELECT owner, is_open, count(*) FROM groups GROUP BY 1, 2 ORDER BY 1").fetchall() == [
             (0, 0, 2),

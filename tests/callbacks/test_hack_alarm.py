@@ -171,7 +171,7 @@ def test_it_warns_once_and_a_resumed_run_goes_on_with_its_history(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"min_change": 1.0}, "min_change=1.0 is too large"),
+        ({"min_change": 1.0}, "min_change=1.0: Input should be less than 1"),
         ({"metric": None}, "metric=null leaves nothing to compare"),
         ({"metric": TRAINED}, "is the trained reward"),
     ],

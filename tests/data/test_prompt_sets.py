@@ -107,7 +107,7 @@ def test_what_is_said_of_several_sources(file, write):
     ("train", "options", "error", "said"),
     [
         ({"path": "a", "wieght": 1}, {}, TypeError, "PromptSource.__init__() got an unexpected keyword argument"),
-        (["a.txt", {"path": "b.txt", "weight": 0}], {}, ValueError, "weight=0 is too small."),
+        (["a.txt", {"path": "b.txt", "weight": 0}], {}, ValueError, "weight=0: Input should be greater than 0"),
         ([{"weight": 1}], {}, TypeError, "PromptSource.__init__() missing"),
         ("a.txt", {"heldout_fraction": 0.1, "heldout": "b.txt"}, ValueError, "heldout_fraction=0.1 and heldout are"),
     ],

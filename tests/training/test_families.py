@@ -10,11 +10,11 @@ import torch
 from helpers import picture_prompts
 from processes import run_ranks
 
-pytestmark = pytest.mark.slow  # test_ranks holds two processes to one in every run of the tests
-WORKER = Path(__file__).with_name("family_worker.py")
+pytestmark = pytest.mark.slow  # test_ranks and test_strategies hold two processes with SD3 to one
+WORKER = Path(__file__).with_name("worker.py")
 LARGE = {"qwen_image": "QwenImagePolicy", "flux2": "Flux2Policy", "z_image": "ZImagePolicy"}
 LARGE |= {"qwen_image_edit": "QwenImageEditPolicy"}
-FAMILIES = {"sd3": "SD3Policy", "unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
+FAMILIES = {"unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
 FAMILIES |= {"kontext": "KontextPolicy", **LARGE}
 UNUSED = dict.fromkeys(
     ("qwen_image", "qwen_image_edit"), ("transformer_blocks.1.attn.to_add_out.", "transformer_blocks.1.txt_mlp.")
@@ -27,10 +27,9 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.fixture(scope="module")
-def options(sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder):
+def options(unet_folder, sdxl_folder, flux_folder, large_folder):
     """Of a family's policy."""
     made = {
-        "sd3": lambda: {"checkpoint": str(sd3_folder()), "max_sequence_length": 1},
         "unet": lambda: {"checkpoint": str(unet_folder())},
         "sdxl": lambda: {"checkpoint": str(sdxl_folder())},
         "flux": lambda: {"checkpoint": str(flux_folder()), "max_sequence_length": 8, "height": 32, "width": 32},

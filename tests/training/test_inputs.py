@@ -9,7 +9,8 @@ from commands import run
 from conftest import TINY_RECIPE
 from helpers import make_data, make_module, make_trainer
 
-from lit_vgrpo.launch.build import build
+from lit_vgrpo.config.recipe import Command, read_recipe
+from lit_vgrpo.launch.build import build, build_recipe
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, read, write
 
 LAST = Path("run/checkpoints/last.ckpt")
@@ -99,7 +100,8 @@ def test_what_changed_is_said_and_refused(inside, capfd, change, what):
         assert "allow_changes=true" in last
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
     assert not Path("runs").exists()
-    cli = build(["run/config.yaml", "--resume", "trainer.max_epochs=2", "allow_changes=true"], make_folder=False)
+    command = Command.parse(["run/config.yaml", "trainer.max_epochs=2", "allow_changes=true"], resume=True)
+    cli = build_recipe(read_recipe(command), make_folder=False)
     assert f"Changed: {what} changed since the checkpoint was written" in cli.opening()
 
 
