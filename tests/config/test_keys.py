@@ -98,6 +98,6 @@ def test_an_entry_of_a_list_can_be_set(tiny_recipe):
     words = [f"model.reward={several}", "model.reward.rewards[0].quality=20", "model.reward.weights=[1,2]"]
     reward = build([str(tiny_recipe), *words], make_folder=False).model.reward
     assert reward.rewards[0].quality == 20
-    assert reward.weights == [1, 2]
+    assert list(reward.weight_of.values()) == [1, 2]
     appended = build([str(tiny_recipe), "trainer.callbacks+=EMA", "trainer.callbacks[0].decay=0.5"], make_folder=False)
     assert [c.decay for c in appended.trainer.callbacks if type(c).__name__ == "EMA"] == [0.5]
