@@ -82,7 +82,6 @@ def test_the_short_form_reaches_the_parser_expanded(recipe):
         (["JPEGCompressibility", "quality=0"], "reward.quality=0 is too small. Use 1 to 95."),
         (["JPEGCompressibility", "qualty=5"], "reward.qualty is not an option of JPEGCompressibility"),
         (["JPEGCompressibility", "photo.png"], "photo.png is no option of a reward"),
-        (["python:own_rewards"], "Write my_module:my_function"),
         (["no_such.yaml"], "no_such.yaml is not a recipe"),
     ],
 )

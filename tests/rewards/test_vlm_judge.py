@@ -44,19 +44,12 @@ def test_the_last_score_of_the_answer_counts(text, expected):
     assert score(text) == (expected, {}, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("I would rather not say.", "unparsable"),
-        (None, "unparsable"),
-        ("Final Score: 10", "unparsable"),
-    ],
-)
-def test_an_answer_without_a_valid_score_is_a_counted_failure(text, cause):
-    result, counts, failure = score(text)
+@pytest.mark.parametrize("text", ["I would\nrather not say.", None, "Final Score: 10"])
+def test_an_answer_without_a_valid_score_is_a_counted_failure(text):
+    result, counts, failure = score(text, finish="length")
     assert np.isnan(result)
-    assert counts == {cause: 1}, "an answer that came is not asked for again"
-    assert failure
+    assert counts == {"unparsable": 1}, "an answer that came is not asked for again"
+    assert "no score from 1 to 5 (finish_reason: length)" in failure
     assert "\n" not in failure
 
 
@@ -79,14 +72,8 @@ def test_the_request_holds_the_picture_the_question_and_the_settings(monkeypatch
         asked = [(headers, json.loads(body)) for headers, body in server.requests if body]
     for number, (headers, body) in enumerate(asked):
         assert headers["Authorization"] == "Bearer s3cret"
-        assert {key: body[key] for key in ("model", "temperature", "seed", "max_tokens", "top_p")} == {
-            "model": "judge-7b",
-            "temperature": 1.0,
-            "seed": 0,
-            "max_tokens": 1024,
-            "top_p": 0.5,
-        }
-        picture, question = body["messages"][0]["content"]
+        picture, question = body.pop("messages")[0]["content"]
+        assert body == {"model": "judge-7b", "temperature": 1.0, "seed": 0, "max_tokens": 1024, "top_p": 0.5}
         assert question["text"] == 'Is {place} {0} in it? Answer {"score": 1} to {"score": 5}.'
         kind, data = picture["image_url"]["url"].split(",", 1)
         assert kind == "data:image/png;base64"
