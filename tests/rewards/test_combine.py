@@ -185,7 +185,7 @@ def test_rewards_that_are_only_looked_at_apply_wherever_none_of_them_is_named():
     assert batch.applies["a"].tolist() == [True, True, False, True]
 
 
-def test_a_sum_with_others_beside_it():
+def test_a_sum_is_extended_by_others():
     trained, other = Weighted([Field("a")], [2.0]), Weighted([Field("c")], None, [(0.0, 1.0)])
     both = trained.observing(other)
     batch = both.score(IMAGES, PROMPTS, ROWS)
