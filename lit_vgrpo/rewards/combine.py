@@ -40,10 +40,6 @@ class Part:
     weight: float
     clip: tuple[float | None, float | None] | None = None
 
-    def shaped(self, scores: Tensor) -> Tensor:
-        """Return the clipped scores that enter the sum, before the weight. NaN stays."""
-        return scores if self.clip in (None, (None, None)) else scores.clamp(*self.clip)
-
 
 @checked
 class Weighted(Reward):
@@ -230,12 +226,13 @@ class Weighted(Reward):
         total = torch.zeros_like(parts[self.parts[0].name])
         for part in self.parts:
             if part.weight:
-                total = total + torch.where(applies[part.name], part.weight * part.shaped(parts[part.name]), 0.0)
+                total = total + torch.where(applies[part.name], part.weight * self.shaped(part.name, parts), 0.0)
         return total.masked_fill(~total.isfinite(), math.nan)
 
     def shaped(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return one reward's scores as they enter the sum, before the weight."""
-        return next(part for part in self.parts if part.name == name).shaped(parts[name])
+        """Return one reward's scores as they enter the sum, clipped, before the weight. NaN stays."""
+        clip = next(part.clip for part in self.parts if part.name == name)
+        return parts[name] if clip in (None, (None, None)) else parts[name].clamp(*clip)
 
     def _mask(self, part: Part, rows: Sequence[Mapping[str, Any]]) -> Tensor:
         return torch.tensor([self._applies(part, row) for row in rows], dtype=torch.bool)

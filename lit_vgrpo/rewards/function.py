@@ -93,21 +93,20 @@ class PythonReward(Reward):
 
     @cached_property
     def _call(self) -> tuple[Callable[..., Any], bool, int]:
-        """The function, whether it takes the pictures to edit, and its number of positional arguments."""
+        """The function, if it takes the pictures to edit, and its number of positional arguments."""
         import_from_here()
-        key = f"{self.option('function')}={self.function}"
         try:
             function = resolve_name(self.function)
             signature = inspect.signature(function)
-            takes_references = "references" in signature.parameters and "references" not in self.options
-            given = {**self.options, **({"references": None} if takes_references else {})}
-            try:
-                signature.bind("images", "prompts", "rows", **given)
-            except TypeError:
-                signature.bind("images", "prompts", **given)
-                return function, takes_references, 2
         except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
-            raise RewardError(
-                f"{key} cannot be called as function(images, prompts, rows): {type(error).__name__}: {error}"
-            ) from error
-        return function, takes_references, 3
+            key = f"{self.option('function')}={self.function}"
+            raise RewardError(f"{key} cannot be imported ({type(error).__name__}: {error}).") from error
+        takes_references = "references" in signature.parameters and "references" not in self.options
+        given = {**self.options, **({"references": None} if takes_references else {})}
+        for count in (3, 2):
+            try:
+                signature.bind(*["images", "prompts", "rows"][:count], **given)
+                return function, takes_references, count
+            except TypeError as error:
+                reason = error
+        raise RewardError(f"{self.function} cannot be called with (images, prompts, rows): {reason}")

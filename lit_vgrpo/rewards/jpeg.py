@@ -34,16 +34,12 @@ class JPEGCompressibility(Reward):
     quality: Annotated[int, Range(1, 95)] = 95
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        return -self.kilobytes(images)
-
-    def kilobytes(self, images: Tensor) -> Tensor:
-        """Return the size of each image's file in 1000 bytes, ``(B,)``, float32."""
         sizes = []
         for picture in to_pil(images):
             buffer = io.BytesIO()
             picture.save(buffer, format="JPEG", quality=self.quality)
             sizes.append(buffer.tell())
-        return torch.tensor(sizes, dtype=torch.float32) / 1000
+        return -torch.tensor(sizes, dtype=torch.float32) / 1000
 
 
 class JPEGIncompressibility(JPEGCompressibility):
@@ -59,4 +55,4 @@ class JPEGIncompressibility(JPEGCompressibility):
     name = "jpeg_size"
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        return self.kilobytes(images)
+        return -super().__call__(images, prompts, rows)

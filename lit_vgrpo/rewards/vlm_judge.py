@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import Finite, PositiveInt, Range, checked
-from lit_vgrpo.errors import one_line, suggestion
+from lit_vgrpo.errors import one_line
 from lit_vgrpo.rewards.http import Connection, RemoteReward, RequestError, encode_png
 
 SCORE_PATTERN = r"(?i)final score\W*?(-?\d+(?:\.\d+)?)"
@@ -27,7 +27,6 @@ Name each element of the caption and whether the image shows it, as 'element (ty
 give one score from 1 to 5 for the image as a whole, in a last line 'Final Score: x'.
 Text Caption: [{prompt}]"""
 """Asks the same as UnifiedReward's pointwise prompt, for the same answer format, in our words."""
-_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 class _Message(BaseModel):
@@ -49,15 +48,14 @@ class _Completion(BaseModel):
 class VLMJudge(RemoteReward):
     """Score that a vision-language model writes for an image and a question, one request per image.
 
-    An answer without a score fails its image and is counted as ``unparsable``, ``out_of_range``, or ``cut`` where
-    ``max_tokens`` ended it before the score.
+    An answer without a valid score fails its image and is counted as ``unparsable``.
 
     Args:
         url: address of the API, such as ``http://127.0.0.1:8000/v1``.
         model: the server's name of the model.
         name: key of the score.
-        prompt_template: the question; ``{prompt}`` and ``{field}`` stand for fields of the prompt's row. The model card
-            of a trained judge has the wording it was trained on: scores of other wordings are not comparable.
+        prompt_template: the question, with ``{prompt}``. The model card of a trained judge has the wording it was
+            trained on: scores of other wordings are not comparable.
         score_pattern: regular expression with one group, the score; the last match counts. For answers in JSON:
             ``"score": *(-?[0-9.]+)``.
         score_range: lowest and highest valid score; null for any.
@@ -100,17 +98,9 @@ class VLMJudge(RemoteReward):
         self.temperature = temperature
         self.extra_body = dict(extra_body or {})
 
-    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
-        """Return which field of the template the row lacks, or None."""
-        known = {"prompt", *row}
-        missing = [field for field in _FIELD.findall(self.prompt_template) if field not in known]
-        if not missing:
-            return None
-        return f"prompt_template uses {{{missing[0]}}}, which the row lacks. {suggestion(missing[0], known)}"
-
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         self.failure = None
-        entries = zip(to_uint8(images).cpu(), prompts, rows, strict=True)
+        entries = zip(to_uint8(images).cpu(), prompts, strict=True)
         calls = [(partial(self._content, *entry), _Completion.model_validate_json) for entry in entries]
         scores = []
         for answer in self._post(calls):
@@ -122,7 +112,7 @@ class VLMJudge(RemoteReward):
         return torch.tensor(scores, dtype=torch.float32)
 
     def _score_in(self, answer: _Choice) -> float:
-        """Return the score in an answer; for one without a score count the cause and return NaN."""
+        """Return the score in an answer; count an answer without one and return NaN."""
         text = answer.message.content if isinstance(answer.message.content, str) else ""
         try:
             score = float(self.score_pattern.findall(text)[-1])
@@ -131,20 +121,13 @@ class VLMJudge(RemoteReward):
         low, high = self.score_range or (-math.inf, math.inf)
         if math.isfinite(score) and low <= score <= high:
             return score
-        if math.isfinite(score):
-            cause, self.failure = "out_of_range", f"the score {score:g} is outside {low:g} to {high:g}"
-        elif answer.finish_reason == "length":
-            cause = "cut"
-            self.failure = f"the answer was cut before the score. Raise max_tokens={self.max_tokens}"
-        else:
-            cause, self.failure = "unparsable", f"the answer has no score: {one_line(text)[-100:]!r}"
-        self._counts[cause] += 1
+        cause = f"no score from {low:g} to {high:g} (finish_reason: {answer.finish_reason})"
+        self.failure = f"the answer has {cause}: {one_line(text)[-100:]!r}"
+        self._counts["unparsable"] += 1
         return math.nan
 
-    def _content(self, image: Tensor, prompt: str, row: dict[str, Any]) -> dict[str, Any]:
-        fields = {**row, "prompt": prompt}
-        # one pass, so that braces inside a prompt stay as they are
-        question = _FIELD.sub(lambda match: str(fields[match.group(1)]), self.prompt_template)
+    def _content(self, image: Tensor, prompt: str) -> dict[str, Any]:
+        question = self.prompt_template.replace("{prompt}", prompt)
         picture = "data:image/png;base64," + base64.b64encode(encode_png(image)).decode()
         content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": question}]
         request = {

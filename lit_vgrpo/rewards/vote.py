@@ -93,8 +93,7 @@ class VoteReward(Reward):
             self._store.close(numbers)
         except VoteStoreError as error:
             raise RewardOutage(str(error)) from error
-        voters = progress.voters if rank == 0 else 0  # the same people on every rank
-        self._counts = {"given": progress.given, "skipped": progress.skipped, "voters": voters}
+        self._counts = {"given": progress.given, "skipped": progress.skipped}
         of_prompt = dict(zip(groups, scores, strict=True))
         return torch.tensor([of_prompt[prompt][image] for prompt, image in zip(prompts, ids, strict=True)])
 

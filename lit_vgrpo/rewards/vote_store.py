@@ -66,13 +66,11 @@ class Progress:
         given: votes including skipped comparisons; no more than needed.
         needed: votes that the groups need.
         skipped: votes without a choice.
-        voters: people who voted.
     """
 
     given: int
     needed: int
     skipped: int
-    voters: int
 
 
 @dataclass
@@ -201,12 +199,10 @@ class VoteStore:
         """Return the progress of some groups, by default of all that are open."""
         with self._transaction() as db:
             groups = _groups(db, numbers)
-        answers = [votes for group in groups for votes in group.votes.values()]
         return Progress(
             given=sum(group.given for group in groups),
             needed=sum(group.needed * group.voters for group in groups),
-            skipped=sum(list(votes.values()).count(None) for votes in answers),
-            voters=len({voter for votes in answers for voter in votes}),
+            skipped=sum(list(votes.values()).count(None) for group in groups for votes in group.votes.values()),
         )
 
     def next_comparison(self, voter: str) -> Comparison | None:

@@ -148,6 +148,28 @@ def wait_until(condition):
     raise AssertionError("it never happened")
 
 
+def post_in_threads(url, count):
+    answers, body = [], body_of(make_images(1)[0])
+    for _ in range(count):
+        threading.Thread(target=lambda: answers.append(post(url, body).status_code), daemon=True).start()
+    return answers
+
+
+@pytest.mark.parametrize(("limit", "waiting"), [(1, 0), (16, 2)])
+def test_requests_beyond_the_limit_wait_unread(monkeypatch, limit, waiting):
+    monkeypatch.setattr("lit_vgrpo.apps.serve.app.REQUESTS", limit)
+    reward = Recorded()
+    reward.gate.clear()
+    with Serving(reward) as serving:
+        answers = post_in_threads(serving.url, 3)
+        assert reward.started.wait(20)
+        threading.Event().wait(0.3)
+        assert serving.worker._thread._work_queue.qsize() == waiting
+        reward.gate.set()
+        wait_until(lambda: len(answers) == 3)
+    assert answers == [200] * 3
+
+
 def test_requests_are_scored_in_batches_and_those_that_wait_are_cancelled_at_the_end():
     reward = Recorded()
     with Serving(reward, batch_size=2) as serving:
@@ -155,11 +177,7 @@ def test_requests_are_scored_in_batches_and_those_that_wait_are_cancelled_at_the
         assert [len(call) for call in reward.calls] == [2, 2, 1]
         reward.started.clear()
         reward.gate.clear()
-        answers = []
-        for _ in range(2):
-            threading.Thread(
-                target=lambda: answers.append(post(serving.url, body_of(make_images(1)[0]))), daemon=True
-            ).start()
+        answers = post_in_threads(serving.url, 2)
         assert reward.started.wait(20)
         wait_until(lambda: serving.worker._thread._work_queue.qsize() == 1)
         serving.worker.close()

@@ -216,7 +216,7 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
         ]
     with (RUN / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("reward/votes/given")]
-    assert [(float(row["reward/votes/given"]), float(row["reward/votes/voters"])) for row in rows] == [(2, 1), (2, 1)]
+    assert [float(row["reward/votes/given"]) for row in rows] == [2, 2]
 
 
 @pytest.mark.slow

@@ -79,7 +79,6 @@ def test_the_short_form_is_expanded(recipe):
         (["JPEGCompressibility", "quality=0"], "reward.quality=0: Input should be greater than or equal to 1"),
         (["JPEGCompressibility", "qualty=5"], "reward.qualty is not an option of JPEGCompressibility"),
         (["JPEGCompressibility", "photo.png"], "photo.png is not an option of a reward"),
-        (["python:own_rewards"], "Write my_module:my_function"),
         (["no_such.yaml"], "no_such.yaml is not a recipe"),
     ],
 )

@@ -82,7 +82,7 @@ def test_entries_of_lists_and_numbers_like_text(tiny_recipe):
         [str(tiny_recipe), *words, "trainer.callbacks+=EMA", "trainer.callbacks[0].decay=0.5"], make_folder=False
     )
     reward = cli.model.reward
-    assert (reward.rewards[0].quality, reward.weights, cli.config.name) == (20, [1, 2], "007")
+    assert (reward.rewards[0].quality, [*reward.weight_of.values()], cli.config.name) == (20, [1, 2], "007")
     assert [c.decay for c in cli.trainer.callbacks if type(c).__name__ == "EMA"] == [0.5]
 
 

@@ -106,13 +106,6 @@ def test_a_broken_contract_stops_the_run_and_names_the_reward(returned, said):
         score(Field("good"), Field("odd", returned))
 
 
-def test_a_reward_that_calls_exit_fails_its_images():
-    def leave(*_):
-        raise SystemExit("bye")
-
-    assert score(Field("bad", leave)).errors == {"bad": "SystemExit: bye"}
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.cuda.OutOfMemoryError])
 def test_errors_outside_the_image_are_not_swallowed(error):
     def stop(*_):
@@ -172,6 +165,8 @@ def test_a_row_names_the_rewards_that_apply_to_it():
     assert batch.parts["a"].isnan().tolist() == [False, False, True, False]
     joined = Scores.joined([batch, batch])
     assert joined.applies["b"].tolist() == [True, False, True, True] * 2
+    assert joined.ok.tolist() == batch.ok.tolist() * 2
+    assert joined.errors == batch.errors
 
 
 def test_a_reward_that_applies_to_no_image_is_not_called():
@@ -190,7 +185,7 @@ def test_rewards_that_are_only_looked_at_apply_wherever_none_of_them_is_named():
     assert batch.applies["a"].tolist() == [True, True, False, True]
 
 
-def test_a_sum_with_others_beside_it():
+def test_a_sum_is_extended_by_others():
     trained, other = Weighted([Field("a")], [2.0]), Weighted([Field("c")], None, [(0.0, 1.0)])
     both = trained.observing(other)
     batch = both.score(IMAGES, PROMPTS, ROWS)
@@ -234,21 +229,12 @@ def test_counts_and_shapes_must_agree():
             Weighted([Field()]).score(images, prompts, ROWS)
 
 
-def test_joined_batches_are_one():
-    first = Scores(torch.tensor([1.0]), {"a": torch.tensor([1.0])}, torch.tensor([True]))
-    second = Scores(torch.tensor([math.nan]), {"a": torch.tensor([math.nan])}, torch.tensor([False]), {"a": "why"})
-    both = Scores.joined([first, second])
-    assert both.ok.tolist() == [True, False]
-    assert both.total.isnan().tolist() == both.parts["a"].isnan().tolist() == [False, True]
-    assert both.errors == {"a": "why"}
-
-
 def test_a_reward_explains_its_failures_without_control_characters():
     def trouble(scores, images, rows):
-        raise ValueError("\x1b[2Jgone\nwrong")
+        raise SystemExit("\x1b[2Jgone\nwrong")
 
     batch = score(Field("bad", trouble))
-    assert batch.errors == {"bad": "ValueError: ?[2Jgone wrong"}
+    assert batch.errors == {"bad": "SystemExit: ?[2Jgone wrong"}
 
     def tells(scores, images, rows):
         own.failure = "\x1b[2J told\r"

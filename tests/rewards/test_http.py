@@ -1,7 +1,5 @@
 import asyncio
-import multiprocessing
 import random
-import sys
 import threading
 
 import fault_server as errors
@@ -159,13 +157,6 @@ def test_the_token_comes_from_the_environment_and_is_sent(monkeypatch):
         assert [headers["Authorization"] for headers, _ in server.requests] == ["Bearer s3cret"]
 
 
-def test_a_missing_package_is_found_before_anything_starts(monkeypatch):
-    monkeypatch.setitem(sys.modules, "httpx", None)
-    assert HTTPReward("http://127.0.0.1:1/score").check() == [
-        'httpx or tenacity is not installed. Run: pip install "lit-vgrpo[http]"'
-    ]
-
-
 def test_a_row_that_json_cannot_hold_fails_its_image_alone():
     pixels, prompts, rows = make_images(3)
     with FaultServer() as server:
@@ -203,9 +194,12 @@ def single(url, **options):
 
 def test_a_server_that_is_down_stops_the_run_after_a_bounded_number_of_requests():
     with FaultServer(then=answering(b"out of memory", 500)) as server:
+        reward = single(server.url, max_connections=1)
         with pytest.raises(RewardOutage) as raised:
-            Weighted([single(server.url)]).score(*make_images(40))
-        assert len(server.requests) <= 2 * (3 + 1), "the batch continued although the server was down"
+            Weighted([reward]).score(*make_images(40))
+        assert reward.take_counts() == {"status_500": 6, "retried": 3, "gave_up": 3, "skipped": 37}
+        server.then = errors.scores
+        assert reward(*make_images(10)).isfinite().all(), "the server is back, and is not used"
     message = str(raised.value)
     assert message.startswith(server.url)
     assert "status 500: out of memory" in message
@@ -219,17 +213,6 @@ def test_errors_that_are_not_in_a_row_stop_nothing():
         scores = reward(*make_images(18))
     assert scores.isnan().tolist() == [True, True, False] * 6
     assert reward.take_counts() == {"status_500": 12, "gave_up": 12}
-
-
-def test_a_server_that_is_back_is_used_again():
-    with FaultServer(then=answering(b"", 500)) as server:
-        reward = single(server.url, max_connections=1)
-        with pytest.raises(RewardOutage):
-            reward(*make_images(10))
-        assert reward.take_counts() == {"status_500": 6, "retried": 3, "gave_up": 3, "skipped": 7}
-        server.then = errors.scores
-        assert reward(*make_images(10)).isfinite().all()
-        assert reward.take_counts() == {}
 
 
 def test_a_server_that_cannot_be_reached_is_a_clear_line():
@@ -262,22 +245,3 @@ def test_closing_ends_what_is_under_way(behave):
         assert reward.failure is not None
         server.then = errors.scores
         assert reward(*make_images(5)).isfinite().all(), "it cannot be used again"
-
-
-def _score_into(queue, reward, batch):
-    queue.put(reward(*batch).tolist())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
-def test_it_works_after_a_fork(batch):
-    with FaultServer() as server:
-        reward = HTTPReward(server.url, connection=patient())
-        expected = reward(*batch).tolist()
-        context = multiprocessing.get_context("fork")
-        queue = context.Queue()
-        child = context.Process(target=_score_into, args=(queue, reward, batch), daemon=True)
-        child.start()
-        assert queue.get(timeout=20) == expected
-        child.join(20)
-        assert child.exitcode == 0

@@ -97,8 +97,7 @@ def test_voters_get_different_comparisons_and_none_twice(store):
             store.vote(comparison.id, voter, sorted(comparison.images)[0 if voter == "ann" else len(seen)])
             seen.append(comparison.id)
         assert len(set(seen)) == len(seen) == 2
-    progress = store.progress()
-    assert (progress.given, progress.needed, progress.voters) == (4, 4, 2)
+    assert (store.progress().given, store.progress().needed) == (4, 4)
 
 
 def test_a_vote_can_be_undone_until_it_is_used_and_a_skip_counts(store):
@@ -174,7 +173,7 @@ def test_scores_are_fitted_within_each_prompt_whatever_the_batches(tmp_path):
     assert int(a.argmin()) in (0, 3)
     assert b.tolist() == pytest.approx(choice_scores([(1, [0, 1])], 2).tolist())
     assert a.sum() == pytest.approx(0, abs=1e-6)
-    assert scores.counts["votes"] == {"given": 4, "skipped": 0, "voters": 1}
+    assert scores.counts["votes"] == {"given": 4, "skipped": 0}
 
 
 def test_votes_on_the_same_pixels_are_kept_and_twins_share_a_score(tmp_path):

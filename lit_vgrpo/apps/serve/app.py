@@ -22,6 +22,8 @@ from lit_vgrpo.rewards.http import ScoreAnswer, ScoreRequest
 
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 """Pillow's modes of at most 8 bits per channel."""
+REQUESTS = 16
+"""Requests held at the same time; the others wait in their connections, unread."""
 
 
 class Worker:
@@ -74,14 +76,17 @@ def make_app(
         max_pixels: pixels per image.
     """
     app = FastAPI(title="lit-vgrpo reward", openapi_url=None, max_body_size=max_request_bytes)
+    room = asyncio.Semaphore(REQUESTS)
 
     @app.middleware("http")
-    async def check_token(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        given = request.headers.get("authorization", "").encode("utf-8", errors="replace")
-        is_open = token is None or request.url.path == "/health"
-        if is_open or hmac.compare_digest(given, f"Bearer {token}".encode()):
+    async def admit(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        if request.url.path == "/health":
             return await call_next(request)
-        return JSONResponse({"detail": "the bearer token is missing or wrong"}, 401)
+        given = request.headers.get("authorization", "").encode("utf-8", errors="replace")
+        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            return JSONResponse({"detail": "the bearer token is missing or wrong"}, 401)
+        async with room:
+            return await call_next(request)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:

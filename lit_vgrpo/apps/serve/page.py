@@ -15,7 +15,7 @@ LOCAL_NAMES = ["127.0.0.1", "localhost"]
 """A page of another name that resolves to this machine may not read what is served."""
 SHUTDOWN_S = 2
 BACKLOG = 64
-CONNECTIONS = 128
+CONNECTIONS = 512
 
 
 def serve_page(app: Any, listener: socket.socket, shutdown_s: int = SHUTDOWN_S, keep_alive_s: int = 5) -> None:

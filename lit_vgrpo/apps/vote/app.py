@@ -55,11 +55,11 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
 
         @app.middleware("http")
         async def check_token(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-            if _is(request.query_params.get("token"), secret):
+            if _matches(request.query_params.get("token"), secret):
                 answer = RedirectResponse("/", 303)
                 answer.set_cookie(COOKIE, secret, httponly=True, samesite="strict")
                 return answer
-            if _is(request.cookies.get(COOKIE), secret):
+            if _matches(request.cookies.get(COOKIE), secret):
                 return await call_next(request)
             return PlainTextResponse("Open the whole address that lightning vote printed: it ends with ?token=...", 401)
 
@@ -106,5 +106,5 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
     return app
 
 
-def _is(given: str | None, token: str) -> bool:
+def _matches(given: str | None, token: str) -> bool:
     return given is not None and hmac.compare_digest(given.encode(), token.encode())
