@@ -3,8 +3,14 @@ import pytest
 import torch
 
 from lit_vgrpo.core.noise import seeded_generator
-from lit_vgrpo.core.surrogate import ERROR_FLOOR, coefficient_of_variation, denoising_error, draw_pairs, surrogate
-from lit_vgrpo.core.times import ContinuousTimes
+from lit_vgrpo.core.surrogate import (
+    ERROR_FLOOR,
+    ContinuousTimes,
+    coefficient_of_variation,
+    denoising_error,
+    draw_pairs,
+    surrogate,
+)
 
 
 def generators(number, seed=0):
@@ -20,14 +26,14 @@ def test_seeded_generator_depends_on_every_part_of_its_key():
 
 def test_rows_of_pairs_depend_on_their_own_generator_only():
     rows = torch.tensor([0, 0, 1, 1])
-    both, _ = draw_pairs(generators(2), rows, 3, (2, 4, 4), times=ContinuousTimes())
-    second, _ = draw_pairs(generators(2)[1:], torch.tensor([0, 0]), 3, (2, 4, 4), times=ContinuousTimes())
+    both = draw_pairs(generators(2), rows, 3, (2, 4, 4), times=ContinuousTimes())
+    second = draw_pairs(generators(2)[1:], torch.tensor([0, 0]), 3, (2, 4, 4), times=ContinuousTimes())
     assert torch.equal(both.noise[1], second.noise[0])
     assert torch.equal(both.times[1], second.times[0])
 
 
 def test_a_group_shares_its_pairs_and_its_neighbour_has_others():
-    pairs, _ = draw_pairs(generators(2), torch.tensor([0, 0, 1]), 3, (2, 4, 4), times=ContinuousTimes())
+    pairs = draw_pairs(generators(2), torch.tensor([0, 0, 1]), 3, (2, 4, 4), times=ContinuousTimes())
     times, noise = pairs.of_images()
     assert torch.equal(times[0], times[1])
     assert torch.equal(noise[0], noise[1])

@@ -1,4 +1,4 @@
-"""Draws of times, counted: their parts, their range, and the weights that make up for unequal chances."""
+"""Draws of times, counted: their parts and their range."""
 
 import pytest
 import torch
@@ -7,17 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_vgrpo.core.noise import seeded_generator
-from lit_vgrpo.core.times import ContinuousTimes, SamplerTimes, draw_levels
+from lit_vgrpo.core.surrogate import ContinuousTimes, SamplerTimes, draw_levels
 
 
 def sampler(steps):
-    return SamplerTimes(torch.linspace(1, 0.1, steps), steps)
+    return SamplerTimes(torch.linspace(1, 0.1, steps))
 
 
 def drawn(pool, number, stratified, rows=4000):
-    """Times and weights of many draws, each ``(rows, number)``."""
-    draws = [pool.draw(number, stratified, seeded_generator(0, row)) for row in range(rows)]
-    return tuple(torch.stack(values) for values in zip(*draws, strict=True))
+    """Times of many draws, ``(rows, number)``."""
+    return torch.stack([pool.draw(number, stratified, seeded_generator(0, row)) for row in range(rows)])
 
 
 @given(number=st.integers(1, 32), seed=st.integers(0, 2**32))
@@ -35,7 +34,7 @@ def test_independent_levels_are_not_stratified():
 @given(steps=st.integers(1, 60), number=st.integers(1, 16), seed=st.integers(0, 2**32))
 def test_each_part_of_the_samplers_times_gives_one_whole_entry(steps, number, seed):
     pool = sampler(steps)
-    times, _ = pool.draw(number, True, torch.Generator().manual_seed(seed))
+    times = pool.draw(number, True, torch.Generator().manual_seed(seed))
     if number <= steps:
         for part, time in zip(pool.times.tensor_split(number), times, strict=True):
             assert time in part
@@ -47,7 +46,7 @@ def test_each_part_of_the_samplers_times_gives_one_whole_entry(steps, number, se
 
 
 def test_every_entry_of_a_part_is_drawn_equally_often():
-    times, _ = drawn(sampler(10), 4, True)
+    times = drawn(sampler(10), 4, True)
     for part, column in zip(sampler(10).times.tensor_split(4), times.T, strict=True):
         shares = [(column == entry).float().mean().item() for entry in part]
         assert shares == pytest.approx([1 / len(part)] * len(part), abs=0.03)
@@ -55,7 +54,7 @@ def test_every_entry_of_a_part_is_drawn_equally_often():
 
 def test_shift_equals_the_formula():
     levels = draw_levels(3, False, torch.Generator().manual_seed(5))
-    times, _ = ContinuousTimes(3.0).draw(3, False, torch.Generator().manual_seed(5))
+    times = ContinuousTimes(3.0).draw(3, False, torch.Generator().manual_seed(5))
     u = 1 - levels.double()
     torch.testing.assert_close(times, (3 * u / (1 + 2 * u)).float())
 
@@ -81,45 +80,19 @@ def test_the_part_of_the_samplers_times(time_range, noisiest, progress, expected
 @pytest.mark.parametrize("shift", repeating([1.0, 3.0], slow=[1.0]))
 def test_the_part_of_the_continuous_schedule(shift):
     pool = ContinuousTimes(shift).within((0.3, 0.8))
-    times, _ = drawn(pool, 4, True)
+    times = drawn(pool, 4, True)
     assert times.min() == pytest.approx(0.3, abs=0.01)
     assert times.max() == pytest.approx(0.8, abs=0.01)
-    narrow, _ = drawn(ContinuousTimes(shift).noisiest(0.2), 4, True)
-    wider, _ = drawn(ContinuousTimes(shift).noisiest(0.2, 0.5), 4, True)
+    narrow = drawn(ContinuousTimes(shift).noisiest(0.2), 4, True)
+    wider = drawn(ContinuousTimes(shift).noisiest(0.2, 0.5), 4, True)
     last = [shift * u / (1 + (shift - 1) * u) for u in (0.8, 0.4)]
     assert [narrow.min().item(), wider.min().item()] == pytest.approx(last, abs=0.01)
     assert ContinuousTimes(shift).noisiest(0.2, 1.0) == ContinuousTimes(shift)
 
 
 def test_a_range_without_times_is_refused():
-    with pytest.raises(ValueError, match=r"time_range=\[0.0, 0.05\] holds none of the sampler's 10 times.* 0.1 and 1"):
+    with pytest.raises(ValueError, match=r"time_range=\[0.0, 0.05\] holds none of the sampler's times.* 0.1 and 1"):
         sampler(10).within((0.0, 0.05))
     assert len(sampler(10).pick(10, torch.Generator()).unique()) == 10
-    with pytest.raises(ValueError, match="needs 5 different times, but .* leave 4 of the sampler's 10"):
+    with pytest.raises(ValueError, match="needs 5 different times, but .* leave 4 of the sampler's"):
         sampler(10).noisiest(4).pick(5, torch.Generator())
-
-
-@pytest.mark.parametrize(
-    ("pool", "number", "low"),
-    [
-        (sampler(10), 4, 0.0),
-        (sampler(10), 12, 0.0),
-        (sampler(10).noisiest(5), 2, 0.51),
-        (sampler(10).noisiest(5), 3, 0.51),
-        (ContinuousTimes(), 4, 0.0),
-        (ContinuousTimes(6.0), 4, 0.0),
-        (ContinuousTimes(6.0).within((0.4, 1.0)), 4, 0.4),
-    ],
-    ids=["unequal parts", "fewer times", "noisiest", "noisiest unequal", "continuous", "shift", "shift and range"],
-)
-@pytest.mark.parametrize("stratified", [True, False])
-def test_the_weighted_mean_is_that_of_the_whole_schedule_over_the_drawn_part(pool, number, low, stratified):
-    """A function of the time, weighted, against its sum over the part that is drawn from."""
-
-    def f(t):
-        return 1 + t.square()
-
-    times, weights = drawn(pool, number, stratified)
-    whole = sampler(10).times if isinstance(pool, SamplerTimes) else (torch.arange(10_000) + 0.5) / 10_000
-    expected = (f(whole) * (whole >= low)).mean().item()
-    assert (weights * f(times)).mean().item() == pytest.approx(expected, rel=0.02)
