@@ -21,11 +21,6 @@ def test_equals_the_formula_in_float64(std):
     np.testing.assert_allclose(group_advantages(REWARDS, GROUPS, std).numpy(), expected, rtol=1e-5)
 
 
-def test_a_constant_added_to_all_rewards_changes_nothing():
-    shifted = group_advantages(REWARDS + 3.0, GROUPS)
-    torch.testing.assert_close(shifted, group_advantages(REWARDS, GROUPS), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("std", ["global", "group"])
 def test_a_group_without_spread_gets_exactly_zero(std):
     rewards = torch.tensor([0.3, 0.3, 0.3, 0.1, 0.2, 0.9])
@@ -45,12 +40,6 @@ def test_a_failed_image_is_left_out_and_gets_zero():
     advantages = group_advantages(rewards, groups)
     assert advantages[1] == 0
     torch.testing.assert_close(advantages[[0, 2, 3]], group_advantages(rewards[[0, 2, 3]], groups[:3]))
-
-
-def test_advantages_of_a_group_sum_to_zero():
-    advantages = group_advantages(REWARDS, GROUPS)
-    assert advantages[:3].sum().abs() < 1e-5
-    assert advantages[3:].sum().abs() < 1e-5
 
 
 def test_all_failed_gives_zeros():

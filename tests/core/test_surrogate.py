@@ -32,15 +32,6 @@ def test_rows_of_pairs_depend_on_their_own_generator_only():
     assert torch.equal(both.times[1], second.times[0])
 
 
-def test_a_group_shares_its_pairs_and_its_neighbour_has_others():
-    pairs = draw_pairs(generators(2), torch.tensor([0, 0, 1]), 3, (2, 4, 4), times=ContinuousTimes())
-    times, noise = pairs.of_images()
-    assert torch.equal(times[0], times[1])
-    assert torch.equal(noise[0], noise[1])
-    assert not torch.equal(times[0], times[2])
-    assert not torch.equal(noise[0], noise[2])
-
-
 def test_error_and_surrogate_equal_the_formula_in_float64():
     error = torch.randn(3, 2, 4, 5, 5, generator=torch.Generator().manual_seed(0))
     e = error.double().numpy().reshape(3, 2, -1)

@@ -18,18 +18,8 @@ WORDS = [
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_like_one_undisturbed(tiny_recipe):
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--recipe",
-        str(tiny_recipe),
-        "--kills",
-        "2",
-        "--seed",
-        "13",
-        "--out",
-        "out",
-    ]
+    options = ["--recipe", str(tiny_recipe), "--kills", "2", "--seed", "13", "--out", "out"]
+    command = [sys.executable, str(SCRIPT), *options]
     done = subprocess.run([*command, *WORDS], text=True, timeout=400, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(Path("out/kill_and_resume.json").read_text())
