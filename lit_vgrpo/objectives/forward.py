@@ -128,7 +128,7 @@ class ForwardObjective(Objective):
             return stored_predictions(context, experience, self.guidance_in(use, context.policy))
 
     def store_anchor(self, context: PrepareContext, experience: Experience) -> None:
-        """Keep the anchor's predictions on all pairs, where there is an anchor."""
+        """Keep the anchor's predictions on all pairs, if there is an anchor."""
         if self.anchor is not None:
             experience.extras["anchor_prediction"] = self.copy_predictions(context, experience, "anchor")
 
@@ -139,7 +139,7 @@ class ForwardObjective(Objective):
         micro: Experience,
         predicted: tuple[Tensor, Tensor, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a loss and its metrics with the pull to the anchor, or as they are where there is none.
+        """Return a loss and its metrics with the pull to the anchor, or unchanged without one.
 
         Args:
             predicted: what :meth:`predict` returned.

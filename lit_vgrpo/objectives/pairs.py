@@ -69,7 +69,7 @@ def with_negatives(pairs: Pairs) -> Pairs:
 
 
 def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool | Sharing) -> Pairs:
-    """Pairs at given times, with noise of their own for each of them.
+    """Return pairs at given times, with separate noise for each of them.
 
     Args:
         times: ``(N,)`` for all images, or ``(K, N)``: a row for each group when ``shared``, else for each image.

@@ -110,7 +110,7 @@ class VGRPO(DrawnTimesObjective):
             antithetic=self.antithetic,
         )
         experience = context.experience(pairs, advantages=soft_clip(context.advantages, self.soft_clip))
-        # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes of its own.
+        # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes.
         if context.updates > 1:
             with context.ledger.phase("old"):
                 experience.extras |= self._stored(context, experience)

@@ -25,7 +25,7 @@ from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import DGPO
-from lit_vgrpo.objectives.dgpo import gone_far_enough
+from lit_vgrpo.objectives.dgpo import has_left_trust_region
 
 
 def small(**options):
@@ -147,10 +147,10 @@ def test_advantages_are_clamped(policy):
         assert prepare(policy, objective, advantages).advantages.tolist() == expected
 
 
-def test_an_image_that_has_gone_far_enough_has_no_gradient(policy):
+def test_an_image_that_has_has_left_trust_region_has_no_gradient(policy):
     old, new = torch.full((6,), 1.0), torch.tensor([0.95, 1.05, 0.95, 1.05, 1.05, 0.995])
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 1.0])
-    assert gone_far_enough(new, old, advantages, 0.01).tolist() == [True, False, False, True, True, False]
+    assert has_left_trust_region(new, old, advantages, 0.01).tolist() == [True, False, False, True, True, False]
     objective = small(kl_weight=0.0)
     objective.setup(policy)
     experience = prepare(policy, objective)

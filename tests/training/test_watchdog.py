@@ -110,7 +110,6 @@ def test_the_rank_that_is_to_blame_is_named(codes, said, capfd, tmp_path, monkey
 @pytest.mark.slow
 def test_a_rank_that_died_is_not_waited_for_after_an_urgent_signal():
     assert children(130).death() == "Rank 1 ended with exit status 130."
-    assert children(143).hindrance(is_urgent=False) is None  # it has saved with the others, and is the first to be done
 
 
 @pytest.mark.slow
