@@ -21,8 +21,7 @@ from lit_vgrpo import (
     UNetPolicy,
 )
 from lit_vgrpo.callbacks import EMA
-from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.types import group_layout
+from lit_vgrpo.core.sizes import Sizes, group_layout
 from lit_vgrpo.data.datasets import IterationDataset
 from lit_vgrpo.data.prompt_sets import PromptMixture
 

@@ -1,11 +1,14 @@
-"""The sizes of an iteration, and the plan that follows from them for a number of ranks."""
+"""The sizes of an iteration, the plan that follows from them for a number of ranks, and the images of a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -212,3 +215,14 @@ def divisors(number: int) -> list[int]:
     """Return all divisors, smallest first."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def group_layout(slots: Sequence[int], group_size: int, members: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Return each image's row among the groups and its global index, both ``(B,)``, group by group.
+
+    >>> group_layout([3], group_size=4, members=range(2, 4))
+    (tensor([0, 0]), tensor([14, 15]))
+    """
+    local = torch.arange(group_size) if members is None else torch.tensor(members, dtype=torch.int64)
+    rows = torch.arange(len(slots)).repeat_interleave(len(local))
+    return rows, torch.tensor(slots, dtype=torch.int64)[rows] * group_size + local.repeat(len(slots))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeInt, Range, checked
+from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.solvers import ODE_OF, tail_steps
 from lit_vgrpo.core.surrogate import Pairs
 
@@ -380,10 +381,10 @@ class Experience:
 
     def select(self, index: slice | Tensor) -> Experience:
         """Return the rows of some images, e.g. a micro-batch."""
-        return Experience(
+        return replace(
+            self,
             latents=self.latents[index],
             advantages=self.advantages[index],
-            conditioning=self.conditioning,
             rows=self.rows[index],
             pairs=None if self.pairs is None else self.pairs.select(index),
             extras={name: value[index] for name, value in self.extras.items()},
@@ -392,14 +393,3 @@ class Experience:
     def micro_batches(self, size: int) -> list[Experience]:
         """Return the rows cut into micro-batches of ``size`` images, in order."""
         return [self.select(slice(start, start + size)) for start in range(0, len(self), size)]
-
-
-def group_layout(slots: Sequence[int], group_size: int, members: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """Return each image's row among the groups and its global index, both ``(B,)``, group by group.
-
-    >>> group_layout([3], group_size=4, members=range(2, 4))
-    (tensor([0, 0]), tensor([14, 15]))
-    """
-    local = torch.arange(group_size) if members is None else torch.tensor(members, dtype=torch.int64)
-    rows = torch.arange(len(slots)).repeat_interleave(len(local))
-    return rows, torch.tensor(slots, dtype=torch.int64)[rows] * group_size + local.repeat(len(slots))

@@ -170,7 +170,7 @@ class Objective(ABC):
         """Return network passes per image by phase of the ledger; guidance counts twice, a backward is not counted.
 
         Args:
-            policy: whose network it is; ``None`` stands for one without a guidance scale of its own.
+            policy: whose network it is; ``None`` stands for one that embeds no guidance scale.
         """
         spec = self.rollout_spec(0)
         guided = _guidance_factor(spec.guidance, policy)
@@ -240,7 +240,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the scalar loss of a micro-batch, and detached metrics, one value an image ``(M,)``."""
+        """Return the scalar loss of a micro-batch, and detached metrics, one value per image ``(M,)``."""
 
     def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:  # noqa: B027
         """Add to the micro-batches of one update what only the weights of that moment can say."""
@@ -263,7 +263,7 @@ class Objective(ABC):
 
     @property
     def anchor(self) -> Snapshot | None:
-        """The slowly moving copy, where there is one."""
+        """The slowly moving copy, if any."""
         return self.copies.get("anchor")
 
     def anchor_passes(self, predictions: float) -> dict[str, float]:

@@ -44,9 +44,9 @@ class ChainObjective(Objective):
         advantage_clip: bound on the advantages; null for none.
         kl_weight: weight of the KL of each step to the starting weights; 0 switches it and its passes off.
         training_guidance: guidance scale of the policy during training; null takes the rollout's. With any other scale
-            the old log-probabilities are recomputed, in passes of their own.
+            the old log-probabilities are recomputed, in separate passes.
         reference_guidance: guidance scale of the starting weights; null takes the training's.
-        recompute_old: recompute the old log-probabilities in the training's batches, in passes of their own. In 16-bit
+        recompute_old: recompute the old log-probabilities in the training's batches, in separate passes. In 16-bit
             precision those of the rollout's batches round differently, so the ratio is not exactly 1 before an update.
 
     """
@@ -93,7 +93,7 @@ class ChainObjective(Objective):
         return None
 
     def num_trained_steps(self, spec: RolloutSpec) -> int:
-        """``K``: trained steps an image."""
+        """``K``: trained steps per image."""
         return len(spec.sde_steps)
 
     # --- checks and cost -------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class Denoising(Objective):
     Args:
         images: where images and captions come from.
         rollout: how held-out images are sampled.
-        num_mc_samples: pairs (t, eps) an image.
+        num_mc_samples: pairs (t, eps) per image.
         space: where the denoising error is measured.
         self_normalise: divide each squared error by its own detached absolute error.
         time_shift: resolution shift of the continuous schedule, from which times are drawn.

@@ -23,7 +23,7 @@ from lit_vgrpo.objectives.pairs import distance_to, pairs_at
 from lit_vgrpo.policies.base import Policy
 
 
-def gone_far_enough(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip: float) -> Tensor:
+def has_left_trust_region(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip: float) -> Tensor:
     """Return where ``q = exp(l_old - l)`` has left ``[1 - c, 1 + c]`` on the side the advantage pushes to.
 
     Args:
@@ -100,12 +100,12 @@ class DGPO(ForwardObjective):
     Args:
         num_times: times of an iteration, the same for all images and ranks.
         noisiest: of how many of the sampler's noisiest times they are drawn, without repetition; null for all.
-        beta: 100 (OCR, GenEval) or 10 (PickScore): how soon a satisfied group stops to pull.
+        beta: 100 (OCR, GenEval) or 10 (PickScore): how soon a satisfied group stops pulling.
         advantage_clip: bound on the advantages; null for none. Where it acts, a group's no longer sum to 0.
         kl_weight: weight of the squared distance to the reference's predictions: 0.02, or 0.001.
         clip: how far an image's likelihood may move from the old policy before its gradient is dropped: 1e-2, or 5e-2.
         reference: the preference's and the KL's reference: the start, or the slowly moving old policy, which needs no
-            passes of its own.
+            further passes.
         old_decay_rate: ``old <- d old + (1 - d) theta`` after each of n gradient steps, ``d = min(max, rate n)``.
         old_decay_max: the bound of that.
         behaviour_from_step: gradient step from which the old policy rolls out: 200 (500 for GenEval).
@@ -235,7 +235,7 @@ class DGPO(ForwardObjective):
             weights = group_weights(
                 losses, micro.extras["reference_losses"], micro.advantages, *groups_of([micro]), self.beta
             )
-        stop = gone_far_enough(losses, micro.extras["old_losses"], micro.advantages, self.clip)
+        stop = has_left_trust_region(losses, micro.extras["old_losses"], micro.advantages, self.clip)
         preference = surrogate(weights * micro.advantages[:, None] * torch.where(stop, losses.detach(), losses))
         distance = distance_to(micro, "reference", prediction)
         loss = (preference + self.kl_weight * distance).mean()

@@ -21,13 +21,12 @@ from lit_vgrpo.core.ranges import (
 )
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.core.times import ContinuousTimes, SamplerTimes
+from lit_vgrpo.core.surrogate import ContinuousTimes, SamplerTimes, surrogate
 from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.objectives.pairs import (
     TimeSource,
     distance_to_copy,
-    mean_over_pairs,
     pairs_at,
     predict_pairs,
     stored_predictions,
@@ -97,7 +96,7 @@ class ForwardObjective(Objective):
     def sampler_times(self, rollout: Rollout) -> SamplerTimes:
         """Return the sampler's own times that the rollout's iteration is trained at."""
         schedule = rollout.schedule.cpu()
-        pool = SamplerTimes(schedule, len(schedule)).within(self.time_range)
+        pool = SamplerTimes(schedule).within(self.time_range)
         return pool if self.noisiest is None else pool.noisiest(self.noisiest, self._progress(rollout))
 
     def continuous_times(self, rollout: Rollout, shift: float) -> ContinuousTimes:
@@ -129,7 +128,7 @@ class ForwardObjective(Objective):
             return stored_predictions(context, experience, self.guidance_in(use, context.policy))
 
     def store_anchor(self, context: PrepareContext, experience: Experience) -> None:
-        """Keep the anchor's predictions on all pairs, where there is an anchor."""
+        """Keep the anchor's predictions on all pairs, if there is an anchor."""
         if self.anchor is not None:
             experience.extras["anchor_prediction"] = self.copy_predictions(context, experience, "anchor")
 
@@ -140,7 +139,7 @@ class ForwardObjective(Objective):
         micro: Experience,
         predicted: tuple[Tensor, Tensor, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a loss and its metrics with the pull to the anchor, or as they are where there is none.
+        """Return a loss and its metrics with the pull to the anchor, or unchanged without one.
 
         Args:
             predicted: what :meth:`predict` returned.
@@ -149,7 +148,7 @@ class ForwardObjective(Objective):
             return loss, metrics
         prediction, error, scale = predicted
         per_pair = distance_to_copy(prediction, micro.extras["anchor_prediction"], error, scale)
-        distance = mean_over_pairs(per_pair, micro.extras.get("pair_weight"))
+        distance = surrogate(per_pair)
         return loss + self.anchor_weight * distance.mean(), metrics | {"anchor_distance": distance.detach()}
 
 
@@ -160,18 +159,12 @@ class DrawnTimesObjective(ForwardObjective):
     Args:
         times: draw from the sampler's own times, or from the continuous schedule.
         time_shift: resolution shift of the continuous schedule.
-        importance_weights: weight each pair by how often the whole schedule has its time over how often it is drawn.
-            The mean over the pairs, in the surrogate and in the pulls to other weights, is then unbiased for the whole
-            schedule where all times can be drawn, with every sampler's time, or every t, counting alike. With
-            ``time_range`` or ``noisiest`` it is so for their part of the schedule; the rest stays left out. A ratio is
-            not linear in that mean, so what is unbiased is the gradient of an iteration's first update.
         antithetic: draw half as many pairs and use each with its noise and the negative of it, at one time.
     """
 
     _: KW_ONLY
     times: TimeSource = "sampler"
     time_shift: PositiveFloat = 1.0
-    importance_weights: bool = False
     antithetic: bool = False
 
     pairs_option: ClassVar[str]
@@ -198,11 +191,6 @@ class DrawnTimesObjective(ForwardObjective):
         if self.times == "uniform":
             return self.continuous_times(rollout, self.time_shift)
         return self.sampler_times(rollout)
-
-    def weight_pairs(self, experience: Experience, weights: Tensor) -> None:
-        """Keep the importance weights ``(B, N)`` of the images' pairs, where they are asked for."""
-        if self.importance_weights:
-            experience.extras["pair_weight"] = weights
 
 
 def nft_decay(decay_type: Literal[0, 1, 2], num_updates: int) -> float:

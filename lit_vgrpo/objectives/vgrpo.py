@@ -12,11 +12,11 @@ from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.core.surrogate import clipped_surrogate, denoising_error, mean_over_pixels, ratio_metrics
+from lit_vgrpo.core.surrogate import clipped_surrogate, denoising_error, mean_over_pixels, ratio_metrics, surrogate
 from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.forward import DrawnTimesObjective
-from lit_vgrpo.objectives.pairs import Sharing, distance_to_copy, mean_over_pairs, old_values, weighted_pairs
+from lit_vgrpo.objectives.pairs import Sharing, distance_to_copy, old_values, rollout_pairs
 from lit_vgrpo.policies.base import Policy
 
 
@@ -101,17 +101,16 @@ class VGRPO(DrawnTimesObjective):
             self.copies["reference"] = Snapshot(policy)
 
     def prepare(self, context: PrepareContext) -> Experience:
-        pairs, weights = weighted_pairs(
+        pairs = rollout_pairs(
             context,
             self.num_mc_samples,
-            self.time_pool(context.rollout),
             shared=self.share_pairs,
             stratified=self.stratify,
+            times=self.time_pool(context.rollout),
             antithetic=self.antithetic,
         )
         experience = context.experience(pairs, advantages=soft_clip(context.advantages, self.soft_clip))
-        self.weight_pairs(experience, weights)
-        # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes of its own.
+        # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes.
         if context.updates > 1:
             with context.ledger.phase("old"):
                 experience.extras |= self._stored(context, experience)
@@ -126,17 +125,17 @@ class VGRPO(DrawnTimesObjective):
         stored: dict[str, list[Tensor]] = defaultdict(list)
         for micro in context.later_of(experience).micro_batches(context.micro_batch_size):
             prediction, error, _ = self.predict(context.policy, micro, self.space, self.scale_cap)
-            stored["old_surrogate"].append(self._surrogate(micro, error))
+            stored["old_surrogate"].append(self._surrogate(error))
             if self._has_kl_to("behaviour"):  # else they would take as much memory as all pairs for nothing
                 stored["kl_prediction"].append(prediction)
         return {name: context.placed(torch.cat(parts)) for name, parts in stored.items()}
 
-    def _surrogate(self, micro: Experience, error: Tensor) -> Tensor:
-        return mean_over_pairs(denoising_error(error, self.self_normalise), micro.extras.get("pair_weight"))
+    def _surrogate(self, error: Tensor) -> Tensor:
+        return surrogate(denoising_error(error, self.self_normalise))
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         prediction, error, scale = predicted = self.predict(policy, micro, self.space, self.scale_cap)
-        elbo = self._surrogate(micro, error)
+        elbo = self._surrogate(error)
         log_ratio = old_values(micro, "old_surrogate", elbo) - elbo
         objective = clipped_surrogate(log_ratio, micro.advantages, self.clip)
         distance = torch.zeros_like(elbo)
@@ -146,7 +145,7 @@ class VGRPO(DrawnTimesObjective):
                 per_pair = prediction_distance(prediction, stored, scale)
             else:
                 per_pair = distance_to_copy(prediction, stored, error, scale)
-            distance = mean_over_pairs(per_pair, micro.extras.get("pair_weight"))
+            distance = surrogate(per_pair)
         loss = (self.kl_weight * distance - objective).mean()
         metrics = {"surrogate": elbo.detach(), "kl": distance.detach(), **ratio_metrics(log_ratio, self.clip)}
         return self.with_anchor(loss, metrics, micro, predicted)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
+from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
-from lit_vgrpo.core.types import Conditioning, Experience, Rollout, group_layout
+from lit_vgrpo.core.types import Conditioning, Experience, Rollout
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.objectives.base import Objective, PrepareContext

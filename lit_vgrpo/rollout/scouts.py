@@ -17,9 +17,6 @@ from lit_vgrpo.rewards import Scores
 from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector
 
-LOW_CORRELATION, PATIENCE = 0.3, 5
-"""A rank correlation below this for that many iterations in a row gives a warning. A choice, not a measurement."""
-
 
 class ScoutSampler:
     """Samples the images of an iteration from the noise of chosen scouts.
@@ -37,7 +34,6 @@ class ScoutSampler:
         self._chosen = torch.empty(0)
         self._metrics: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
-        self._num_low = 0
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -81,20 +77,10 @@ class ScoutSampler:
         yield from sampler.draw(redrawn)
 
     def metrics(self, rollout: Rollout, scores: Scores) -> dict[str, float]:
-        """Return the scouts' metrics; warn once if their order says little about the images trained on."""
+        """Return the scouts' metrics, and how well their order predicts that of the images trained on."""
         images = in_order(scores.total, self.all_ranks(rollout.image_ids), self._chosen.shape[1])
         correlation = rank_correlation(self._chosen, images)
-        if correlation is None:
-            return self._metrics
-        if self._num_low < PATIENCE:  # counts in a row; stays there after the warning
-            self._num_low = self._num_low + 1 if correlation < LOW_CORRELATION else 0
-            if self._num_low == PATIENCE:
-                rank_zero_warn(
-                    f"scouts/rank_correlation is {correlation:.2f} and has been below {LOW_CORRELATION} for {PATIENCE} "
-                    "iterations: the order of the scouts says little about the images trained on. Use more "
-                    "model.objective.rollout.scouts.steps, or scouts=null."
-                )
-        return {**self._metrics, "rank_correlation": correlation}
+        return self._metrics if correlation is None else {**self._metrics, "rank_correlation": correlation}
 
 
 def in_order(values: Tensor, ids: Tensor, group_size: int) -> Tensor:

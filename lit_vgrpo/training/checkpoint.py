@@ -59,7 +59,7 @@ class BestEvaluation:
     """The highest value of a held-out metric so far; NaN is never the best.
 
     Args:
-        metric: its key; ``auto`` takes the untrained reward where there is one, else the trained one.
+        metric: its key; ``auto`` takes the untrained reward if there is one, else the trained one.
         name: the metric of ``value``; ``None`` before the first evaluation.
         value: the best value.
         iteration: iterations done at that evaluation.

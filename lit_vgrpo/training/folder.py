@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lit_vgrpo.errors import UserError, suggestion
 from lit_vgrpo.system.paths import CONFIG_NAME as CONFIG_NAME
+from lit_vgrpo.training.trainer_internals import move_root_dir
 
 CHECKPOINTS = "checkpoints"
 BEST = "best.ckpt"
@@ -101,8 +102,7 @@ class RunFolder(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         folder = trainer.strategy.broadcast(trainer.default_root_dir)
-        # Private, but the constructor ran when only rank 0 knew the run folder.
-        trainer._default_root_dir = folder  # type: ignore[attr-defined]
+        move_root_dir(trainer, folder)
         agreed = trainer.strategy.broadcast(self.ckpt_path)
         if trainer.strategy.reduce_boolean_decision(agreed != self.ckpt_path, all=False):
             raise RuntimeError(

@@ -6,16 +6,14 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.training.micro_batch import accumulate
 from lit_vgrpo.training.saved_weights import policy_errors
 from lit_vgrpo.training.strategies import strategy_errors
+from lit_vgrpo.training.trainer_internals import count_iterations
 
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
@@ -172,9 +170,7 @@ def _keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
         raise ValueError(error)
     if trainer.fast_dev_run:
         iterations = int(trainer.fast_dev_run)
-        trainer.limit_train_batches = 1.0
-        trainer.fit_loop.max_epochs = iterations  # private attributes of lightning 2.6.6
-        trainer.fit_loop.epoch_loop.max_steps = -1
+        count_iterations(trainer, iterations)
         images = sizes.plan(trainer.world_size).images_per_iteration
         rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
 
@@ -195,16 +191,3 @@ def limit_error(trainer: Any, sizes: Sizes) -> str | None:
             f"Use a multiple of {updates}, such as {-(-steps // updates) * updates}."
         )
     return None
-
-
-def training_warnings(trainer: Trainer, policy: Policy) -> list[str]:
-    """Return one line for a distilled model and for a precision without effect."""
-    distilled = distillation_warning(policy)
-    found = [] if distilled is None else [distilled]
-    precision, name = trainer.precision, str(policy.dtype).removeprefix("torch.")
-    if precision == "bf16-mixed" or (precision == "16-mixed" and policy.dtype != torch.float16):
-        found.append(
-            f"trainer.precision={precision} does not change how the policy computes: in {name}, as model.policy.dtype "
-            "says. Leave it out, and set model.policy.dtype=bfloat16 to compute in half precision."
-        )
-    return found

@@ -22,6 +22,18 @@ def callbacks_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
 
 
+def move_root_dir(trainer: Trainer, folder: str) -> None:
+    """Change ``trainer.default_root_dir``, which the constructor sets, when only rank 0 knew the run folder then."""
+    trainer._default_root_dir = folder  # type: ignore[attr-defined]
+
+
+def count_iterations(trainer: Trainer, iterations: int) -> None:
+    """Let ``fast_dev_run``, which counts batches, run this many whole epochs."""
+    trainer.limit_train_batches = 1.0
+    trainer.fit_loop.max_epochs = iterations
+    trainer.fit_loop.epoch_loop.max_steps = -1
+
+
 def call_train_hooks_at_end(trainer: Trainer) -> None:
     """Let ``fit`` call ``on_train_start`` and ``on_train_end`` where no epoch is left; Lightning's loop skips them."""
     loop = trainer.fit_loop

@@ -31,7 +31,6 @@ SIZES = Sizes(2, 3, micro_batch_size=6)
 ANCHOR = {"anchor_weight": 3.0, "anchor_decay": 0.3}
 PAIRS = {
     "V-GRPO": (VGRPO, {"num_mc_samples": 2}, "x"),
-    "V-GRPO, weighted": (VGRPO, {"num_mc_samples": 2, "importance_weights": True}, "x"),
     "V-GRPO, KL to the start": (VGRPO, {"num_mc_samples": 2, "kl_weight": 0.3, "kl_to": "reference"}, "x"),
     "AWM": (AWM, {"num_times": 2, "kl_weight": 0.0, "ema_weight": 0.0}, "own"),
     "AWM, with its pulls": (AWM, {"num_times": 2}, "own"),
@@ -77,11 +76,10 @@ def test_the_pull_on_pairs_in_float64(policy, name):
     experience = prepare(policy, objective)
     pairs, in_x = Pairs64(policy, experience), METHODS[name][2] == "x"
     anchor = pairs.predict_with(objective.copies["anchor"])
-    factors = experience.extras.get("pair_weight", torch.ones_like(pairs.times)).double()
 
     def formula(v):
         moved, error = (pairs.t * (v - anchor), pairs.x_of(v) - pairs.x) if in_x else (v - anchor, v - pairs.target)
-        return (factors * pixel_mean(moved**2) / pixel_mean(error.detach().abs())).mean()
+        return (pixel_mean(moved**2) / pixel_mean(error.detach().abs())).mean()
 
     assert_the_pull_is(policy, name, objective, experience, *pairs.loss_and_gradient(formula))
 

@@ -1,4 +1,4 @@
-"""A short run under each strategy, and the bytes of it that are alive: ``memory_worker.py SPEC.json``.
+"""A short run under each strategy, and the bytes of it that are alive: ``shares_worker.py SPEC.json``.
 
 A run is ``{name, strategy, policy}``; rank 0 leaves ``NAME.json`` with what was counted and what was estimated.
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 import lightning as L
 import torch

@@ -7,7 +7,7 @@ import pytest
 from processes import run_ranks
 
 pytestmark = pytest.mark.slow
-WORKER = Path(__file__).with_name("memory_worker.py")
+WORKER = Path(__file__).with_name("shares_worker.py")
 KINDS = {"full": {}, "lora": {"lora_rank": 64, "dtype": "bfloat16"}}
 EMBEDDINGS_AND_LATENTS = 50_000
 IN_A_PASS = 100_000
