@@ -37,7 +37,7 @@ from lit_vgrpo.rewards import Connection, HTTPReward, JPEGCompressibility
 RESULTS = Path(__file__).parent / "results" / "remote_faults.json"
 FAULTS = {
     "hang": (fault_server.hang, "timeout"),
-    "reset": (fault_server.reset, "disconnected"),
+    "reset": (fault_server.reset, "unreachable"),
     "500": (fault_server.answering(b"injected", 500), "status_500"),
     "garbage": (fault_server.answering(b'{"version": 1, "scores": [0, 0, 0, '), "invalid"),
 }
@@ -153,7 +153,7 @@ def in_a_run(proxy: Proxy, requests: int) -> dict[str, Any]:
     prefix = "reward/http/"
     counted: Counter[str] = Counter()
     for row in table:
-        for key in (*(cause for _, cause in FAULTS.values()), "retried", "gave_up", "skipped", "unreachable"):
+        for key in (*(cause for _, cause in FAULTS.values()), "retried", "gave_up", "skipped"):
             counted[key] += int(float(row.get(prefix + key) or 0))
     return {
         "iterations": len(table),

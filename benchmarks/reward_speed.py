@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from lit_vgrpo.rewards.aesthetic import AestheticScore
-from lit_vgrpo.rewards.clip import CLIPScore, PickScore
+from lit_vgrpo.rewards.clip import AestheticScore, CLIPEncoder, CLIPScore, PickScore
 from lit_vgrpo.rewards.hps import HPSv2
 from lit_vgrpo.rewards.image_reward import ImageReward, blip_modules
 from lit_vgrpo.rewards.model import ModelReward, ScoreHead
@@ -70,17 +69,19 @@ def clip_processor() -> Any:
 
 
 def pickscore(reward: PickScore) -> None:
-    reward._model, reward._processor = clip("ViT-H/14"), clip_processor()
+    reward._model = clip("ViT-H/14")
+    reward._encoder = CLIPEncoder(reward._model, clip_processor())
 
 
 def clipscore(reward: CLIPScore) -> None:
-    reward._model, reward._processor = clip("ViT-L/14"), clip_processor()
+    reward._model = clip("ViT-L/14")
+    reward._encoder = CLIPEncoder(reward._model, clip_processor())
 
 
 def aesthetic(reward: AestheticScore) -> None:
     model = clip("ViT-L/14")
     parts = {"vision": model.vision_model, "projection": model.visual_projection, "head": ScoreHead(768).float()}
-    reward._model, reward._processor = torch.nn.ModuleDict(parts), clip_processor().image_processor
+    reward._model, reward._processor = torch.nn.ModuleDict(parts), clip_processor()
 
 
 def hpsv2(reward: HPSv2) -> None:

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import lightning as L
 
 from lit_vgrpo.core.advantages import no_spread_share
-from lit_vgrpo.core.nonfinite import all_finite
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.core.sharding import local
-from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.core.snapshots import all_finite, trainable_parameters
 from lit_vgrpo.errors import say
-from lit_vgrpo.training.best_evaluation import TRAINED, NewestEvaluation
-from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.checkpoint import TRAINED, NewestEvaluation, RunCheckpoint
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS, CONFIG_NAME
 
 if TYPE_CHECKING:

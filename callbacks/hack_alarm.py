@@ -15,7 +15,7 @@ from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.metrics import KeptFeatures, diversity, feature_network
-from lit_vgrpo.training.best_evaluation import TRAINED, UNTRAINED
+from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule

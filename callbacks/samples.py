@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from lit_vgrpo.apps.report.images import LAYOUT, TO_EDIT
+from lit_vgrpo.apps.report.run_data import LAYOUT, TO_EDIT
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.core.pictures import references_of, stacked_references
 from lit_vgrpo.core.pixels import to_uint8

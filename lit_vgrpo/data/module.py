@@ -110,8 +110,8 @@ class PromptDataModule(L.LightningDataModule):
         except (ValueError, OSError, ModuleNotFoundError) as error:
             return [*errors, str(error)]
         images = len(sets.heldout or ()) * self.heldout_images_per_prompt
-        if images and world_size >= 1 and (unfit := held_out_error(images, self.eval_batch_size, world_size)):
-            errors.append(unfit)
+        if images and world_size >= 1 and (message := held_out_error(images, self.eval_batch_size, world_size)):
+            errors.append(message)
         if not errors:
             self._sets = sets
         return errors

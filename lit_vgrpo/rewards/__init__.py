@@ -1,9 +1,8 @@
 """Rewards: plain callables on images and prompts, usable without any trainer."""
 
-from lit_vgrpo.rewards.aesthetic import AestheticScore
-from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
-from lit_vgrpo.rewards.clip import CLIPImageSimilarity, CLIPScore, PickScore
-from lit_vgrpo.rewards.combine import Weighted, as_weighted
+from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage, Scores
+from lit_vgrpo.rewards.clip import AestheticScore, CLIPImageSimilarity, CLIPScore, PickScore
+from lit_vgrpo.rewards.combine import ScoreQueue, Weighted, as_weighted
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.rewards.geneval import GenEval
 from lit_vgrpo.rewards.hps import HPSv2
@@ -11,8 +10,6 @@ from lit_vgrpo.rewards.http import Connection, HTTPReward
 from lit_vgrpo.rewards.image_reward import ImageReward
 from lit_vgrpo.rewards.jpeg import JPEGCompressibility, JPEGIncompressibility
 from lit_vgrpo.rewards.ocr import OCRReward
-from lit_vgrpo.rewards.queue import ScoreQueue
-from lit_vgrpo.rewards.scores import Scores
 from lit_vgrpo.rewards.shapes import RecolourReward, ShapesReward
 from lit_vgrpo.rewards.vlm_judge import VLMJudge
 from lit_vgrpo.rewards.vote import VoteReward

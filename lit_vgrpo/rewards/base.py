@@ -1,14 +1,19 @@
-"""The base class of rewards, and their errors."""
+"""The base class of rewards, their errors, images and scores."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.errors import RewardError
 
 
@@ -23,17 +28,15 @@ class Reward(ABC):
 
     Attributes:
         name: key of its score in the logs.
-        concurrent: call it in a thread while the next images are sampled, because it waits for a server or computes on
-            the CPU. It is then only called from that thread, batch after batch.
+        concurrent: call it in a thread while the next images are sampled, for rewards that wait for a server or compute
+            on the CPU. It is then only called from that thread, batch after batch.
         asks_people: it compares images of a group, and a call may take hours. It is called once per rollout with all of
-            a rank's images, and never for held-out images.
+            a rank's images, and never with held-out images.
         failure: one line on why images of the last call got NaN, if the reward knows.
         key: the reward's key in a recipe, such as ``model.reward``; empty if options are typed without a prefix.
     """
 
     name: str
-    weight_files: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Arguments that name weights, each with a file found there: the weights, or one file of the folder."""
     concurrent: bool = False
     asks_people: bool = False
     failure: str | None = None
@@ -77,9 +80,8 @@ class Reward(ABC):
         """Return why no image of this prompt can be scored, or None; called for every prompt before loading."""
         return None
 
-    def load(self) -> None:
+    def load(self) -> None:  # noqa: B027
         """Load the weights, if any; a second call does nothing."""
-        return None
 
     def enter_run(self, folder: Path) -> None:  # noqa: B027
         """Open what is kept in a run folder; called on every rank before training."""
@@ -90,3 +92,89 @@ class Reward(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Cancel pending work and close connections; a later call may reopen them."""
+
+
+@dataclass
+class Scores:
+    """The scores of B images, by one reward or by a weighted sum.
+
+    Args:
+        total: shape ``(B,)``, float32: the weighted sum; NaN where a reward of non-zero weight failed.
+        parts: scores of each reward by name, shape ``(B,)``, float32; NaN where it failed or does not apply.
+        ok: shape ``(B,)``, bool: where ``total`` is a number.
+        errors: by name, the last failure of each reward that failed on any image.
+        applies: by name, shape ``(B,)``, bool: where the reward applies; everywhere if a name is missing.
+        seconds: by name, the reward's wall time.
+        counts: by name, events that the reward counted, such as retries by cause.
+    """
+
+    total: Tensor
+    parts: dict[str, Tensor]
+    ok: Tensor
+    errors: dict[str, str] = field(default_factory=dict)
+    applies: dict[str, Tensor] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.total)
+
+    def applies_to(self, name: str) -> Tensor:
+        """Return where the reward applies, ``(B,)``, bool."""
+        return self.applies.get(name, torch.ones_like(self.ok))
+
+    @classmethod
+    def empty(cls, size: int) -> Scores:
+        """Return a placeholder for images that are not scored."""
+        return cls(torch.zeros(size), {}, torch.ones(size, dtype=torch.bool))
+
+    @classmethod
+    def joined(cls, batches: Sequence[Scores]) -> Scores:
+        """Concatenate batches of the same rewards, on the CPU."""
+        names = list(batches[0].parts)
+        counts: dict[str, Counter[str]] = {}
+        for batch in batches:
+            for name, of_batch in batch.counts.items():
+                counts.setdefault(name, Counter()).update(of_batch)
+        return cls(
+            total=torch.cat([batch.total.cpu() for batch in batches]),
+            parts={name: torch.cat([batch.parts[name].cpu() for batch in batches]) for name in names},
+            ok=torch.cat([batch.ok.cpu() for batch in batches]),
+            errors={name: message for batch in batches for name, message in batch.errors.items()},
+            applies={name: torch.cat([batch.applies_to(name).cpu() for batch in batches]) for name in names},
+            seconds={name: sum(batch.seconds.get(name, 0.0) for batch in batches) for name in names},
+            counts={name: dict(counted) for name, counted in counts.items()},
+        )
+
+
+@dataclass
+class ImageBatch:
+    """Images ready to be scored.
+
+    Attributes:
+        images: shape ``(B, 3, H, W)``, float32 in [0, 1], rounded to what a file can store.
+        is_finite: shape ``(B,)``, bool: images without NaN or infinite pixels.
+        prompts: the B prompts.
+        rows: the B rows.
+    """
+
+    images: Tensor
+    is_finite: Tensor
+    prompts: list[str]
+    rows: list[dict[str, Any]]
+
+    @classmethod
+    def rounded(cls, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> ImageBatch:
+        """Round images.
+
+        Raises:
+            ValueError: images, prompts and rows differ in number, or images have the wrong shape.
+        """
+        if images.ndim != 4 or images.shape[1] != 3 or not len(images) == len(prompts) == len(rows):
+            raise ValueError(
+                f"Rewards take images (B, 3, H, W) with B prompts and rows, not {tuple(images.shape)}, "
+                f"{len(prompts)} prompts and {len(rows)} rows."
+            )
+        is_finite = images.isfinite().flatten(1).all(1)
+        finite = images.detach().where(is_finite[:, None, None, None], 0)
+        return cls(to_uint8(finite).float() / 255, is_finite.cpu(), prompts, rows)

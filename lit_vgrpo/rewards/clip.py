@@ -1,8 +1,7 @@
-"""CLIP models of transformers, and the rewards that compare an image with its prompt or the picture it edits."""
+"""CLIP models of transformers, and the rewards that are computed from their embeddings."""
 
-from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from lit_vgrpo.core.pictures import picture_error
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import checked
 from lit_vgrpo.errors import counted
-from lit_vgrpo.rewards.model import Dtype, ModelReward, device_for, unit
+from lit_vgrpo.rewards.model import Dtype, ModelReward, ScoreHead, read_weights, unit, weights_file
 from lit_vgrpo.system.hub import LoadError, loading, source_of
 
 if TYPE_CHECKING:
@@ -22,26 +21,20 @@ HUB_CHECKPOINT = "openai/clip-vit-large-patch14"
 HUB_PICKSCORE = "yuvalkirstain/PickScore_v1"
 HUB_PICKSCORE_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # the PickScore repository has none
 PICKSCORE_SCALE = 26.0
+HUB_AESTHETIC = "camenduru/improved-aesthetic-predictor"  # a copy of the original's GitHub repository
+AESTHETIC_FILE = "sac+logos+ava1-l14-linearMSE.pth"
 
 
 @dataclass
 class CLIPEncoder:
-    """A ``CLIPModel`` that returns embeddings of length 1, float32.
-
-    Args:
-        model: the model.
-        processor: its ``CLIPProcessor``, or for images alone its ``CLIPImageProcessor``.
-    """
+    """A ``CLIPModel`` and its ``CLIPProcessor``, which return embeddings of length 1, float32."""
 
     model: Any
     processor: Any
 
     def of_images(self, images: Any) -> Tensor:
         """Return the embeddings of PIL images, or of a tensor ``(b, 3, H, W)`` in uint8: ``(b, D)``."""
-        process = getattr(self.processor, "image_processor", self.processor)
-        # uint8, because the processor would divide a float tensor by 255
-        pixels = process(list(images), return_tensors="pt")["pixel_values"].to(self.model.device, self.model.dtype)
-        return unit(_embedding(self.model.get_image_features(pixels)))
+        return unit(self.model.get_image_features(clip_pixels(self.processor, images, self.model)).pooler_output)
 
     def of_texts(self, texts: list[str]) -> Tensor:
         """Return the embeddings of texts, truncated to the context: ``(b, D)``."""
@@ -51,12 +44,17 @@ class CLIPEncoder:
             text=texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt"
         ).to(self.model.device)
         features = self.model.get_text_features(tokens["input_ids"], attention_mask=tokens["attention_mask"])
-        return unit(_embedding(features))
+        return unit(features.pooler_output)
 
 
-def _embedding(features: Any) -> Tensor:
-    """Return the tensor of ``get_image_features``, which transformers 5 wraps in an output object."""
-    return features if isinstance(features, Tensor) else cast(Tensor, features.pooler_output)
+def clip_pixels(processor: Any, images: Any, model: Any) -> Tensor:
+    """Return preprocessed images ``(b, 3, h, w)`` with a model's device and dtype.
+
+    Args:
+        images: PIL images, or a tensor ``(b, 3, H, W)`` in uint8: the processor would divide floats by 255.
+    """
+    pixels: Tensor = processor.image_processor(list(images), return_tensors="pt")["pixel_values"]
+    return pixels.to(model.device, model.dtype)
 
 
 def clip_model(checkpoint: str, dtype: Dtype, what_to_set: str) -> "CLIPModel":
@@ -76,49 +74,24 @@ def clip_model(checkpoint: str, dtype: Dtype, what_to_set: str) -> "CLIPModel":
     return cast("CLIPModel", model)
 
 
-def clip_processor(checkpoint: str, what_to_set: str, for_images: bool = False) -> Any:
-    """Load a ``CLIPProcessor``, or for images alone a ``CLIPImageProcessor``.
+def clip_processor(checkpoint: str, what_to_set: str) -> Any:
+    """Load a ``CLIPProcessor``; raise LoadError if the checkpoint has none."""
+    from transformers import CLIPProcessor
 
-    Raises:
-        LoadError: the checkpoint has none.
-    """
-    from transformers import CLIPImageProcessor, CLIPProcessor
-
-    kind = "image processor" if for_images else "processor"
-    with loading(checkpoint, f"Set {what_to_set} to a folder with a complete CLIP {kind}."):
-        return (CLIPImageProcessor if for_images else CLIPProcessor).from_pretrained(source_of(checkpoint))
+    with loading(checkpoint, f"Set {what_to_set} to a folder with a complete CLIP processor."):
+        return CLIPProcessor.from_pretrained(source_of(checkpoint))
 
 
 @checked
 @dataclass(eq=False)
-class CLIPCosine(ModelReward):
-    """The cosine similarity of the images' CLIP embeddings and of others that a subclass computes."""
-
-    weight_files: ClassVar[tuple[tuple[str, str], ...]] = (("checkpoint", "config.json"),)
-
-    @abstractmethod
-    def _processor(self) -> Any:
-        """Return the processor of what the model embeds."""
-
-    def _build(self) -> nn.Module:
-        processor = self._processor()
-        self._encoder = CLIPEncoder(clip_model(self.checkpoint, self.dtype, self.option("checkpoint")), processor)
-        return cast(nn.Module, self._encoder.model)
-
-    def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        return (self._encoder.of_images(images) * texts).sum(-1)
-
-
-@checked
-@dataclass(eq=False)
-class CLIPReward(CLIPCosine):
+class CLIPReward(ModelReward):
     """The cosine similarity of image and prompt embeddings, scaled by a subclass.
 
     Resizing, cropping and normalisation follow the checkpoint's processor; long prompts are truncated to the context.
     Arguments as in :class:`CLIPScore`.
     """
 
-    weight_files = (*CLIPCosine.weight_files, ("processor", "tokenizer_config.json"))
+    weight_files = (("checkpoint", "config.json"), ("processor", "tokenizer_config.json"))
 
     processor: str | None = None
 
@@ -126,18 +99,20 @@ class CLIPReward(CLIPCosine):
         super().__post_init__()
         self.processor = self.processor or self.checkpoint
 
-    def _processor(self) -> Any:
-        return clip_processor(str(self.processor), self.option("processor"))
+    def _build(self) -> nn.Module:
+        model = clip_model(self.checkpoint, self.dtype, self.option("checkpoint"))
+        self._encoder = CLIPEncoder(model, clip_processor(str(self.processor), self.option("processor")))
+        return model
 
     def _read(self, prompts: list[str]) -> Tensor:
         return self._encoder.of_texts(prompts)
 
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        return self._scaled(super()._score(images, texts))
+        return self._scaled((self._encoder.of_images(images) * texts).sum(-1))
 
-    @abstractmethod
     def _scaled(self, cosines: Tensor) -> Tensor:
         """Return the scores of cosines, shape ``(b,)``, float32."""
+        return cosines
 
 
 @checked
@@ -202,14 +177,14 @@ class PickScore(CLIPReward):
 
 @checked
 @dataclass(eq=False)
-class CLIPImageSimilarity(CLIPCosine):
+class CLIPImageSimilarity(CLIPReward):
     """The cosine similarity of the CLIP embeddings of an image and of the picture that its prompt edits, -1 to 1.
 
-    An unchanged copy scores 1: use it with a reward for the edit, such as CLIPScore, to keep what the prompt does not
-    name.
+    An unchanged copy scores 1. Use it with a reward for the edit, such as CLIPScore, to preserve the rest.
 
     Args:
-        checkpoint: hub name or local folder of a ``CLIPModel`` with its image processor.
+        checkpoint: hub name or local folder of a ``CLIPModel``.
+        processor: hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
         batch_size: images per forward pass; smaller batches are padded.
         dtype: of the weights; scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
@@ -226,12 +201,48 @@ class CLIPImageSimilarity(CLIPCosine):
     def __call__(
         self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
     ) -> Tensor:
-        self.load()
-        self._encoder.model.to(device_for(images, self.device))
+        self.load_for(images)
         if references is None:
             return torch.full((len(images),), torch.nan, device=images.device)
         given = in_batches(self._encoder.of_images, self.batch_size, to_uint8(references).cpu())
         return in_batches(self._score, self.batch_size, to_uint8(images).cpu(), given).to(images.device)
 
-    def _processor(self) -> Any:
-        return clip_processor(self.checkpoint, self.option("checkpoint"), for_images=True)
+
+@checked
+@dataclass(eq=False)
+class AestheticScore(ModelReward):
+    """A predicted rating of the image alone, about 1 to 10; most images of diffusion models get 5 to 7.
+
+    A linear network on the normalised CLIP image embedding. It never sees the prompt, so a policy trained on it alone
+    forgets its prompts.
+
+    Args:
+        checkpoint: of the head: hub name, local folder with ``sac+logos+ava1-l14-linearMSE.pth``, or that file.
+        clip: hub name or local folder of the ``CLIPModel`` that the head was trained on, with its processor.
+        batch_size: images per forward pass; smaller batches are padded.
+        dtype: of CLIP's weights; the head and the scores are float32.
+        device: where the model runs; ``"auto"`` follows the images.
+
+    Source:
+        github.com/christophschuhmann/improved-aesthetic-predictor, simple_inference.py.
+    """
+
+    name = "aesthetic"
+    weight_files = (("checkpoint", AESTHETIC_FILE), ("clip", "config.json"))
+
+    checkpoint: str = HUB_AESTHETIC
+    clip: str = HUB_CHECKPOINT
+
+    def _build(self) -> nn.Module:
+        self._processor = clip_processor(self.clip, self.option("clip"))
+        clip = clip_model(self.clip, self.dtype, self.option("clip"))
+        head = ScoreHead(clip.visual_projection.out_features)
+        with loading(self.checkpoint, f"Set {self.option('checkpoint')} and {self.option('clip')} to a pair."):
+            head.load_state_dict(read_weights(weights_file(self.checkpoint, AESTHETIC_FILE)))
+        return nn.ModuleDict({"vision": clip.vision_model, "projection": clip.visual_projection, "head": head})
+
+    def _score(self, images: Tensor, texts: Tensor) -> Tensor:
+        vision = self._model["vision"]
+        features = self._model["projection"](vision(clip_pixels(self._processor, images, vision)).pooler_output)
+        scores: Tensor = self._model["head"](unit(features))
+        return scores

@@ -1,11 +1,13 @@
-"""A weighted sum of rewards that tracks each reward's failures separately."""
+"""A weighted sum of rewards that tracks each reward's failures separately, and the queue that scores in threads."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,9 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.pictures import stacked_references
-from lit_vgrpo.core.ranges import Finite, PositiveFloat, checked
+from lit_vgrpo.core.ranges import Finite, checked
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
-from lit_vgrpo.rewards.scores import ImageBatch, Scores, image_batch
+from lit_vgrpo.rewards.base import ImageBatch, Reward, RewardError, RewardOutage, Scores
 
 # would collide with another metric's key, such as reward/mean or heldout/reward
 RESERVED_NAMES = frozenset({"mean", "std", "no_spread", "failed", "reward", "untrained_reward", "diversity"})
@@ -32,28 +33,17 @@ class Part:
         name: key of its scores.
         weight: its factor in the sum; with 0 it is only logged.
         clip: the range its scores are clipped to; None leaves an end open.
-        normalise: mean and std of typical scores; ``(score - mean) / std`` enters the sum.
     """
 
     name: str
     reward: Reward
     weight: float
     clip: tuple[float | None, float | None] | None = None
-    normalise: tuple[float, float] | None = None
-
-    def shaped(self, scores: Tensor) -> Tensor:
-        """Return the clipped, then normalised scores that enter the sum, before the weight. NaN stays."""
-        if self.clip is not None and self.clip != (None, None):
-            scores = scores.clamp(*self.clip)
-        if self.normalise is not None:
-            mean, std = self.normalise
-            scores = (scores - mean) / std
-        return scores
 
 
 @checked
 class Weighted(Reward):
-    """A weighted sum of rewards: ``sum_k w_k (clip_k(r_k) - mean_k) / std_k``.
+    """A weighted sum of rewards: ``sum_k w_k clip_k(r_k)``.
 
     A prompt's row can name the rewards that apply to it in its field ``rewards``; the others do not score it. If it
     names none of the weighted rewards, all of those apply; the same holds for the rewards of weight 0.
@@ -62,7 +52,6 @@ class Weighted(Reward):
         rewards: at least one.
         weights: one per reward, not all zero; None for the mean. A reward of weight 0 is only logged.
         clips: for each reward the range ``[low, high]`` its scores are clipped to, or null; either end may be null.
-        normalise: for each reward ``[mean, std]`` of typical scores, or null; applied after clipping.
         overlap: score in threads while the next images are sampled, where a reward allows it; scores do not change.
 
     Raises:
@@ -76,31 +65,24 @@ class Weighted(Reward):
         rewards: list[Reward],
         weights: list[Finite] | None = None,
         clips: list[tuple[Finite | None, Finite | None] | None] | None = None,
-        normalise: list[tuple[Finite, PositiveFloat] | None] | None = None,
         overlap: bool = True,
     ) -> None:
         size = len(rewards)
-        if weights is None:
-            weights = [1 / size] * size
-        for name, values in {"weights": weights, "clips": clips, "normalise": normalise}.items():
-            if values is not None and len(values) != size:
-                raise ValueError(f"{name}={values} does not match {size} rewards. Give one per reward, or null.")
+        weights = [1 / size] * size if weights is None else weights
+        clips = [None] * size if clips is None else clips
+        if not len(weights) == len(clips) == size:
+            raise ValueError(f"weights={weights} or clips={clips} does not match {size} rewards. Give one per reward.")
         if not any(weights):
             raise ValueError(f"weights={weights} are all 0. Set at least one to another value.")
-        for low, high in filter(None, clips or []):
+        for low, high in filter(None, clips):
             if low is not None and high is not None and not low < high:
                 raise ValueError(f"clips=[{low}, {high}] is an empty range. Write [low, high] with low < high.")
         self.overlap = overlap
-        columns = (_unique_names(rewards), rewards, weights, clips or [None] * size, normalise or [None] * size)
-        self.parts = [Part(*entry) for entry in zip(*columns, strict=True)]
+        self.parts = [Part(*entry) for entry in zip(_unique_names(rewards), rewards, weights, clips, strict=True)]
 
     @property
     def rewards(self) -> list[Reward]:
         return [part.reward for part in self.parts]
-
-    @property
-    def weights(self) -> list[float]:
-        return [part.weight for part in self.parts]
 
     @property
     def part_names(self) -> list[str]:
@@ -126,13 +108,13 @@ class Weighted(Reward):
         Raises:
             ValueError: both have a reward of the same name.
         """
-        for name in [] if other is None else other.part_names:
-            if name in self.part_names:
-                raise ValueError(
-                    f'heldout_reward has a "{name}", as model.reward does. Choose another reward, or set its name.'
-                )
         kept = [part for part in self.parts if not part.reward.asks_people]
         added = [] if other is None else other.parts
+        for part in added:
+            if part.name in self.part_names:
+                raise ValueError(
+                    f'heldout_reward has a "{part.name}", as model.reward does. Choose another reward, or set its name.'
+                )
         if any(part.weight for part in kept):
             added = [Part(part.name, part.reward, 0.0) for part in added]
         parts = [*kept, *added]
@@ -174,9 +156,6 @@ class Weighted(Reward):
         for part in self.parts:
             part.reward.enter_run(folder)
 
-    def take_counts(self) -> dict[str, int]:
-        return {f"{part.name}/{key}": n for part in self.parts for key, n in part.reward.take_counts().items()}
-
     def close(self) -> None:
         for part in self.parts:
             part.reward.close()
@@ -197,23 +176,23 @@ class Weighted(Reward):
             ValueError: images, prompts and rows differ in number or shape.
         """
         self.load()
-        batch = image_batch(images, prompts, rows)
+        batch = ImageBatch.rounded(images, prompts, rows)
         return self.summed({part.name: self.score_part(part, batch) for part in self.parts}, rows)
 
     @torch.no_grad()
     def score_part(self, part: Part, batch: ImageBatch) -> Scores:
         """Return the scores of one reward, before shaping; NaN where it does not apply."""
         start = time.perf_counter()
-        scores = torch.full((len(batch),), math.nan)
-        wanted = {index for index, row in enumerate(batch.rows) if self._applies(part, row)}
-        lost = len(wanted.difference(batch.finite))
-        errors = {part.name: f"{lost} of {len(batch)} images have NaN or infinite pixels"} if lost else {}
-        kept = [position for position, index in enumerate(batch.finite) if index in wanted]
-        if kept:
-            indices = [batch.finite[position] for position in kept]
-            images = batch.images if len(kept) == len(batch.finite) else batch.images[kept]
-            prompts, rows = [batch.prompts[i] for i in indices], [batch.rows[i] for i in indices]
-            scores[indices], error = _score(part.reward, images, prompts, rows)
+        applies = self._mask(part, batch.rows)
+        chosen = (applies & batch.is_finite).nonzero().flatten().tolist()
+        scores = torch.full((len(batch.rows),), math.nan)
+        errors = {}
+        if lost := int((applies & ~batch.is_finite).sum()):
+            errors[part.name] = f"{lost} of {len(batch.rows)} images have NaN or infinite pixels"
+        if chosen:
+            images = batch.images if len(chosen) == len(batch.rows) else batch.images[chosen]
+            prompts, rows = [batch.prompts[i] for i in chosen], [batch.rows[i] for i in chosen]
+            scores[chosen], error = _score(part.reward, images, prompts, rows)
             if error is not None:
                 errors[part.name] = error
         counts = part.reward.take_counts()
@@ -228,7 +207,7 @@ class Weighted(Reward):
 
     def summed(self, scores: Mapping[str, Scores], rows: Sequence[Mapping[str, Any]]) -> Scores:
         """Combine the results of :meth:`score_part`, by name, for the same images."""
-        applies = {p.name: torch.tensor([self._applies(p, row) for row in rows], dtype=torch.bool) for p in self.parts}
+        applies = {part.name: self._mask(part, rows) for part in self.parts}
         parts = {part.name: scores[part.name].total for part in self.parts}
         total = self.total(parts, applies)
         columns = [scores[part.name] for part in self.parts]
@@ -247,17 +226,19 @@ class Weighted(Reward):
         total = torch.zeros_like(parts[self.parts[0].name])
         for part in self.parts:
             if part.weight:
-                total = total + torch.where(applies[part.name], part.weight * part.shaped(parts[part.name]), 0.0)
+                total = total + torch.where(applies[part.name], part.weight * self.shaped(part.name, parts), 0.0)
         return total.masked_fill(~total.isfinite(), math.nan)
 
     def shaped(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return one reward's scores as they enter the sum, before the weight."""
-        return next(part for part in self.parts if part.name == name).shaped(parts[name])
+        """Return one reward's scores as they enter the sum, clipped, before the weight. NaN stays."""
+        clip = next(part.clip for part in self.parts if part.name == name)
+        return parts[name] if clip in (None, (None, None)) else parts[name].clamp(*clip)
+
+    def _mask(self, part: Part, rows: Sequence[Mapping[str, Any]]) -> Tensor:
+        return torch.tensor([self._applies(part, row) for row in rows], dtype=torch.bool)
 
     def _applies(self, part: Part, row: Mapping[str, Any]) -> bool:
         names = _named(row)
-        if not names:
-            return True
         rivals = [other.name for other in self.parts if bool(other.weight) == bool(part.weight)]
         return part.name in names or not any(name in rivals for name in names)
 
@@ -275,9 +256,8 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
         raise
     except (Exception, SystemExit) as error:  # sys.exit() would end the run silently
         if len(images) == 1 or reward.asks_people:
-            text = one_line(error)
-            own = isinstance(error, RewardError) and text
-            return torch.full((len(images),), math.nan), text if own else f"{type(error).__name__}: {text}"
+            kind = "" if isinstance(error, RewardError) else f"{type(error).__name__}: "
+            return torch.full((len(images),), math.nan), kind + one_line(error)
         singles = [_score(reward, images[i : i + 1], prompts[i : i + 1], rows[i : i + 1]) for i in range(len(images))]
         messages = [message for _, message in singles if message is not None]
         return torch.cat([scores for scores, _ in singles]), messages[-1] if messages else None
@@ -289,8 +269,8 @@ def _score(reward: Reward, images: Tensor, prompts: list[str], rows: list[dict[s
     bad = ~scores.isfinite()
     if not bad.any():
         return scores, None
-    why = one_line(reward.failure or "") or f"returned NaN or infinity for {int(bad.sum())} of {len(images)} images"
-    return scores.masked_fill(bad, math.nan), why
+    reason = one_line(reward.failure or f"returned NaN or infinity for {int(bad.sum())} of {len(images)} images")
+    return scores.masked_fill(bad, math.nan), reason
 
 
 def _named(row: Mapping[str, Any]) -> list[str]:
@@ -306,3 +286,87 @@ def _unique_names(rewards: list[Reward]) -> list[str]:
             name, number = f"{reward.name}_{number}", number + 1
         names.append(name)
     return names
+
+
+class ScoreQueue:
+    """A queue that scores batches of images in order.
+
+    Each ``concurrent`` reward scores in its thread while the caller continues; the others score immediately. Each
+    reward sees the same batches in the same order as without threads. A reward that asks people gets all images at
+    once, when the scores are taken.
+
+    Args:
+        reward: the rewards; with ``overlap=False`` all of them score immediately.
+        other: a queue with rewards of the same names, whose threads are reused.
+    """
+
+    def __init__(self, reward: Weighted, other: ScoreQueue | None = None) -> None:
+        self.reward = reward
+        self._pending: list[tuple[ImageBatch, dict[str, Future[Scores]]]] = []
+        self._threads: dict[str, ThreadPoolExecutor] = {} if other is None else other._threads
+        self._is_loaded = False
+
+    def __len__(self) -> int:
+        """Return the number of batches put in and not yet taken."""
+        return len(self._pending)
+
+    def put(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> None:
+        """Score a batch, now or in threads; arguments and errors as in :meth:`Weighted.score`."""
+        if not self._is_loaded:
+            self.reward.load()
+            self._is_loaded = True
+        batch = ImageBatch.rounded(images, prompts, rows)
+        threaded = [part for part in self.reward.parts if self.reward.overlap and part.reward.concurrent]
+        is_kept = self.reward.asks_people
+        on_cpu = replace(batch, images=batch.images.cpu()) if threaded or is_kept else batch
+        scores: dict[str, Future[Scores]] = {}
+        for part in threaded:
+            if part.name not in self._threads:
+                self._threads[part.name] = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{part.name}")
+            scores[part.name] = self._threads[part.name].submit(self.reward.score_part, part, on_cpu)
+        for part in self.reward.parts:
+            if part not in threaded and not part.reward.asks_people:
+                scores[part.name] = Future()
+                scores[part.name].set_result(self.reward.score_part(part, batch))
+        kept = on_cpu if is_kept else replace(on_cpu, images=on_cpu.images[:0])
+        self._pending.append((kept, scores))
+
+    def take(self) -> Scores:
+        """Wait for the threads and return the scores of everything put in, in order, as one batch.
+
+        Raises:
+            RewardError: a reward broke its contract or cannot continue, or nothing was put in.
+        """
+        pending, self._pending = self._pending, []
+        if not pending:
+            raise RewardError("No images were put into the queue.")
+        batches = [batch for batch, _ in pending]
+        whole = ImageBatch(
+            torch.cat([batch.images for batch in batches]),
+            torch.cat([batch.is_finite for batch in batches]),
+            [prompt for batch in batches for prompt in batch.prompts],
+            [row for batch in batches for row in batch.rows],
+        )
+        parts = {
+            part.name: self.reward.score_part(part, whole)
+            if part.reward.asks_people
+            else Scores.joined([scores[part.name].result() for _, scores in pending])
+            for part in self.reward.parts
+        }
+        return self.reward.summed(parts, whole.rows)
+
+    def close(self) -> None:
+        """Drop waiting batches and cancel the rewards' pending work; the queue stays usable."""
+        self._pending = []
+        self.reward.close()
+        while self._threads:
+            self._threads.popitem()[1].shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the queue if the block fails, so that no scoring continues after the run."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import cached_property
 from pkgutil import resolve_name
@@ -31,12 +32,12 @@ class PythonReward(Reward):
         function: ``my_module:my_function``.
         images: the format passed to the function: a float32 tensor ``(B, 3, H, W)`` in [0, 1], a list of RGB PIL
             images, or a uint8 array ``(B, H, W, 3)``.
-        name: the key of its score; null for the function's own name.
+        name: the key of its score; null for the function's name.
         concurrent: call it in a thread while the next images are sampled.
         options: further keyword arguments.
 
     Raises:
-        ValueError: ``function`` is not of this form, or ``images`` is unknown.
+        ValueError: ``images`` is unknown.
     """
 
     def __init__(
@@ -47,12 +48,9 @@ class PythonReward(Reward):
         concurrent: bool = False,
         options: dict[str, Any] | None = None,
     ) -> None:
-        attribute = function.partition(":")[2]
-        if not attribute:
-            raise ValueError(f"function={function!r} is not a function. Write my_module:my_function.")
         self.function = function
         self.images: Images = images
-        self.name = name or attribute.rpartition(".")[2]
+        self.name = name or function.rpartition(":")[2].rpartition(".")[2]
         self.concurrent = concurrent
         self.options = dict(options or {})
 
@@ -74,21 +72,17 @@ class PythonReward(Reward):
 
     @property
     def takes_references(self) -> bool:
-        self._call  # noqa: B018  the property imports
-        return self._takes_references
+        return self._call[1]
 
     def __call__(
         self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]], references: Tensor | None = None
     ) -> Tensor:
-        more = {"references": self._converted(references)} if self.takes_references else {}
-        returned = self._call(self._converted(images), prompts, rows, **more)
+        function, takes_references, count = self._call
+        more = {"references": self._converted(references)} if takes_references else {}
+        returned = function(*(self._converted(images), prompts, rows)[:count], **self.options, **more)
         if isinstance(returned, Tensor):
             return returned.detach().float()
-        try:
-            return torch.tensor([float("nan") if score is None else float(score) for score in returned])
-        except (TypeError, ValueError) as error:
-            found = type(returned).__name__
-            raise RewardError(f"{self.function} returned {found}. Return one number per image.") from error
+        return torch.tensor([math.nan if score is None else float(score) for score in returned])
 
     def _converted(self, images: Tensor | None) -> Any:
         if images is None or self.images == "tensor":
@@ -98,23 +92,21 @@ class PythonReward(Reward):
         return to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
     @cached_property
-    def _call(self) -> Callable[..., Any]:
+    def _call(self) -> tuple[Callable[..., Any], bool, int]:
+        """The function, if it takes the pictures to edit, and its number of positional arguments."""
         import_from_here()
         try:
             function = resolve_name(self.function)
-            parameters = inspect.signature(function).parameters
+            signature = inspect.signature(function)
         except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
-            raise RewardError(
-                f"{self.option('function')}={self.function} cannot be imported ({type(error).__name__}: {error}). "
-                "Use a function of a module in this folder or of an installed package."
-            ) from error
-        self._takes_references = "references" in parameters and "references" not in self.options
-        known = {**self.options, **({"references": None} if self._takes_references else {})}
+            key = f"{self.option('function')}={self.function}"
+            raise RewardError(f"{key} cannot be imported ({type(error).__name__}: {error}).") from error
+        takes_references = "references" in signature.parameters and "references" not in self.options
+        given = {**self.options, **({"references": None} if takes_references else {})}
         for count in (3, 2):
             try:
-                inspect.signature(function).bind(*["images", "prompts", "rows"][:count], **known)
-            except TypeError:
-                continue
-            return lambda *given, **more: function(*given[:count], **self.options, **more)
-        given = ", ".join(["images, prompts, rows", *self.options])
-        raise RewardError(f"{self.function} cannot be called with ({given}). Change its arguments.")
+                signature.bind(*["images", "prompts", "rows"][:count], **given)
+                return function, takes_references, count
+            except TypeError as error:
+                reason = error
+        raise RewardError(f"{self.function} cannot be called with (images, prompts, rows): {reason}")

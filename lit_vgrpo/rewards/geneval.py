@@ -1,23 +1,39 @@
-"""GenEval: whether an image shows the objects, numbers, colours and positions of its prompt."""
+"""GenEval: a score for the objects, numbers, colours and positions of the prompt, by a detector and CLIP."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from lit_vgrpo.core.batches import BATCH_SIZE, filled
 from lit_vgrpo.core.pixels import to_pil, to_uint8
 from lit_vgrpo.core.ranges import BatchSize, ClosedUnitInterval, checked
 from lit_vgrpo.rewards.clip import HUB_CHECKPOINT as HUB_CLIP
-from lit_vgrpo.rewards.geneval_models import ColorClassifier, ObjectDetector, detector_config, object_crop
-from lit_vgrpo.rewards.geneval_rules import CLASSES, Detection, GenEvalRules, official_name, row_error
-from lit_vgrpo.rewards.model import Dtype, ModelReward, device_for
+from lit_vgrpo.rewards.clip import CLIPEncoder, clip_model, clip_processor
+from lit_vgrpo.rewards.geneval_rules import (
+    CLASSES,
+    COLORS,
+    Detection,
+    Objects,
+    judge,
+    objects_by_class,
+    objects_to_color,
+    official_name,
+    row_error,
+)
+from lit_vgrpo.rewards.model import Dtype, ModelReward, unit
+from lit_vgrpo.system.hub import file_at_hand, loading, source_of
 
 HUB_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
+SEGMENTERS = frozenset({"mask2former"})
+TEMPLATES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
+BACKGROUND = (0x99, 0x99, 0x99)  # of objects with a mask
 Score = Literal["partial", "strict"]
 
 
@@ -54,8 +70,6 @@ class GenEval(ModelReward):
 
     name = "geneval"
     weight_files = (("detector", "config.json"), ("clip", "config.json"))
-    _detector: ObjectDetector
-    _colors: ColorClassifier
 
     def __init__(
         self,
@@ -69,31 +83,34 @@ class GenEval(ModelReward):
         device: str = "auto",
     ) -> None:
         super().__init__(detector, batch_size=batch_size, dtype=dtype, device=device)
-        self.rules = GenEvalRules(threshold, counting_threshold)
         self.detector = detector
         self.clip = clip
         self.score = score
+        self.threshold = threshold
+        self.counting_threshold = counting_threshold
         self._known: frozenset[str] | None = None
 
     def _build(self) -> nn.Module:
-        self._detector = ObjectDetector(self.detector, self.dtype, self.option("detector"))
-        self._colors = ColorClassifier(self.clip, self.dtype, self.option("clip"))
-        return nn.ModuleList([self._detector.model, self._colors.model])
+        self._objects = ObjectDetector(self.detector, self.dtype, self.option("detector"))
+        clip = clip_model(self.clip, self.dtype, self.option("clip"))
+        self._encoder = CLIPEncoder(clip, clip_processor(self.clip, self.option("clip")))
+        self._directions: dict[str, Tensor] = {}
+        return nn.ModuleList([self._objects.model, self._encoder.model])
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
-        """Refuse a row without ``include``, or with classes or relations unknown to the detector or the rules."""
+        """Return why a row cannot be judged: a malformed field, or a class unknown to the detector."""
         if self._known is None:
-            names = (detector_config(self.detector) or {}).get("id2label", {}).values()
+            names = (_detector_config(self.detector) or {}).get("id2label", {}).values()
             self._known = frozenset(map(official_name, names)) or frozenset(CLASSES)
         error = row_error(row, self._known)
         return None if error is None else f'Prompt "{prompt}": {error}'
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         errors = [self.prompt_error(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
-        self.failure = next((error for error in errors if error is not None), None)
+        self.failure = next(filter(None, errors), None)
         scores = torch.full((len(rows),), math.nan)
-        sound = [index for index, error in enumerate(errors) if error is None]
-        for index, share in zip(sound, self.judge(images[sound], [rows[i] for i in sound]), strict=True):
+        valid = [index for index, error in enumerate(errors) if error is None]
+        for index, share in zip(valid, self.judge(images[valid], [rows[i] for i in valid]), strict=True):
             scores[index] = float(share == 1) if self.score == "strict" else share
         return scores
 
@@ -107,31 +124,126 @@ class GenEval(ModelReward):
         """
         if not rows:
             return []
-        self.load()
-        assert self._model is not None
-        self._model.to(device_for(images, self.device))
-        pixels = to_uint8(images).cpu()
-        objects: list[dict[str, list[Detection]]] = []
-        for start in range(0, len(rows), self.batch_size):
-            found = self._detector.find(
-                filled(pixels[start : start + self.batch_size], self.batch_size), self.rules.least_threshold
-            )
-            objects += [self.rules.keep(one, row) for one, row in zip(found, rows[start:], strict=False)]
-        colored = self._colored(images, objects, rows)
-        return [self.rules.judge(one, row) for one, row in zip(colored, rows, strict=True)]
+        self.load_for(images)
+        least = min(self.threshold, self.counting_threshold)
+        thresholds = [self.counting_threshold if row.get("tag") == "counting" else self.threshold for row in rows]
+        found: list[list[Detection]] = []
+        for batch in to_uint8(images).cpu().split(self.batch_size):
+            found += self._objects.find(filled(batch, self.batch_size), least)[: len(batch)]
+        objects = [objects_by_class(*one) for one in zip(found, thresholds, strict=True)]
+        objects = self._colored(images, objects, rows)
+        return [judge(one, row) for one, row in zip(objects, rows, strict=True)]
 
-    def _colored(
-        self, images: Tensor, objects: list[dict[str, list[Detection]]], rows: list[dict[str, Any]]
-    ) -> list[dict[str, list[Detection]]]:
-        """Return the objects, those whose color is asked for with their color."""
-        asked = [self.rules.to_color(one, row) for one, row in zip(objects, rows, strict=True)]
+    def _colored(self, images: Tensor, objects: list[Objects], rows: list[dict[str, Any]]) -> list[Objects]:
+        """Return the objects, with a colour where the rows ask for it."""
+        asked = [objects_to_color(one, row) for one, row in zip(objects, rows, strict=True)]
         pictures = {i: to_pil(images[i : i + 1])[0] for i, detections in enumerate(asked) if detections}
         todo = [(pictures[i], detection) for i, detections in enumerate(asked) for detection in detections]
         seen: dict[int, Detection] = {}
         for start in range(0, len(todo), self.batch_size):
             batch = todo[start : start + self.batch_size]
             full = batch + batch[-1:] * (self.batch_size - len(batch))
-            crops = [object_crop(picture, detection) for picture, detection in full]
-            names = self._colors.name(crops, [detection.label for _, detection in full])
+            names = self.colors([object_crop(*one) for one in full], [detection.label for _, detection in full])
             seen |= {id(one): replace(one, color=name) for (_, one), name in zip(batch, names, strict=False)}
         return [{label: [seen.get(id(one), one) for one in found] for label, found in o.items()} for o in objects]
+
+    def colors(self, crops: list[Image.Image], labels: list[str]) -> list[str]:
+        """Return the colour of each object: the one whose prompts are closest to its crop.
+
+        Args:
+            crops: images of single objects, of any size.
+            labels: their classes.
+        """
+        for label in labels:
+            if label not in self._directions:
+                texts = [template.format(color=color, label=label) for color in COLORS for template in TEMPLATES]
+                embeddings = self._encoder.of_texts(texts).view(len(COLORS), len(TEMPLATES), -1)
+                self._directions[label] = unit(embeddings.mean(1))
+        features = self._encoder.of_images(crops)
+        directions = torch.stack([self._directions[label] for label in labels]).to(features.device)
+        nearest = torch.einsum("bd,bcd->bc", features, directions).argmax(1)
+        return [COLORS[index] for index in nearest.tolist()]
+
+
+class ObjectDetector:
+    """Detector of objects with class, box and, from a segmenter, mask.
+
+    Args:
+        checkpoint: hub name or local folder of an object detection model, or of an instance ``Mask2Former``.
+        dtype: of the weights.
+        what_to_set: the recipe's key of the checkpoint, for messages.
+
+    Raises:
+        LoadError: the checkpoint is not a complete detector.
+    """
+
+    def __init__(self, checkpoint: str, dtype: Dtype, what_to_set: str) -> None:
+        from transformers import AutoImageProcessor, AutoModelForObjectDetection, AutoModelForUniversalSegmentation
+
+        self.segments = (_detector_config(checkpoint) or {}).get("model_type") in SEGMENTERS
+        family = AutoModelForUniversalSegmentation if self.segments else AutoModelForObjectDetection
+        with loading(checkpoint, f"Set {what_to_set} to a folder with a complete detector and its image processor."):
+            self._processor: Any = AutoImageProcessor.from_pretrained(source_of(checkpoint))
+            self.model: Any = family.from_pretrained(source_of(checkpoint), dtype=getattr(torch, dtype))
+        self._names = {int(number): official_name(label) for number, label in self.model.config.id2label.items()}
+
+    def find(self, images: Tensor, threshold: float) -> list[list[Detection]]:
+        """Return each image's objects above a confidence.
+
+        Args:
+            images: shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as PIL does.
+            threshold: the confidence, 0 to 1.
+        """
+        inputs = self._processor(images=list(images), return_tensors="pt").to(self.model.device)
+        inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
+        outputs = self.model(**inputs)
+        for key in ("logits", "pred_boxes", "class_queries_logits", "masks_queries_logits"):
+            if key in outputs:
+                outputs[key] = outputs[key].float()
+        sizes = [tuple(images.shape[-2:])] * len(images)
+        return (self._from_masks if self.segments else self._from_boxes)(outputs, threshold, sizes)
+
+    def _from_boxes(self, outputs: Any, threshold: float, sizes: list[Any]) -> list[list[Detection]]:
+        found = []
+        for picture in self._processor.post_process_object_detection(outputs, threshold=threshold, target_sizes=sizes):
+            columns = (picture[key].tolist() for key in ("labels", "scores", "boxes"))
+            found.append(
+                [Detection(self._names[label], score, tuple(box)) for label, score, box in zip(*columns, strict=True)]
+            )
+        return found
+
+    def _from_masks(self, outputs: Any, threshold: float, sizes: list[Any]) -> list[list[Detection]]:
+        from torchvision.ops import masks_to_boxes
+
+        found: list[list[Detection]] = []
+        for picture in self._processor.post_process_instance_segmentation(
+            outputs, threshold=threshold, target_sizes=sizes, return_binary_maps=True
+        ):
+            segments = picture["segments_info"]
+            masks = picture["segmentation"].bool().cpu() if segments else torch.zeros(0, *sizes[0], dtype=torch.bool)
+            boxes = masks_to_boxes(masks)
+            boxes[:, 2:] += 1  # to include the last pixel
+            found.append(
+                [
+                    Detection(self._names[segment["label_id"]], segment["score"], tuple(box), mask.numpy())
+                    for segment, box, mask in zip(segments, boxes.tolist(), masks, strict=True)
+                ]
+            )
+        return found
+
+
+def _detector_config(checkpoint: str) -> dict[str, Any] | None:
+    """Return a checkpoint's ``config.json``, or None if it is not available locally."""
+    path = file_at_hand(checkpoint, "config.json")
+    return None if path is None else dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def object_crop(picture: Image.Image, detection: Detection) -> Image.Image:
+    """Crop an object to its box, on grey if it has a mask; at least one pixel wide and high."""
+    if detection.mask is not None:
+        grey = Image.new("RGB", picture.size, BACKGROUND)
+        picture = Image.composite(picture, grey, Image.fromarray(detection.mask))
+    left, top, right, bottom = (round(side) for side in detection.box)
+    left, top = (min(max(low, 0), size - 1) for low, size in zip((left, top), picture.size, strict=True))
+    right, bottom = max(left + 1, min(right, picture.width)), max(top + 1, min(bottom, picture.height))
+    return picture.crop((left, top, right, bottom))

@@ -1,4 +1,4 @@
-"""GenEval's rules: which of a prompt's objects an image shows, given detections."""
+"""GenEval's rules: the share of a prompt's requirements that an image meets, given detections."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from lit_vgrpo.core.ranges import ClosedUnitInterval, checked
 from lit_vgrpo.errors import suggestion
-from lit_vgrpo.rewards.protocol import validation_message
+from lit_vgrpo.rewards.http import validation_message
 
 Box = tuple[float, float, float, float]
 Color = Literal["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
@@ -68,71 +67,56 @@ class Detection:
     color: str | None = None
 
 
-@checked
-@dataclass(frozen=True)
-class GenEvalRules:
-    """The rules and their thresholds, by default those of the official evaluation.
+Objects = dict[str, list[Detection]]
+"""Detections by class, the most confident first."""
+
+
+def objects_by_class(detections: Sequence[Detection], threshold: float) -> Objects:
+    """Return the detections above a confidence, at most ``MAX_OBJECTS`` of a class."""
+    by_class: Objects = {}
+    for detection in sorted(detections, key=lambda detection: -detection.score):
+        if detection.score > threshold:
+            by_class.setdefault(detection.label, []).append(detection)
+    return {label: found[:MAX_OBJECTS] for label, found in by_class.items()}
+
+
+def objects_to_color(objects: Objects, row: dict[str, Any]) -> list[Detection]:
+    """Return the objects whose colour :func:`judge` needs."""
+    asked: dict[int, Detection] = {}
+    for need in row["include"]:
+        found = objects.get(need["class"], [])[: need["count"]]
+        if need.get("color") and len(found) == need["count"]:
+            asked.update((id(detection), detection) for detection in found)
+    return list(asked.values())
+
+
+def judge(objects: Objects, row: dict[str, Any]) -> float:
+    """Return the share of a row's requirements that is met, in [0, 1]; 1 exactly where GenEval's result is true.
 
     Args:
-        threshold: minimum confidence of an object.
-        counting_threshold: the same for rows with the tag ``counting``.
-
-    Raises:
-        ValueError: a threshold out of range.
+        objects: those of :func:`objects_by_class`; those of :func:`objects_to_color` with their colour.
+        row: with ``include`` and optionally ``exclude``, see :func:`row_error`.
 
     Source:
         arXiv 2310.11513 and its evaluation code.
     """
-
-    threshold: ClosedUnitInterval = 0.3
-    counting_threshold: ClosedUnitInterval = 0.9
-
-    @property
-    def least_threshold(self) -> float:
-        """The lowest confidence that any row uses."""
-        return min(self.threshold, self.counting_threshold)
-
-    def keep(self, detections: Sequence[Detection], row: dict[str, Any]) -> dict[str, list[Detection]]:
-        """Return the objects that count for a row, by class, the most confident first."""
-        threshold = self.counting_threshold if row.get("tag") == "counting" else self.threshold
-        by_class: dict[str, list[Detection]] = {}
-        for detection in sorted(detections, key=lambda detection: -detection.score):
-            if detection.score > threshold:
-                by_class.setdefault(detection.label, []).append(detection)
-        return {label: found[:MAX_OBJECTS] for label, found in by_class.items()}
-
-    def to_color(self, objects: dict[str, list[Detection]], row: dict[str, Any]) -> list[Detection]:
-        """Return the objects whose colour :meth:`judge` needs."""
-        asked: dict[int, Detection] = {}
-        for need in row["include"]:
-            found = _first(objects, need)
-            if need.get("color") and len(found) == need["count"]:
-                asked.update((id(detection), detection) for detection in found)
-        return list(asked.values())
-
-    def judge(self, objects: dict[str, list[Detection]], row: dict[str, Any]) -> float:
-        """Return the share of a row's requirements that is met, in [0, 1]; 1 exactly where GenEval's result is true.
-
-        Args:
-            objects: those of :meth:`keep`; those of :meth:`to_color` with their colour.
-            row: with ``include`` and optionally ``exclude``, see :func:`row_error`.
-        """
-        shares: list[float] = []
-        groups: list[list[Detection] | None] = []  # per requirement, None if not met
-        for need in row["include"]:
-            wanted, found = need["count"], _first(objects, need)
-            shares.append(len(found) / wanted)
-            met = len(found) == wanted
-            if need.get("color"):
-                shares.append(sum(detection.color == need["color"] for detection in found) / wanted if met else 0.0)
-                met = shares[-1] == 1
-            if need.get("position"):
-                relation, target = need["position"]
-                shares.append(_share_of_pairs(relation, found, groups[target]) if met else 0.0)
-                met = shares[-1] == 1
-            groups.append(found if met else None)
-        kept = math.prod(_share_kept(objects, excess) for excess in row.get("exclude") or ())
-        return kept * sum(shares) / len(shares)
+    shares: list[float] = []
+    groups: list[list[Detection] | None] = []  # per requirement, None if not met
+    for need in row["include"]:
+        wanted, found = need["count"], objects.get(need["class"], [])[: need["count"]]
+        shares.append(len(found) / wanted)
+        is_met = len(found) == wanted
+        if need.get("color"):
+            shares.append(sum(detection.color == need["color"] for detection in found) / wanted if is_met else 0.0)
+            is_met = shares[-1] == 1
+        if need.get("position"):
+            relation, target = need["position"]
+            hits = [relation in relations(one.box, other.box) for one in found for other in groups[target] or []]
+            shares.append(sum(hits) / len(hits) if is_met and hits else 0.0)
+            is_met = shares[-1] == 1
+        groups.append(found if is_met else None)
+    kept = math.prod(_share_kept(objects, excess) for excess in row.get("exclude") or ())
+    return kept * sum(shares) / len(shares)
 
 
 def relations(a: Box, b: Box) -> set[str]:
@@ -164,7 +148,7 @@ class _Need(BaseModel):
     label: str = Field(alias="class")
     count: PositiveInt
     color: Color | None = None
-    position: Annotated[tuple[Relation, int], Field(strict=False)] | None = None
+    position: Annotated[tuple[Relation, NonNegativeInt], Field(strict=False)] | None = None
 
 
 class _Row(BaseModel):
@@ -188,23 +172,14 @@ def row_error(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | No
         if need.label not in known:
             return f"class={need.label!r} is not a class of the detector. {suggestion(need.label, known)}"
     for number, need in enumerate(needs.include):
-        if need.position is not None and not 0 <= need.position[1] < number:
+        if need.position is not None and need.position[1] >= number:
             return f"include[{number}].position does not refer to an earlier requirement. Use a number below {number}."
     return None
 
 
-def _first(objects: dict[str, list[Detection]], need: dict[str, Any]) -> list[Detection]:
-    return objects.get(need["class"], [])[: need["count"]]
-
-
-def _share_kept(objects: dict[str, list[Detection]], excess: dict[str, Any]) -> float:
+def _share_kept(objects: Objects, excess: dict[str, Any]) -> float:
     """Return 1 if fewer objects than excluded are present, else less by a share for each surplus object."""
     found, allowed = len(objects.get(excess["class"], [])), excess["count"] - 1
     if found <= allowed:
         return 1.0
     return max(0.0, 1 - (found - allowed) / allowed) if allowed else 0.0
-
-
-def _share_of_pairs(relation: str, found: list[Detection], targets: list[Detection] | None) -> float:
-    hits = [relation in relations(one.box, other.box) for one in found for other in targets or []]
-    return sum(hits) / len(hits) if hits else 0.0

@@ -1,18 +1,14 @@
 """HPS v2: a CLIP model fine-tuned on human preferences between generated images."""
 
-import logging
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lit_vgrpo.core.pixels import letterboxed
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.errors import suggestion
-from lit_vgrpo.rewards.model import ModelReward, unit
-from lit_vgrpo.rewards.weights import fill, read_weights, weights_path
-from lit_vgrpo.system.hub import LoadError
+from lit_vgrpo.rewards.model import ModelReward, unit, weights_file
+from lit_vgrpo.system.hub import loading
 
 HUB_CHECKPOINT = "xswu/HPSv2"
 FILENAME = "HPS_v2.1_compressed.pt"
@@ -49,31 +45,16 @@ class HPSv2(ModelReward):
     def _build(self) -> nn.Module:
         import open_clip
 
-        if self.model not in open_clip.list_models():
-            known = suggestion(self.model, open_clip.list_models())
-            raise LoadError(f"{self.option('model')}={self.model} is unknown to open_clip. {known}")
-        path = weights_path(self.checkpoint, FILENAME, self.option("checkpoint"))
-        weights = read_weights(path, self.option("checkpoint"))
-        threshold = logging.root.manager.disable
-        logging.disable(logging.WARNING)  # it would warn of random weights, which are replaced below
-        try:
-            model = open_clip.create_model(self.model)
-        finally:
-            logging.disable(threshold)
-        fill(model, weights, path, f"{self.option('checkpoint')} and {self.option('model')}")
-        self._tokenizer = open_clip.get_tokenizer(self.model)
+        path = weights_file(self.checkpoint, FILENAME)
+        with loading(str(path), f"Set {self.option('checkpoint')} and {self.option('model')} to a pair."):
+            model: nn.Module = open_clip.create_model(self.model, pretrained=str(path))  # unpickles only tensors
+            self._tokenizer = open_clip.get_tokenizer(self.model)
         return model.to(getattr(torch, self.dtype))
 
     def _read(self, prompts: list[str]) -> Tensor:
-        model = self._open_clip
-        return unit(model.encode_text(self._tokenizer(prompts).to(model.logit_scale.device)))
+        return unit(self._model.encode_text(self._tokenizer(prompts).to(self._model.logit_scale.device)))
 
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        model = self._open_clip
-        size = model.visual.image_size
+        size = self._model.visual.image_size
         pixels = letterboxed(images, size[0] if isinstance(size, tuple) else size)
-        return (unit(model.encode_image(pixels.to(model.logit_scale))) * texts).sum(-1)
-
-    @property
-    def _open_clip(self) -> Any:
-        return cast(Any, self._model)
+        return (unit(self._model.encode_image(pixels.to(self._model.logit_scale))) * texts).sum(-1)

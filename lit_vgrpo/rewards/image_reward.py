@@ -4,17 +4,15 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lit_vgrpo.core.pixels import centre_cropped
 from lit_vgrpo.core.ranges import checked
-from lit_vgrpo.rewards.model import ModelReward, ScoreHead
-from lit_vgrpo.rewards.weights import fill, read_weights, weights_path
-from lit_vgrpo.system.hub import LoadError, loading, local_folder, source_of
+from lit_vgrpo.rewards.model import ModelReward, ScoreHead, read_weights, weights_file
+from lit_vgrpo.system.hub import loading, source_of
 
 HUB_CHECKPOINT = "THUDM/ImageReward"
 FILENAME = "ImageReward.pt"
@@ -47,8 +45,7 @@ class ImageReward(ModelReward):
 
     Args:
         checkpoint: hub name, local folder with ``ImageReward.pt``, or such a file, which determines the sizes.
-        tokenizer: hub name or local folder of BERT's tokenizer; None uses the checkpoint's folder if it has one,
-            else ``google-bert/bert-base-uncased``.
+        tokenizer: hub name or local folder of BERT's tokenizer.
         batch_size: images per forward pass; smaller batches are padded.
         dtype: of BLIP's weights; the head and the scores are float32.
         device: where the model runs; ``"auto"`` follows the images.
@@ -62,27 +59,18 @@ class ImageReward(ModelReward):
     weight_files = (("checkpoint", FILENAME), ("tokenizer", "tokenizer_config.json"))
 
     checkpoint: str = HUB_CHECKPOINT
-    tokenizer: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.tokenizer = self.tokenizer or _tokenizer_next_to(self.checkpoint)
+    tokenizer: str = HUB_TOKENIZER
 
     def _build(self) -> nn.Module:
         from transformers import BertTokenizer
 
-        tokenizer = str(self.tokenizer)
-        with loading(tokenizer, f"Set {self.option('tokenizer')} to a folder with BERT's tokenizer."):
-            self._tokenizer: Any = BertTokenizer.from_pretrained(source_of(tokenizer))
+        with loading(self.tokenizer, f"Set {self.option('tokenizer')} to a folder with BERT's tokenizer."):
+            self._tokenizer: Any = BertTokenizer.from_pretrained(source_of(self.tokenizer))
         self._tokenizer.add_tokens(BLIP_TOKENS, special_tokens=True)
-        key = self.option("checkpoint")
-        path = weights_path(self.checkpoint, FILENAME, key)
-        weights = renamed(read_weights(path, key))
-        try:
+        with loading(self.checkpoint, f"Set {self.option('checkpoint')} to {FILENAME}."):
+            weights = renamed(read_weights(weights_file(self.checkpoint, FILENAME)))
             model = blip_modules(weights)
-        except KeyError as error:
-            raise LoadError(f"Cannot load {path}: it has no {error.args[0]}. Set {key} to {FILENAME}.") from error
-        fill(model, weights, path, key)
+            model.load_state_dict(weights)
         for part in ("vision", "text"):
             model[part].to(getattr(torch, self.dtype))
         return model
@@ -92,19 +80,15 @@ class ImageReward(ModelReward):
         text = self._tokenizer(
             prompts, padding="max_length", truncation=True, max_length=MAX_LENGTH, return_tensors="pt"
         )
-        return torch.stack([text["input_ids"], text["attention_mask"]], dim=1).to(self._blip["vision"].device)
+        return torch.stack([text["input_ids"], text["attention_mask"]], dim=1).to(self._model["vision"].device)
 
     def _score(self, images: Tensor, texts: Tensor) -> Tensor:
-        vision, text, head = (self._blip[part] for part in ("vision", "text", "head"))
+        vision, text, head = (self._model[part] for part in ("vision", "text", "head"))
         pixels = centre_cropped(images, vision.config.image_size)
         patches = vision(pixels.to(vision.device, vision.dtype)).last_hidden_state
         words = text(texts[:, 0], attention_mask=texts[:, 1], encoder_hidden_states=patches).last_hidden_state
         scores: Tensor = head(words[:, 0])
         return (scores - MEAN) / STD
-
-    @property
-    def _blip(self) -> Any:
-        return cast(Any, self._model)
 
 
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -154,10 +138,3 @@ def blip_modules(weights: Mapping[str, Tensor]) -> nn.ModuleDict:
     )
     text_model = BlipTextModel(text, add_pooling_layer=False)
     return nn.ModuleDict({"vision": BlipVisionModel(vision), "text": text_model, "head": ScoreHead(width)})
-
-
-def _tokenizer_next_to(checkpoint: str) -> str:
-    folder: Path | None = local_folder(checkpoint)
-    if folder is not None and not folder.is_dir():
-        folder = folder.parent
-    return str(folder) if folder is not None and (folder / "tokenizer_config.json").is_file() else HUB_TOKENIZER

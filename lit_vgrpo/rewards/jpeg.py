@@ -13,8 +13,6 @@ from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.rewards.base import Reward
 
-BYTES_PER_KILOBYTE = 1000
-
 
 @checked
 @dataclass(eq=False)
@@ -36,16 +34,12 @@ class JPEGCompressibility(Reward):
     quality: Annotated[int, Range(1, 95)] = 95
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        return -self.kilobytes(images)
-
-    def kilobytes(self, images: Tensor) -> Tensor:
-        """Return the size of each image's file in 1000 bytes, ``(B,)``, float32."""
         sizes = []
         for picture in to_pil(images):
             buffer = io.BytesIO()
             picture.save(buffer, format="JPEG", quality=self.quality)
             sizes.append(buffer.tell())
-        return torch.tensor(sizes, dtype=torch.float32) / BYTES_PER_KILOBYTE
+        return -torch.tensor(sizes, dtype=torch.float32) / 1000
 
 
 class JPEGIncompressibility(JPEGCompressibility):
@@ -61,4 +55,4 @@ class JPEGIncompressibility(JPEGCompressibility):
     name = "jpeg_size"
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        return self.kilobytes(images)
+        return -super().__call__(images, prompts, rows)

@@ -4,9 +4,12 @@ Their files omit ``from __future__ import annotations``: type hints of inherited
 files, where a name in a string may not exist.
 """
 
+import zipfile
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass
 from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,8 +19,7 @@ from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import BatchSize, checked
 from lit_vgrpo.rewards.base import Reward
-from lit_vgrpo.rewards.weights import file_error
-from lit_vgrpo.system.hub import LoadError, quiet_libraries
+from lit_vgrpo.system.hub import LoadError, explain_unloadable, local_folder, quiet_libraries
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -40,6 +42,8 @@ class ModelReward(Reward):
         ValueError: an argument out of range.
     """
 
+    weight_files: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Arguments that name weights, each with a file found there: the weights, or one file of the folder."""
     package: ClassVar[str | None] = None
     """An additional package that the model needs; ``extra`` installs it."""
     extra: ClassVar[str] = ""
@@ -51,18 +55,23 @@ class ModelReward(Reward):
     device: str = "auto"
 
     def __post_init__(self) -> None:
+        self.concurrent = self.device == "cpu"
+        self._model: Any = None
+
+    def check(self) -> list[str]:
+        """Report a missing package or file, weights neither cached nor reachable, or an unknown device."""
+        if self.package is not None and find_spec(self.package) is None:
+            return [f'{type(self).__name__} needs {self.package}. Run: pip install "lit-vgrpo[{self.extra}]"']
         try:
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError as error:
-            raise ValueError(f"device={self.device!r} is unknown. Use auto, cpu, cuda or cuda:1.") from error
-        self.concurrent = self.device == "cpu"
-        self._model: nn.Module | None = None
-
-    def check(self) -> list[str]:
-        """Report a missing package or file, or weights neither cached nor reachable."""
-        if self.package is not None and find_spec(self.package) is None:
-            return [f'{type(self).__name__} needs {self.package}. Run: pip install "lit-vgrpo[{self.extra}]"']
-        errors = [file_error(getattr(self, name), file, self.option(name)) for name, file in self.weight_files]
+            return [f"{self.option('device')}={self.device}: {error}"]
+        found = {name: (getattr(self, name), file) for name, file in self.weight_files}
+        errors = [
+            explain_unloadable(checkpoint, file, self.option(name))
+            for name, (checkpoint, file) in found.items()
+            if not _is_file(checkpoint)
+        ]
         return [error for error in errors if error]
 
     def load(self) -> None:
@@ -80,14 +89,19 @@ class ModelReward(Reward):
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
-        self.load()
-        assert self._model is not None
-        device = device_for(images, self.device)
-        self._model.to(device)
+        self.load_for(images)
         if not prompts:
             return torch.zeros(0)
-        pixels, texts = to_uint8(images).cpu(), self._texts(prompts)
-        return in_batches(self._score, self.batch_size, pixels, texts).float().to(images.device)
+        distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
+        place = {prompt: number for number, prompt in enumerate(distinct)}
+        # one at a time, as in a policy: other prompts must not change its last bits
+        texts = torch.cat([self._read([prompt]) for prompt in distinct])[[place[prompt] for prompt in prompts]]
+        return in_batches(self._score, self.batch_size, to_uint8(images).cpu(), texts).float().to(images.device)
+
+    def load_for(self, images: Tensor) -> None:
+        """Load the model and move it to its device, which may follow the images."""
+        self.load()
+        self._model.to(images.device if self.device == "auto" else self.device)
 
     @abstractmethod
     def _build(self) -> nn.Module:
@@ -109,24 +123,35 @@ class ModelReward(Reward):
         """Return the encoded prompts for a forward pass, on the model's device; empty by default."""
         return torch.zeros(len(prompts), 0)
 
-    def _texts(self, prompts: list[str]) -> Tensor:
-        distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
-        place = {prompt: number for number, prompt in enumerate(distinct)}
-        # one at a time, as in a policy: other prompts must not change its last bits
-        return torch.cat([self._read([prompt]) for prompt in distinct])[[place[prompt] for prompt in prompts]]
-
 
 def unit(features: Tensor) -> Tensor:
     """Normalise embeddings to length 1, in float32."""
     return nn.functional.normalize(features.float(), dim=-1)
 
 
-def device_for(images: Tensor, device: str) -> torch.device:
-    """Return the device of a model; ``"auto"`` follows the images."""
-    return images.device if device == "auto" else torch.device(device)
+def weights_file(checkpoint: str, filename: str) -> Path:
+    """Return the file that a checkpoint names, or ``filename`` of its folder or hub repository, downloaded once."""
+    folder = local_folder(checkpoint)
+    if folder is not None:
+        return folder if folder.is_file() else folder / filename
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(checkpoint, filename))
 
 
-WIDTHS = (1024, 128, 64, 16, 1)
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return a file's tensors by name, on the CPU; anything else would have to be unpickled and raises an error."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    return weights
+
+
+def _is_file(checkpoint: str) -> bool:
+    path = local_folder(checkpoint)
+    return path is not None and path.is_file()
 
 
 class ScoreHead(nn.Module):
@@ -144,10 +169,8 @@ class ScoreHead(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        first, second, third, fourth, last = (
-            nn.Linear(*widths) for widths in zip((width, *WIDTHS), WIDTHS, strict=False)
-        )
-        self.layers = nn.Sequential(first, nn.Identity(), second, nn.Identity(), third, nn.Identity(), fourth, last)
+        first, second, third, *last = (nn.Linear(*widths) for widths in pairwise((width, 1024, 128, 64, 16, 1)))
+        self.layers = nn.Sequential(first, nn.Identity(), second, nn.Identity(), third, nn.Identity(), *last)
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """Return scores ``(b,)`` of embeddings ``(b, width)``, float32."""

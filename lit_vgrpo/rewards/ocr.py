@@ -27,6 +27,7 @@ RECOGNISER_HEIGHT = 48  # pixels, the line height that PP-OCR was trained on
 DETECTOR_LINE_WIDTH = 320  # pixels, the recogniser's usual minimum width
 MIN_LINE_CONFIDENCE = 0.5  # of a detected line, PaddleOCR's default
 LINES_PER_PASS = 8  # more are slower on a CPU
+MIN_HEIGHT = 64  # pixels of an image
 
 
 @checked
@@ -38,7 +39,7 @@ class OCRReward(Reward):
     PP-OCR reads the image through rapidocr, whose package includes the models. An image without legible text scores 0
     and is not a failure; a prompt without text is a failure.
 
-    As in Flow-GRPO, spaces and (here by default) case are ignored, the distance is divided by the length of the text to
+    As in Flow-GRPO, spaces and case are ignored, the distance is divided by the length of the text to
     render, and lines with a low confidence are dropped. Unlike there, extra text around the right one lowers the score
     unless ``allow_extra`` is set, because a model could pass by filling the image with letters. All quoted pieces
     count, not only the first, and full-width or curly characters equal the plain ones.
@@ -46,8 +47,6 @@ class OCRReward(Reward):
     Args:
         detect: find lines of text in the image and read them from top to bottom, left to right; ``False`` reads the
             image as one line, which is much faster and enough for small images of one word.
-        min_height: pixels; smaller images are enlarged first, so that the letters are legible.
-        case_sensitive: distinguish ``Cat`` from ``cat``.
         allow_extra: score 1 if the text occurs anywhere in what is read, as in Flow-GRPO's code.
         threads: CPU threads of each model, at most the machine's; more are faster but cost more CPU time in total.
 
@@ -59,8 +58,6 @@ class OCRReward(Reward):
     concurrent = True
 
     detect: bool = True
-    min_height: Annotated[int, Range(1, 16_384)] = 64
-    case_sensitive: bool = False
     allow_extra: bool = False
     threads: Annotated[int, Range(1, 1024)] = 1
     _engine: Any = field(default=None, init=False)
@@ -71,10 +68,7 @@ class OCRReward(Reward):
         return [f'OCRReward needs {missing[0]}. Run: pip install "lit-vgrpo[ocr]"'] if missing else []
 
     def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
-        text = row.get("text")
-        if text is not None and not isinstance(text, str):
-            return f'Field text={text!r} of the prompt "{prompt}" is not a string. Write the text to render.'
-        if not self._plain(wanted_text(prompt, row)):
+        if not _plain(wanted_text(prompt, row)):
             return f'Prompt "{prompt}" has no text to render. Quote it, or write it in the row\'s field text.'
         return None
 
@@ -88,17 +82,18 @@ class OCRReward(Reward):
             return
         for error in self.check():
             raise LoadError(error)
-        from rapidocr import RapidOCR
+        import rapidocr
 
+        models = Path(rapidocr.__file__).parent / "models"
         least_width = DETECTOR_LINE_WIDTH if self.detect else RECOGNISER_HEIGHT
-        self._engine = RapidOCR(
+        self._engine = rapidocr.RapidOCR(
             params={
                 "Global.log_level": "critical",
                 "Global.use_cls": False,
                 "Global.text_score": MIN_LINE_CONFIDENCE,
                 # without a path, another release of rapidocr might download models
-                "Det.model_path": str(_model_file("det")),
-                "Rec.model_path": str(_model_file("rec")),
+                "Det.model_path": str(max(models.glob("PP-OCR*_det_*.onnx"))),
+                "Rec.model_path": str(max(models.glob("PP-OCR*_rec_*.onnx"))),
                 "Rec.rec_img_shape": [3, RECOGNISER_HEIGHT, least_width],
                 # one image at a time, so that results do not depend on the batch; it is no slower
                 "Rec.rec_batch_num": LINES_PER_PASS if self.detect else 1,
@@ -109,12 +104,12 @@ class OCRReward(Reward):
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         errors = [self.prompt_error(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
-        self.failure = next((error for error in errors if error is not None), None)
-        scores = torch.full((len(prompts),), math.nan)
-        sound = [index for index, error in enumerate(errors) if error is None]
-        for index, found in zip(sound, self.read(images[sound]), strict=True):
-            scores[index] = self.score(found, wanted_text(prompts[index], rows[index]))
-        return scores
+        self.failure = next(filter(None, errors), None)
+        scores = [
+            math.nan if error else self.score(text, wanted_text(prompt, row))
+            for error, text, prompt, row in zip(errors, self.read(images), prompts, rows, strict=True)
+        ]
+        return torch.tensor(scores, dtype=torch.float32)
 
     def read(self, images: Tensor) -> list[str]:
         """Return the text in each image, lines joined by a space; empty if there is none.
@@ -125,29 +120,21 @@ class OCRReward(Reward):
         if not len(images):
             return []
         self.load()
-        enlarged = [np.asarray(_enlarged(picture, self.min_height)) for picture in to_pil(images)]
+        enlarged = [np.asarray(_enlarged(picture)) for picture in to_pil(images)]
         pictures = [np.ascontiguousarray(rgb[..., ::-1]) for rgb in enlarged]  # BGR
         if not self.detect:
             return list(self._engine.recognize_txt(pictures).txts or ())
-        texts = []
-        for picture in pictures:
-            # one image at a time, because the padded line width would depend on the batch
-            result = self._engine(picture)
-            texts.append(" ".join(in_reading_order(result.boxes, result.txts)) if result.txts else "")
-        return texts
+        # one image at a time, because the padded line width would depend on the batch
+        return [" ".join(self._engine(picture).txts or ()) for picture in pictures]
 
     def score(self, found: str, wanted: str) -> float:
         """Return 1 minus ``1 / length`` for each letter to change, add or remove, at least 0."""
         from torchmetrics.functional.text import edit_distance
 
-        found, wanted = self._plain(found), self._plain(wanted)
+        found, wanted = _plain(found), _plain(wanted)
         if self.allow_extra and wanted in found:
             return 1.0
         return max(0.0, 1 - int(edit_distance(found, wanted)) / len(wanted))
-
-    def _plain(self, text: str) -> str:
-        text = "".join(unicodedata.normalize("NFKC", text).translate(PLAIN_QUOTES).split())
-        return text if self.case_sensitive else text.casefold()
 
 
 def wanted_text(prompt: str, row: dict[str, Any]) -> str:
@@ -158,40 +145,16 @@ def wanted_text(prompt: str, row: dict[str, Any]) -> str:
     >>> wanted_text("A sign", {"text": "closed"})
     'closed'
     """
-    text = row.get("text")
-    if isinstance(text, str):
-        return text
+    if row.get("text") is not None:
+        return str(row["text"])
     return " ".join(filter(None, ((straight or curly).strip() for straight, curly in QUOTED.findall(prompt))))
 
 
-def in_reading_order(boxes: np.ndarray, texts: tuple[str, ...]) -> list[str]:
-    """Sort texts from top to bottom, and from left to right within a line.
-
-    Args:
-        boxes: shape ``(N, 4, 2)``, the corners in pixels, x then y.
-        texts: the N texts.
-    """
-    left, top, bottom = boxes[..., 0].min(1), boxes[..., 1].min(1), boxes[..., 1].max(1)
-    middle = (top + bottom) / 2
-    lines: list[list[int]] = []
-    for index in np.argsort(middle, kind="stable").tolist():
-        # on one line: each text's middle is within the height of the line's first text
-        if lines and middle[index] < bottom[lines[-1][0]]:
-            lines[-1].append(index)
-        else:
-            lines.append([index])
-    return [texts[index] for line in lines for index in sorted(line, key=lambda index: float(left[index]))]
+def _plain(text: str) -> str:
+    return "".join(unicodedata.normalize("NFKC", text).translate(PLAIN_QUOTES).split()).casefold()
 
 
-def _model_file(task: str) -> Path:
-    spec = find_spec("rapidocr")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return max((Path(spec.submodule_search_locations[0]) / "models").glob(f"PP-OCR*_{task}_*.onnx"))
-
-
-def _enlarged(picture: Image.Image, min_height: int) -> Image.Image:
-    if picture.height >= min_height:
-        return picture
-    width = max(1, round(picture.width * min_height / picture.height))
-    return picture.resize((width, min_height), Image.Resampling.BICUBIC)
+def _enlarged(picture: Image.Image) -> Image.Image:
+    scale = max(1, MIN_HEIGHT / picture.height)  # else small letters are illegible
+    size = (max(1, round(picture.width * scale)), round(picture.height * scale))
+    return picture.resize(size, Image.Resampling.BICUBIC) if scale > 1 else picture

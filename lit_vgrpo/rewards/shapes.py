@@ -107,11 +107,13 @@ def recognise(images: Tensor) -> dict[str, Tensor]:
     images = images.detach().float()
     if images.shape[-2:] != (IMAGE_SIZE, IMAGE_SIZE):
         images = F.interpolate(images, (IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)
-    background = _border(images).median(dim=-1).values[:, :, None, None]
+    edges = [images[:, :, 0], images[:, :, -1], images[:, :, 1:-1, 0], images[:, :, 1:-1, -1]]
+    background = torch.cat(edges, dim=-1).median(dim=-1).values[:, :, None, None]
     contrast = (images - background).square().sum(1).sqrt()  # (B, 32, 32)
     peak = contrast.flatten(1).topk(16, dim=1).values.mean(1)
     alpha = (contrast / peak.clamp_min(1e-6)[:, None, None]).clamp(0, 1)
-    foreground = _majority(alpha > 0.5)
+    # a majority vote in each 3 x 3 neighbourhood drops specks and fills holes
+    foreground = F.avg_pool2d((alpha > 0.5).float(), 3, 1, 1) > 4.5 / 9
     blob = _largest_blob(foreground)
 
     size = blob.flatten(1).sum(1)
@@ -156,24 +158,8 @@ def _place(x: Tensor, y: Tensor) -> Tensor:
     return torch.where(clear, index, -2)
 
 
-def _border(images: Tensor) -> Tensor:
-    edges = [images[:, :, 0], images[:, :, -1], images[:, :, 1:-1, 0], images[:, :, 1:-1, -1]]
-    return torch.cat(edges, dim=-1)
-
-
-def _majority(mask: Tensor) -> Tensor:
-    """Drop specks and fill holes by a majority vote in each 3 x 3 neighbourhood."""
-    return F.avg_pool2d(mask.float()[:, None], 3, 1, 1)[:, 0] > 4.5 / 9
-
-
 def _dilate(mask: Tensor) -> Tensor:
-    grown = mask.clone()
-    grown[:, 1:] |= mask[:, :-1]
-    grown[:, :-1] |= mask[:, 1:]
-    rows = grown.clone()
-    grown[:, :, 1:] |= rows[:, :, :-1]
-    grown[:, :, :-1] |= rows[:, :, 1:]
-    return grown
+    return F.max_pool2d(mask.float(), 3, 1, 1) > 0
 
 
 def _largest_blob(mask: Tensor) -> Tensor:

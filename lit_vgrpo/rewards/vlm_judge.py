@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import re
 from functools import partial
 from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from lit_vgrpo.core.pixels import to_uint8
-from lit_vgrpo.core.ranges import Finite, PositiveInt, Range, Seed, checked
-from lit_vgrpo.errors import one_line, suggestion
-from lit_vgrpo.rewards.http import Connection, Failed, RemoteReward
-from lit_vgrpo.rewards.protocol import ProtocolError, encode_png
+from lit_vgrpo.core.ranges import Finite, PositiveInt, Range, checked
+from lit_vgrpo.errors import one_line
+from lit_vgrpo.rewards.http import Connection, RemoteReward, RequestError, encode_png
 
 SCORE_PATTERN = r"(?i)final score\W*?(-?\d+(?:\.\d+)?)"
 SCORE_RANGE = (1.0, 5.0)
@@ -28,35 +27,46 @@ Name each element of the caption and whether the image shows it, as 'element (ty
 give one score from 1 to 5 for the image as a whole, in a last line 'Final Score: x'.
 Text Caption: [{prompt}]"""
 """Asks the same as UnifiedReward's pointwise prompt, for the same answer format, in our words."""
-_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+class _Message(BaseModel):
+    content: Any = None  # no text: it only reasoned, or called a tool
+
+
+class _Choice(BaseModel):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Completion(BaseModel):
+    """A response of the chat completions API."""
+
+    choices: list[_Choice] = Field(min_length=1)
 
 
 @checked
 class VLMJudge(RemoteReward):
     """Score that a vision-language model writes for an image and a question, one request per image.
 
-    An answer without a score fails its image and is counted as ``unparsable``, ``out_of_range``, or ``cut`` where
-    ``max_tokens`` ended it before the score.
+    An answer without a valid score fails its image and is counted as ``unparsable``.
 
     Args:
         url: address of the API, such as ``http://127.0.0.1:8000/v1``.
         model: the server's name of the model.
         name: key of the score.
-        prompt_template: the question; ``{prompt}`` and ``{field}`` stand for fields of the prompt's row. The model card
-            of a trained judge has the wording it was trained on: scores of other wordings are not comparable.
+        prompt_template: the question, with ``{prompt}``. The model card of a trained judge has the wording it was
+            trained on: scores of other wordings are not comparable.
         score_pattern: regular expression with one group, the score; the last match counts. For answers in JSON:
             ``"score": *(-?[0-9.]+)``.
         score_range: lowest and highest valid score; null for any.
         max_tokens: length limit of an answer.
         temperature: of sampling; 0 is greedy.
-        seed: of the server's sampler; null sends none.
-        system_prompt: precedes the question; null for none.
-        extra_body: additional fields of the request, such as ``{chat_template_kwargs: {enable_thinking: false}}``.
-        connection: timeouts, retries, simultaneous requests, the token, and the reaction to an outage.
+        extra_body: additional fields of the request, such as ``{chat_template_kwargs: {enable_thinking: false}}``; they
+            replace the fields above, and ``seed``, which is 0.
+        connection: timeouts, retries, simultaneous requests, and the token.
 
     Raises:
-        ValueError: a pattern that is invalid or has another number of groups, an empty range, or a number outside its
-            range.
+        ValueError: a pattern without exactly one group, or a number outside its range.
 
     Source:
         Pointwise judging, the range 1 to 5 and the line with the final score: UnifiedReward, arXiv 2503.05236.
@@ -72,19 +82,12 @@ class VLMJudge(RemoteReward):
         score_range: tuple[Finite, Finite] | None = SCORE_RANGE,
         max_tokens: PositiveInt = 1024,
         temperature: Annotated[float, Range(0, 100)] = 0.0,
-        seed: Seed | None = 0,
-        system_prompt: str | None = None,
         extra_body: dict[str, Any] | None = None,
         connection: Connection | None = None,
     ) -> None:
-        try:
-            self.score_pattern = re.compile(score_pattern)
-        except re.error as error:
-            raise ValueError(f"score_pattern={score_pattern!r} is not a regular expression ({error}).") from error
+        self.score_pattern = re.compile(score_pattern)
         if self.score_pattern.groups != 1:
             raise ValueError(f"score_pattern={score_pattern!r} needs exactly one group, around the score.")
-        if score_range is not None and not score_range[0] < score_range[1]:
-            raise ValueError(f"score_range={list(score_range)} is empty. Write [lowest, highest].")
         self.url = url.rstrip("/")
         super().__init__(f"{self.url}/chat/completions", connection)
         self.model = model
@@ -93,33 +96,24 @@ class VLMJudge(RemoteReward):
         self.score_range = score_range
         self.max_tokens = max_tokens
         self.temperature = temperature
-        self.seed = seed
-        self.system_prompt = system_prompt
         self.extra_body = dict(extra_body or {})
-
-    def prompt_error(self, prompt: str, row: dict[str, Any]) -> str | None:
-        """Return which field of the template the row lacks, or None."""
-        known = {"prompt", *row}
-        missing = [field for field in _FIELD.findall(self.prompt_template) if field not in known]
-        if not missing:
-            return None
-        return f"prompt_template uses {{{missing[0]}}}, which the row lacks. {suggestion(missing[0], known)}"
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
         self.failure = None
-        entries = zip(to_uint8(images).cpu(), prompts, rows, strict=True)
-        answers = self._post([(partial(self._content, *entry), _text_of) for entry in entries])
+        entries = zip(to_uint8(images).cpu(), prompts, strict=True)
+        calls = [(partial(self._content, *entry), _Completion.model_validate_json) for entry in entries]
         scores = []
-        for answer in answers:
-            if isinstance(answer, Failed):
+        for answer in self._post(calls):
+            if isinstance(answer, RequestError):
                 self.failure = answer.reason
                 scores.append(math.nan)
             else:
-                scores.append(self._score_in(*answer))
+                scores.append(self._score_in(answer.choices[0]))
         return torch.tensor(scores, dtype=torch.float32)
 
-    def _score_in(self, text: str, is_cut: bool) -> float:
-        """Return the score in an answer; for one without a score count the cause and return NaN."""
+    def _score_in(self, answer: _Choice) -> float:
+        """Return the score in an answer; count an answer without one and return NaN."""
+        text = answer.message.content if isinstance(answer.message.content, str) else ""
         try:
             score = float(self.score_pattern.findall(text)[-1])
         except (IndexError, ValueError):
@@ -127,38 +121,21 @@ class VLMJudge(RemoteReward):
         low, high = self.score_range or (-math.inf, math.inf)
         if math.isfinite(score) and low <= score <= high:
             return score
-        if math.isfinite(score):
-            cause, self.failure = "out_of_range", f"the score {score:g} is outside {low:g} to {high:g}"
-        elif is_cut:
-            cause = "cut"
-            self.failure = f"the answer was cut before the score. Raise max_tokens={self.max_tokens}"
-        else:
-            cause, self.failure = "unparsable", f"the answer has no score: {one_line(text)[-100:]!r}"
-        self._counts[cause] += 1
+        cause = f"no score from {low:g} to {high:g} (finish_reason: {answer.finish_reason})"
+        self.failure = f"the answer has {cause}: {one_line(text)[-100:]!r}"
+        self._counts["unparsable"] += 1
         return math.nan
 
-    def _content(self, image: Tensor, prompt: str, row: dict[str, Any]) -> dict[str, Any]:
-        fields = {**row, "prompt": prompt}
-        # one pass, so that braces inside a prompt stay as they are
-        question = _FIELD.sub(lambda match: str(fields[match.group(1)]), self.prompt_template)
+    def _content(self, image: Tensor, prompt: str) -> dict[str, Any]:
+        question = self.prompt_template.replace("{prompt}", prompt)
         picture = "data:image/png;base64," + base64.b64encode(encode_png(image)).decode()
         content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": question}]
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt is not None else []
         request = {
             "model": self.model,
-            "messages": [*system, {"role": "user", "content": content}],
+            "messages": [{"role": "user", "content": content}],
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
+            "seed": 0,
             **self.extra_body,
         }
-        return {"json": request if self.seed is None else {"seed": self.seed, **request}}
-
-
-def _text_of(body: bytes) -> tuple[str, bool]:
-    """Return what the model wrote and whether it was cut."""
-    try:
-        choice = json.loads(body)["choices"][0]
-        text, finish = choice["message"]["content"], choice.get("finish_reason")
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise ProtocolError("it is not a chat completion") from error
-    return text if isinstance(text, str) else "", finish == "length"  # no text: it only reasoned, or called a tool
+        return {"json": request}

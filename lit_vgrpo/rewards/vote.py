@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import threading
-import time
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.gather import rank_and_world_size
 from lit_vgrpo.core.pixels import to_uint8
-from lit_vgrpo.core.ranges import PositiveFloat, PositiveInt, Range, checked
+from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.errors import counted, say
 from lit_vgrpo.rewards.base import Reward, RewardError, RewardOutage
-from lit_vgrpo.rewards.protocol import encode_png
+from lit_vgrpo.rewards.http import encode_png
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore, VoteStoreError
 from lit_vgrpo.system.signals import is_stop_requested
 
-WhenLate = Literal["continue", "stop"]
 POLL_S = 0.25
 
 
@@ -36,9 +34,6 @@ class VoteReward(Reward):
     Args:
         images_per_vote: images shown at a time, 2 to 4.
         voters: people who answer each comparison.
-        timeout_s: seconds to wait for the votes of an iteration; null for no limit.
-        when_late: after ``timeout_s``, ``stop`` the run, or ``continue`` with the votes that were given: a group
-            without any gets equal scores, and no gradient.
         name: key of the score.
 
     Raises:
@@ -54,14 +49,10 @@ class VoteReward(Reward):
         self,
         images_per_vote: Annotated[int, Range(2, 4)] = 4,
         voters: PositiveInt = 1,
-        timeout_s: PositiveFloat | None = None,
-        when_late: WhenLate = "stop",
         name: str = "votes",
     ) -> None:
         self.images_per_vote = images_per_vote
         self.voters = voters
-        self.timeout_s = timeout_s
-        self.when_late = when_late
         self.name = name
         self._store: VoteStore | None = None
         self._is_closed = threading.Event()
@@ -74,10 +65,10 @@ class VoteReward(Reward):
         Raises:
             RewardOutage: they cannot be read or written.
         """
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             self._store = VoteStore(folder / FILE_NAME)
-        except (VoteStoreError, OSError) as error:
+        except VoteStoreError as error:
             raise RewardOutage(str(error)) from error
 
     def __call__(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Tensor:
@@ -85,7 +76,7 @@ class VoteReward(Reward):
 
         Raises:
             RewardError: there is no run.
-            RewardOutage: the votes did not come in time, or cannot be stored.
+            RewardOutage: the votes cannot be stored.
         """
         if self._store is None:
             raise RewardError("VoteReward asks people about the images of a run. Start one: lightning vote RECIPE")
@@ -94,24 +85,17 @@ class VoteReward(Reward):
         groups: dict[str, dict[str, bytes]] = {prompt: {} for prompt in prompts}
         for prompt, image, data in zip(prompts, ids, files, strict=True):
             groups[prompt][image] = data
-        keyed = [
-            (sha256("\n".join([prompt, *sorted(group)]).encode()).hexdigest(), prompt, group)
-            for prompt, group in groups.items()
-        ]
         rank, num_ranks = rank_and_world_size()
         try:
-            numbers = self._store.publish(keyed, self.images_per_vote, self.voters, rank, num_ranks)
-            self._wait(self._store, speaks=rank == 0)
-            progress = self._store.progress(numbers)
-            scores = dict(zip(groups, self._store.scores(numbers), strict=True))
+            numbers = self._store.publish(groups, self.images_per_vote, self.voters, rank, num_ranks)
+            self._wait(self._store, announces=rank == 0)
+            progress, scores = self._store.progress(numbers), self._store.scores(numbers)
             self._store.close(numbers)
         except VoteStoreError as error:
             raise RewardOutage(str(error)) from error
-        voters = progress.voters if rank == 0 else 0  # the same people on every rank
-        self._counts = {"given": progress.given, "skipped": progress.skipped, "voters": voters}
-        if progress.given < progress.needed:
-            self._counts["late"] = progress.needed - progress.given
-        return torch.tensor([scores[prompt][image] for prompt, image in zip(prompts, ids, strict=True)])
+        self._counts = {"given": progress.given, "skipped": progress.skipped}
+        of_prompt = dict(zip(groups, scores, strict=True))
+        return torch.tensor([of_prompt[prompt][image] for prompt, image in zip(prompts, ids, strict=True)])
 
     def take_counts(self) -> dict[str, int]:
         counts, self._counts = self._counts, {}
@@ -121,23 +105,16 @@ class VoteReward(Reward):
         """End the waiting in another thread."""
         self._is_closed.set()
 
-    def _wait(self, store: VoteStore, speaks: bool) -> None:
-        """Wait until there are enough votes on the images of all ranks, or until the time limit.
+    def _wait(self, store: VoteStore, announces: bool) -> None:
+        """Wait until there are enough votes on the images of all ranks.
 
         A rank that continued alone would time out in the next collective while people vote on the others' images.
         """
         self._is_closed.clear()
-        start = time.monotonic()
         while (progress := store.progress()).given < progress.needed:
-            left = progress.needed - progress.given
-            if speaks and not self._was_announced:
-                page = f"The page to vote: lightning vote {store.path.parent}"
-                say(f"Waiting for {counted(left, 'vote')} on {store.path}. {page}")
+            if announces and not self._was_announced:
+                left = counted(progress.needed - progress.given, "vote")
+                say(f"Waiting for {left} on {store.path}. The page to vote: lightning vote {store.path.parent}")
                 self._was_announced = True
-            if self.timeout_s is not None and time.monotonic() - start > self.timeout_s:
-                if self.when_late == "continue":
-                    return
-                missing = f"{left} of {progress.needed} votes are missing after {self.timeout_s:g} s"
-                raise RewardOutage(f"{missing}. Vote, then resume the run: the votes given so far are kept.")
             if self._is_closed.wait(POLL_S) or is_stop_requested():
                 raise KeyboardInterrupt  # people may take hours: the run is saved as it is, and asks again

@@ -1,26 +1,38 @@
-"""Votes of people on images, in an SQLite file that a run and the voting page share."""
+"""Votes of people on images, in an SQLite file that a run and the voting page share, and the scores that explain them.
+
+An open group is the images of one prompt. Voters get comparisons of a few of them, and choose the best or skip.
+"""
 
 from __future__ import annotations
 
 import json
+import random
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from math import ceil
 from pathlib import Path
-from random import Random
+
+import torch
+from torch import Tensor
 
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.rewards.vote_groups import Comparison, Group, Progress, progress_of
 
 FILE_NAME = "votes.sqlite3"
 BUSY_S = 30.0
 """Patience with another process that is writing."""
+PRIOR_STD = 1.5
+"""Of a score in logits: an image that wins its only comparison of two gets +0.63 and the other -0.63."""
+MAX_STEPS = 100
+TOLERANCE = 1e-10
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS images (id TEXT PRIMARY KEY, png BLOB)",
-    "CREATE TABLE IF NOT EXISTS groups (id INTEGER PRIMARY KEY, key TEXT UNIQUE, prompt TEXT, owner INTEGER,"
-    " is_open INTEGER, shown INTEGER, voters INTEGER)",
-    "CREATE TABLE IF NOT EXISTS members (group_id INTEGER, image TEXT, PRIMARY KEY (group_id, image))",
+    "CREATE TABLE IF NOT EXISTS groups (id INTEGER PRIMARY KEY, key TEXT UNIQUE, prompt TEXT, images TEXT,"
+    " owner INTEGER, is_open INTEGER, shown INTEGER, voters INTEGER)",
     "CREATE TABLE IF NOT EXISTS comparisons (id INTEGER PRIMARY KEY, group_id INTEGER, images TEXT)",
     "CREATE TABLE IF NOT EXISTS votes (id INTEGER PRIMARY KEY AUTOINCREMENT, comparison INTEGER, voter TEXT,"
     " image TEXT, time REAL, UNIQUE (comparison, voter))",
@@ -35,6 +47,87 @@ class VoteStoreError(RuntimeError):
 
 class VoteRefused(ValueError):
     """A vote that cannot be stored or undone, with the reason in one line."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Images of one prompt, of which a voter chooses the best."""
+
+    id: int
+    prompt: str
+    images: list[str]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Votes on groups.
+
+    Attributes:
+        given: votes including skipped comparisons; no more than needed.
+        needed: votes that the groups need.
+        skipped: votes without a choice.
+    """
+
+    given: int
+    needed: int
+    skipped: int
+
+
+@dataclass
+class Group:
+    """A group, and its comparisons with the choice of each voter.
+
+    Attributes:
+        shown: images of a comparison.
+        voters: people who answer each comparison.
+        comparisons: images by number.
+        votes: by comparison and voter the chosen image; None for a skip.
+    """
+
+    id: int
+    prompt: str
+    images: list[str]
+    shown: int
+    voters: int
+    comparisons: dict[int, list[str]]
+    votes: dict[int, dict[str, str | None]]
+
+    @property
+    def needed(self) -> int:
+        """The fewest comparisons that connect all images."""
+        return 0 if len(self.images) < 2 else ceil((len(self.images) - 1) / (self.shown - 1))
+
+    @property
+    def given(self) -> int:
+        """Votes so far, no more than needed."""
+        return sum(min(len(votes), self.voters) for votes in self.votes.values())
+
+    def scores(self) -> dict[str, float]:
+        """Return the images' scores; skipped comparisons do not count."""
+        index = {image: number for number, image in enumerate(self.images)}
+        choices = [
+            (index[chosen], [index[image] for image in self.comparisons[number]])
+            for number, votes in self.votes.items()
+            for chosen in votes.values()
+            if chosen is not None
+        ]
+        return dict(zip(self.images, choice_scores(choices, len(self.images)).tolist(), strict=True))
+
+    def next_images(self) -> list[str]:
+        """Return the images of a new comparison.
+
+        One of those shown least, then images that no comparison connects to it, those shown least, and those of the
+        closest scores.
+        """
+        times = Counter(image for images in self.comparisons.values() for image in images)
+        score = self.scores()
+        draw = random.Random(f"{self.id}-{len(self.comparisons)}")
+        first, *rest = sorted(self.images, key=lambda image: (times[image], draw.random()))
+        linked, sets = {first}, [set(images) for images in self.comparisons.values()]
+        for _ in sets:
+            linked = linked.union(*(images for images in sets if images & linked))
+        rest.sort(key=lambda image: (image in linked, times[image], abs(score[image] - score[first]), draw.random()))
+        return sorted([first, *rest[: self.shown - 1]])
 
 
 class VoteStore:
@@ -57,7 +150,7 @@ class VoteStore:
 
     def publish(
         self,
-        groups: Sequence[tuple[str, str, Mapping[str, bytes]]],
+        groups: Mapping[str, Mapping[str, bytes]],
         images_per_vote: int = 4,
         voters: int = 1,
         owner: int = 0,
@@ -66,7 +159,7 @@ class VoteStore:
         """Open groups for voting, and close the others of this owner; votes on the same images are kept.
 
         Args:
-            groups: of each group a key, the prompt, and its images as PNG files by their ids.
+            groups: by prompt, the images as PNG files by their ids.
             images_per_vote: images of a comparison.
             voters: people who answer each comparison.
             owner: the rank that asks.
@@ -78,36 +171,39 @@ class VoteStore:
         numbers = []
         with self._transaction() as db:
             db.execute("UPDATE groups SET is_open = 0 WHERE owner = ? OR owner >= ?", (owner, num_owners))
-            for key, prompt, images in groups:
-                db.execute(
-                    "INSERT INTO groups (key, prompt, is_open, owner, shown, voters) VALUES (?, ?, 1, ?, ?, ?)"
-                    " ON CONFLICT (key) DO UPDATE SET is_open = 1, owner = excluded.owner, shown = excluded.shown,"
-                    " voters = excluded.voters",
-                    (key, prompt, owner, min(images_per_vote, len(images)), voters),
-                )
-                number = int(db.execute("SELECT id FROM groups WHERE key = ?", (key,)).fetchone()[0])
+            for prompt, images in groups.items():
                 db.executemany("INSERT OR REPLACE INTO images VALUES (?, ?)", images.items())
-                db.executemany("INSERT OR IGNORE INTO members VALUES (?, ?)", [(number, image) for image in images])
-                numbers.append(number)
+                key = sha256("\n".join([prompt, *sorted(images)]).encode()).hexdigest()
+                added = db.execute(
+                    "INSERT INTO groups (is_open, key, prompt, images, owner, shown, voters)"
+                    " VALUES (1, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET is_open = 1, owner = excluded.owner,"
+                    " shown = excluded.shown, voters = excluded.voters RETURNING id",
+                    (key, prompt, json.dumps(sorted(images)), owner, min(images_per_vote, len(images)), voters),
+                )
+                numbers.append(int(added.fetchone()[0]))
         return numbers
 
     def scores(self, numbers: Sequence[int]) -> list[dict[str, float]]:
         """Return the scores of each group's images by their ids."""
         with self._transaction() as db:
-            return [_read_group(db, number).scores() for number in numbers]
+            return [group.scores() for group in _groups(db, numbers)]
 
     def close(self, numbers: Sequence[int]) -> None:
         """End the voting on groups and delete their images; votes stay."""
         with self._transaction() as db:
-            for number in numbers:
-                db.execute("UPDATE groups SET is_open = 0 WHERE id = ?", (number,))
-                members = "SELECT image FROM members WHERE group_id = ?"
-                db.execute(f"UPDATE images SET png = NULL WHERE id IN ({members})", (number,))
+            for group in _groups(db, numbers):
+                db.execute("UPDATE groups SET is_open = 0 WHERE id = ?", (group.id,))
+                db.executemany("UPDATE images SET png = NULL WHERE id = ?", [(image,) for image in group.images])
 
     def progress(self, numbers: Sequence[int] | None = None) -> Progress:
         """Return the progress of some groups, by default of all that are open."""
         with self._transaction() as db:
-            return progress_of(_open_groups(db) if numbers is None else [_read_group(db, n) for n in numbers])
+            groups = _groups(db, numbers)
+        return Progress(
+            given=sum(group.given for group in groups),
+            needed=sum(group.needed * group.voters for group in groups),
+            skipped=sum(list(votes.values()).count(None) for group in groups for votes in group.votes.values()),
+        )
 
     def next_comparison(self, voter: str) -> Comparison | None:
         """Return what a voter is to compare next, or ``None``.
@@ -115,8 +211,8 @@ class VoteStore:
         Groups with the fewest votes come first; among equals each voter has another order.
         """
         with self._transaction() as db:
-            groups = [group for group in _open_groups(db) if group.given < group.needed * group.voters]
-            groups.sort(key=lambda group: (group.given, Random(f"{voter}/{group.id}").random()))
+            groups = [group for group in _groups(db) if group.given < group.needed * group.voters]
+            groups.sort(key=lambda group: (group.given, random.Random(f"{voter}/{group.id}").random()))
             for group in groups:
                 for number, images in group.comparisons.items():
                     if len(group.votes[number]) < group.voters and voter not in group.votes[number]:
@@ -141,17 +237,16 @@ class VoteStore:
         """
         with self._transaction() as db:
             found = db.execute(
-                "SELECT images, is_open FROM comparisons JOIN groups ON groups.id = group_id WHERE comparisons.id = ?",
+                "SELECT comparisons.images, is_open FROM comparisons JOIN groups ON groups.id = group_id"
+                " WHERE comparisons.id = ?",
                 (number,),
             ).fetchone()
             if found is None or (image is not None and image not in json.loads(found[0])):
                 raise VoteRefused("These images do not exist. The vote was not stored.")
-            before = db.execute(
-                "SELECT image FROM votes WHERE comparison = ? AND voter = ?", (number, voter)
-            ).fetchone()
-            if before == (image,):
+            last = db.execute("SELECT image FROM votes WHERE comparison = ? AND voter = ?", (number, voter)).fetchone()
+            if last == (image,):
                 return
-            if before is not None:
+            if last is not None:
                 raise VoteRefused("You have already voted on these images. Undo that vote first.")
             if not found[1]:
                 raise VoteRefused("Voting on these images has ended. The vote was not stored.")
@@ -168,7 +263,7 @@ class VoteStore:
         """
         with self._transaction() as db:
             last = db.execute(
-                "SELECT votes.id, comparisons.id, prompt, images, is_open FROM votes"
+                "SELECT votes.id, comparisons.id, prompt, comparisons.images, is_open FROM votes"
                 " JOIN comparisons ON comparisons.id = comparison JOIN groups ON groups.id = group_id"
                 " WHERE voter = ? ORDER BY votes.id DESC LIMIT 1",
                 (voter,),
@@ -196,23 +291,67 @@ class VoteStore:
             raise VoteStoreError(f"{self.path} cannot be used: {one_line(error)}. {advice}.") from error
 
 
-def _open_groups(db: sqlite3.Connection) -> list[Group]:
-    numbers = db.execute("SELECT id FROM groups WHERE is_open ORDER BY id").fetchall()
-    return [_read_group(db, number) for (number,) in numbers]
+def _groups(db: sqlite3.Connection, numbers: Sequence[int] | None = None) -> list[Group]:
+    """Return some groups, by default all that are open."""
+    if numbers is None:
+        numbers = [number for (number,) in db.execute("SELECT id FROM groups WHERE is_open ORDER BY id")]
+    groups = []
+    for number in numbers:
+        query = "SELECT prompt, images, shown, voters FROM groups WHERE id = ?"
+        prompt, images, most, voters = db.execute(query, (number,)).fetchone()
+        shown = db.execute("SELECT id, images FROM comparisons WHERE group_id = ? ORDER BY id", (number,))
+        comparisons = {comparison: json.loads(text) for comparison, text in shown}
+        votes: dict[int, dict[str, str | None]] = {comparison: {} for comparison in comparisons}
+        for comparison, voter, image in db.execute(
+            "SELECT comparison, voter, votes.image FROM votes JOIN comparisons ON comparisons.id = comparison"
+            " WHERE group_id = ? ORDER BY votes.id",
+            (number,),
+        ):
+            votes[comparison][voter] = image
+        groups.append(Group(number, prompt, json.loads(images), most, voters, comparisons, votes))
+    return groups
 
 
-def _read_group(db: sqlite3.Connection, number: int) -> Group:
-    row = db.execute("SELECT prompt, shown, voters FROM groups WHERE id = ?", (number,)).fetchone()
-    prompt, shown, voters = row
-    images = [row[0] for row in db.execute("SELECT image FROM members WHERE group_id = ? ORDER BY image", (number,))]
-    made = db.execute("SELECT id, images FROM comparisons WHERE group_id = ? ORDER BY id", (number,))
-    comparisons = {comparison: json.loads(text) for comparison, text in made}
-    votes: dict[int, dict[str, str | None]] = {comparison: {} for comparison in comparisons}
-    cast = db.execute(
-        "SELECT comparison, voter, votes.image FROM votes JOIN comparisons ON comparisons.id = comparison"
-        " WHERE group_id = ? ORDER BY votes.id",
-        (number,),
-    )
-    for comparison, voter, image in cast:
-        votes[comparison][voter] = image
-    return Group(number, prompt, shown, voters, images, comparisons, votes)
+def choice_scores(choices: Sequence[tuple[int, Sequence[int]]], size: int, prior_std: float = PRIOR_STD) -> Tensor:
+    r"""Return the scores under which the choices are most likely.
+
+    The probability of choosing item w from a set S is ``exp(s_w) / sum_{j in S} exp(s_j)``, which for two items is the
+    model of Bradley and Terry. A normal prior keeps the scores finite where an item always wins or is never shown, and
+    makes their mean 0.
+
+    Args:
+        choices: the chosen item and the items it was chosen from, itself included, by number.
+        size: number of items.
+        prior_std: standard deviation of the prior, in logits.
+
+    Returns:
+        Shape ``(size,)``, float64, in logits.
+
+    Source:
+        Bradley and Terry, Biometrika 39 (1952); Luce, Individual Choice Behavior (1959).
+    """
+    was_shown = torch.zeros(len(choices), size, dtype=torch.bool)
+    wins = torch.zeros(size, dtype=torch.float64)
+    for row, (chosen, shown) in enumerate(choices):
+        was_shown[row, list(shown)] = True
+        wins[chosen] += 1
+
+    def logits(scores: Tensor) -> Tensor:
+        return scores.expand_as(was_shown).masked_fill(~was_shown, -torch.inf)
+
+    def log_posterior(scores: Tensor) -> Tensor:
+        return scores @ wins - logits(scores).logsumexp(1).sum() - scores.square().sum() / (2 * prior_std**2)
+
+    scores = torch.zeros(size, dtype=torch.float64)
+    for _ in range(MAX_STEPS):
+        chances = logits(scores).softmax(1)
+        gradient = wins - chances.sum(0) - scores / prior_std**2
+        if gradient.abs().max() < TOLERANCE:
+            break
+        curvature = torch.diag(chances.sum(0) + 1 / prior_std**2) - chances.T @ chances
+        step = torch.linalg.solve(curvature, gradient)
+        before = log_posterior(scores)
+        while log_posterior(scores + step) < before and step.abs().max() > TOLERANCE:
+            step = step / 2  # Newton's step is too long far from the maximum
+        scores = scores + step
+    return scores

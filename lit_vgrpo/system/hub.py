@@ -56,7 +56,7 @@ def loading(checkpoint: str, remedy: str) -> Iterator[None]:
     except LoadError:
         raise
     except Exception as error:  # libraries may raise anything on other files
-        reason = one_line(str(error).strip().split("\n")[0]).rstrip(".") or type(error).__name__
+        reason = one_line(str(error).strip().split("\n")[0]).rstrip(".:") or type(error).__name__
         raise LoadError(f"Cannot load {checkpoint}: {reason}. {remedy}") from error
 
 

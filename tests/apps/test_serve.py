@@ -1,28 +1,24 @@
-import base64
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 
 import httpx
 import pytest
 import torch
+from commands import serve_options
 from helpers import Brightness
+from processes import started
 
-from lit_vgrpo.apps.serve import app as app_module
-from lit_vgrpo.apps.serve import worker as worker_module
-from lit_vgrpo.apps.serve.app import make_app
+from lit_vgrpo.apps.serve.app import Worker, make_app
 from lit_vgrpo.apps.serve.command import opening
 from lit_vgrpo.apps.serve.listening import listening_socket
-from lit_vgrpo.apps.serve.options import ServeOptions
 from lit_vgrpo.apps.serve.page import bounded_server
-from lit_vgrpo.apps.serve.worker import Worker
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.rewards import Connection, HTTPReward, JPEGCompressibility, Reward, RewardOutage, Weighted
-from lit_vgrpo.rewards.protocol import encode_png, score_request
+from lit_vgrpo.rewards.http import score_request
 
 pytestmark = pytest.mark.slow  # it serves
 
@@ -50,15 +46,8 @@ def body_of(images, prompts=None):
 @pytest.fixture(scope="module")
 def command():
     """The command as it is typed, in a process of its own; gives its address."""
-    environment = {**os.environ, "SERVE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lit_vgrpo", *COMMAND.split()],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
+    environment = {**os.environ, "SERVE_TOKEN": TOKEN}
+    with started(*COMMAND.split(), env=environment, stderr=subprocess.STDOUT) as process:
         line = process.stdout.readline()
         assert line.startswith("Serving jpeg on c"), line
         yield re.search(r"http\S+(?=/score)", line).group()
@@ -66,14 +55,6 @@ def command():
         rest = process.communicate(timeout=30)[0]
         assert process.returncode == 0
         assert re.fullmatch(r"Stopped after \d+ images\.\n", rest), "Ctrl-C is not clean"
-    finally:
-        process.kill()
-
-
-@pytest.fixture
-def ask(command):
-    with httpx.Client(base_url=command, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30) as client:
-        yield client
 
 
 def test_a_served_reward_scores_as_it_does_at_home(command, monkeypatch):
@@ -95,27 +76,10 @@ def test_who_has_no_token_gets_in_nowhere_but_health(command, monkeypatch):
     ):
         headers = {name: value.encode() for name, value in headers.items()}
         assert httpx.post(f"{command}/score", content=body, headers=headers).status_code == 401
-        assert httpx.get(f"{command}/version", headers=headers).status_code == 401
     assert httpx.get(f"{command}/health").json()["status"] == "ok"
     remote = HTTPReward(f"{command}/score", connection=Connection(give_up_after=1))
     with pytest.raises(RewardOutage, match="status 401: .*token is missing or wrong"):
         remote(*make_images(1))
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "said"),
-    [
-        (b"\x80\x04\x95", 422, "Invalid JSON"),
-        (b'{"images": ["YWJj"], "prompts": ["a"]}', 422, "not a readable PNG file"),
-        (body_of(make_images(9)[0]), 413, "9 images exceed the limit of 8"),
-        (bytes(1_000_001), 413, ""),
-        (b'{"rows": [' + b"{}," * 8000, 413, "more than 8000 JSON values"),
-    ],
-)
-def test_a_bad_request_gets_its_reason_in_a_line(ask, body, status, said):
-    answer = ask.post("/score", content=body)
-    assert answer.status_code == status
-    assert said in answer.text
 
 
 def test_a_request_that_grows_too_large_is_refused_while_it_is_sent(command):
@@ -128,20 +92,20 @@ def test_a_request_that_grows_too_large_is_refused_while_it_is_sent(command):
 
 
 class Recorded(Reward):
-    """Mean brightness; notes what it is called with, and waits where it is told to."""
+    """Mean brightness; records its calls and waits for ``gate``."""
 
     name = "recorded"
 
     def __init__(self):
         self.calls = []
         self.started = threading.Event()
-        self.go_on = threading.Event()
-        self.go_on.set()
+        self.gate = threading.Event()
+        self.gate.set()
 
     def __call__(self, images, prompts, rows):
         self.calls.append(prompts)
         self.started.set()
-        self.go_on.wait(20)
+        self.gate.wait(20)
         if "bad" in prompts:
             raise ValueError("two\nlines")
         if "exit" in prompts:
@@ -150,10 +114,10 @@ class Recorded(Reward):
 
 
 class Serving:
-    """The application in a thread, for rewards that a test has a hand in."""
+    """The application in a thread, for a reward of the test."""
 
-    def __init__(self, reward, batch_size=8, max_wait_ms=0):
-        self.worker = Worker(Weighted([reward]), batch_size, max_wait_ms, torch.device("cpu"))
+    def __init__(self, reward, batch_size=8):
+        self.worker = Worker(Weighted([reward]), batch_size, torch.device("cpu"))
         app = make_app(self.worker, "test", None, 10_000_000, 256, 2**22)
         self.server = bounded_server(app, shutdown_s=1)
         self.listener = listening_socket("127.0.0.1", 0)
@@ -172,16 +136,8 @@ class Serving:
         self.listener.close()
 
 
-def post_in_threads(url, bodies):
-    answers = [None] * len(bodies)
-
-    def post(number):
-        answers[number] = httpx.post(url, content=bodies[number], timeout=30)
-
-    threads = [threading.Thread(target=post, args=(number,)) for number in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    return threads, answers
+def post(url, body):
+    return httpx.post(url, content=body, headers={"Content-Type": "application/json"}, timeout=30)
 
 
 def wait_until(condition):
@@ -192,41 +148,47 @@ def wait_until(condition):
     raise AssertionError("it never happened")
 
 
-def test_requests_that_come_together_are_scored_together_and_answered_apart():
+def post_in_threads(url, count):
+    answers, body = [], body_of(make_images(1)[0])
+    for _ in range(count):
+        threading.Thread(target=lambda: answers.append(post(url, body).status_code), daemon=True).start()
+    return answers
+
+
+@pytest.mark.parametrize(("limit", "waiting"), [(1, 0), (16, 2)])
+def test_requests_beyond_the_limit_wait_unread(monkeypatch, limit, waiting):
+    monkeypatch.setattr("lit_vgrpo.apps.serve.app.REQUESTS", limit)
     reward = Recorded()
-    images = make_images(9)[0]
-    parts = [images[1:2], images[2:4], images[4:7], images[7:]]
-    with Serving(reward, batch_size=8) as serving:
-        reward.go_on.clear()
-        first, _ = post_in_threads(serving.url, [body_of(images[:1])])
+    reward.gate.clear()
+    with Serving(reward) as serving:
+        answers = post_in_threads(serving.url, 3)
         assert reward.started.wait(20)
-        rest, answers = post_in_threads(serving.url, [body_of(part) for part in parts])
-        wait_until(lambda: serving.worker._jobs.qsize() == 4)
-        reward.go_on.set()
-        for thread in (*first, *rest):
-            thread.join(20)
-    assert [len(call) for call in reward.calls] == [1, 8]
-    for part, answer in zip(parts, answers, strict=True):
-        assert torch.equal(torch.tensor(answer.json()["scores"]), Brightness()(part, [], []))
+        threading.Event().wait(0.3)
+        assert serving.worker._thread._work_queue.qsize() == waiting
+        reward.gate.set()
+        wait_until(lambda: len(answers) == 3)
+    assert answers == [200] * 3
 
 
-def test_pictures_of_several_sizes_keep_their_places():
-    sides = [4, 8, 4, 16, 8, 4]
-    pictures = [make_images(1, side, seed)[0] for seed, side in enumerate(sides)]
-    files = [base64.b64encode(encode_png((picture[0] * 255).round().to(torch.uint8))).decode() for picture in pictures]
+def test_requests_are_scored_in_batches_and_those_that_wait_are_cancelled_at_the_end():
     reward = Recorded()
     with Serving(reward, batch_size=2) as serving:
-        body = {"images": files, "prompts": [str(n) for n in range(6)]}
-        answer = httpx.post(serving.url, json=body, timeout=30).json()
-    assert reward.calls == [["0", "2"], ["5"], ["1", "4"], ["3"]]
-    expected = torch.cat([Brightness()(picture, [], []) for picture in pictures])
-    assert torch.equal(torch.tensor(answer["scores"]), expected)
-    assert answer["errors"] == [None] * 6
+        assert post(serving.url, body_of(make_images(5)[0])).json()["errors"] == [None] * 5
+        assert [len(call) for call in reward.calls] == [2, 2, 1]
+        reward.started.clear()
+        reward.gate.clear()
+        answers = post_in_threads(serving.url, 2)
+        assert reward.started.wait(20)
+        wait_until(lambda: serving.worker._thread._work_queue.qsize() == 1)
+        serving.worker.close()
+        reward.gate.set()
+        wait_until(lambda: answers)
+    assert len(reward.calls) == 4
 
 
 def test_an_image_that_cannot_be_scored_gets_null_and_the_reason():
     with Serving(Recorded()) as serving:
-        answer = httpx.post(serving.url, content=body_of(make_images(3)[0], ["a", "bad", "b"]), timeout=30).json()
+        answer = post(serving.url, body_of(make_images(3)[0], ["a", "bad", "b"])).json()
     assert [score is None for score in answer["scores"]] == [False, True, False]
     assert answer["errors"] == [None, "recorded: ValueError: two lines", None]
 
@@ -240,44 +202,16 @@ class Wrong(Reward):
 
 def test_a_reward_that_breaks_its_contract_is_an_error_and_not_a_score():
     with Serving(Wrong()) as serving:
-        answer = httpx.post(serving.url, content=body_of(make_images(2)[0]), timeout=30)
+        answer = post(serving.url, body_of(make_images(2)[0]))
         assert answer.status_code == 500
         assert "Return a float32 tensor of shape (2,)" in answer.json()["detail"]
 
 
 def test_a_reward_that_wants_to_exit_fails_its_image_and_not_the_server():
     with Serving(Recorded()) as serving:
-        answer = httpx.post(serving.url, content=body_of(make_images(1)[0], ["exit"]), timeout=10).json()
+        answer = post(serving.url, body_of(make_images(1)[0], ["exit"])).json()
         assert (answer["scores"], answer["errors"]) == ([None], ["recorded: SystemExit: 3"])
-        assert httpx.post(serving.url, content=body_of(make_images(1)[0], ["a"]), timeout=30).status_code == 200
-
-
-def test_requests_beyond_the_limit_wait_unread_and_a_slow_one_is_given_up(monkeypatch):
-    monkeypatch.setattr(app_module, "REQUESTS", 1)
-    monkeypatch.setattr(app_module, "BODY_S", 0.3)
-    reward = Recorded()
-    with Serving(reward) as serving:
-        reward.go_on.clear()
-        threads, answers = post_in_threads(serving.url, [body_of(make_images(1)[0])] * 3)
-        assert reward.started.wait(20)
-        assert serving.worker._jobs.qsize() == 0
-        reward.go_on.set()
-        for thread in threads:
-            thread.join(20)
-        assert [answer.status_code for answer in answers] == [200] * 3
-        with socket.create_connection(serving.listener.getsockname()) as client:
-            client.sendall(HEAD + b"\r\n" + bytes(10))
-            client.settimeout(20)
-            assert client.recv(1000).startswith(b"HTTP/1.1 408")
-
-
-def test_a_call_of_the_reward_gets_so_many_pixels_at_most(monkeypatch):
-    monkeypatch.setattr(worker_module, "BATCH_PIXELS", 3 * 8 * 8)
-    reward = Recorded()
-    with Serving(reward) as serving:
-        httpx.post(serving.url, content=body_of(make_images(7, side=8)[0]), timeout=30)
-        httpx.post(serving.url, content=body_of(make_images(2, side=16)[0]), timeout=30)
-    assert [len(call) for call in reward.calls] == [3, 3, 1, 1, 1]
+        assert post(serving.url, body_of(make_images(1)[0], ["a"])).status_code == 200
 
 
 HEAD = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n"
@@ -290,23 +224,6 @@ def test_a_client_that_goes_away_is_no_server_error(logged):
             wait_until(lambda: serving.server.server_state.tasks)
         wait_until(lambda: not serving.server.server_state.tasks)
     assert not logged
-
-
-def test_what_waits_when_the_server_goes_down_is_refused():
-    reward, image = Recorded(), [torch.zeros(3, 2, 2, dtype=torch.uint8)]
-    worker = Worker(Weighted([reward]), 1, 0, torch.device("cpu"))
-    reward.go_on.clear()
-    first = worker.submit(image, ["a"], [{}])
-    assert reward.started.wait(20)
-    second, abandoned = (worker.submit(image, ["a"], [{}]) for _ in range(2))
-    assert abandoned.cancel()
-    threading.Timer(0.05, reward.go_on.set).start()
-    worker.close()
-    assert first.result(20).ok.tolist() == [True]
-    with pytest.raises(worker_module.Stopping):
-        second.result(20)
-    with pytest.raises(worker_module.Stopping):
-        worker.submit(image, ["a"], [{}])
 
 
 @pytest.mark.parametrize(
@@ -346,9 +263,9 @@ def test_it_listens_on_this_machine_unless_told_otherwise_and_warns_then(monkeyp
         ("X", "--host", "0.0.0.0"): True,
         ("X", "--host", "0.0.0.0", "--token-env", "SERVE_TOKEN"): False,
     }.items():
-        options = ServeOptions.parse([*words, "--port", "0"])
+        options = serve_options([*words, "--port", "0"])
         with listening_socket(options.host, options.port) as listener:
             lines = opening("x", listener, options, "cpu")
         assert ("Warning" in "".join(lines)) is warned
         assert TOKEN not in "".join(lines)
-    assert ServeOptions.parse(["X"]).host == "127.0.0.1"
+    assert serve_options(["X"]).host == "127.0.0.1"

@@ -1,7 +1,7 @@
 import pytest
+from commands import check
 from helpers import prompt_file
 
-from lit_vgrpo.cli.check import check
 from lit_vgrpo.cli.eval import heldout_rows
 from lit_vgrpo.launch.build import build
 

@@ -97,7 +97,7 @@ def test_a_prompt_of_the_held_out_file_is_said_or_left_out(file):
     ("train", "options", "error", "said"),
     [
         ({"path": "a", "wieght": 1}, {}, TypeError, "PromptSource.__init__() got an unexpected keyword argument"),
-        (["a.txt", {"path": "b.txt", "weight": 0}], {}, ValueError, "weight=0 is too small."),
+        (["a.txt", {"path": "b.txt", "weight": 0}], {}, ValueError, "weight=0: Input should be greater than 0"),
         ([{"weight": 1}], {}, TypeError, "PromptSource.__init__() missing"),
         ("a.txt", {"heldout_fraction": 0.1, "heldout": "b.txt"}, ValueError, "heldout_fraction=0.1 and heldout are"),
     ],

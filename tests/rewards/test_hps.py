@@ -67,15 +67,12 @@ def test_the_file_itself_and_safetensors_are_read_too(hps_checkpoint, reward, tm
         assert torch.equal(HPSv2(str(other), model=name)(*batch), reward(*batch))
 
 
-def test_an_unknown_architecture_is_an_error(hps_checkpoint):
-    with pytest.raises(RuntimeError, match=r"HPSv2.model=ViT-H14 is unknown to open_clip. Did you mean ViT-H-14\?"):
-        HPSv2(str(hps_checkpoint[0]), model="ViT-H14").load()
-
-
-def test_weights_of_another_architecture_are_one_line(hps_checkpoint, tmp_path):
+@pytest.mark.parametrize("name", ["no-such-model", "wider-hps"])
+def test_another_architecture_is_one_line(hps_checkpoint, tmp_path, name):
     scorer_files.write_hps(tmp_path, "wider-hps", embed_dim=24)
-    reward = HPSv2(str(hps_checkpoint[0]), model="wider-hps")
-    said = r"it holds a different model \(size mismatch for .*\)\. Set HPSv2\.checkpoint and HPSv2\.model to"
-    with pytest.raises(RuntimeError, match=said) as caught:
+    reward = HPSv2(str(hps_checkpoint[0]), model=name)
+    with pytest.raises(
+        RuntimeError, match=r"^Cannot load .*\.pt: .* Set HPSv2\.checkpoint and HPSv2\.model to"
+    ) as caught:
         reward.load()
     assert "\n" not in str(caught.value)

@@ -1,9 +1,5 @@
 import asyncio
-import copy
-import multiprocessing
-import pickle
 import random
-import sys
 import threading
 
 import fault_server as errors
@@ -14,7 +10,7 @@ from fault_server import FaultServer, answering
 from helpers import free_port
 
 from lit_vgrpo.rewards import Connection, HTTPReward, RewardOutage, Weighted
-from lit_vgrpo.rewards.http import LONGEST_PAUSE_S, RequestError, seconds_of
+from lit_vgrpo.rewards.http import LONGEST_PAUSE_S, RequestError
 
 
 def patient(**options):
@@ -69,16 +65,14 @@ def test_several_requests_are_under_way_at_once(batch):
 FAULTS = {
     "hang": (errors.hang, "timeout"),
     "drip": (errors.drip, "timeout"),
-    "reset": (errors.reset, "disconnected"),
-    "close_midway": (errors.close_midway, "disconnected"),
-    "no_http": (errors.no_http, "disconnected"),
+    "reset": (errors.reset, "unreachable"),
+    "close_midway": (errors.close_midway, "unreachable"),
+    "no_http": (errors.no_http, "unreachable"),
     "status_500": (answering(b"boom", 500), "status_500"),
-    "status_429": (answering(b"", 429, Retry_After="0.01"), "status_429"),
+    "status_429": (answering(b"", 429, Retry_After="soon"), "status_429"),
     "html": (answering(b"<html>welcome to the proxy</html>"), "invalid"),
-    "empty": (answering(b""), "invalid"),
     "deep": (answering(b"[" * 100_000), "invalid"),
     "string": (answering({"scores": ["0.5", "0.5", "0.5"]}), "invalid"),
-    "bool": (answering({"scores": [True, 0.5, 0.5]}), "invalid"),
     "other_version": (answering({"version": 2, "scores": [1, 2, 3]}), "invalid"),
     "too_few": (answering({"scores": [0.5]}), "invalid"),
     "errors": (answering({"scores": [1, 2, 3], "errors": ["a"]}), "invalid"),
@@ -102,7 +96,7 @@ def test_a_fault_costs_a_counted_retry_and_one_that_stays_its_images_alone(fault
     assert len(reward.failure) < 500
 
 
-@pytest.mark.parametrize("status", [307, 401, 404, 422])
+@pytest.mark.parametrize("status", [307, 404])
 def test_a_permanent_error_is_not_retried(status):
     with FaultServer([answering({"detail": "no\nsuch thing"}, status)]) as server:
         reward = HTTPReward(server.url, connection=patient())
@@ -117,13 +111,11 @@ def test_null_and_numbers_that_are_not_finite_fail_their_image_alone():
     with FaultServer([answering(body), answering({"scores": [None], "errors": ["too dark"]})]) as server:
         reward = HTTPReward(server.url, name="remote", connection=patient())
         scores = reward(*make_images(6))
-        assert scores[0] == 0.25
-        assert scores[1:].isnan().all()
+        assert scores.isfinite().tolist() == [True, *[False] * 5]
         assert Weighted([reward]).score(*make_images(1)).errors == {"remote": "too dark"}
 
 
 def test_the_pause_grows_within_limits_and_honours_the_server():
-    assert [seconds_of(text) for text in ("3", "-3", "nan", "soon", None)] == [3, 0, 0, 0, 0]
     reward = HTTPReward("http://127.0.0.1:1", connection=Connection(backoff_s=0.5))
 
     class State:
@@ -136,7 +128,7 @@ def test_the_pause_grows_within_limits_and_honours_the_server():
         assert 0.9 * most < max(pauses) <= most
     for asked, expected in ((7.0, 7.0), (1e6, LONGEST_PAUSE_S)):
         State.attempt_number, State.outcome = 1, State
-        State.exception = staticmethod(lambda asked=asked: RequestError("status_503", "", retry_after_s=asked))
+        State.exception = staticmethod(lambda asked=asked: RequestError("", retry_after_s=asked))
         assert reward._pause_s(State) == expected
 
 
@@ -165,26 +157,7 @@ def test_the_token_comes_from_the_environment_and_is_sent(monkeypatch):
         assert [headers["Authorization"] for headers, _ in server.requests] == ["Bearer s3cret"]
 
 
-def test_a_missing_package_is_found_before_anything_starts(monkeypatch):
-    monkeypatch.setitem(sys.modules, "httpx", None)
-    assert HTTPReward("http://127.0.0.1:1/score").check() == [
-        'httpx or tenacity is not installed. Run: pip install "lit-vgrpo[http]"'
-    ]
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("timeout_s", 0), ("retries", -1), ("max_connections", 0), ("give_up_after", 0), ("on_outage", "zero")],
-)
-def test_the_connections_numbers_are_checked(option, value):
-    with pytest.raises(ValueError, match=option):
-        Connection(**{option: value})
-
-
-def test_a_row_that_json_cannot_hold_is_found_before_the_run_and_fails_its_image_alone():
-    reward = HTTPReward("http://127.0.0.1:1/score")
-    assert reward.prompt_error("a", {"prompt": "a", "include": [{"class": "cat", "count": 1}]}) is None
-    assert "cannot be sent as JSON" in reward.prompt_error("a", {"prompt": "a", "x": object()})
+def test_a_row_that_json_cannot_hold_fails_its_image_alone():
     pixels, prompts, rows = make_images(3)
     with FaultServer() as server:
         weighted = Weighted([HTTPReward(server.url, connection=patient())])
@@ -211,14 +184,6 @@ def test_it_works_where_a_loop_runs_already_as_in_a_notebook(batch):
         torch.testing.assert_close(asyncio.run(cell(reward)), means(batch[0]), rtol=0, atol=1e-6)
 
 
-def test_a_copy_connects_for_itself(batch):
-    with FaultServer() as server:
-        reward = HTTPReward(server.url, connection=patient())
-        expected = reward(*batch).tolist()
-        for copied in (pickle.loads(pickle.dumps(reward)), copy.deepcopy(reward)):
-            assert copied(*batch).tolist() == expected
-
-
 # --- outages ---
 
 
@@ -229,13 +194,15 @@ def single(url, **options):
 
 def test_a_server_that_is_down_stops_the_run_after_a_bounded_number_of_requests():
     with FaultServer(then=answering(b"out of memory", 500)) as server:
+        reward = single(server.url, max_connections=1)
         with pytest.raises(RewardOutage) as raised:
-            Weighted([single(server.url)]).score(*make_images(40))
-        assert len(server.requests) <= 2 * (3 + 1), "the batch continued although the server was down"
+            Weighted([reward]).score(*make_images(40))
+        assert reward.take_counts() == {"status_500": 6, "retried": 3, "gave_up": 3, "skipped": 37}
+        server.then = errors.scores
+        assert reward(*make_images(10)).isfinite().all(), "the server is back, and is not used"
     message = str(raised.value)
     assert message.startswith(server.url)
     assert "status 500: out of memory" in message
-    assert "connection.on_outage=nan" in message
     assert "\n" not in message
 
 
@@ -246,19 +213,6 @@ def test_errors_that_are_not_in_a_row_stop_nothing():
         scores = reward(*make_images(18))
     assert scores.isnan().tolist() == [True, True, False] * 6
     assert reward.take_counts() == {"status_500": 12, "gave_up": 12}
-
-
-def test_a_server_that_is_down_is_asked_once_a_batch_if_the_recipe_continues_without_scores():
-    with FaultServer(then=answering(b"", 500)) as server:
-        reward = single(server.url, on_outage="nan", max_connections=1)
-        assert reward(*make_images(10)).isnan().all()
-        assert reward.take_counts() == {"status_500": 6, "retried": 3, "gave_up": 3, "skipped": 7}
-        assert reward(*make_images(10)).isnan().all()
-        assert reward.take_counts() == {"status_500": 1, "gave_up": 1, "skipped": 9}
-        server.then = errors.scores
-        assert reward(*make_images(10)).isfinite().all(), "the server is back, and its scores are not taken"
-        assert reward.take_counts() == {}
-        assert reward.failure is None
 
 
 def test_a_server_that_cannot_be_reached_is_a_clear_line():
@@ -291,22 +245,3 @@ def test_closing_ends_what_is_under_way(behave):
         assert reward.failure is not None
         server.then = errors.scores
         assert reward(*make_images(5)).isfinite().all(), "it cannot be used again"
-
-
-def _score_into(queue, reward, batch):
-    queue.put(reward(*batch).tolist())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
-def test_it_works_after_a_fork(batch):
-    with FaultServer() as server:
-        reward = HTTPReward(server.url, connection=patient())
-        expected = reward(*batch).tolist()
-        context = multiprocessing.get_context("fork")
-        queue = context.Queue()
-        child = context.Process(target=_score_into, args=(queue, reward, batch), daemon=True)
-        child.start()
-        assert queue.get(timeout=20) == expected
-        child.join(20)
-        assert child.exitcode == 0

@@ -19,30 +19,9 @@ def test_it_is_minus_the_kilobytes_of_the_file(tmp_path):
         assert Image.open(io.BytesIO(path.read_bytes())).size == (40, 24)
 
 
-def test_a_flat_picture_beats_noise_and_low_quality_beats_high():
-    flat = torch.full((1, 3, 32, 32), 0.5)
-    noise = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    scores = JPEGCompressibility()(torch.cat([flat, noise]), ["a", "a"], [{}, {}])
-    assert scores[0] > scores[1]
-    assert JPEGCompressibility(quality=10)(noise, ["a"], [{}]) > scores[1]
-
-
 def test_incompressibility_is_its_negative():
     images = torch.rand(3, 3, 24, 40, generator=torch.Generator().manual_seed(0))
     larger = JPEGIncompressibility(quality=80)(images, ["a"] * 3, [{}] * 3)
     assert larger.dtype == torch.float32
     assert (larger > 0).all()
     torch.testing.assert_close(larger, -JPEGCompressibility(quality=80)(images, ["a"] * 3, [{}] * 3))
-
-
-def test_the_two_have_keys_of_their_own_and_run_beside_the_rollout():
-    assert (JPEGCompressibility.name, JPEGIncompressibility.name) == ("jpeg", "jpeg_size")
-    assert JPEGCompressibility.concurrent
-    assert JPEGIncompressibility.concurrent
-
-
-@pytest.mark.parametrize("reward", [JPEGCompressibility, JPEGIncompressibility])
-@pytest.mark.parametrize(("quality", "error"), [(0, ValueError), (96, ValueError), (50.0, TypeError)])
-def test_a_wrong_quality_is_refused(reward, quality, error):
-    with pytest.raises(error, match=f"quality={quality}"):
-        reward(quality=quality)

@@ -37,12 +37,8 @@ def build(clip_folder, hps_checkpoint, image_reward_folder, aesthetic_file):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_whole_checkpoint_has_no_error(build, kind):
-    assert build(kind).check() == []
-
-
-@pytest.mark.parametrize("kind", ALL)
 def test_neither_batch_size_nor_neighbours_matter(build, images, kind):
+    assert build(kind).check() == []
     scores = build(kind, batch_size=2)(images, PROMPTS, [{}] * 5)
     assert scores.shape == (5,)
     assert scores.dtype == torch.float32
@@ -100,9 +96,8 @@ def test_the_model_is_frozen_and_loaded_once(build, images, kind):
     assert reward._model is model
 
 
-def test_an_unknown_device_is_refused():
-    with pytest.raises(ValueError, match="^device='gpu' is unknown."):
-        PickScore(device="gpu")
+def test_an_unknown_device_is_an_error():
+    assert PickScore(device="gpu").check()[0].startswith("PickScore.device=gpu: Expected one of cpu, cuda")
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -121,9 +116,8 @@ def test_a_missing_folder_or_file_is_an_error(build, kind, tmp_path):
     for missing in ("no", "no.pt"):
         path = tmp_path / missing
         errors = build(kind, checkpoint=str(path)).check()
-        assert errors[0].startswith(f"{path} is not a f")
-        assert f"Set {kind.__name__}.checkpoint to" in errors[0]
-        with pytest.raises(RuntimeError, match=r"is not a f.*Set "):
+        assert errors[0].startswith(f"{path} is not a folder. Set {kind.__name__}.checkpoint to")
+        with pytest.raises(RuntimeError, match="is not a folder"):
             build(kind, checkpoint=str(path)).load()
 
 
@@ -148,7 +142,7 @@ class Trap:
         return (exec, ("import pathlib; pathlib.Path('trapped').touch()",))
 
 
-@pytest.mark.parametrize("kind", [HPSv2])
+@pytest.mark.parametrize("kind", [HPSv2, ImageReward])
 @pytest.mark.parametrize("content", ["noise", "trap", "trap in zip", "numbers", "safetensors"])
 def test_a_file_without_weights_is_one_line_and_runs_nothing(build, kind, content, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -160,9 +154,7 @@ def test_a_file_without_weights_is_one_line_and_runs_nothing(build, kind, conten
     else:
         trap = pickle.dumps(Trap(), protocol=2)
         path.write_bytes(trap if content == "trap" else b"noise" * 99)
-    with pytest.raises(
-        RuntimeError, match=rf"^Cannot load .*bad\.\w+: .* Set {kind.__name__}\.checkpoint to"
-    ) as caught:
+    with pytest.raises(RuntimeError, match=rf"^Cannot load .*bad\.\w+: .* Set {kind.__name__}\.checkpoint ") as caught:
         build(kind, checkpoint=str(path)).load()
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "trapped").exists()

@@ -1,19 +1,21 @@
+"""The messages between HTTPReward and lightning serve-reward."""
+
 import base64
 import io
 import json
-import math
 import struct
 import zlib
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from fastapi import HTTPException
+from fastapi.testclient import TestClient
 from PIL import Image
 
-from lit_vgrpo.apps.serve.app import REQUEST_PIXELS, _decoded
-from lit_vgrpo.rewards.protocol import ProtocolError, ScoreAnswer, decode_png, encode_png, open_png, score_request
+from lit_vgrpo.apps.serve.app import Worker, decoded, make_app
+from lit_vgrpo.rewards import JPEGCompressibility, Weighted
+from lit_vgrpo.rewards.http import ScoreRequest, encode_png, score_request
 
 
 def pixels(*shape, seed=0):
@@ -33,32 +35,19 @@ def header_only(width, height):
     return header + struct.pack(">I", 10_000) + b"IDAT" + bytes(10_004)
 
 
-def read(body, max_images=8, max_pixels=64):
-    body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return _decoded(body, max_images, max_pixels)
-
-
 def test_a_request_keeps_every_pixel_prompt_and_row_but_no_path():
     images, prompts = pixels(3, 3, 6, 4), ["a", "zwölf \N{CAT}", '"quoted"']
     rows = [{"prompt": "a", "include": [{"class": "cat"}]}, {"prompt": "b", "x": None}, {"image": "/etc/passwd"}]
     body = score_request(images, prompts, rows)
     assert b"passwd" not in body
     forged = {**json.loads(body), "rows": rows}
-    for sent in (body, forged):
-        found, request = read(sent)
-        assert torch.equal(torch.stack(found), images)
+    for sent in (json.loads(body), forged):
+        request = ScoreRequest.model_validate(sent)
+        assert torch.equal(decoded(request.images, 64), images)
         assert request.prompts == prompts
         assert request.rows == [*rows[:2], {}]
-    assert read({"images": forged["images"], "prompts": prompts})[1].rows == [{"prompt": prompt} for prompt in prompts]
-
-
-@given(st.lists(st.floats(width=32), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=100)
-def test_scores_keep_every_bit_and_what_is_not_finite_becomes_null(scores):
-    sent = torch.tensor(scores, dtype=torch.float32)
-    received = ScoreAnswer.model_validate_json(ScoreAnswer(scores=sent.tolist()).model_dump_json())
-    expected = [score if math.isfinite(score) else None for score in sent.tolist()]
-    assert received.scores == expected
+    request = ScoreRequest.model_validate({"images": forged["images"], "prompts": prompts})
+    assert request.rows == [{"prompt": prompt} for prompt in prompts]
 
 
 @pytest.mark.parametrize(
@@ -68,56 +57,50 @@ def test_scores_keep_every_bit_and_what_is_not_finite_becomes_null(scores):
         file_of(Image.new("RGB", (4, 4)), "JPEG"),
         encode_png(pixels(3, 64, 64))[:2000],
         file_of(Image.fromarray(np.full((4, 4), 40000, np.uint16))),
+        header_only(2049, 2048),
+        header_only(50_000, 50_000),
     ],
-    ids=["text", "jpeg", "cut", "sixteen bits"],
+    ids=["text", "jpeg", "cut", "sixteen bits", "large", "bomb"],
 )
-def test_a_file_that_is_no_8_bit_png_is_refused(data):
-    with pytest.raises(ProtocolError):
-        decode_png(open_png(data, 64**2))
+def test_a_file_that_is_no_8_bit_png_or_would_unpack_to_gigabytes_is_refused(data):
+    with pytest.raises(HTTPException):
+        decoded([data], 2**22)
 
 
 def test_grey_transparent_and_palette_files_are_taken_as_rgb():
     for mode in ("L", "RGBA", "P", "1", "LA"):
         data = file_of(Image.new(mode, (5, 4), 1 if mode in "P1" else None))
-        assert decode_png(open_png(data, 20)).shape == (3, 4, 5)
+        assert decoded([data], 20).shape == (1, 3, 4, 5)
 
 
-@pytest.mark.parametrize("size", [(2049, 2048), (50_000, 50_000)])
-def test_a_file_that_would_unpack_to_gigabytes_is_refused_by_its_header(size):
-    with pytest.raises(ProtocolError):
-        open_png(header_only(*size), 2**22)
+@pytest.fixture(scope="module")
+def client():
+    worker = Worker(Weighted([JPEGCompressibility()]), 4, torch.device("cpu"))
+    yield TestClient(make_app(worker, "jpeg", None, 10_000, 8, 64))
+    worker.close()
 
 
-PNG = base64.b64encode(encode_png(pixels(3, 2, 2))).decode()
-LARGE = base64.b64encode(encode_png(pixels(3, 9, 9))).decode()
+PNG, WIDE, LARGE = (base64.b64encode(encode_png(pixels(3, *size))).decode() for size in ((2, 2), (2, 3), (9, 9)))
 
 
 @pytest.mark.parametrize(
-    ("request_", "said", "is_too_large"),
+    ("sent", "said", "status"),
     [
-        (b"\x80\x04\x95pickle", "JSON", False),
-        ({"version": 2, "images": [PNG], "prompts": ["a"]}, "version", False),
-        ({"images": [], "prompts": []}, "at least one", False),
-        ({"images": [1], "prompts": ["a"]}, "images.0", False),
-        ({"images": ["%%%"], "prompts": ["a"]}, "not base64", False),
-        ({"images": ["YWJj"], "prompts": ["a"]}, "not a readable PNG", False),
-        ({"images": [PNG], "prompts": ["a", "b"]}, "1 images, 2 prompts and 2 rows", False),
-        ({"images": [PNG] * 9, "prompts": ["a"] * 9}, "9 images exceed the limit of 8", True),
-        ({"images": [LARGE], "prompts": ["a"]}, "9 x 9 pixels exceeds the limit of 64", True),
-        (b'{"rows": [' + b"{}," * 9000, "more than 8000 JSON values", True),
-        (b'{"a":' + b"[" * 100_000, "more than 8000 JSON values", True),
+        (b"\x80\x04\x95pickle", "", 400),
+        ({"version": 2, "images": [PNG], "prompts": ["a"]}, "version", 422),
+        ({"images": [], "prompts": []}, "at least one", 422),
+        ({"images": [1], "prompts": ["a"]}, "images", 422),
+        ({"images": ["YWJj"], "prompts": ["a"]}, "not a readable PNG", 422),
+        ({"images": [PNG, WIDE], "prompts": ["a", "b"]}, "differ in size", 422),
+        ({"images": [PNG], "prompts": ["a", "b"]}, "1 images, 2 prompts and 2 rows", 422),
+        ({"images": [PNG] * 9, "prompts": ["a"] * 9}, "9 images exceed the limit of 8", 413),
+        ({"images": [LARGE], "prompts": ["a"]}, "9 x 9 pixels exceeds the limit of 64", 413),
+        (b'{"a":' + b"[" * 9_000, "", 400),
+        (bytes(10_001), "", 413),
+        ({"images": [PNG], "prompts": ["a"]}, '"scores":[-0.', 200),
     ],
 )
-def test_a_broken_request_is_refused_in_a_line(request_, said, is_too_large):
-    with pytest.raises(ProtocolError) as raised:
-        read(request_)
-    assert said in str(raised.value)
-    assert "\n" not in str(raised.value)
-    assert raised.value.is_too_large is is_too_large
-
-
-def test_the_pixels_of_a_request_are_bounded_together(monkeypatch):
-    monkeypatch.setattr("lit_vgrpo.apps.serve.app.REQUEST_PIXELS", 7)
-    with pytest.raises(ProtocolError, match="8 pixels exceed the limit of 7 per request"):
-        read({"images": [PNG] * 2, "prompts": ["a"] * 2})
-    assert REQUEST_PIXELS > 2**22
+def test_a_broken_request_gets_its_reason(client, sent, said, status):
+    body = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
+    answer = client.post("/score", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, said in answer.text) == (status, True), answer.text

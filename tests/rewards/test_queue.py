@@ -75,18 +75,6 @@ def test_the_caller_goes_on_while_the_thread_waits_and_the_order_is_kept():
     assert slow.seen == sorted(slow.seen)
 
 
-def test_a_thread_gets_no_more_than_a_few_batches_ahead():
-    gate = threading.Event()
-    slow = Mean("slow", concurrent=True, gate=gate)
-    queue = ScoreQueue(Weighted([slow]))
-    put_all(queue, batches(4))
-    assert slow.seen == []
-    threading.Timer(0.2, gate.set).start()
-    put_all(queue, batches(1))
-    assert slow.seen  # it waited until the first was done
-    assert len(queue.take()) == 10
-
-
 def test_without_overlap_everything_works_in_the_caller_s_thread():
     slow = Mean("slow", concurrent=True)
     queue = ScoreQueue(Weighted([slow], overlap=False))
@@ -130,10 +118,10 @@ def test_closing_drops_what_waits_and_the_queue_works_again():
     assert len(slow.seen) <= 2  # the one that was under way, and the new one
 
 
-def test_a_queue_beside_another_uses_its_threads():
+def test_a_queue_uses_the_threads_of_another():
     slow = Mean("slow", concurrent=True)
     first = ScoreQueue(Weighted([slow]))
-    second = ScoreQueue(Weighted([slow, Mean("other")]), beside=first)
+    second = ScoreQueue(Weighted([slow, Mean("other")]), other=first)
     for queue in (first, second, first):
         put_all(queue, batches(1))
         queue.take()

@@ -44,29 +44,13 @@ def test_the_last_score_of_the_answer_counts(text, expected):
     assert score(text) == (expected, {}, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("I would rather not say.", "unparsable"),
-        (None, "unparsable"),
-        ("Final Score: ten", "unparsable"),
-        ("Final Score: 10", "out_of_range"),
-        ("Final Score: 0", "out_of_range"),
-    ],
-)
-def test_an_answer_without_a_valid_score_is_a_counted_failure(text, cause):
-    result, counts, failure = score(text)
+@pytest.mark.parametrize("text", ["I would\nrather not say.", None, "Final Score: 10"])
+def test_an_answer_without_a_valid_score_is_a_counted_failure(text):
+    result, counts, failure = score(text, finish="length")
     assert np.isnan(result)
-    assert counts == {cause: 1}, "an answer that came is not asked for again"
-    assert failure
+    assert counts == {"unparsable": 1}, "an answer that came is not asked for again"
+    assert "no score from 1 to 5 (finish_reason: length)" in failure
     assert "\n" not in failure
-
-
-def test_an_answer_that_was_cut_says_what_to_raise():
-    result, counts, failure = score("cube (object): 1\n", finish="length", max_tokens=7)
-    assert np.isnan(result)
-    assert counts == {"cut": 1}
-    assert "max_tokens=7" in failure
 
 
 def test_a_pattern_finds_the_score_in_a_json_object():
@@ -80,26 +64,17 @@ def test_the_request_holds_the_picture_the_question_and_the_settings(monkeypatch
     with FaultServer(then=saying("Final Score: 3")) as server:
         reward = judge(
             server,
-            prompt_template='Is {prompt} in the {place}? Answer {"score": 1} to {"score": 5}.',
-            system_prompt="You judge.",
-            extra_body={"top_p": 0.5},
+            prompt_template='Is {prompt} in it? Answer {"score": 1} to {"score": 5}.',
+            extra_body={"top_p": 0.5, "temperature": 1.0},
             connection={"token_env": "JUDGE_TOKEN", "max_connections": 1},
         )
-        reward(*batch(2, prompt="{place} {0}", place="box"))
+        reward(*batch(2, prompt="{place} {0}"))
         asked = [(headers, json.loads(body)) for headers, body in server.requests if body]
     for number, (headers, body) in enumerate(asked):
         assert headers["Authorization"] == "Bearer s3cret"
-        assert {key: body[key] for key in ("model", "temperature", "seed", "max_tokens", "top_p")} == {
-            "model": "judge-7b",
-            "temperature": 0.0,
-            "seed": 0,
-            "max_tokens": 1024,
-            "top_p": 0.5,
-        }
-        system, user = body["messages"]
-        assert system == {"role": "system", "content": "You judge."}
-        picture, question = user["content"]
-        assert question["text"] == 'Is {place} {0} in the box? Answer {"score": 1} to {"score": 5}.'
+        picture, question = body.pop("messages")[0]["content"]
+        assert body == {"model": "judge-7b", "temperature": 1.0, "seed": 0, "max_tokens": 1024, "top_p": 0.5}
+        assert question["text"] == 'Is {place} {0} in it? Answer {"score": 1} to {"score": 5}.'
         kind, data = picture["image_url"]["url"].split(",", 1)
         assert kind == "data:image/png;base64"
         (mean,) = errors.pixel_means(json.dumps({"images": [data]}).encode())
@@ -127,21 +102,9 @@ def test_what_is_no_chat_completion_is_asked_for_again(body):
     assert reward.take_counts() == {"invalid": 1, "retried": 1}
 
 
-def test_a_field_that_the_rows_lack_is_found_before_the_run():
-    reward = VLMJudge("http://127.0.0.1:1/v1", "m", prompt_template="Is {prompt} {colour}?")
-    assert reward.prompt_error("a", {"prompt": "a", "colour": "red"}) is None
-    assert "{colour}, which the row lacks. Did you mean color?" in reward.prompt_error("a", {"color": "red"})
-
-
 @pytest.mark.parametrize(
     "options",
-    [
-        {"score_pattern": "(unclosed"},
-        {"score_pattern": "(two)(groups)"},
-        {"score_range": (5.0, 1.0)},
-        {"max_tokens": 0},
-        {"temperature": -1.0},
-    ],
+    [{"score_pattern": "(two)(groups)"}, {"max_tokens": 0}, {"temperature": -1.0}],
 )
 def test_arguments_are_checked(options):
     with pytest.raises(ValueError, match=next(iter(options))):

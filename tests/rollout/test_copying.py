@@ -4,7 +4,7 @@ import torch
 from make_tiny_edit import random_edits
 from PIL import Image
 
-from lit_vgrpo.rollout.copying import COPY, CopyGuard, copying_warning, largest_change, similarity
+from lit_vgrpo.rollout.scores import COPY, CopyGuard, copying_warning, largest_change, similarity
 
 
 def test_similarities_to_the_picture_and_within_the_group(tmp_path):

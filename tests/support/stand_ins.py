@@ -88,7 +88,8 @@ class StandIns:
             folder, model = self._once("hps", scorer_files.write_hps)
             return {"checkpoint": str(folder), "model": model}
         if class_name == "ImageReward":
-            return {"checkpoint": str(self._once("image_reward", scorer_files.write_image_reward))}
+            folder = str(self._once("image_reward", scorer_files.write_image_reward))
+            return {"checkpoint": folder, "tokenizer": folder}
         return {"url": f"{self.server.address}/v1"} if class_name == "VLMJudge" else {}
 
     def words(self, recipe):

@@ -4,11 +4,13 @@ import random
 import shutil
 from contextlib import contextmanager
 from importlib.util import find_spec
+from io import BytesIO
 
 import torch
+from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor
 
 from lit_vgrpo.rewards import ShapesReward
-from lit_vgrpo.rewards.protocol import decode_png, open_png
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NO_BROWSER = (
@@ -53,7 +55,7 @@ class NoisyVoter:
 
     def choose(self, prompt, pngs):
         """Return the number of the chosen image, or None to skip."""
-        images = torch.stack([decode_png(open_png(png, 2**20)) for png in pngs]).float() / 255
+        images = torch.stack([pil_to_tensor(Image.open(BytesIO(png))) for png in pngs]).float() / 255
         scores = self.judge(images, [prompt] * len(pngs), [{}] * len(pngs)).tolist()
         best = [place for place, score in enumerate(scores) if score == max(scores)]
         worse = [place for place in range(len(scores)) if place not in best]

@@ -1,38 +1,65 @@
-"""The web application: ``POST /score``, ``GET /health``, ``GET /version``."""
+"""The web application of ``lightning serve-reward``: ``POST /score`` and ``GET /health``."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import hmac
+import io
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
-from pydantic import ValidationError
-from starlette.requests import ClientDisconnect
+import torch
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+from PIL import Image
 from torch import Tensor
 
-from lit_vgrpo import __version__
-from lit_vgrpo.apps.serve.worker import Stopping, Worker
 from lit_vgrpo.errors import one_line
-from lit_vgrpo.rewards.protocol import (
-    VERSION,
-    ProtocolError,
-    ScoreAnswer,
-    ScoreRequest,
-    decode_png,
-    open_png,
-    validation_message,
-)
+from lit_vgrpo.rewards import Scores, Weighted
+from lit_vgrpo.rewards.http import ScoreAnswer, ScoreRequest
 
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+"""Pillow's modes of at most 8 bits per channel."""
 REQUESTS = 16
 """Requests held at the same time; the others wait in their connections, unread."""
-BODY_S = 60.0
-"""Time for a body to arrive."""
-VALUES_PER_IMAGE = 1000
-"""JSON values that a request may contain, per allowed image: parsed, two bytes can take a hundred."""
-REQUEST_PIXELS = 64 * 2**20
-"""Pixels of all images of a request together; decoded, they take 201 MB."""
+
+
+class Worker:
+    """Scores requests in order of arrival, in one thread.
+
+    Args:
+        reward: called only from the worker's thread.
+        batch_size: images per call of the reward.
+        device: device of the images.
+
+    Attributes:
+        scored_images: images scored so far.
+    """
+
+    def __init__(self, reward: Weighted, batch_size: int, device: torch.device) -> None:
+        self.reward = reward
+        self.batch_size = batch_size
+        self.device = device
+        self.scored_images = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-worker")
+
+    async def score(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Scores:
+        """Wait for the scores of images, uint8, shape ``(B, 3, H, W)``."""
+        return await asyncio.wrap_future(self._thread.submit(self._score, images, prompts, rows))
+
+    def close(self) -> None:
+        """Cancel waiting requests; the current one finishes."""
+        self.reward.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _score(self, images: Tensor, prompts: list[str], rows: list[dict[str, Any]]) -> Scores:
+        parts = [slice(start, start + self.batch_size) for start in range(0, len(images), self.batch_size)]
+        pixels = [images[part].to(self.device).float() / 255 for part in parts]
+        calls = [self.reward.score(of, prompts[part], rows[part]) for of, part in zip(pixels, parts, strict=True)]
+        self.scored_images += len(images)
+        return Scores.joined(calls)
 
 
 def make_app(
@@ -42,7 +69,7 @@ def make_app(
 
     Args:
         worker: scores the requests.
-        name: the reward's name in answers.
+        name: the reward's name, shown at ``/health``.
         token: required as ``Authorization: Bearer`` everywhere but at ``/health``; None requires none.
         max_request_bytes: a larger request is refused with 413 while it is read.
         max_images: images per request.
@@ -51,57 +78,58 @@ def make_app(
     app = FastAPI(title="lit-vgrpo reward", openapi_url=None, max_body_size=max_request_bytes)
     room = asyncio.Semaphore(REQUESTS)
 
-    def check_token(request: Request) -> None:
+    @app.middleware("http")
+    async def admit(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        if request.url.path == "/health":
+            return await call_next(request)
         given = request.headers.get("authorization", "").encode("utf-8", errors="replace")
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            raise HTTPException(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
+            return JSONResponse({"detail": "the bearer token is missing or wrong"}, 401)
+        async with room:
+            return await call_next(request)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", "scored": worker.scored_images}
-
-    @app.get("/version")
-    async def version(request: Request) -> dict[str, Any]:
-        check_token(request)
-        return {"protocol": VERSION, "name": name, "lit_vgrpo": __version__}
+        return {"status": "ok", "name": name, "scored": worker.scored_images}
 
     @app.post("/score")
-    async def score(request: Request) -> ScoreAnswer:
-        check_token(request)
+    async def score(sent: ScoreRequest) -> ScoreAnswer:
+        if len(sent.images) > max_images:
+            raise HTTPException(413, f"{len(sent.images)} images exceed the limit of {max_images} per request")
+        images = await asyncio.to_thread(decoded, sent.images, max_pixels)
         try:
-            async with room:
-                body = await asyncio.wait_for(request.body(), BODY_S)
-                images, sent = await asyncio.to_thread(_decoded, body, max_images, max_pixels)
-                scores = await asyncio.wrap_future(worker.submit(images, sent.prompts, sent.rows))
-        except (asyncio.TimeoutError, ClientDisconnect) as error:
-            raise HTTPException(408, f"the request did not arrive within {BODY_S:g} s") from error
-        except ProtocolError as error:
-            raise HTTPException(413 if error.is_too_large else 422, str(error)) from error
-        except Stopping as error:
-            raise HTTPException(503, str(error)) from error
+            scores = await worker.score(images, sent.prompts, sent.rows)
         except RuntimeError as error:  # a reward that broke its contract, or ran out of memory
             raise HTTPException(500, f"{type(error).__name__}: {one_line(error)}") from error
         why = "; ".join(f"{part}: {one_line(error)}" for part, error in scores.errors.items()) or "no score"
-        return ScoreAnswer(scores=scores.total.tolist(), errors=[None if ok else why for ok in scores.ok.tolist()])
+        values = [None if math.isnan(value) else value for value in scores.total.tolist()]
+        return ScoreAnswer(scores=values, errors=[why if value is None else None for value in values])
 
     return app
 
 
-def _decoded(body: bytes, max_images: int, max_pixels: int) -> tuple[list[Tensor], ScoreRequest]:
-    # Counted before parsing. Characters inside strings count too: base64 has none of them, and prompts have few.
-    if sum(body.count(mark) for mark in (b",", b"[", b"{")) > max_images * VALUES_PER_IMAGE:
-        raise ProtocolError(f"more than {max_images * VALUES_PER_IMAGE} JSON values", is_too_large=True)
-    try:
-        sent = ScoreRequest.model_validate_json(body)
-        files = [base64.b64decode(text, validate=True) for text in sent.images]
-    except ValidationError as error:
-        raise ProtocolError(validation_message(error)) from error
-    except ValueError as error:
-        raise ProtocolError("an image is not base64") from error
-    if len(files) > max_images:
-        raise ProtocolError(f"{len(files)} images exceed the limit of {max_images} per request", is_too_large=True)
-    pictures = [open_png(data, max_pixels) for data in files]
-    pixels = sum(picture.width * picture.height for picture in pictures)
-    if pixels > REQUEST_PIXELS:
-        raise ProtocolError(f"{pixels} pixels exceed the limit of {REQUEST_PIXELS} per request", is_too_large=True)
-    return [decode_png(picture) for picture in pictures], sent
+def decoded(files: Sequence[bytes], max_pixels: int) -> Tensor:
+    """Return the images in PNG files of the same size, uint8, shape ``(B, 3, H, W)``.
+
+    Raises:
+        HTTPException: a file is not a PNG file of 8 bits per channel, is corrupt or larger, or the sizes differ.
+    """
+    images = []
+    for data in files:
+        try:
+            picture = Image.open(io.BytesIO(data), formats=("PNG",))
+            if picture.width * picture.height > max_pixels:  # from the header: a few bytes can unpack to gigabytes
+                size = f"an image of {picture.width} x {picture.height} pixels exceeds the limit of {max_pixels} pixels"
+                raise HTTPException(413, f"{size}. Start the server with a larger --max-megapixels")
+            if picture.mode not in MODES:
+                raise ValueError(f"the mode is {picture.mode}, not 8-bit RGB")
+            rgb = picture.convert("RGB")
+        except HTTPException:
+            raise
+        except Exception as error:  # a corrupt file can raise almost anything
+            raise HTTPException(422, f"an image is not a readable PNG file: {one_line(error)}") from error
+        pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
+        images.append(pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1))
+    if len({image.shape for image in images}) > 1:
+        raise HTTPException(422, "the images of a request differ in size: send one request per size")
+    return torch.stack(images)

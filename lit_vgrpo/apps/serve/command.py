@@ -7,7 +7,6 @@ import socket
 
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
 from lit_vgrpo.apps.serve.options import ServeOptions
-from lit_vgrpo.config.arguments import subcommand
 from lit_vgrpo.errors import UserError, counted, say
 
 MEGABYTE = 1_000_000
@@ -16,7 +15,6 @@ SHUTDOWN_S = 5
 BACKLOG = 256
 
 
-@subcommand(ServeOptions)
 def serve(options: ServeOptions) -> int:
     """Serve a reward: ``RECIPE_OR_CLASS [key=value ...] [--host 127.0.0.1] [--port 8000] ...``.
 
@@ -38,10 +36,9 @@ def serve(options: ServeOptions) -> int:
 def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     import torch
 
-    from lit_vgrpo.apps.serve.app import make_app
+    from lit_vgrpo.apps.serve.app import Worker, make_app
     from lit_vgrpo.apps.serve.page import serve_page
-    from lit_vgrpo.apps.serve.worker import Worker
-    from lit_vgrpo.launch.reward_spec import build_reward
+    from lit_vgrpo.launch.build import build_reward
 
     reward = build_reward(options.words)
     errors = reward.check()
@@ -54,7 +51,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
     except (RuntimeError, AssertionError, ModuleNotFoundError) as error:  # of torch, or of the reward in one line
         raise UserError(str(error).partition("\n")[0]) from error
     name = "+".join(reward.part_names)
-    worker = Worker(reward, options.batch_size, options.max_wait_ms, device)
+    worker = Worker(reward, options.batch_size, device)
     limits = (options.max_request_mb * MEGABYTE, options.max_images, options.max_megapixels * 2**20)
     app = make_app(worker, name, options.token, *limits)
     listener.listen(BACKLOG)

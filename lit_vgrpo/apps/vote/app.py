@@ -16,8 +16,7 @@ from pydantic import BaseModel, Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from lit_vgrpo.apps.serve.page import LOCAL_NAMES
-from lit_vgrpo.rewards.vote_groups import Comparison
-from lit_vgrpo.rewards.vote_store import VoteRefused, VoteStore, VoteStoreError
+from lit_vgrpo.rewards.vote_store import Comparison, VoteRefused, VoteStore, VoteStoreError
 
 COOKIE = "lightning_vote"
 REPORT_STYLE = files("lit_vgrpo.apps.report") / "templates" / "style.css"
@@ -56,11 +55,11 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
 
         @app.middleware("http")
         async def check_token(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-            if _is(request.query_params.get("token"), secret):
+            if _matches(request.query_params.get("token"), secret):
                 answer = RedirectResponse("/", 303)
                 answer.set_cookie(COOKIE, secret, httponly=True, samesite="strict")
                 return answer
-            if _is(request.cookies.get(COOKIE), secret):
+            if _matches(request.cookies.get(COOKIE), secret):
                 return await call_next(request)
             return PlainTextResponse("Open the whole address that lightning vote printed: it ends with ?token=...", 401)
 
@@ -107,5 +106,5 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
     return app
 
 
-def _is(given: str | None, token: str) -> bool:
+def _matches(given: str | None, token: str) -> bool:
     return given is not None and hmac.compare_digest(given.encode(), token.encode())
