@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.pixels import to_uint8
-from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, quiet_libraries, source_of
+from lit_vgrpo.system.hub import LoadError, explain_unloadable, file_at_hand, loading, quiet_libraries, source_of
 from lit_vgrpo.system.paths import file_sha256, resolve_path
 
 INCEPTION = "inception"
@@ -192,11 +192,9 @@ class TransformersFeatures(FeatureNetwork):
         return output if isinstance(output, Tensor) else output.pooler_output
 
     def _files(self) -> list[Path]:
-        from transformers.utils import cached_file
-
-        config = cached_file(source_of(self.source), "config.json")
+        config = file_at_hand(self.source, "config.json")
         assert config is not None
-        return sorted(file for file in Path(config).parent.iterdir() if file.suffix in MODEL_SUFFIXES)
+        return sorted(file for file in config.parent.iterdir() if file.suffix in MODEL_SUFFIXES)
 
 
 def feature_network(source: str = INCEPTION) -> FeatureNetwork:
