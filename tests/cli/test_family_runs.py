@@ -81,8 +81,9 @@ def drawn(runs, tmp_path_factory):
     """By case: image of plain diffusers, our sampler's, and the start's."""
     folder, jobs, images = tmp_path_factory.mktemp("drawn"), [], []
     for number, (family, *options) in enumerate(CASES):
+        place = runs(family)
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
-            patch.chdir(runs(family))
+            patch.chdir(place)
             assert export(["whole", "--to", str(folder / str(number)), *options]) == 0
             lines = [*SMALL_PICTURES, *out.getvalue().splitlines()[1:]]
             recipe = recipe_of(Path("whole"), [], ["model.policy"], "a test")

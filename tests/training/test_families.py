@@ -22,7 +22,7 @@ UNUSED = dict.fromkeys(
 """Starts of the names of weights that no output depends on, which are not trained."""
 EDIT = ("kontext", "qwen_image_edit")
 KINDS = ["lora", "full"]
-RUNS = [("lora", "zero2"), ("lora", "fsdp2"), ("full", "fsdp2")]
+RUNS = [("lora", "fsdp2"), ("full", "fsdp2")]  # which shards a family's blocks; ZeRO knows no family
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 

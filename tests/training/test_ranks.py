@@ -26,10 +26,10 @@ CONTINUED = {
 }
 # Two prompts on four ranks: every group is cut in two.
 CUT = dict.fromkeys(
-    ["DGPO, no guidance", "V-GRPO, scouts", "DiffusionNFT", "DGPO, moving"],
+    ["DGPO, no guidance", "V-GRPO, scouts", "DGPO, moving"],
     f"{TWO},prompts_per_iteration=2,micro_batch_size=2",
 )
-SHARDED = {"DGPO, moving": TWO_UPDATES, "AWM": TWO_UPDATES, "MixGRPO, window 4": SPLIT}
+SHARDED = {"DGPO, moving": TWO_UPDATES, "AWM": TWO_UPDATES}
 
 
 def train(checkpoint, out, ranks, jobs):

@@ -17,14 +17,14 @@ CASES = [*((name, kind) for name in ("ddp", "fsdp2", "zero2", "zero3") for kind 
 CASES += [("zero1", "lora"), ("zero2_offload", "full"), ("zero3_offload", "lora")]
 BROKEN = ["fsdp2", "zero1", "zero2_offload", "zero3"]
 # A checkpoint goes from hand to hand, an iteration each; it starts and ends on one process.
-RELAY = ["one", "zero1", "fsdp2", "zero3", "one"]
-RELAY_OF_LORA = ["one", "zero3_offload", "ddp", "zero2_offload", "one"]
+RELAY = ["one", "fsdp2", "zero3", "one"]
+RELAY_OF_LORA = ["one", "zero3_offload", "zero1", "one"]
 
 
 def run(strategy, kind, **options):
     name = f"{strategy}-{options.get('dtype', kind)}"
     chosen = None if strategy == "one" else strategy
-    return {"name": name, "strategy": chosen, "lora": kind == "lora", "iterations": 5, **options}
+    return {"name": name, "strategy": chosen, "lora": kind == "lora", "iterations": 4, **options}
 
 
 def relay(kind):
@@ -87,7 +87,7 @@ def test_one_process_trains_and_averages(folder, kind):
     assert max((value - start[name]).abs().max() for name, value in checkpoint["state_dict"].items()) > 1e-4
     assert (shown["images"] - shown["averaged"]).abs().max() > 1e-4
     assert all(norm > 0.05 for norm in shown["norms"]) or kind == "lora"  # clipped
-    assert shown["steps"] == 10
+    assert shown["steps"] == 8
 
 
 @pytest.mark.parametrize(("strategy", "kind"), CASES)
@@ -104,8 +104,8 @@ def test_two_processes_equal_one(folder, strategy, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_goes_from_strategy_to_strategy(folder, kind):
-    last, whole = load(folder, f"relay5-{kind}.ckpt"), load(folder, f"one-{kind}.ckpt")
-    assert last["global_step"] == whole["global_step"] == 10
+    last, whole = load(folder, f"relay4-{kind}.ckpt"), load(folder, f"one-{kind}.ckpt")
+    assert last["global_step"] == whole["global_step"] == 8
     assert_equal(trained(last), trained(whole))
 
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_is_what_one_process_would_have_written(folder, strategy):
     assert two.keys() == one.keys()
     first, second = (checkpoint["optimizer_states"][0] for checkpoint in (one, two))
     assert second["param_groups"] == first["param_groups"]
-    assert [state["step"] for state in second["state"].values()] == [torch.tensor(10.0)] * len(first["state"])
+    assert [state["step"] for state in second["state"].values()] == [torch.tensor(8.0)] * len(first["state"])
     assert two["lr_schedulers"] == one["lr_schedulers"]
     size = (folder / f"{strategy}-lora.ckpt").stat().st_size
     held = sum(value.numel() * value.element_size() for value in trained(two).values())
