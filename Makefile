@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# A slow file's tests share launches of several processes, so one worker takes them all.
+PYTEST_SLOW := $(BIN)/python -m pytest -n 2 --dist loadfile
 COVERAGE := --cov --cov-report=term --cov-fail-under=85
 export OMP_NUM_THREADS ?= 1
 # Without bytecode every worker compiles, and rewrites the asserts of, every test file again.
@@ -24,7 +26,7 @@ test: $(VENV)/installed
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/installed
-	$(PYTEST) -m slow $(PYTEST_ARGS)
+	$(PYTEST_SLOW) -m slow $(PYTEST_ARGS)
 	PRETEND_GPU=1 $(PYTEST) -m "not slow" tests/test_methods.py tests/test_resume.py $(PYTEST_ARGS)
 
 test-all: $(VENV)/installed

@@ -93,10 +93,10 @@ class Place:
         Raises:
             RuntimeError: it ended with another status than 0.
         """
-        from lit_vgrpo.cli.run import run
+        from lit_vgrpo.cli.main import main
 
         folder = self.folder / name
-        status = run([recipe, self.accelerator, f"run_dir={folder}", *words])
+        status = main(["run", recipe, self.accelerator, f"run_dir={folder}", *words])
         if status != 0:
             raise RuntimeError(f"lightning run {recipe} {' '.join(words)} ended with status {status}")
         return folder

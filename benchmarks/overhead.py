@@ -47,8 +47,8 @@ class Stopwatch(L.Callback):
         network.register_forward_pre_hook(lambda *_: self._start("network"))
         network.register_forward_hook(lambda *_: self._stop("network", f"forward, {pl_module.ledger.current_phase}"))
         self._time_calls(pl_module.policy, "decode", "decode")
-        self._time_calls(pl_module._scores, "put", "reward")
-        self._time_calls(pl_module._scores, "take", "reward")
+        self._time_calls(pl_module.scores.queue, "put", "reward")
+        self._time_calls(pl_module.scores.queue, "take", "reward")
 
     def _time_calls(self, owner: Any, name: str, phase: str) -> None:
         call = getattr(owner, name)

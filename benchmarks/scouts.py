@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo import RolloutSpec, SD3Policy
+from lit_vgrpo.core.advantages import extremes, rank_correlation
 from lit_vgrpo.core.sampling import rollout_batches
-from lit_vgrpo.core.scouts import extremes, rank_correlation
 from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.rewards import ShapesReward, Weighted
 from lit_vgrpo.system.paths import resolve_path

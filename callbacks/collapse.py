@@ -10,11 +10,10 @@ import lightning as L
 
 from lit_vgrpo.callbacks.stop import StopsRun, describe_best
 from lit_vgrpo.core.advantages import no_spread_share
-from lit_vgrpo.core.nonfinite import all_finite
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
 from lit_vgrpo.core.sharding import local
-from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.training.best_evaluation import TRAINED
+from lit_vgrpo.core.snapshots import all_finite, trainable_parameters
+from lit_vgrpo.training.checkpoint import TRAINED
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule

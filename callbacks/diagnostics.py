@@ -12,8 +12,7 @@ from lit_vgrpo.core.ranges import Count, PositiveInt, Range, checked
 from lit_vgrpo.core.surrogate import coefficient_of_variation
 from lit_vgrpo.objectives.forward import ForwardObjective
 from lit_vgrpo.objectives.gradient_noise import snr_by_time
-from lit_vgrpo.training.fsdp2 import FSDP2
-from lit_vgrpo.training.zero import ZeRO
+from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule

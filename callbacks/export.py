@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_vgrpo.callbacks.ema import EMA, averaged_weights
 from lit_vgrpo.core.sharding import full, is_sharded, local
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, write_error, write_folder_atomically
+from lit_vgrpo.system.paths import WRITE_ERRORS, write_error, write_folder_atomically
 from lit_vgrpo.training.saved_weights import AVERAGE, TRAINED
 from lit_vgrpo.training.trainer_internals import callbacks_of
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -11,10 +11,18 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_vgrpo.core.gather import raise_together
-from lit_vgrpo.core.ranges import PositiveInt, Range, checked
+from lit_vgrpo.core.ranges import PositiveInt, checked
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.metrics import FrechetDistance, KeptFeatures, Reference, feature_network, kernel_distance
-from lit_vgrpo.metrics.reference import reference_errors, reference_statistics
+from lit_vgrpo.metrics import (
+    FeatureMoments,
+    KeptFeatures,
+    Reference,
+    feature_network,
+    frechet_distance,
+    kernel_distance,
+    reference_errors,
+    reference_statistics,
+)
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule
@@ -33,27 +41,24 @@ class FID(L.Callback):
             ``python -m lit_vgrpo.metrics`` writes.
         features: ``inception`` (clean-fid's), a TorchScript file, or a folder or hub name of a vision model of
             transformers.
-        size: images are resized to ``size`` x ``size`` pixels; null uses the network's size.
         kid: log KID too, which keeps the features of all images on every rank: 8 kB per image with Inception.
         every_n_evaluations: compute every N held-out evaluations, and always at the first and the last.
 
     Raises:
-        ValueError: a number is too small, or the network does not support the size.
+        ValueError: a number is too small.
     """
 
     reference: str
     features: str = "inception"
-    size: Annotated[int, Range(1, 16_384)] | None = None
     kid: bool = False
     every_n_evaluations: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        self.network = feature_network(self.features, self.size)
+        self.network = feature_network(self.features)
         self.evaluations = 0
         self._trainer: L.Trainer | None = None
-        self._statistics: Reference | None = None
-        self._fid: FrechetDistance | None = None
-        self._kept: KeptFeatures | None = None
+        self._reference: Reference | None = None
+        self._sums: tuple[FeatureMoments, KeptFeatures] | None = None
         self._has_warned = self._has_ended = False
 
     @property
@@ -79,7 +84,7 @@ class FID(L.Callback):
         self._prepare(pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        self._fid, self._kept = None, None  # of an evaluation that was interrupted
+        self._sums = None  # of an evaluation that was interrupted
         self._prepare(pl_module)
 
     on_test_start = on_validation_start  # type: ignore[assignment]
@@ -91,9 +96,11 @@ class FID(L.Callback):
         """Add a batch of this rank's held-out images, ``(B, 3, H, W)`` in [0, 1]."""
         if not self._is_due:
             return
-        fid, kept = self._metrics()
         features = self.network(images)
-        fid.update(features, real=False)
+        if self._sums is None:  # not before: tensors of Lightning's inference mode cannot be updated outside it
+            self._sums = FeatureMoments(self.network.dimension), KeptFeatures(self.network.dimension)
+        moments, kept = self._sums
+        moments.update(features)
         if self.kid:
             kept.add(features, batch.slots)
 
@@ -102,20 +109,15 @@ class FID(L.Callback):
         is_due, self.evaluations = self._is_due, self.evaluations + 1
         if not is_due:
             return {}
-        self._prepare(module)
-        reference, (fid, kept) = self._statistics, self._metrics()
-        self._fid, self._kept = None, None
-        assert reference is not None
-        fid.add_up_ranks()
-        fid.set_reference(reference.mean, reference.cov)
-        count, dimension = fid.count, self.network.dimension
+        reference = self._prepare(module)
+        assert self._sums is not None
+        (moments, kept), self._sums = self._sums, None
+        moments.add_up_ranks()
+        count, dimension = moments.count, self.network.dimension
         if count <= dimension and not self._has_warned:
             self._has_warned = True
-            rank_zero_warn(
-                f"FID of {count} images with {dimension} features is biased upwards. Compare only equal "
-                "numbers of images, or use kid=true."
-            )
-        values = {f"heldout/fid@{count}": fid.compute().item()}
+            rank_zero_warn(f"FID of {count} images with {dimension} features is biased upwards. Use kid=true.")
+        values = {f"heldout/fid@{count}": frechet_distance(*moments.mean_and_cov(), reference.mean, reference.cov)}
         if self.kid:
             assert reference.features is not None
             device = module.device if module.device.type == "cuda" else torch.device("cpu")  # MPS has no float64
@@ -137,14 +139,9 @@ class FID(L.Callback):
         # not trainer.should_stop: a signal may set it on one rank before the others
         return self._has_ended or epochs_end or 0 <= trainer.max_steps <= trainer.global_step
 
-    def _prepare(self, module: VGRPOModule) -> None:
+    def _prepare(self, module: VGRPOModule) -> Reference:
         """Load the network and the reference once, on all ranks together."""
-        if self._statistics is None:
+        if self._reference is None:
             self.network.to(module.device)
-            self._statistics = reference_statistics(self.reference, self.network, keep_features=self.kid)
-
-    def _metrics(self) -> tuple[FrechetDistance, KeptFeatures]:
-        # created for each evaluation: state created in Lightning's inference mode cannot be updated outside it
-        if self._fid is None or self._kept is None:
-            self._fid, self._kept = FrechetDistance(self.network.dimension), KeptFeatures(self.network.dimension)
-        return self._fid, self._kept
+            self._reference = reference_statistics(self.reference, self.network, keep_features=self.kid)
+        return self._reference

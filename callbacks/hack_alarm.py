@@ -18,7 +18,7 @@ from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.metrics import diversity
 from lit_vgrpo.metrics.features import feature_network
-from lit_vgrpo.training.best_evaluation import TRAINED, UNTRAINED
+from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule

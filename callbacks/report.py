@@ -23,7 +23,7 @@ from lit_vgrpo.core.pictures import PICTURE
 from lit_vgrpo.core.pixels import to_pil
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.data.rows import PROMPT
+from lit_vgrpo.data.prompts import PROMPT
 from lit_vgrpo.errors import UserError, one_line
 from lit_vgrpo.system.paths import write_atomically
 

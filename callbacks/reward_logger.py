@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.core.gather import sum_over_ranks
 from lit_vgrpo.core.records import IterationRecord
-from lit_vgrpo.rollout.copying import copying_warning
+from lit_vgrpo.rollout.scores import copying_warning
 from lit_vgrpo.training.strategies import ZeRO
 
 if TYPE_CHECKING:

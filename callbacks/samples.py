@@ -14,12 +14,12 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from lit_vgrpo.apps.report.images import LAYOUT, TO_EDIT
+from lit_vgrpo.apps.report.run_data import LAYOUT, TO_EDIT
 from lit_vgrpo.callbacks.ema import averaged_weights
 from lit_vgrpo.core.pictures import references_of, stacked_references
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.ranges import PositiveInt, Range, checked
-from lit_vgrpo.data.rows import Rows
+from lit_vgrpo.data.prompts import Rows
 
 if TYPE_CHECKING:
     from lit_vgrpo.module import VGRPOModule

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import lightning as L
 
 from lit_vgrpo.errors import say
-from lit_vgrpo.training.best_evaluation import NewestEvaluation
-from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.checkpoint import NewestEvaluation, RunCheckpoint
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS, CONFIG_NAME
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.system.memory import device_name, peak_resident_bytes
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import versions
-from lit_vgrpo.training.best_evaluation import TRAINED
+from lit_vgrpo.training.checkpoint import TRAINED
 from lit_vgrpo.training.resume import SUMMARY_NAME
 from lit_vgrpo.training.trainer_internals import callbacks_of
 

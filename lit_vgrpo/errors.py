@@ -1,8 +1,7 @@
-"""Mistakes of the user, said in one line: what is wrong, which value, what to type next."""
+"""Errors of the user in one line each, and printing of text that may come from elsewhere."""
 
 from __future__ import annotations
 
-import re
 import sys
 import sysconfig
 import traceback
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-LONGEST_LIST = 12  # names shown where nothing is near
+LONGEST_LIST = 12
 HARMLESS = "\n\t\u200c\u200d"
 
 
@@ -30,9 +29,7 @@ class RewardError(RuntimeError):
 
 
 def without_controls(text: object) -> str:
-    """Return the text with ``?`` for escape sequences and changes of direction, which a terminal would obey.
-
-    Line ends and tabs stay, and so do the joiners that some scripts and emoji need.
+    """Return the text with ``?`` for control characters other than line ends and tabs, which a terminal would obey.
 
     >>> without_controls("a\\x1b[31mb\\r\\n")
     'a?[31mb?\\n'
@@ -50,46 +47,27 @@ def one_line(text: object) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun in the singular or plural.
-
-    >>> counted(1, "seed"), counted(3, "seed")
-    ('1 seed', '3 seeds')
-    """
+    """Return a number with its noun, such as ``3 seeds``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def printable(body: bytes, most: int) -> str:
-    """Return the first letters of something that came from outside, in one line and safe to print.
-
-    >>> printable(b"a\\n\\x1b[31mb", 9)
-    'a ?[31mb'
-    """
+    """Return the first characters of a response in one line and without control characters."""
     return one_line(body[: 2 * most].decode("utf-8", errors="replace"))[:most]
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that was probably meant, or ``None``.
-
-    >>> nearest("num_mc_sample", ["clip", "num_mc_samples"])
-    'num_mc_samples'
-    """
+    """Return the known word that was probably meant, or ``None``; capitals may differ."""
     known = list(known)
-    close = get_close_matches(word, known, n=1, cutoff=0.6)
-    if close:
+    folded = {**{name.lower(): name for name in known}, **{name: name for name in known}}
+    if close := get_close_matches(word, known, n=1, cutoff=0.6):
         return close[0]
-    folded = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), folded, n=1, cutoff=0.6)
     return folded[close[0]] if close else None
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """``Did you mean X?`` where something is near, else the list of what there is.
-
-    >>> suggestion("grean", ["red", "green"])
-    'Did you mean green?'
-    >>> suggestion("xyz", ["red", "green"])
-    'Use one of: red, green.'
-    """
+    """Return ``Did you mean X?`` if a known word is similar, else the list of known words."""
     known = list(dict.fromkeys(known))
     guess = nearest(word, known)
     if guess is not None:
@@ -105,86 +83,27 @@ def unknown_option(key: str, owner: str, options: Iterable[str]) -> str:
 
     >>> unknown_option("model.objective.num_mc_sample", "VGRPO", ["num_mc_samples", "clip"])
     'model.objective.num_mc_sample is not an option of VGRPO. Did you mean num_mc_samples?'
-    >>> unknown_option("model.objective.rollout.steps:4", "RolloutSpec", ["steps"])
-    'model.objective.rollout.steps:4 has no space after its colon. Write {steps: 4}.'
     """
-    name = key.rsplit(".", 1)[-1]
-    word, colon, value = name.partition(":")
-    options = list(options)
-    if colon and word in options:
-        return f"{key} has no space after its colon. Write {{{word}: {value}}}."
-    return f"{key} is not an option of {owner}. {suggestion(name, options)}"
+    return f"{key} is not an option of {owner}. {suggestion(key.rsplit('.', 1)[-1], options)}"
 
 
-def with_key(key: str, options: Iterable[str], error: object) -> str:
-    """Return a constructor's own message, with the dotted key in front of the argument that it starts with.
-
-    >>> with_key("data", ["group_size"], "group_size=1 has no spread. Use 2 or more.")
-    'data.group_size=1 has no spread. Use 2 or more.'
-    >>> with_key("model.rollout", ["steps"], "rollout.steps=0 samples nothing.")
-    'model.rollout.steps=0 samples nothing.'
-    >>> with_key("model.policy", ["alpha", "rank"], "alpha=8 has no effect. Set rank=8 too.")
-    'model.policy.alpha=8 has no effect. Set model.policy.rank=8 too.'
-    >>> with_key("model.reward", ["checkpoint"], "no such file")
-    'model.reward: no such file'
-    """
-    message = one_line(error)
-    if message.startswith(f"{key}.") or message.startswith(f"{key}="):
-        return message
-    parent, _, own = key.rpartition(".")
-    if parent and re.match(rf"{re.escape(own)}[.=]", message):
-        return f"{parent}.{message}"
-    if not key:
-        return message
-    dotted = with_full_keys(key, options, message)
-    word = re.match(r"\w+", message)
-    if dotted.startswith(f"{key}.") or word is None:
-        return dotted
-    return f"{key}.{dotted}" if word.group() in set(options) else f"{key}: {dotted}"
-
-
-def with_full_keys(key: str, options: Iterable[str], message: str) -> str:
-    """Return a message that names options of a part, with the part's own key in front of each.
-
-    >>> with_full_keys("data", ["limit", "heldout"], "limit=3 has no effect. Set heldout to a file.")
-    'data.limit=3 has no effect. Set data.heldout to a file.'
-    """
-    names = "|".join(re.escape(option) for option in options)
-    named = rf"(?<![\w.\[])(?=(?:{names})[.=\[]\S)|(?<=[Ss]et )(?=(?:{names}) to\b)"
-    return re.sub(named, f"{key}.", message)
-
-
-def from_parser(error: BaseException) -> str:
-    """Return the innermost cause and its class, for an error that nothing explains better."""
-    root = error
-    while (inner := root.__cause__ or root.__context__) is not None:
-        root = inner
-    owner = re.search(r"class_path '?(?:[\w.]*\.)?(\w+)'?", str(error))
-    text = one_line(str(root).split("\nGiven value")[0])
-    text = re.sub(r"^Parser key \"?([\w.]+)\"?:", r"\1:", text)
-    if owner is not None and root is not error:
-        text = f"{owner.group(1)}: {text}"
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def error_in_own_code(error: BaseException) -> str | None:
-    """Where the user's own code broke, in a line; ``None`` where it was not that, as far as the files tell."""
+def error_in_user_code(error: BaseException) -> str | None:
+    """Return where the user's code raised an error, in a line; ``None`` if no file outside of packages did."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}."
     package = Path(__file__).parent
-    roots = (
-        str(package),
-        str(package.parent / "callbacks"),
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    )
-    own = [
+    roots = (str(package), str(package.parent / "callbacks"), sysconfig.get_path("stdlib"))
+    frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_file() and not frame.filename.startswith(roots)
+        if Path(frame.filename).is_file()
+        and not frame.filename.startswith(roots)
+        and not {"site-packages", "dist-packages"} & set(Path(frame.filename).parts)
     ]
-    if not own:
+    if not frames:
         return None
-    return f"{own[-1].filename} line {own[-1].lineno}: {type(error).__name__}: {error}."
+    message = str(error).rstrip(".")
+    return f"{frames[-1].filename} line {frames[-1].lineno}: {type(error).__name__}: {message}."
 
 
 def report(errors: Sequence[str]) -> None:

@@ -15,32 +15,28 @@ from typing_extensions import Self
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
 from lit_vgrpo.core.batches import BATCH_SIZE
-from lit_vgrpo.core.nonfinite import NonFinite
-from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.ranges import BatchSize, Seed, checked
-from lit_vgrpo.core.records import IterationRecord
+from lit_vgrpo.core.records import IterationRecord, PassLedger
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
 from lit_vgrpo.core.types import Rollout, RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.loading import distillation_warning
 from lit_vgrpo.policies.placement import in_own_precision
 from lit_vgrpo.rewards import Reward, ScoreQueue, as_weighted
 from lit_vgrpo.rollout.iteration import Continuation, Iteration
 from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector, compare
 from lit_vgrpo.rollout.scouts import ScoutSampler
-from lit_vgrpo.training import settings
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.training.evaluation import Evaluator
-from lit_vgrpo.training.limits import hide_expected_warnings, training_warnings, unfit_callbacks
 from lit_vgrpo.training.micro_batch import settle
-from lit_vgrpo.training.optimization import LRSchedulerCallable, Optimization
-from lit_vgrpo.training.optimizer import OptimizerCallable, OptimizerConfig
+from lit_vgrpo.training.optimizer import LRSchedulerCallable, Optimization, OptimizerCallable, OptimizerConfig
 from lit_vgrpo.training.resume_guard import ResumeGuard
-from lit_vgrpo.training.saved_weights import refuse_other_weights, trained_only
-from lit_vgrpo.training.start import load_policy
-from lit_vgrpo.training.update_guard import UpdateGuard
+from lit_vgrpo.training.saved_weights import load_policy, refuse_other_weights, trained_only
+from lit_vgrpo.training.settings import hide_expected_warnings, set_up, unfit_callbacks
+from lit_vgrpo.training.update_guard import NonFinite, UpdateGuard
 
 
 @checked
@@ -248,7 +244,7 @@ class VGRPOModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
-            settings.set_up(self)
+            set_up(self)
             self.reward.enter_run(Path(self.trainer.default_root_dir))
 
     @property
@@ -302,8 +298,8 @@ class VGRPOModule(L.LightningModule):
                 logger.log_metrics(self.evaluator.latest, step=0)
 
     def on_train_start(self) -> None:
-        for line in training_warnings(self.trainer, self.policy):
-            rank_zero_warn(line)
+        if (distilled := distillation_warning(self.policy)) is not None:
+            rank_zero_warn(distilled)
         if self._continuation is not None:
             self.optimization.resume(self.lr_schedulers())
 

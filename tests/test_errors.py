@@ -1,7 +1,6 @@
-"""One line a mistake."""
+"""Errors in one line each, and text that a terminal would obey."""
 
 import ast
-from argparse import ArgumentError
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import lit_vgrpo
 from lit_vgrpo import callbacks
 from lit_vgrpo.errors import (
     UserError,
-    from_parser,
     nearest,
     one_line,
     printable,
@@ -18,12 +16,11 @@ from lit_vgrpo.errors import (
     say,
     suggestion,
     unknown_option,
-    with_key,
     without_controls,
 )
 
-PRINT_THEMSELVES = ("errors.py", "cli/main.py", "policies/verify.py")
-"""Where text is made safe, or is our own."""
+PRINT_THEMSELVES = ("errors.py", "cli/commands.py", "policies/verify.py")
+"""Files that make text safe or print no text of others."""
 
 
 def test_user_error_keeps_each_error_on_one_line():
@@ -49,26 +46,6 @@ def test_suggestion_lists_only_so_many():
 def test_unknown_option_is_the_line_of_the_style_guide():
     line = unknown_option("model.objective.num_mc_sample", "VGRPO", ["num_mc_samples"])
     assert line == "model.objective.num_mc_sample is not an option of VGRPO. Did you mean num_mc_samples?"
-
-
-@pytest.mark.parametrize(
-    ("key", "message", "expected"),
-    [
-        ("data", "group_size=1 is too small.", "data.group_size=1 is too small."),
-        ("model.objective.rollout", "rollout.steps=0 is none.", "model.objective.rollout.steps=0 is none."),
-        ("model.optimizer", "model.optimizer.lr=-1 is none.", "model.optimizer.lr=-1 is none."),
-        ("model.reward", "there is no file", "model.reward: there is no file"),
-    ],
-)
-def test_a_constructor_message_gets_its_key_once(key, message, expected):
-    assert with_key(key, ["group_size", "steps", "lr"], message) == expected
-
-
-def test_from_parser_tells_the_innermost_cause():
-    error = ValueError("Problem with given class_path 'lightning.pytorch.loggers.WandbLogger':\n  ...")
-    error.__cause__ = ModuleNotFoundError("Requirement 'wandb' not met. Try pip install wandb")
-    assert from_parser(error) == "WandbLogger: Requirement 'wandb' not met. Try pip install wandb."
-    assert from_parser(ArgumentError(None, "broken\nGiven value: x")) == "broken."
 
 
 def test_report_goes_to_stderr(capsys):

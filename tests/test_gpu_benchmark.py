@@ -1,4 +1,7 @@
-"""``benchmarks/gpu.py`` on a CPU, with tiny sizes: every step of every part ends with figures."""
+"""``benchmarks/gpu.py`` on a CPU, with tiny sizes: every step of a part ends with figures.
+
+The race is ``lightning compare``, which apps/compare/test_compare.py runs.
+"""
 
 import sys
 from pathlib import Path
@@ -20,7 +23,7 @@ def gpu():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["speed", "iteration", "runs", "memory", "answers", "race"])
+@pytest.mark.parametrize("part", ["speed", "iteration", "runs", "memory", "answers"])
 def test_every_step_has_figures(gpu, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = gpu.measured(part, "cpu")

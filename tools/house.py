@@ -26,7 +26,7 @@ BUILT_IN = "lit_vgrpo.callbacks.reward_logger"
 MAY_IMPORT_APPS = ("report.py", "samples.py", "kept_images.py", "export.py")
 """Callbacks that write files of the report, or a model card."""
 
-PRIVATE_API_ALLOWED = ("training/checkpoint.py", "training/trainer_internals.py", "training/zero.py")
+PRIVATE_API_ALLOWED = ("training/checkpoint.py", "training/trainer_internals.py", "training/sharded.py")
 """Files that may use private names of Lightning and DeepSpeed, next to the version in which they were read."""
 PUBLIC_DESPITE_UNDERSCORE = {
     *("_exit", "_asdict"),  # the standard library

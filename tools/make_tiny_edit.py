@@ -20,7 +20,7 @@ from tiny_pipelines import build_flux
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies import Conditioning, KontextPolicy
-from lit_vgrpo.policies.kontext import LATENTS
+from lit_vgrpo.policies.flux import REFERENCE_LATENTS
 from lit_vgrpo.tiny.edits import WORDS, edit_of, random_edits
 from lit_vgrpo.tiny.shapes import COLOURS, IMAGE_SIZE, prompt_rows, render
 
@@ -53,7 +53,7 @@ def pretrain(policy: KontextPolicy, seed: int, steps: int, batch_size: int, prom
         with torch.no_grad():
             latents, x = (policy.vae_encode(pictures * 2 - 1) for pictures in (before, after))
         rows = torch.tensor([prompts.index(prompt) for prompt in asked])
-        cond = Conditioning({**texts.select(rows).tensors, LATENTS: latents})
+        cond = Conditioning({**texts.select(rows).tensors, REFERENCE_LATENTS: latents})
         t = (torch.randperm(batch_size, generator=generator) + torch.rand(1, generator=generator)) / batch_size
         eps = torch.randn(x.shape, generator=generator)
         loss = (policy(policy.path.interpolate(x, eps, t), t, cond) - (eps - x)).square().mean()

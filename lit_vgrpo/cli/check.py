@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
-
-from typing_extensions import Self, override
 
 from lit_vgrpo.apps.curriculum.curriculum import Curriculum, Stage, is_curriculum, merged_errors
-from lit_vgrpo.apps.memory.room import NotEstimated, gpu_memory_of, memory_report
-from lit_vgrpo.cli.untrusted import list_untrusted
-from lit_vgrpo.config.arguments import flag, option, subcommand
+from lit_vgrpo.apps.memory.room import NotEstimated, memory_report
 from lit_vgrpo.config.header import Header
-from lit_vgrpo.config.recipe import Command, read_recipe
-from lit_vgrpo.config.schema import sound_parts
+from lit_vgrpo.config.parts import with_full_key
+from lit_vgrpo.config.recipe import Command, Recipe, read_recipe
 from lit_vgrpo.data.prompts import prompt_errors
 from lit_vgrpo.errors import UserError, say
-from lit_vgrpo.launch.build import build_recipe
-from lit_vgrpo.launch.recipe_cli import LINKED, TOP_LEVEL, RecipeCLI
+from lit_vgrpo.launch.build import build_recipe, part_errors
+from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.policies.loading import distillation_warning, weight_files
 from lit_vgrpo.system.paths import resolve_path
 
@@ -31,39 +24,18 @@ COPIES_OF_WEIGHTS = 4
 """Weights, Adam's two moments and the average, in the checkpoint of a fully trained network."""
 
 
-@dataclass(kw_only=True)
-class CheckOptions(Command):
-    """Options of ``lightning check``.
+def check_command(command: Command, gpu_memory: int | None) -> int:
+    """Check a recipe, or all stages of a curriculum, without training.
 
-    Attributes:
-        memory: Size of the GPU to compare with, in bytes; ``None`` takes this machine's.
-        untrusted: List what the recipe names instead of checking it.
+    Args:
+        gpu_memory: Size of the GPU to compare with, in bytes; ``None`` takes this machine's.
+
+    Raises:
+        UserError: With the errors in keys, values, sizes, files, free disk and memory.
     """
-
-    subcommand: ClassVar[str] = "check"
-
-    memory: int | None = option(read=gpu_memory_of)
-    untrusted: bool = flag()
-
-    @classmethod
-    @override
-    def parse(cls, args: Sequence[str]) -> Self:
-        # Without a value, the error shows how to write a size.
-        return super().parse([*args, ""] if args and args[-1] == "--memory" else args)
-
-
-@subcommand(CheckOptions)
-def check(options: CheckOptions) -> int:
-    """Check a recipe's keys, types, values, sizes, files, weights, free disk and memory.
-
-    ``--memory 80GiB`` compares the memory it needs with a GPU of that size, on any machine. ``--untrusted`` lists the
-    code, variables and hosts that an untrusted recipe names, and checks nothing.
-    """
-    if options.untrusted:
-        return list_untrusted(options)
-    if is_curriculum(options.recipe):
-        return _check_stages(Curriculum.of(options), options.memory)
-    return _check_recipe(options, options.memory)
+    if is_curriculum(command.recipe):
+        return _check_stages(Curriculum.of(command), gpu_memory)
+    return _check_recipe(command, gpu_memory)
 
 
 def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
@@ -80,10 +52,11 @@ def _check_stages(curriculum: Curriculum, gpu_memory: int | None) -> int:
 
 
 def _check_recipe(command: Command, gpu_memory: int | None) -> int:
+    recipe = read_recipe(command)
     try:
-        cli = build_recipe(command, make_folder=False)
+        cli = build_recipe(recipe, make_folder=False)
     except UserError as error:
-        raise UserError(*error.errors, *further_errors(command)) from error
+        raise UserError(*dict.fromkeys([*error.errors, *further_errors(recipe)])) from error
     errors = [*cli.errors(), *disk_errors(cli)]
     if not cli.datamodule.sizes.errors(cli.trainer.world_size):
         say(cli.plan())
@@ -101,7 +74,7 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> int:
     distilled = distillation_warning(cli.model.policy)
     warned = [f"WARNING: {distilled}"] if distilled else []
     say("\n".join([*cli.about_prompts(), *_evidence(command), *warned]))
-    say(f"{cli.command.recipe}: no errors found for world size {cli.trainer.world_size}.")
+    say(f"{command.recipe}: no errors found for world size {cli.trainer.world_size}.")
     return 0
 
 
@@ -112,16 +85,14 @@ def _evidence(command: Command) -> list[str]:
     return [f"Evidence{changed}: {level}."] if level else []
 
 
-def further_errors(command: Command) -> list[str]:
-    """Return the errors in files, checkpoints and rewards of a recipe that cannot be built."""
-    try:
-        recipe = read_recipe(command)
-    except UserError:
-        return []
-    parts = sound_parts(recipe, TOP_LEVEL, LINKED)
-    errors = [error for key in ("model.policy", "model.reward") if key in parts for error in parts[key].check()]
-    data = recipe.get("data")
-    return errors + (prompt_errors(data.get("train"), data.get("heldout")) if isinstance(data, dict) else [])
+def further_errors(recipe: Recipe) -> list[str]:
+    """Return the errors in the parts of a recipe that cannot be built, and in their files."""
+    errors, parts = part_errors(recipe.values)
+    found = [error for key in ("model.policy", "model.reward") if key in parts for error in parts[key].check()]
+    data = recipe.values.get("data")
+    if isinstance(data, dict):
+        found += prompt_errors(data.get("train"), data.get("heldout"))
+    return [*errors, *(with_full_key(error, recipe.values) for error in found)]
 
 
 def disk_errors(cli: RecipeCLI) -> list[str]:

@@ -5,55 +5,41 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.cli.image_files import aligned, batches_of, device, find_images, loaded, read_image
-from lit_vgrpo.config.arguments import Options, option, subcommand, whole
 from lit_vgrpo.core.advantages import no_spread_share
 from lit_vgrpo.core.pictures import references_of
-from lit_vgrpo.data.rows import Rows
+from lit_vgrpo.data.prompts import Rows
 from lit_vgrpo.errors import UserError, counted, report, say
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.rewards import Scores, Weighted
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import measured_memory
-from lit_vgrpo.training.start import load_policy
+from lit_vgrpo.training.saved_weights import load_policy
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null")
 HEADER = ("reward", "weight", "mean", "std", "min", "max", "failed", "no spread", "s/image")
 
 
-@dataclass(kw_only=True)
-class CheckRewardOptions(Options):
-    """Options of ``lightning check-reward``; the words are a recipe, overlays and overrides.
+def check_reward(words: Sequence[str], folder: str | None = None, num_prompts: int = 4, each: int = 2) -> int:
+    """Try a recipe's rewards on a few images.
 
-    Attributes:
-        images: File or folder of images to score; ``None`` takes images of the recipe's policy.
+    Args:
+        words: A recipe, overlays and overrides.
+        folder: File or folder of images to score; ``None`` takes images of the recipe's policy.
         num_prompts: Training prompts to score images of.
-        images_per_prompt: Images of each.
-    """
-
-    subcommand: ClassVar[str] = "check-reward"
-
-    images: str | None = option()
-    num_prompts: int = whole(4)
-    images_per_prompt: int = whole(2)
-
-
-@subcommand(CheckRewardOptions, stopped="Stopped: nothing was written.")
-def check_reward(options: CheckRewardOptions) -> int:
-    """Try a recipe's rewards: ``RECIPE [OVERLAY ...] [key=value ...] [--images FOLDER]``.
+        each: Images per prompt.
 
     Returns:
-        0; 1 where a reward is constant or failed; 2 for a mistake in the recipe; 130 after Ctrl-C.
+        0; 1 where a reward is constant or failed; 2 for an error in the recipe; 130 after Ctrl-C.
     """
-    num_prompts, each = options.num_prompts, options.images_per_prompt
-    cli = build([*options.words, *OVERRIDES], make_folder=False)
-    files = find_images([options.images], num_prompts * each) if options.images is not None else []
+    cli = build([*words, *OVERRIDES], make_folder=False)
+    files = find_images([folder], num_prompts * each) if folder is not None else []
     reward = cli.model.evaluator.observed
     errors = [*reward.check(), *cli.datamodule.check()]
     errors += [] if files else cli.model.policy.check()
@@ -66,7 +52,7 @@ def check_reward(options: CheckRewardOptions) -> int:
     rows = [row for row in training_rows(cli, num_prompts) for _ in range(each)]
     if files:
         rows, images = rows[: len(files)], [read_image(file) for file in files]
-        say(f"{counted(len(images), 'image')} of {options.images}, {each} for each of the first training prompts")
+        say(f"{counted(len(images), 'image')} of {folder}, {each} for each of the first training prompts")
     else:
         start = time.perf_counter()
         images = made_images(cli, rows)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,16 +16,16 @@ from lit_vgrpo.callbacks import FID
 from lit_vgrpo.callbacks.summary import versions
 from lit_vgrpo.cli.eval_scores import HeldOutEvaluation, ImageScores
 from lit_vgrpo.cli.saved_policy import RunOptions, saved_weights
-from lit_vgrpo.config.arguments import flag, option, read_path, subcommand
+from lit_vgrpo.config.recipe import refuse_overrides
 from lit_vgrpo.data.datasets import Rows, held_out_error
 from lit_vgrpo.errors import UserError, counted, say
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.launch.recipe_cli import RecipeCLI
 from lit_vgrpo.launch.train import leave_together
 from lit_vgrpo.metrics import diversity
-from lit_vgrpo.metrics.bootstrap import bootstrap_interval
 from lit_vgrpo.metrics.features import INCEPTION, FeatureNetwork, feature_network
 from lit_vgrpo.metrics.reference import STATISTICS_SUFFIX
+from lit_vgrpo.metrics.statistics import bootstrap_interval
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.folder import CONFIG_NAME, candidates
@@ -40,25 +40,16 @@ LEVEL, RESAMPLES = 0.95, 2000
 
 @dataclass(kw_only=True)
 class EvaluateOptions(RunOptions):
-    """Options of ``lightning eval``; other arguments override the run's recipe.
+    """Options of ``lightning eval``, whose help describes them."""
 
-    Attributes:
-        reference: Evaluate the reference too.
-        features: Feature network of FID and diversity; ``None`` uses that of the recipe's FID.
-        fid_reference: Real images, or a file of their statistics; ``None`` uses those of the recipe's FID.
-        out: JSON file to write, under the next free name if it exists.
-    """
-
-    subcommand: ClassVar[str] = "eval"
-    refused: ClassVar[Mapping[str, str]] = {"ckpt_path": "has no effect on an evaluation. Use --checkpoint FILE."}
-
-    reference: bool = flag()
-    features: str | None = option()
-    fid_reference: str | None = option()
-    out: Path = option(read=read_path)
+    reference: bool = False
+    features: str | None = None
+    fid_reference: str | None = None
+    out: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_overrides(self.words, {"ckpt_path": "has no effect on an evaluation. Use --checkpoint FILE."})
         self.out = self.out or self.run / "eval.json"
         if self.out.suffix != ".json":
             raise UserError(f"--out {self.out} is not a JSON file. Use --out {self.out.with_suffix('.json')}.")
@@ -69,7 +60,6 @@ class EvaluateOptions(RunOptions):
         return [TRAINED, *([AVERAGE] if self.ema else []), *([REFERENCE] if self.reference else [])]
 
 
-@subcommand(EvaluateOptions, stopped="Stopped: nothing was written.")
 def evaluate(options: EvaluateOptions) -> int:
     """Score a run's weights on held-out prompts: ``RUN [--ema] [--reference] [key=value ...]``.
 

@@ -19,8 +19,7 @@ from lit_vgrpo.core.gather import objects_of_all_ranks
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.data import PromptDataModule
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.data.datasets import HeldOutDataset, Rows
-from lit_vgrpo.data.sampler import LocalSampler
+from lit_vgrpo.data.datasets import HeldOutDataset, LocalSampler, Rows
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.metrics.features import FeatureNetwork
 from lit_vgrpo.module import VGRPOModule

@@ -5,19 +5,17 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from lit_vgrpo.apps.report.model_card import add_card
 from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
-from lit_vgrpo.config.arguments import flag, option, subcommand
-from lit_vgrpo.errors import UserError, counted, one_line, say, suggestion
+from lit_vgrpo.errors import UserError, counted, one_line, say
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.export import save_kohya, save_merged
-from lit_vgrpo.policies.pipeline import DTYPES
-from lit_vgrpo.system.atomic_folder import vacant_folder, write_new_folder
+from lit_vgrpo.system.paths import vacant_folder, write_new_folder
 from lit_vgrpo.training.folder import candidates
 
 DIFFUSERS, KOHYA = "diffusers", "kohya"
@@ -41,47 +39,16 @@ def read_target(text: str) -> Target:
     return Target(next(path for path in candidates(Path("exports", Path(name).name)) if not path.exists()), name)
 
 
-def read_format(text: str) -> str:
-    """Return the name of a file format of LoRA adapters."""
-    if text not in (DIFFUSERS, KOHYA):
-        raise UserError(f"{text} is not a LoRA format. {suggestion(text, (DIFFUSERS, KOHYA))}")
-    return text
-
-
-def read_dtype(text: str) -> torch.dtype:
-    """Return the dtype of that name."""
-    if text not in DTYPES:
-        raise UserError(f"{text} is not known. Use {', '.join(DTYPES)}.")
-    return DTYPES[text]
-
-
 @dataclass(kw_only=True)
 class ExportOptions(RunOptions):
-    """Options of ``lightning export``; the words are settings of the run's recipe.
+    """Options of ``lightning export``, whose help describes them."""
 
-    Attributes:
-        to: Folder to write, new or empty; or hub:owner/name, to upload what was written to exports/name.
-        yes: With hub:, upload without asking.
-        public: With hub:, create a public repository instead of a private one.
-        merge: Add a LoRA adapter to the weights under it.
-        format: File format of an adapter, ``diffusers`` or ``kohya``.
-        dtype: Dtype of everything that is written.
-    """
-
-    subcommand: ClassVar[str] = "export"
-
-    to: Target = option(read=read_target)
-    yes: bool = flag()
-    public: bool = flag()
-    format: str = option(DIFFUSERS, read_format)
-    dtype: torch.dtype = option(torch.float32, read_dtype)
-    merge: bool = flag()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.has("to"):
-            example = f"exports/{self.run.resolve().name}"
-            raise UserError(f"No output folder given. Add --to DIR, for example --to {example}")
+    to: Target
+    yes: bool = False
+    public: bool = False
+    format: str = DIFFUSERS
+    dtype: torch.dtype = torch.float32
+    merge: bool = False
 
     @property
     def kohya_file(self) -> Path:
@@ -89,7 +56,6 @@ class ExportOptions(RunOptions):
         return self.to.folder / f"{self.to.folder.resolve().name}.safetensors"
 
 
-@subcommand(ExportOptions, stopped="Stopped. An export that was reported as written is complete.")
 def export(options: ExportOptions) -> int:
     """Write a run's weights: ``RUN --to DIR [options] [key=value ...]``."""
     recipe = recipe_of(options.run, options.words, ["model.policy"], "an export")

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
-from lit_vgrpo.config.arguments import Options, subcommand
 from lit_vgrpo.errors import UserError, say
-from lit_vgrpo.system.atomic_folder import WRITE_ERRORS, vacant_folder, write_error, write_folder_atomically
-from lit_vgrpo.system.paths import shipped_root
+from lit_vgrpo.system.paths import WRITE_ERRORS, shipped_root, vacant_folder, write_error, write_folder_atomically
 
 STARTER = "starter"
 """Shipped folder with the files."""
@@ -19,46 +15,26 @@ NAME = "my_run"
 """Name in the files, replaced by the new folder's."""
 
 
-@dataclass(kw_only=True)
-class InitOptions(Options):
-    """Options of ``lightning init``: one word, the folder.
+def write_starter(text: str) -> int:
+    """Write a recipe, prompts and a reward that run as they are on a tiny pipeline.
 
-    Attributes:
-        folder: The folder to write: new or empty, and its name fit to be a run's.
+    Args:
+        text: The folder to write, new or empty; its name must be fit for a run.
     """
-
-    subcommand: ClassVar[str] = "init"
-
-    folder: Path = field(init=False)
-
-    def __post_init__(self) -> None:
-        if len(self.words) != 1:
-            raise UserError(f"init takes the name of one new folder. Write: lightning init {NAME}")
-        name = Path(self.words[0]).expanduser().absolute().name
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise UserError(f"{name!r} cannot name a run. Use letters, digits, '_', '-' and '.': lightning init {NAME}")
-        self.folder = vacant_folder(self.words[0])
-
-
-@subcommand(InitOptions)
-def init(options: InitOptions) -> int:
-    """Write a recipe, prompts and a reward that run as they are on a tiny pipeline: ``FOLDER``."""
-    folder = options.folder
-    _write(folder)
-    say(
-        f"Wrote {', '.join(FILES)} to {folder}. Train on the tiny pipeline:\n"
-        f"  cd {folder} && lightning run recipe.yaml\n"
-        "For a real model, change the two lines marked CHANGE in recipe.yaml; your own reward goes into reward.py."
-    )
-    return 0
-
-
-def _write(folder: Path) -> None:
-    name = folder.absolute().name
+    name = Path(text).expanduser().absolute().name
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError(f"{name!r} cannot name a run. Use letters, digits, '_', '-' and '.': lightning init {NAME}")
+    folder = vacant_folder(text)
     try:
         with write_folder_atomically(folder) as draft:
             for file in FILES:
-                text = (shipped_root() / STARTER / file).read_text(encoding="utf-8")
-                (draft / file).write_text(text.replace(NAME, name), encoding="utf-8")
+                content = (shipped_root() / STARTER / file).read_text(encoding="utf-8")
+                (draft / file).write_text(content.replace(NAME, name), encoding="utf-8")
     except WRITE_ERRORS as error:
         raise UserError(f"Cannot write {folder}: {write_error(error)}. Choose another folder.") from error
+    say(
+        f"Wrote {', '.join(FILES)} to {folder}. Train on the tiny pipeline:\n"
+        f"  cd {folder} && lightning run recipe.yaml\n"
+        "For a real model, change the two lines marked CHANGE in recipe.yaml; your reward goes into reward.py."
+    )
+    return 0

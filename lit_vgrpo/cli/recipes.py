@@ -1,37 +1,27 @@
-"""``lightning recipes``: list the shipped recipes, what each needs and what its settings rest on."""
+"""``lightning recipes``: list the shipped recipes with their needs and evidence."""
 
 from __future__ import annotations
 
+import shutil
 import textwrap
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
 
-from lit_vgrpo.config.arguments import Options, subcommand
 from lit_vgrpo.config.header import Header
-from lit_vgrpo.config.help import text_width
 from lit_vgrpo.config.recipe import find_recipe, shipped_recipes
 from lit_vgrpo.errors import say
 
 
-@dataclass(kw_only=True)
-class RecipesOptions(Options):
-    """Options of ``lightning recipes``: its words are names of recipes; none lists all."""
-
-    subcommand: ClassVar[str] = "recipes"
-
-
-@subcommand(RecipesOptions)
-def recipes(options: RecipesOptions) -> int:
-    """List the shipped recipes, or those that are named: ``[RECIPE ...]``."""
-    found = {name: find_recipe(name) for name in options.words} or shipped_recipes()
-    entries = [_entry(name, Header.of_file(path)) for name, path in found.items()]
-    say("\n\n".join(entries))
+def list_recipes(names: Sequence[str]) -> int:
+    """Print the shipped recipes, or those that are named."""
+    found = {name: find_recipe(name) for name in names} or shipped_recipes()
+    say("\n\n".join(_entry(name, Header.of_file(path)) for name, path in found.items()))
     return 0
 
 
 def _entry(name: str, header: Header) -> str:
     parts = {"needs": header.needs, "expect": header.expect, "evidence": header.evidence or "its header states none"}
-    wrapped = textwrap.TextWrapper(text_width(), break_long_words=False, break_on_hyphens=False)
+    width = min(120, shutil.get_terminal_size((120, 24)).columns)
+    wrapped = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     lines = wrapped.wrap(f"{name}: {header.title}")
     wrapped.subsequent_indent = " " * 12
     for label, text in parts.items():

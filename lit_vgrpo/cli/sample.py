@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from PIL import Image
@@ -14,65 +14,42 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lit_vgrpo.cli.saved_policy import RunOptions, build_policy, load_saved_policy, recipe_of, saved_weights
-from lit_vgrpo.config.arguments import SEVERAL, flag, option, read_path, subcommand, whole
 from lit_vgrpo.config.parts import built_part
-from lit_vgrpo.core.nonfinite import all_finite
 from lit_vgrpo.core.pictures import PICTURE, references_of
 from lit_vgrpo.core.pixels import to_uint8
 from lit_vgrpo.core.sampling import sample
+from lit_vgrpo.core.snapshots import all_finite
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data import read_prompts
-from lit_vgrpo.data.rows import Row, Rows
+from lit_vgrpo.data.prompts import Row, Rows
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.launch.prompt_checks import picture_errors
+from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.objectives.base import Objective
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX, vacant_folder
+from lit_vgrpo.system.paths import DRAFT_PREFIX, vacant_folder
 from lit_vgrpo.training.folder import candidates
 from lit_vgrpo.training.saved_weights import REFERENCE
 
 USED = ("model.policy", "model.objective", "model.evaluation")
 
 
-def read_guidance(text: str) -> float:
-    """Return a guidance scale; raise UserError if it is not a finite number of at least 1."""
-    try:
-        scale = float(text)
-    except ValueError:
-        scale = 0.0
-    if not 1.0 <= scale < float("inf"):
-        raise UserError(f"{text} is not a guidance scale. Use 1.0 (no guidance) or more.")
-    return scale
-
-
 @dataclass(kw_only=True)
 class SampleOptions(RunOptions):
-    """Options of ``lightning sample``; the words are settings of the run's recipe.
+    """Options of ``lightning sample``, whose help describes them.
 
     Attributes:
-        reference: Sample from the reference.
-        typed_prompts: Prompt to draw; may be given more than once.
-        prompt_file: File of prompts to draw.
-        image: Picture that every prompt edits, for a policy that edits.
-        seed: Seed of the first image of each prompt.
         rows: Prompts to draw, with the pictures that they edit.
-        count: Images per prompt, each with the next seed.
-        steps: Sampling steps; ``None`` takes the recipe's.
-        guidance: Guidance scale; ``None`` takes the recipe's.
-        out: Folder to write to, new or empty.
     """
 
-    subcommand: ClassVar[str] = "sample"
-
-    reference: bool = flag()
-    typed_prompts: list[str] = option(SEVERAL, name="prompt")
-    prompt_file: str | None = option(name="prompts")
-    image: Path | None = option(read=read_path)
-    seed: int = whole(0, least=0)
-    count: int = whole(1)
-    steps: int | None = whole()
-    guidance: float | None = option(read=read_guidance)
-    out: Path = option(read=vacant_folder)
+    reference: bool = False
+    typed_prompts: list[str] = field(default_factory=list)
+    prompt_file: str | None = None
+    image: Path | None = None
+    seed: int = 0
+    count: int = 1
+    steps: int | None = None
+    guidance: float | None = None
+    out: Any = None
     rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +65,9 @@ class SampleOptions(RunOptions):
         self.rows += [{"prompt": prompt} for prompt in self.typed_prompts]
         if self.image is not None:
             self.rows = [{**row, PICTURE: str(self.image)} for row in self.rows]
-        if self.out is None:
+        if self.out is not None:
+            self.out = vacant_folder(self.out)
+        else:
             self.out = next(folder for folder in candidates(self.run / "sample") if not folder.exists())
 
     @property
@@ -96,7 +75,6 @@ class SampleOptions(RunOptions):
         return REFERENCE if self.reference else super().variant
 
 
-@subcommand(SampleOptions, stopped="Stopped. The images listed so far are complete.")
 def sample_images(options: SampleOptions) -> int:
     """Draw prompts: ``RUN --prompt TEXT [--seed 0] [--count 1] [--reference] [--ema] ... [key=value ...]``.
 

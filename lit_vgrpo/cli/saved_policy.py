@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lit_vgrpo import objectives, policies  # noqa: F401  imported so that their classes go by short names
-from lit_vgrpo.config.arguments import Options, flag, is_override, option
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError
@@ -18,31 +17,28 @@ from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.system.process import report_on_first
 from lit_vgrpo.training.folder import CONFIG_NAME, find_checkpoint, find_run
 from lit_vgrpo.training.resume import last_good
-from lit_vgrpo.training.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedWeights
-from lit_vgrpo.training.start import load_policy
+from lit_vgrpo.training.saved_weights import AVERAGE, REFERENCE, TRAINED, SavedWeights, load_policy
 
 
 @dataclass(kw_only=True)
-class RunOptions(Options):
-    """Options of a subcommand that reads a run, which the first word without a ``=`` names.
+class RunOptions:
+    """Options of a subcommand that reads a run; the subcommand's help describes the first ones.
 
     Attributes:
+        words: The run's name, then overrides of its recipe; ``__post_init__`` removes the name.
+        named: Checkpoint to read, as typed.
         run: The run folder.
         checkpoint: Checkpoint to read; ``None`` takes the last good one.
-        ema: Read the averaged weights.
     """
 
-    ema: bool = flag()
-    named: str | None = option(name="checkpoint")
+    words: list[str]
+    ema: bool = False
+    named: str | None = None
     run: Path = field(init=False)
     checkpoint: Path | None = field(init=False)
 
     def __post_init__(self) -> None:
-        named = next((word for word in self.words if not is_override(word)), None)
-        if named is None:
-            raise UserError(f"No run given. Try: lightning {self.subcommand} runs/tiny_shapes")
-        self.words.remove(named)
-        self.run, self.checkpoint = find_run(named)
+        self.run, self.checkpoint = find_run(self.words.pop(0))
         if self.named is not None:
             self.checkpoint = find_checkpoint(self.named, self.run)
 
@@ -62,7 +58,7 @@ def recipe_of(run: Path, words: Sequence[str], used: Sequence[str], what: str) -
         if not f"{word.partition('=')[0]}.".startswith(tuple(f"{part}." for part in used)):
             raise UserError(f"{word} has no effect on {what}, which uses only settings of {', '.join(used)}.")
     import_from_here()
-    return read_recipe(Command.parse([str(run / CONFIG_NAME), *words]))
+    return read_recipe(Command.parse([str(run / CONFIG_NAME), *words])).values
 
 
 def saved_weights(run: Path, checkpoint: Path | None, *variants: str) -> SavedWeights:

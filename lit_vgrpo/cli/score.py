@@ -10,17 +10,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tqdm import tqdm
 
 from lit_vgrpo.cli.image_files import aligned, batches_of, find_images, loaded, read_image
-from lit_vgrpo.config.arguments import Options, option, read_path, subcommand, whole
 from lit_vgrpo.config.recipe import shipped_overlays
 from lit_vgrpo.data import read_prompts
 from lit_vgrpo.errors import UserError, counted, say
-from lit_vgrpo.launch.prompt_checks import UnscorablePrompts
-from lit_vgrpo.launch.reward_spec import NO_REWARD, build_reward
+from lit_vgrpo.launch.build import NO_REWARD, build_reward
+from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.rewards import Scores
 from lit_vgrpo.system.paths import write_atomically
 
@@ -28,24 +27,20 @@ OUT_KINDS = (".json", ".csv")
 
 
 @dataclass(kw_only=True)
-class ScoreOptions(Options):
-    """Options of ``lightning score``; the words are a reward, its options and images.
+class ScoreOptions:
+    """Options of ``lightning score``, whose help describes the first ones.
 
     Attributes:
-        prompt: Prompt of all images.
-        prompts: File with a prompt per image.
-        out: JSON or CSV file to write.
-        batch_size: Images per call of the reward, at most.
+        words: A reward, its options and images, as typed.
         reward: The words that name the reward, with its options.
         images: Files and folders of images.
     """
 
-    subcommand: ClassVar[str] = "score"
-
-    prompt: str | None = option()
-    prompts: str | None = option()
-    out: Path | None = option(read=read_path)
-    batch_size: int = whole(1)
+    words: Sequence[str]
+    prompt: str | None = None
+    prompts: str | None = None
+    out: Path | None = None
+    batch_size: int = 1
     reward: list[str] = field(init=False)
     images: list[str] = field(init=False)
 
@@ -86,7 +81,6 @@ class ScoreOptions(Options):
         return rows
 
 
-@subcommand(ScoreOptions, stopped="Stopped: nothing was written.")
 def score(options: ScoreOptions) -> int:
     """Score images: ``REWARD IMAGES... [--prompt TEXT | --prompts FILE] [key=value ...]``.
 

@@ -1,15 +1,13 @@
-"""Values of a recipe that come from the environment: a run's files keep them as written, since they may be secrets."""
+"""Values of a recipe that come from the environment; a run's files keep them as written, since they may be secrets."""
 
 from __future__ import annotations
 
 import hashlib
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
@@ -17,8 +15,6 @@ from omegaconf.resolvers import oc
 from lit_vgrpo.config.tree import Place, leaves, replaced
 
 ENVIRONMENT = "oc.env"
-NUMBER = re.compile(r"[-+]?(\d+|\d+\.\d*([eE][-+]\d+)?)")
-"""A number as YAML reads it."""
 
 
 @contextmanager
@@ -71,17 +67,6 @@ def unchanged_texts(texts: Mapping[Place, str], before: Any, after: Any) -> dict
     """
     old, new = dict(leaves(before)), dict(leaves(after))
     return {place: text for place, text in texts.items() if place in old and new.get(place) == old[place]}
-
-
-def numbers_in_lists(texts: Mapping[Place, str], recipe: Any) -> dict[Place, Any]:
-    """Return the numbers within lists of a resolved recipe that come from the environment.
-
-    >>> numbers_in_lists({("a",): "${oc.env:A}", ("b", 0): "${oc.env:B}"}, {"a": "1", "b": ["2.5"]})
-    {('b', 0): 2.5}
-    """
-    values = {place: value for place, value in leaves(recipe) if place in texts and isinstance(value, str)}
-    numbers = {place: yaml.safe_load(value) for place, value in values.items() if NUMBER.fullmatch(value)}
-    return {place: number for place, number in numbers.items() if any(isinstance(step, int) for step in place)}
 
 
 def with_fingerprints(recipe: Any, texts: Mapping[Place, str]) -> Any:

@@ -1,4 +1,4 @@
-"""The header of a recipe: the comment at its top, which says what it does, needs and rests on."""
+"""The comment at the top of a recipe: what it does, what it needs, and the evidence for its settings."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def _labelled(prose: Sequence[str], label: str) -> str:
 
 
 def _before_next_label(text: str) -> str:
-    """Return the text up to the next label; a NUL says that there was one."""
+    """Return the text up to the next label, then a NUL if there was one."""
     found = [text.index(f"{label}: ") for label in LABELS if f"{label}: " in text]
     return f"{text[: min(found)].rstrip()}\0" if found else text

@@ -1,17 +1,32 @@
-"""Parts of a recipe: merging plain values, and building one part without the others."""
+"""Parsing of recipes by jsonargparse, part by part, with its errors in one line."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import re
+import sys
+import typing
 from argparse import ArgumentError
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, recipe_errors
-from lit_vgrpo.config.tree import class_name
-from lit_vgrpo.errors import UserError, from_parser
+from lit_vgrpo.config.tree import Place, leaves, typed_key
+from lit_vgrpo.errors import UserError, error_in_user_code, nearest, one_line, unknown_option
+
+CONSTRUCTOR_ERRORS = (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OSError)
+KEY = re.compile(r"""Parser key ["']([\w.+]+)["']""")
+CLASS = re.compile(r"class_path '([\w.]+)'")
+UNKNOWN = re.compile(r"(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?")
+UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
+OF_CONSTRUCTOR = re.compile(r"- (\w+=.*)")
+LIMIT = re.compile(r"(Input should be .+?) \[type=")
+EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value|$)", re.MULTILINE)
+GIVEN = re.compile(r"(?:Given value|Got value|input_value)[:=] ?(.*)")
+TYPES = {"NoneType": "null", "bool": "true or false", "float": "a number", "str": "text", "dict": "a mapping"}
 
 
 def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
@@ -22,40 +37,115 @@ def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
         hint: Type hint of the part, usually its base class.
 
     Raises:
-        UserError: With every error in the part.
+        UserError: With the first error in the part.
     """
     node: Any = tree
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     if node is None:
         return None
-    parser = ArgumentParser(exit_on_error=False, parser_mode="omegaconf+")
+    parser = ArgumentParser(exit_on_error=False)
     parser.add_argument(f"--{key}", type=hint)
     try:
-        return parser.instantiate_classes(parser.parse_object({key: node}))[key]
+        return parser.instantiate_classes(parser.parse_object({key: copy.deepcopy(node)}))[key]
     except (ArgumentError, *CONSTRUCTOR_ERRORS) as error:
-        raise UserError(*(recipe_errors({key: node}, {key: hint | None}, {}) or [from_parser(error)])) from error
+        raise UserError(recipe_error(error, tree, hint)) from error
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``over`` into a copy of ``base`` key by key; lists and plain values are replaced.
+def recipe_error(error: BaseException, tree: Mapping[str, Any], root: Any = None) -> str:
+    """Return an error of jsonargparse or of a constructor in one line, starting with the key if it is known.
 
-    A different ``class_path`` replaces the whole part, since options of one class do not apply to another.
-
-    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
-    {'a': {'b': 3, 'c': 2}}
-    >>> merged({"a": {"class_path": "X", "init_args": {"b": 1}}}, {"a": {"class_path": "Y"}})
-    {'a': {'class_path': 'Y'}}
+    Args:
+        tree: The recipe as plain values.
+        root: Class of the part that was parsed, to suggest its options.
     """
-    result = copy.deepcopy(dict(base))
-    for key, value in over.items():
-        old = result.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _is_another_class(old, value):
-            result[key] = merged(old, value)
-        else:
-            result[key] = copy.deepcopy(value)
-    return result
+    if isinstance(error, ArgumentError) or "Union subtypes" in str(error):
+        return _parser_error(str(error), tree, root)
+    return error_in_user_code(error) or with_full_key(one_line(error) or type(error).__name__, tree)
 
 
-def _is_another_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    return class_name(new) not in ("", class_name(old))
+def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
+    keys, classes = KEY.findall(text), CLASS.findall(text)
+    key = ".".join(dict.fromkeys(keys)).replace(".init_args", "")
+    if unknown := UNKNOWN.search(text):
+        owner, group = _imported(classes[-1]) if classes else root, unknown[1] or ""
+        for step in filter(None, group.split(".")):
+            owner = _member(owner, step)
+        full = ".".join(filter(None, (key, group, unknown[2]))).replace(".init_args", "")
+        options = options_of_class(owner) if inspect.isclass(owner) else [*(owner or ())]
+        return unknown_option(full, getattr(owner, "__name__", "a recipe"), options)
+    if message := OF_CONSTRUCTOR.search(text):
+        return with_full_key(message[1], tree)
+    if name := UNKNOWN_CLASS.search(text):
+        modules = [module for path, module in sys.modules.items() if path.startswith("lit_vgrpo.")]
+        known = [name for module in modules for name in getattr(module, "__all__", ())]
+        guess = nearest(name[1], known)
+        hint = f"Did you mean {guess}?" if guess else "Write it as package.module.Class."
+        return f"{key}={name[1]} is not a known class. {hint}"
+    value, expected = GIVEN.search(text), [_type_name(kind) for kind in EXPECTED.findall(text)]
+    if limit := LIMIT.search(text):
+        return f"{key}={value[1].partition(',')[0] if value else ''}: {limit[1]}"
+    if value is not None and expected and key:
+        return f"{key}={value[1]}: expected {' or '.join(dict.fromkeys(expected))}."
+    plain = re.sub(r'Parser key "[\w.]+":|Problem with given class_path \'[\w.]+\':', "", text).strip()
+    plain = re.sub(r"- Expected a path but .*\n", "", plain).strip(" -\n").partition("\n")[0]
+    return f"{key}: {plain}" if key else one_line(plain)
+
+
+def _type_name(kind: str) -> str:
+    plain = re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>|typing\.Literal", lambda match: match[1] or "one of ", kind)
+    return TYPES.get(plain, plain)
+
+
+def with_full_key(message: str, tree: Mapping[str, Any]) -> str:
+    """Return a constructor's message with the dotted key of the option that it starts with.
+
+    >>> with_full_key("clip=-1: too small", {"model": {"objective": {"class_path": "X", "init_args": {"clip": -1}}}})
+    'model.objective.clip=-1: too small'
+    """
+    name = re.match(r"\w+(?=[=.:])", message)
+    places = list(_places_of(name[0], tree)) if name else []
+    if not places:
+        return message
+    shown = re.match(r"\w+=([^\s:]+)", message)
+    same = [place for place, value in places if shown and str(value) == shown[1].strip("'\"")]
+    return f"{typed_key((same or [place for place, _ in places])[0][:-1])}.{message}".removeprefix(".")
+
+
+def _places_of(name: str, tree: Any) -> Iterator[tuple[Place, Any]]:
+    seen = set()
+    for place, value in leaves(tree):
+        if name in place:
+            start = place[: place.index(name) + 1]
+            if start not in seen:
+                seen.add(start)
+                yield start, value
+
+
+def options_of_class(cls: type) -> list[str]:
+    """Return the names of a class's options, with those of the base classes that its ``**kwargs`` reach."""
+    names: list[str] = []
+    for owner in cls.__mro__:
+        if owner is not cls and ("__init__" not in vars(owner) or owner is object):
+            continue
+        parameters = inspect.signature(owner).parameters.values()
+        names += [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            break
+    return list(dict.fromkeys(names))
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name, None)
+    except (ImportError, ValueError):
+        return None
+
+
+def _member(owner: Any, option: str) -> Any:
+    """Return the class of an option, or of an entry of a mapping of classes."""
+    if isinstance(owner, Mapping):
+        return owner.get(option)
+    hint = typing.get_type_hints(owner.__init__).get(option) if inspect.isclass(owner) else None
+    return next((kind for kind in typing.get_args(hint) or (hint,) if inspect.isclass(kind)), None)

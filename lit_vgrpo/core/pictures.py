@@ -80,7 +80,7 @@ def references_of(rows: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
 
 
 def _changed_ns(file: Path) -> int:
-    return file.stat().st_mtime_ns if file.is_file() else 0  # for a missing one, read_picture says so
+    return file.stat().st_mtime_ns if file.is_file() else 0  # read_picture reports a missing one
 
 
 @lru_cache(maxsize=128)

@@ -3,57 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, closing
-from typing import Any, Protocol
+from contextlib import closing
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.batches import filled
 from lit_vgrpo.core.noise import STREAM_GROUP_NOISE, STREAM_ROLLOUT, STREAM_SDE, image_generators, unit_noise
-from lit_vgrpo.core.probability_paths import ProbabilityPath
+from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.solvers import ODE_OF, log_prob, regrid, tail_steps, transition
 from lit_vgrpo.core.types import Conditioning, Rollout, RolloutRequest, RolloutSpec, Trajectory
 
-
-class Denoiser(Protocol):
-    """The interface of a policy for sampling; see :class:`~lit_vgrpo.policies.base.Policy`."""
-
-    path: ProbabilityPath
-
-    @property
-    def blocks_run(self) -> float | None:
-        """Share of the network's blocks that ran in the last sampling; ``None`` without a cache."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the network is."""
-
-    def __call__(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
-        """Return the network's prediction for noisy latents ``(B, C, h, w)`` at times ``(B,)``, float32."""
-
-    def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> Conditioning:
-        """Return the embeddings of the prompts and of the pictures that they edit, one row each."""
-
-    def prior(self, generators: Sequence[torch.Generator]) -> Tensor:
-        """Return unit Gaussian noise ``(B, C, h, w)``, one generator per image."""
-
-    def sampling(self, spec: RolloutSpec | None = None) -> AbstractContextManager[None]:
-        """Prepare the weights for passes without gradient, accelerated as the spec says."""
-
-    def start_batch(self) -> None:
-        """Forget what an accelerator keeps of earlier batches; called in :meth:`sampling` before each batch."""
-
-    def scheduler(self, solver: str, steps: int) -> Any:
-        """Return a new diffusers scheduler with timesteps set, on the CPU."""
-
-    def scheduler_times(self, scheduler: Any) -> Tensor:
-        """Return the scheduler's timesteps as times ``(S,)`` in (0, 1], float32."""
+Policy = Any
+"""A loaded :class:`~lit_vgrpo.policies.base.Policy`, which this package does not import."""
 
 
 @torch.no_grad()
 def rollout_batches(
-    policy: Denoiser,
+    policy: Policy,
     request: RolloutRequest,
     spec: RolloutSpec,
     *,
@@ -76,7 +44,7 @@ def rollout_batches(
     rows = group_rows.to(home)
     conditioning = request.conditioning
     if conditioning is None:
-        conditioning = policy.encode(request.prompts, request.references())
+        conditioning = policy.encode(request.prompts, references_of(request.rows))
     conditioning = conditioning.to(home)
 
     def generators(stream: int, numbers: Sequence[int]) -> list[torch.Generator]:
@@ -89,7 +57,7 @@ def rollout_batches(
         noise = policy.prior(generators(STREAM_ROLLOUT, noise_ids.tolist())).to(home)
     if spec.is_sde:
         of_images = generators(STREAM_SDE, image_ids.tolist())
-        batches = _chain_batches(policy, conditioning, rows, spec, noise, of_images, request.batch_size, record_means)
+        batches = _chain_batches(policy, conditioning, rows, spec, noise, request.batch_size, of_images, record_means)
     else:
         batches = _ode_batches(policy, conditioning, rows, spec, noise, request.batch_size)
     start = 0
@@ -113,14 +81,9 @@ def rollout_batches(
             )
 
 
-def roll_out(policy: Denoiser, request: RolloutRequest, spec: RolloutSpec, **options: Any) -> Rollout:
-    """Sample all images of a request; arguments as in :func:`rollout_batches`."""
-    return Rollout.joined([*rollout_batches(policy, request, spec, **options)])
-
-
 @torch.no_grad()
 def sample(
-    policy: Denoiser,
+    policy: Policy,
     conditioning: Conditioning,
     rows: Tensor,
     spec: RolloutSpec,
@@ -142,39 +105,12 @@ def sample(
     return torch.cat([latents for latents, _, _ in batches]), batches[-1][1]
 
 
-@torch.no_grad()
-def sample_chain(
-    policy: Denoiser,
-    conditioning: Conditioning,
-    rows: Tensor,
-    spec: RolloutSpec,
-    noise: Tensor,
-    generators: Sequence[torch.Generator],
-    batch_size: int | None = None,
-    record_means: bool = False,
-) -> tuple[Tensor, Tensor, Trajectory]:
-    """Sample with an SDE whose steps have a likelihood, and keep the steps with noise.
-
-    Steps outside ``spec.sde_steps`` follow the ODE; steps after them are re-gridded if ``spec.tail`` is set.
-
-    Args:
-        generators: one per image, the source of all its SDE noise, so that an image depends on no other.
-        record_means: also keep the mean of every step.
-
-    Returns:
-        As :func:`sample`, whose other arguments it shares, and the SDE steps.
-    """
-    batches = [*_chain_batches(policy, conditioning, rows, spec, noise, generators, batch_size, record_means)]
-    trajectory = Trajectory.joined([steps for _, _, steps in batches if steps is not None])
-    return torch.cat([latents for latents, _, _ in batches]), batches[0][1], trajectory
-
-
 Batch = tuple[Tensor, Tensor, Trajectory | None]
 """The latents of a batch, the times at which the network was called, and the SDE steps."""
 
 
 def _ode_batches(
-    policy: Denoiser,
+    policy: Policy,
     conditioning: Conditioning,
     rows: Tensor,
     spec: RolloutSpec,
@@ -190,22 +126,28 @@ def _ode_batches(
             scheduler = policy.scheduler(spec.solver, spec.steps)
             z = filled(noise[part], size).to(policy.device).float()
             schedule = policy.scheduler_times(scheduler).to(z.device)
-            for timestep, t in zip(scheduler.timesteps, schedule, strict=True):
-                prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
-                z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
+            z = _integrate(policy, cond, spec, z, scheduler, schedule)
             yield z[: len(noise[part])].to(noise.device), schedule.to(noise.device), None
 
 
 def _chain_batches(
-    policy: Denoiser,
+    policy: Policy,
     conditioning: Conditioning,
     rows: Tensor,
     spec: RolloutSpec,
     noise: Tensor,
-    generators: Sequence[torch.Generator],
     batch_size: int | None,
-    record_means: bool,
+    generators: Sequence[torch.Generator],
+    record_means: bool = False,
 ) -> Generator[Batch, None, None]:
+    """Sample with an SDE whose steps have a likelihood, and keep the steps with noise.
+
+    Steps outside ``spec.sde_steps`` follow the ODE; steps after them are re-gridded if ``spec.tail`` is set.
+
+    Args:
+        generators: one per image, the source of all its SDE noise, so that an image depends on no other.
+        record_means: also keep the mean of every step.
+    """
     scheduler = policy.scheduler(ODE_OF[spec.solver], spec.steps)
     schedule = policy.scheduler_times(scheduler).cpu()
     on_host = torch.cat([schedule, schedule.new_zeros(1)])
@@ -258,7 +200,7 @@ def _without_waiting(values: Tensor, device: torch.device) -> Tensor:
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
-def _integrate_tail(policy: Denoiser, cond: Conditioning, spec: RolloutSpec, z: Tensor, times: Tensor) -> Tensor:
+def _integrate_tail(policy: Policy, cond: Conditioning, spec: RolloutSpec, z: Tensor, times: Tensor) -> Tensor:
     """Integrate from ``z`` at ``times[0]`` to 0 with DPM-Solver++ 2M.
 
     Args:
@@ -272,7 +214,13 @@ def _integrate_tail(policy: Denoiser, cond: Conditioning, spec: RolloutSpec, z: 
     scheduler.timesteps = torch.arange(steps)
     scheduler.num_inference_steps = steps
     scheduler.set_begin_index(0)
-    for timestep, t in zip(scheduler.timesteps, times[:-1].to(z.device), strict=True):
+    return _integrate(policy, cond, spec, z, scheduler, times[:-1].to(z.device))
+
+
+def _integrate(
+    policy: Policy, cond: Conditioning, spec: RolloutSpec, z: Tensor, scheduler: Any, times: Tensor
+) -> Tensor:
+    for timestep, t in zip(scheduler.timesteps, times, strict=True):
         prediction = policy(z, t.expand(len(z)), cond, spec.guidance)
         z = scheduler.step(prediction, timestep, z, return_dict=False)[0].float()
     return z

@@ -1,17 +1,14 @@
-"""The sizes of an iteration, and the plan that follows from them for a number of ranks."""
+"""The sizes of an iteration, the plan that follows from them for a number of ranks, and the images of a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Literal
 
-from lit_vgrpo.core.ranges import Count, GroupSize, declared, range_errors
-
-DEVICE_COUNTS_NAMED = 8  # minimum range of the suggested world sizes
-
-MOST_DEVICES_NAMED = 1024
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,14 @@ class Plan:
                 adds a row with the passes of one iteration over all ranks.
         """
         groups = str(self.groups_per_rank) if self.ranks_per_group == 1 else f"1/{self.ranks_per_group}"
+        micro_batches = f"{self.micro_batches_per_update} of {self.micro_batch_size} images"
         rows = [
             ("prompts", str(self.prompts_per_iteration)),
             ("images", f"{self.images_per_iteration} ({self.group_size} per prompt)"),
             ("ranks", str(self.world_size)),
             ("groups per rank", groups),
             ("images per rank", str(self.images_per_rank)),
-            ("micro-batches per update", self._micro_batches),
+            ("micro-batches per update", micro_batches if self.is_settled else "auto: as few as memory allows"),
             ("updates", f"{self.updates_per_iteration} on {self.images_per_update} images each"),
         ]
         if self.is_settled:
@@ -57,16 +55,12 @@ class Plan:
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 
-    @property
-    def _micro_batches(self) -> str:
-        if not self.is_settled:
-            return "auto: as few as memory allows"
-        return f"{self.micro_batches_per_update} of {self.micro_batch_size} images"
-
 
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of one iteration: global over all ranks, except for the micro-batch.
+
+    :class:`~lit_vgrpo.data.module.PromptDataModule` checks their ranges.
 
     Args:
         prompts_per_iteration: prompts, hence groups, of one iteration over all ranks.
@@ -77,10 +71,10 @@ class Sizes:
         split_updates: every update uses its own share of the images, instead of all of them.
     """
 
-    prompts_per_iteration: Count
-    group_size: GroupSize
-    updates_per_iteration: Count = 1
-    micro_batch_size: Count | Literal["auto"] = 8
+    prompts_per_iteration: int
+    group_size: int
+    updates_per_iteration: int = 1
+    micro_batch_size: int | Literal["auto"] = 8
     split_updates: bool = False
 
     @property
@@ -117,12 +111,6 @@ class Sizes:
             if is_alike and not smaller.errors(world_size):
                 return smaller
         return self
-
-    def value_errors(self) -> list[str]:
-        """Return the errors that do not depend on the number of ranks, one line each."""
-        hints = declared(type(self).__init__)
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return [str(error) for name, value in values.items() for error in range_errors(name, value, hints[name])]
 
     def update_of(self, slot: int, member: int) -> int:
         """Return the update that trains on image ``member`` of group ``slot``, if every update uses its own share.
@@ -165,39 +153,31 @@ class Sizes:
         return world_size == 1 and prompts * self.group_size % updates == 0
 
     def errors(self, world_size: int) -> list[str]:
-        """Return all errors of these sizes on ``world_size`` ranks, one line each."""
-        errors = self.value_errors()
-        if world_size < 1:
-            errors.append(f"world_size={world_size} is too small. Use 1 or more ranks.")
-        if errors:
-            return errors
+        """Return the first error of these sizes on ``world_size`` ranks, in one line, or nothing."""
         prompts, updates = self.prompts_per_iteration, self.updates_per_iteration
         images = prompts * self.group_size
         if self.split_updates and images % updates:
-            working = _nearest_divisors(images, updates)
             return [
                 f"updates_per_iteration={updates} cannot divide {images} images. "
-                f"Use {_either(working)}, or split_updates=false."
+                f"Use a divisor of {images}, or split_updates=false."
             ]
-        counts = range(1, min(max(DEVICE_COUNTS_NAMED, world_size), MOST_DEVICES_NAMED) + 1)
         if not self._divides_over(world_size):
             return [
                 f"prompts_per_iteration={prompts} cannot be split over {world_size} ranks. "
-                f"Use a multiple of {world_size}, or trainer.devices {_either([*filter(self._divides_over, counts)])}."
+                f"Use a multiple of {world_size}."
             ]
         if not self._shares_out_over(world_size):
-            working = [n for n in counts if self._divides_over(n) and self._shares_out_over(n)]
             return [
                 f"updates_per_iteration={updates} cannot divide the images equally on {world_size} ranks. "
-                f"Use split_updates=false, or trainer.devices {_either(working)}."
+                "Use split_updates=false, or another number of trainer.devices."
             ]
         share = self.images_per_share(world_size)
         if self.micro_batch_size != "auto" and share % min(self.micro_batch_size, share):
-            working = _nearest_divisors(share, self.micro_batch_size)
             whose = "one update on a rank" if self.split_updates else "a rank"
+            fitting = max(d for d in divisors(share) if d < self.micro_batch_size)
             return [
                 f"micro_batch_size={self.micro_batch_size} cannot split the {share} images of {whose}. "
-                f"Use {_either(working)}."
+                f"Use a divisor of {share}, such as {fitting}."
             ]
         return []
 
@@ -237,13 +217,12 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def _nearest_divisors(number: int, wanted: int) -> list[int]:
-    below = [d for d in divisors(number) if d < wanted]
-    above = [d for d in divisors(number) if d > wanted]
-    return below[-1:] + above[:1]
+def group_layout(slots: Sequence[int], group_size: int, members: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Return each image's row among the groups and its global index, both ``(B,)``, group by group.
 
-
-def _either(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    return ", ".join(str(n) for n in numbers[:-1]) + f" or {numbers[-1]}"
+    >>> group_layout([3], group_size=4, members=range(2, 4))
+    (tensor([0, 0]), tensor([14, 15]))
+    """
+    local = torch.arange(group_size) if members is None else torch.tensor(members, dtype=torch.int64)
+    rows = torch.arange(len(slots)).repeat_interleave(len(local))
+    return rows, torch.tensor(slots, dtype=torch.int64)[rows] * group_size + local.repeat(len(slots))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,12 @@ from lit_vgrpo.core.sharding import cut, full, local, write
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether every value of every tensor is finite, with one device synchronisation."""
+    found = [tensor.isfinite().all() for tensor in tensors]
+    return not found or bool(torch.stack(found).all())
 
 
 class Snapshot:

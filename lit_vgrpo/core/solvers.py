@@ -119,12 +119,7 @@ def transition(
     Args:
         noise_level: ``None`` uses the solver's default; 0 gives the ODE step as the mean, with std 0.
         second_time: the schedule's second time, a number or ``(B,)``; flow_sde needs it at ``t = 1``.
-
-    Raises:
-        ValueError: ``solver`` is not an SDE.
     """
-    if solver not in DEFAULT_NOISE:
-        raise ValueError(f"rollout.solver={solver} is not an SDE. Use {' or '.join((*FLOW_SDES, *VP_SDES))}.")
     level = DEFAULT_NOISE[solver] if noise_level is None else noise_level
     if solver == "ddim_sde":
         return ddim_step(path, prediction, z, t, t_next, level)

@@ -2,21 +2,123 @@
 
 Source: arXiv 2604.23380. Pure functions in float32; shapes: ``B`` images, ``N`` Monte-Carlo pairs (N_MC), ``K`` rows
 of pairs (one per group if shared, else one per image), ``...`` the latent's dimensions.
+
+The times of pairs are drawn from the sampler's, or from a part of the continuous schedule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import group_statistics
 from lit_vgrpo.core.noise import unit_noise
-from lit_vgrpo.core.times import TimePool
 
 ERROR_FLOOR = 1e-6
+
+
+class TimePool(Protocol):
+    """Where times are drawn from."""
+
+    def draw(self, number: int, stratified: bool, generator: torch.Generator) -> Tensor:
+        """Return N times ``(N,)``, float32.
+
+        Args:
+            number: how many to draw.
+            stratified: draw one from each of N parts of the pool, instead of N independent ones.
+            generator: a CPU generator.
+        """
+
+
+def draw_levels(number: int, stratified: bool, generator: torch.Generator) -> Tensor:
+    """Return ``(N,)`` positions in [0, 1): one in each of N equal parts, or N independent ones."""
+    uniform = torch.rand(number, generator=generator)
+    if not stratified:
+        return uniform
+    return ((torch.arange(number) + uniform) / number).clamp(max=1 - 1e-6)
+
+
+@dataclass(frozen=True)
+class SamplerTimes:
+    """A contiguous part of the sampler's own times ``(n,)``, float32, noisiest first."""
+
+    times: Tensor
+
+    def within(self, time_range: Sequence[float] | None) -> SamplerTimes:
+        """Keep the times in ``[lo, hi]``; ValueError if there are none."""
+        if time_range is None:
+            return self
+        low, high = time_range
+        kept = self.times[(self.times >= low) & (self.times <= high)]
+        if not len(kept):
+            raise ValueError(
+                f"model.objective.time_range={[low, high]} holds none of the sampler's times, which lie between "
+                f"{self.times.min():.3g} and {self.times.max():.3g}. Widen it, or use more rollout.steps."
+            )
+        return SamplerTimes(kept)
+
+    def noisiest(self, number: int, progress: float = 0.0) -> SamplerTimes:
+        """Keep the noisiest ``number`` times, or more of them as ``progress`` goes from 0 to 1, where all are kept."""
+        rest = max(0, len(self.times) - number)
+        return SamplerTimes(self.times[: number + int(rest * progress + 1e-9)])
+
+    def draw(self, number: int, stratified: bool, generator: torch.Generator) -> Tensor:
+        """Draw from N parts that differ by at most one time (``tensor_split``), where there are N times or more.
+
+        Fewer times than draws are repeated as evenly as possible.
+        """
+        size = len(self.times)
+        if not stratified or number > size:
+            levels = draw_levels(number, stratified, generator)
+            return self.times[(levels * size).long().clamp(max=size - 1)]
+        sizes = torch.tensor([len(part) for part in torch.arange(size).tensor_split(number)])
+        offset = (torch.rand(number, generator=generator) * sizes).long().minimum(sizes - 1)
+        return self.times[sizes.cumsum(0) - sizes + offset]
+
+    def pick(self, number: int, generator: torch.Generator) -> Tensor:
+        """Return different times ``(N,)`` in random order; ValueError if there are not enough of them."""
+        if number > len(self.times):
+            raise ValueError(
+                f"An image needs {number} different times, but time_range and noisiest leave {len(self.times)} of the "
+                f"sampler's. Set model.objective.num_times={len(self.times)} or less."
+            )
+        return self.times[torch.randperm(len(self.times), generator=generator)[:number]]
+
+
+@dataclass(frozen=True)
+class ContinuousTimes:
+    """A part of the continuous schedule ``t = s u / (1 + (s - 1) u)`` with ``u = 1 - level`` uniform in (0, 1].
+
+    Attributes:
+        shift: resolution shift s (arXiv 2403.03206); 1 for none.
+        first: level of the noisiest time that is drawn, in [0, 1).
+        stop: level of the cleanest.
+    """
+
+    shift: float = 1.0
+    first: float = 0.0
+    stop: float = 1.0
+
+    def within(self, time_range: Sequence[float] | None) -> ContinuousTimes:
+        """Keep the times in ``[lo, hi]``."""
+        if time_range is None:
+            return self
+        first, stop = (1 - t / (self.shift - (self.shift - 1) * t) for t in reversed(time_range))
+        return replace(self, first=first, stop=stop)
+
+    def noisiest(self, share: float, progress: float = 0.0) -> ContinuousTimes:
+        """Keep the noisiest share of the whole schedule, or more as ``progress`` goes from 0 to 1."""
+        width = self.stop - self.first
+        share = min(share, width)
+        return replace(self, stop=self.first + share + (width - share) * progress)
+
+    def draw(self, number: int, stratified: bool, generator: torch.Generator) -> Tensor:
+        u = 1 - (self.first + (self.stop - self.first) * draw_levels(number, stratified, generator))
+        return self.shift * u / (1 + (self.shift - 1) * u)
 
 
 @dataclass
@@ -58,7 +160,7 @@ def draw_pairs(
     *,
     times: TimePool,
     stratified: bool = True,
-) -> tuple[Pairs, Tensor]:
+) -> Pairs:
     """Draw one row of pairs for each generator.
 
     Args:
@@ -68,13 +170,9 @@ def draw_pairs(
         latent_shape: ``(C, h, w)``.
         times: where times are drawn from.
         stratified: draw one time from each of N_MC parts of it.
-
-    Returns:
-        The pairs, and the importance weights of their times ``(K, N)``.
     """
-    drawn, weights = zip(*(times.draw(num_pairs, stratified, generator) for generator in generators), strict=True)
-    noise = unit_noise(generators, (num_pairs, *latent_shape))
-    return Pairs(torch.stack(drawn).float(), noise, rows), torch.stack(weights)
+    drawn = torch.stack([times.draw(num_pairs, stratified, generator) for generator in generators])
+    return Pairs(drawn.float(), unit_noise(generators, (num_pairs, *latent_shape)), rows)
 
 
 def mean_over_pixels(values: Tensor, keep: int) -> Tensor:

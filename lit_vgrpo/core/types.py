@@ -1,19 +1,17 @@
-"""A rollout's request and result, and the experience that updates use."""
+"""A rollout's settings, request and result, and the experience that updates use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_vgrpo.core.block_cache import BlockCache
-from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.ranges import GuidanceScale, NonNegativeInt, Range, checked
-from lit_vgrpo.core.scouts import ScoutSpec
+from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.solvers import ODE_OF, tail_steps
 from lit_vgrpo.core.surrogate import Pairs
 
@@ -83,6 +81,51 @@ def is_of_prompt(name: str) -> bool:
 
 
 @checked
+@dataclass(frozen=True)
+class BlockCache:
+    """One of diffusers' caches, which skips a transformer's blocks in some sampling steps.
+
+    Args:
+        kind: ``taylorseer`` skips all blocks in fixed steps and extrapolates the network's output from earlier steps
+            (arXiv 2503.06923), separately for each image. ``first_block`` runs the first block and adds what the others
+            last added, as long as the first one's output has changed little since; it decides for a batch as a whole,
+            so an image depends on its batch.
+        interval: with ``taylorseer``, steps from one full pass to the next after the warm-up.
+        warm_up: with ``taylorseer``, full passes before the first skipped step.
+        order: with ``taylorseer``, order of the extrapolation, 0 to repeat the last output.
+        threshold: with ``first_block``, largest relative change of the first block's output for which the others are
+            skipped, 0 to skip none.
+    """
+
+    kind: Literal["taylorseer", "first_block"]
+    interval: Annotated[int, Range(2, 1000)] = 3
+    warm_up: Annotated[int, Range(1, 1000)] = 3
+    order: Annotated[int, Range(0, 4)] = 1
+    threshold: Annotated[float, Range(0, 100)] = 0.1
+
+
+@checked
+@dataclass
+class ScoutSpec:
+    """Settings of the scouts, with the published ones as defaults.
+
+    Args:
+        factor: scouts per image: a group of G images is chosen from ``factor * G`` scouts.
+        steps: sampling steps of a scout, fewer than the rollout's.
+        solver: ODE solver of the scouts; null takes the rollout's.
+        cache: skip blocks of the network in some of the scouts' steps; null runs all.
+
+    Source:
+        arXiv 2604.06916: 96 scouts with 6 of 10 steps for 24 images.
+    """
+
+    factor: Annotated[int, Range(2, 1000)] = 4
+    steps: Annotated[int, Range(1, 1000)] = 6
+    solver: str | None = None
+    cache: BlockCache | None = None
+
+
+@checked
 @dataclass
 class RolloutSpec:
     """Sampling settings.
@@ -102,12 +145,12 @@ class RolloutSpec:
     """
 
     solver: str = "euler"
-    steps: Annotated[int, Range(1, 1000, example=10)] = 10
+    steps: Annotated[int, Range(1, 1000)] = 10
     guidance: GuidanceScale = 1.0
-    noise_level: Annotated[float, Range(0, 100, example=0.7)] | None = None
+    noise_level: Annotated[float, Range(0, 100)] | None = None
     shared_noise: bool = False
     window: tuple[NonNegativeInt, NonNegativeInt] | None = None
-    tail: Annotated[float, Range(above=0, most=1, example=0.4)] | None = None
+    tail: Annotated[float, Range(above=0, most=1)] | None = None
     cache: BlockCache | None = None
     quantise: Literal["int8", "fp8"] | None = None
     scouts: ScoutSpec | None = None
@@ -146,59 +189,41 @@ class RolloutSpec:
         return RolloutSpec(ODE_OF[self.solver], self.steps, self.guidance)
 
     def accelerator_errors(self, where: str) -> list[str]:
-        """Return why the accelerators cannot be used with the other settings, one line each.
+        """Return why the accelerators cannot be used with an SDE, one line each.
 
         Args:
             where: the key of these options, for the messages.
         """
         chosen = {"cache": self.cache and self.cache.kind, "quantise": self.quantise}
-        if self.is_sde:
-            return [
-                f"{where}.{name}={value} requires an ODE: the likelihoods of {self.solver}'s steps must be those of "
-                "the network that is trained. Leave it out."
-                for name, value in chosen.items()
-                if value is not None
-            ]
-        return [] if self.cache is None else self.cache.errors(f"{where}.cache", self.steps)
+        return [
+            f"{where}.{name}={value} requires an ODE: the likelihoods of {self.solver}'s steps must be those of the "
+            "network that is trained. Leave it out."
+            for name, value in chosen.items()
+            if self.is_sde and value is not None
+        ]
 
     def errors(self) -> list[str]:
         """Return incompatible settings, one line each."""
         where = "model.objective.rollout"
         errors = self.accelerator_errors(where)
-        if self.is_sde:
-            return errors if self.scouts is None else [*errors, self._scouts_of_sde]
-        if self.shared_noise:
+        if self.is_sde and self.scouts is not None:
+            errors.append(
+                f"{where}.scouts requires an ODE: with {self.solver}, a scout's noise would give another image. "
+                "Leave it out."
+            )
+        if self.shared_noise and not self.is_sde:
             errors.append(
                 f"{where}.shared_noise=true with the ODE solver {self.solver} makes all images of a group identical. "
                 "Set shared_noise=false."
             )
-        for name in ("noise_level", "window", "tail"):
-            value = getattr(self, name)
-            if value is not None:
-                errors.append(f"{where}.{name}={value} has no effect with the ODE solver {self.solver}. Leave it out.")
-        if self.scouts is not None:
-            errors += self.of_scouts.accelerator_errors(f"{where}.scouts")
-        if self.scouts is not None and self.scouts.steps >= self.steps:
-            fix = f"Use at most {self.steps - 1}" if self.steps > 1 else "Leave scouts out"
-            errors.append(
-                f"{where}.scouts.steps={self.scouts.steps} makes scouts no cheaper than images of {self.steps} "
-                f"steps. {fix}."
-            )
         return errors
-
-    @property
-    def _scouts_of_sde(self) -> str:
-        return (
-            f"model.objective.rollout.scouts requires an ODE: with {self.solver}, a scout's noise would give another "
-            "image. Leave it out."
-        )
 
     @property
     def of_scouts(self) -> RolloutSpec:
         """The settings by which the scouts are sampled; there must be scouts."""
         assert self.scouts is not None
-        own = self.scouts
-        return replace(self, solver=own.solver or self.solver, steps=own.steps, cache=own.cache, scouts=None)
+        scouts = self.scouts
+        return replace(self, solver=scouts.solver or self.solver, steps=scouts.steps, cache=scouts.cache, scouts=None)
 
 
 @dataclass
@@ -264,10 +289,6 @@ class RolloutRequest:
         scouts = [member * factor + number for member in members for number in range(factor)]
         return replace(self, group_size=self.group_size * factor, members=scouts)
 
-    def references(self) -> list[Tensor] | None:
-        """Return the pictures that the prompts edit, ``(3, H, W)``, uint8, one per group, if they have any."""
-        return references_of(self.rows)
-
     def layout(self) -> tuple[Tensor, Tensor]:
         """Return each image's row among the groups and its global index, both ``(B,)``, group by group."""
         return group_layout(self.slots, self.group_size, self.members)
@@ -318,11 +339,7 @@ class Rollout:
             for name in ("latents", "group_ids", "image_ids", "rows")
         }
         trajectories = [batch.trajectory for batch in batches if batch.trajectory is not None]
-        return replace(
-            batches[-1],
-            **columns,
-            trajectory=Trajectory.joined(trajectories) if trajectories else None,
-        )
+        return replace(batches[-1], **columns, trajectory=Trajectory.joined(trajectories) if trajectories else None)
 
 
 @dataclass
@@ -364,24 +381,15 @@ class Experience:
 
     def select(self, index: slice | Tensor) -> Experience:
         """Return the rows of some images, e.g. a micro-batch."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("latents", "advantages", "rows"):
-            values[name] = values[name][index]
-        values["pairs"] = None if self.pairs is None else self.pairs.select(index)
-        values["extras"] = {name: value[index] for name, value in self.extras.items()}
-        return Experience(**values)
+        return replace(
+            self,
+            latents=self.latents[index],
+            advantages=self.advantages[index],
+            rows=self.rows[index],
+            pairs=None if self.pairs is None else self.pairs.select(index),
+            extras={name: value[index] for name, value in self.extras.items()},
+        )
 
     def micro_batches(self, size: int) -> list[Experience]:
         """Return the rows cut into micro-batches of ``size`` images, in order."""
         return [self.select(slice(start, start + size)) for start in range(0, len(self), size)]
-
-
-def group_layout(slots: Sequence[int], group_size: int, members: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """Return each image's row among the groups and its global index, both ``(B,)``, group by group.
-
-    >>> group_layout([3], group_size=4, members=range(2, 4))
-    (tensor([0, 0]), tensor([14, 15]))
-    """
-    own = torch.arange(group_size) if members is None else torch.tensor(members, dtype=torch.int64)
-    rows = torch.arange(len(slots)).repeat_interleave(len(own))
-    return rows, torch.tensor(slots, dtype=torch.int64)[rows] * group_size + own.repeat(len(slots))

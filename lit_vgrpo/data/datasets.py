@@ -1,15 +1,17 @@
-"""The two datasets of prompt batches: the steps of an iteration, and the held-out images."""
+"""The two datasets of prompt batches, the steps of an iteration and the held-out images, and their samplers."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
+from typing import Any
 
-from torch.utils.data import Dataset
+import numpy as np
+from torch.utils.data import Dataset, DistributedSampler
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.data.rows import Rows
-from lit_vgrpo.data.sampler import PromptMixture
+from lit_vgrpo.data.prompt_sets import PromptMixture
+from lit_vgrpo.data.prompts import Rows
 
 
 class IterationDataset(Dataset[PromptBatch]):
@@ -19,9 +21,9 @@ class IterationDataset(Dataset[PromptBatch]):
     """
 
     def __init__(
-        self, rows: Rows | PromptMixture, sizes: Sizes, num_replicas: int = 1, rank: int = 0, seed: int = 0
+        self, prompts: PromptMixture, sizes: Sizes, num_replicas: int = 1, rank: int = 0, seed: int = 0
     ) -> None:
-        self.prompts = rows if isinstance(rows, PromptMixture) else PromptMixture([rows])
+        self.prompts = prompts
         self.plan = sizes.plan(num_replicas)
         self.slots, self.members = sizes.rank_share(num_replicas, rank)
         self.order: list[int] | None = None
@@ -64,16 +66,14 @@ class HeldOutDataset(Dataset[PromptBatch]):
     def __init__(
         self, rows: Rows, images_per_prompt: int, batch_size: int, num_replicas: int = 1, rank: int = 0
     ) -> None:
-        error = held_out_error(len(rows) * images_per_prompt, batch_size, num_replicas)
-        if error:
-            raise ValueError(error)
         self.rows = rows
         self.images_per_prompt = images_per_prompt
-        images = len(rows) * images_per_prompt
-        largest = -(-images // num_replicas)
-        shares = _even_parts(0, images, num_replicas)
-        of_ranks = [_even_parts(share.start, share.stop, -(-largest // batch_size)) for share in shares]
-        self.parts = of_ranks[rank]
+        self.images = len(rows) * images_per_prompt
+        if error := held_out_error(self.images, batch_size, num_replicas):
+            raise ValueError(error)
+        shares = np.array_split(np.arange(self.images), num_replicas)  # sizes differ by at most one, larger first
+        of_ranks = [np.array_split(share, -(-len(shares[0]) // batch_size)) for share in shares]
+        self.parts = [part.tolist() for part in of_ranks[rank]]
         self.largest = [max(map(len, parts)) for parts in zip(*of_ranks, strict=True)]
 
     def __len__(self) -> int:
@@ -88,8 +88,8 @@ class HeldOutDataset(Dataset[PromptBatch]):
             num_steps=0,
             prompts=[row["prompt"] for row in rows],
             rows=rows,
-            slots=list(part),
-            images=len(self.rows) * self.images_per_prompt,
+            slots=part,
+            images=self.images,
             micro_batch_size=self.largest[index],
         )
 
@@ -106,6 +106,33 @@ def held_out_error(images: int, batch_size: int, world_size: int) -> str | None:
     return None
 
 
-def _even_parts(start: int, stop: int, parts: int) -> list[range]:
-    edges = [start + part * (stop - start) // parts for part in range(parts + 1)]
-    return [range(a, b) for a, b in pairwise(edges)]
+class GroupSampler(DistributedSampler[Any]):
+    """Sampler of the steps of one iteration in order: ``iteration * steps + step``.
+
+    A ``DistributedSampler``, so that Lightning keeps it and sets its epoch, which is the iteration. Every rank goes
+    through the same steps; the dataset maps them to the rank's prompts.
+
+    Args:
+        dataset: the training dataset, whose length is the number of steps.
+        num_replicas: ranks.
+        rank: this rank.
+        first_step: where the first iteration continues if it was interrupted; later ones start at 0.
+    """
+
+    def __init__(self, dataset: Dataset[Any], num_replicas: int = 1, rank: int = 0, first_step: int = 0) -> None:
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=False)
+        self.first_step = first_step
+
+    def __iter__(self) -> Iterator[int]:
+        first, self.first_step = self.first_step, 0
+        return iter(range(self.epoch * len(self) + first, (self.epoch + 1) * len(self)))
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+
+class LocalSampler(GroupSampler):
+    """Sampler of every item, for a dataset that already has only this rank's share."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: every epoch has the same items."""

@@ -15,11 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 from lit_vgrpo.core.ranges import Count, GroupSize, PositiveInt, Range, Seed, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.batch import PromptBatch
-from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_error
+from lit_vgrpo.data.datasets import GroupSampler, HeldOutDataset, IterationDataset, LocalSampler, held_out_error
 from lit_vgrpo.data.prompt_sets import PromptChoice, PromptSets, limited_heldout
-from lit_vgrpo.data.prompts import read_prompts
-from lit_vgrpo.data.rows import Row, Rows, text_of
-from lit_vgrpo.data.sampler import GroupSampler, LocalSampler
+from lit_vgrpo.data.prompts import Row, Rows, read_prompts, text_of
 from lit_vgrpo.data.source import Source, Sources, as_source, as_sources
 from lit_vgrpo.system.paths import resolve_path
 
@@ -52,8 +50,7 @@ class PromptDataModule(L.LightningDataModule):
 
     Raises:
         TypeError: a number is not a whole number, or an option of a source is wrong.
-        ValueError: a number is too small, a fraction is invalid, no source is given, or held-out prompts are given
-            twice.
+        ValueError: a number is too small, a fraction is invalid, or held-out prompts are given twice.
     """
 
     def __init__(
@@ -75,20 +72,10 @@ class PromptDataModule(L.LightningDataModule):
         super().__init__()
         self._sizes = Sizes(prompts_per_iteration, group_size, updates_per_iteration, micro_batch_size, split_updates)
         if heldout_fraction is not None and heldout is not None:
-            raise ValueError(
-                f"heldout_fraction={heldout_fraction} and heldout are both given. Set one of them to null."
-            )
-        self.train = train
-        self.heldout = heldout
-        self.choice = PromptChoice(
-            as_sources(train),
-            as_source(heldout) if heldout is not None else None,
-            heldout_fraction,
-            heldout_limit,
-            deduplicate,
-        )
+            raise ValueError(f"heldout_fraction={heldout_fraction} and heldout are both given. Set one to null.")
+        held_out = as_source(heldout) if heldout is not None else None
+        self.choice = PromptChoice(as_sources(train), held_out, heldout_fraction, heldout_limit, deduplicate)
         self.heldout_images_per_prompt = heldout_images_per_prompt
-        self.heldout_limit = heldout_limit
         self.eval_batch_size = eval_batch_size
         self.seed = seed
         self._first_step = 0
@@ -113,7 +100,7 @@ class PromptDataModule(L.LightningDataModule):
     @property
     def has_heldout(self) -> bool:
         """True if there are held-out prompts."""
-        return self.heldout is not None or self.choice.heldout_fraction is not None
+        return self.choice.heldout is not None or self.choice.heldout_fraction is not None
 
     def check(self, world_size: int = 1) -> list[str]:
         """Read the prompts, and return the errors in the sizes and files for ``world_size`` ranks, one line each."""
@@ -122,10 +109,9 @@ class PromptDataModule(L.LightningDataModule):
             sets = PromptSets(self.choice)
         except (ValueError, OSError, ModuleNotFoundError) as error:
             return [*errors, str(error)]
-        if sets.heldout and world_size >= 1:
-            images = len(sets.heldout) * self.heldout_images_per_prompt
-            error_of_heldout = held_out_error(images, self.eval_batch_size, world_size)
-            errors += [error_of_heldout] if error_of_heldout else []
+        images = len(sets.heldout or ()) * self.heldout_images_per_prompt
+        if images and world_size >= 1 and (message := held_out_error(images, self.eval_batch_size, world_size)):
+            errors.append(message)
         if not errors:
             self._sets = sets
         return errors
@@ -168,9 +154,7 @@ class PromptDataModule(L.LightningDataModule):
             raise ValueError("There are no held-out prompts to test on or to predict. Set data.heldout.")
         return loader
 
-    def predict_dataloader(self) -> DataLoader[PromptBatch]:
-        """Return the held-out prompts; raises as in :meth:`test_dataloader`."""
-        return self.test_dataloader()
+    predict_dataloader = test_dataloader
 
     def transfer_batch_to_device(self, batch: PromptBatch, device: torch.device, dataloader_idx: int) -> PromptBatch:
         """Return the batch as it is: it holds no tensors, and Lightning would walk through every prompt and row."""
@@ -217,7 +201,7 @@ class PromptDataModule(L.LightningDataModule):
         return self._loaded().fingerprint()
 
     def training_rows(self) -> Iterator[Row]:
-        """Return the training rows to check before a run: all in memory, and the first ones of tables."""
+        """Return the training rows to check before a run; see :meth:`PromptSets.training_rows`."""
         return self._loaded().training_rows()
 
     @property

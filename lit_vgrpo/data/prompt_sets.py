@@ -1,28 +1,25 @@
-"""Training and held-out prompts: deduplication, splitting by hash, start-up messages and fingerprint."""
+"""Training and held-out prompts: deduplication, splitting by hash, and the order of training prompts."""
 
 from __future__ import annotations
 
-import json
+import random
 import unicodedata
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from hashlib import sha256
-from itertools import islice
-from pathlib import Path
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_vgrpo.core.pictures import PICTURE
-from lit_vgrpo.data.prompts import TableRows, open_prompts, read_prompts
-from lit_vgrpo.data.rows import Row, Rows, text_of
-from lit_vgrpo.data.sampler import PromptMixture
+from lit_vgrpo.data.prompts import Row, Rows, TableRows, open_prompts, read_prompts, text_of
 from lit_vgrpo.data.source import PromptError, PromptSource
-from lit_vgrpo.system.file_fingerprint import file_sha256
 
 CHECKED_ROWS = 10_000
 """Rows of a table whose fields are checked before a run; prompts are all checked."""
-KEY_BITS = 64
 Keys = NDArray[np.uint64]
 
 
@@ -44,7 +41,6 @@ class PromptSets:
         training: the training prompts.
         heldout: the held-out prompts; None without any.
         dropped: number of duplicates left out.
-        repeated: number of duplicate training prompts that were kept.
         shared: number of training prompts that are also held-out prompts, and were kept.
 
     Raises:
@@ -65,8 +61,7 @@ class PromptSets:
         firsts, is_shared = first_of_each(keys), np.isin(keys, apart)
         stays = firsts & ~is_shared if choice.deduplicate else np.ones_like(firsts)
         self.dropped = int((~stays).sum())
-        self.repeated = 0 if choice.deduplicate else int((~firsts).sum())
-        self.shared = 0 if choice.deduplicate else int(is_shared.sum())
+        self.shared = int((stays & is_shared).sum())
         aside = stays & is_held_out(keys, choice.heldout_fraction or 0.0)
         starts = np.cumsum([0, *map(len, sources)])
         if choice.heldout_fraction is not None:
@@ -91,7 +86,7 @@ class PromptSets:
             yield from islice(rows, CHECKED_ROWS) if isinstance(rows, TableRows) else rows
 
     def describe(self) -> list[str]:
-        """Return a line about what was read, and one per warning."""
+        """Return a line about what was read, and a warning of held-out prompts among the training prompts."""
         weights = [f"{source.weight:g}" for source in self.choice.train]
         origin = "1 source" if len(weights) == 1 else f"{len(weights)} sources (weights {':'.join(weights)})"
         line = f"Prompts: {sum(map(len, self.training.sources)):,} from {origin}"
@@ -99,23 +94,16 @@ class PromptSets:
             line += f", {len(self.heldout):,} held out" + (" by hash" if self.choice.heldout is None else "")
         if self.choice.deduplicate:
             line += f", {self.dropped:,} duplicates dropped"
-        lines = [f"{line}."]
-        remedy = "Set data.deduplicate=true to train without them."
-        if self.shared:
-            lines.append(f"{self.shared:,} of the training prompts are also held-out prompts. {remedy}")
-        if self.repeated:
-            lines.append(f"{self.repeated:,} of the training prompts are duplicates. {remedy}")
-        return lines
+        if not self.shared:
+            return [f"{line}."]
+        warning = f"{self.shared:,} of the training prompts are also held-out prompts. Set data.deduplicate=true"
+        return [f"{line}.", f"{warning} to train without them."]
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the training prompts in order, independent of file locations.
-
-        It covers all fields and pictures of rows in memory, and the prompts of tables.
-        """
+        """Return the SHA-256 of the training prompts and their pictures in order, independent of file locations."""
         digest = sha256()
-        for rows in self.training.sources:
-            for text in rows.texts() if isinstance(rows, TableRows) else map(_portable_json, rows):
-                digest.update(f"{text}\0".encode())
+        for text in chain.from_iterable(map(_texts, self.training.sources)):
+            digest.update(f"{text}\0".encode())
         return digest.hexdigest()
 
 
@@ -128,12 +116,6 @@ def limited_heldout(rows: Rows, choice: PromptChoice) -> Rows:
 
 def _texts(rows: Rows | TableRows) -> Iterable[str]:
     return rows.texts() if isinstance(rows, TableRows) else map(text_of, rows)
-
-
-def _portable_json(row: Row) -> str:
-    """Return a row as JSON, with its picture's hash in place of its path."""
-    fields = {**row, PICTURE: file_sha256(Path(row[PICTURE]))} if PICTURE in row else row
-    return json.dumps(fields, sort_keys=True, default=str)
 
 
 def normalised(prompt: str) -> str:
@@ -149,7 +131,7 @@ def normalised(prompt: str) -> str:
 def prompt_keys(prompts: Iterable[str]) -> Keys:
     """Return the first 64 bits of the SHA-256 of every normalised prompt, shape ``(N,)``."""
     digests = (sha256(normalised(prompt).encode()).digest() for prompt in prompts)
-    return np.fromiter((int.from_bytes(digest[: KEY_BITS // 8], "big") for digest in digests), dtype=np.uint64)
+    return np.fromiter((int.from_bytes(digest[:8], "big") for digest in digests), dtype=np.uint64)
 
 
 def is_held_out(keys: Keys, fraction: float) -> NDArray[np.bool_]:
@@ -165,7 +147,7 @@ def is_held_out(keys: Keys, fraction: float) -> NDArray[np.bool_]:
     Returns:
         Shape ``(N,)``.
     """
-    return keys < np.uint64(int(fraction * 2**KEY_BITS))
+    return keys < np.uint64(int(fraction * 2**64))
 
 
 def first_of_each(keys: Keys) -> NDArray[np.bool_]:
@@ -173,3 +155,74 @@ def first_of_each(keys: Keys) -> NDArray[np.bool_]:
     firsts = np.zeros(len(keys), dtype=bool)
     firsts[np.unique(keys, return_index=True)[1]] = True
     return firsts
+
+
+# --- the order of training prompts -----------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def _shuffled_pass(key: str, dataset_size: int) -> Sequence[int]:
+    order = array("q", range(dataset_size))
+    # random.Random seeded with text gives the same order on every Python and platform
+    random.Random(key).shuffle(order)
+    return order
+
+
+def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -> int:
+    """Return the prompt at a position in consecutive shuffled passes over a dataset, in [0, dataset_size).
+
+    Args:
+        seed: seed of the order.
+        position: from 0, without end.
+        dataset_size: number of prompts.
+        source: number of the dataset among several, so that each has a different order.
+    """
+    pass_index, offset = divmod(position, dataset_size)
+    key = f"prompts {seed} {pass_index}" + (f" source {source}" if source else "")
+    return _shuffled_pass(key, dataset_size)[offset]
+
+
+def place_in_mixture(position: int, weights: Sequence[int | Fraction]) -> tuple[int, int]:
+    """Return the source for a position in the endless prompt sequence, and how many earlier positions it had.
+
+    Sources are split in halves recursively; each half gets its rounded share of the positions. Any prefix is therefore
+    within half a position per split of the exact shares, without keeping state.
+
+    >>> [place_in_mixture(position, [3, 1])[0] for position in range(8)]
+    [0, 0, 1, 0, 0, 0, 1, 0]
+
+    Args:
+        position: from 0.
+        weights: shares; exact numbers, since positions have no end.
+    """
+    first, last = 0, len(weights)
+    while last - first > 1:
+        middle = (first + last) // 2
+        part, whole = sum(weights[first:middle]), sum(weights[first:last])
+        before, after = ((2 * n * part + whole) // (2 * whole) for n in (position, position + 1))
+        if after > before:
+            position, last = before, middle
+        else:
+            position, first = position - before, middle
+    return first, position
+
+
+class PromptMixture:
+    """A mixture of training prompt sources, each shuffled and repeated independently.
+
+    Args:
+        sources: their rows.
+        weights: their shares; equal by default.
+    """
+
+    def __init__(self, sources: Sequence[Rows | TableRows], weights: Sequence[float] | None = None) -> None:
+        self.sources = sources
+        self.weights = [Fraction(repr(weight)) for weight in weights or [1] * len(sources)]
+
+    def rows(self, seed: int, positions: Sequence[int]) -> Rows:
+        """Return the rows at positions of the endless prompt sequence: a pure function of seed and position."""
+        places = [place_in_mixture(position, self.weights) for position in positions]
+        return [
+            self.sources[number][prompt_index(seed, position, len(self.sources[number]), number)]
+            for number, position in places
+        ]

@@ -1,10 +1,10 @@
-"""Prompts from text files, and from tables that the ``datasets`` library keeps on disk."""
+"""Rows of prompts from text files, and from tables that the ``datasets`` library keeps on disk."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from io import StringIO
 from itertools import islice
 from pathlib import Path
@@ -13,17 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_vgrpo.core.pictures import PICTURE
-from lit_vgrpo.data.rows import PROMPT, Row, Rows, check_column, checked_prompt, checked_row, text_of
+from lit_vgrpo.core.pictures import PICTURE, picture_size
 from lit_vgrpo.data.source import Kind, PromptError, PromptSource, as_source, kind_of
-from lit_vgrpo.errors import one_line
-from lit_vgrpo.system.paths import resolve_path
+from lit_vgrpo.errors import one_line, suggestion
+from lit_vgrpo.system.paths import file_sha256, resolve_path
 
+Row = dict[str, Any]
+Rows = list[Row]
+PROMPT = "prompt"
 SAVED_MARKS = ("dataset_dict.json", "state.json")
 """Files of which a folder written by ``save_to_disk`` has one."""
 
 
-def read_prompts(source: str | Path | PromptSource) -> list[dict[str, Any]]:
+def read_prompts(source: str | Path | PromptSource) -> Rows:
     """Read prompts into rows ``{"prompt": str, **fields}``.
 
     Args:
@@ -47,7 +49,7 @@ def open_prompts(source: PromptSource) -> Rows | TableRows:
         ModuleNotFoundError: it needs the extra ``data``.
     """
     kind = kind_of(source)
-    rows = read_text(source, kind) if kind in _PARSERS else TableRows(source, _open_table(source, kind))
+    rows = _read_text(source, kind) if kind in _PARSERS else TableRows(source, _open_table(source, kind))
     if not len(rows):
         raise PromptError(f"{source.path} has no prompts.")
     return rows
@@ -68,11 +70,60 @@ def prompt_errors(*given: object) -> list[str]:
     return errors
 
 
+def text_of(row: Row) -> str:
+    """Return what distinguishes a row from others: its prompt, and a hash of the picture that the prompt edits."""
+    return row[PROMPT] if PICTURE not in row else f"{row[PROMPT]}\n{file_sha256(Path(row[PICTURE]))}"
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _checked_row(row: Mapping[str, Any], source: PromptSource, where: str) -> Row:
+    """Validate a row of a source, ``where`` in it, and return it as ``{"prompt": str, **fields}``.
+
+    Raises:
+        PromptError: the prompt is missing or not text, or the picture that it edits cannot be read.
+    """
+    _check_column(row, source, where)
+    fields = dict(row)
+    prompt = _checked_prompt(fields.pop(source.column or PROMPT), source, where)
+    fields = {PROMPT: prompt, **{key: value for key, value in fields.items() if key != PROMPT}}
+    if not fields.get("rewards") and source.rewards is not None:
+        fields["rewards"] = source.rewards
+    picture = fields.pop(PICTURE, None)
+    if picture is not None:
+        fields[PICTURE] = _picture_file(picture, source, where)
+    return fields
+
+
+def _checked_prompt(value: object, source: PromptSource, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise PromptError(f'{where}: "{source.column or PROMPT}" is {str(value)[:40]!r}. A prompt must be text.')
+    return value
+
+
+def _check_column(columns: Collection[str], source: PromptSource, where: str) -> None:
+    column = source.column or PROMPT
+    if column not in columns:
+        remedy = f" {suggestion(column, columns)} Set column= to the prompts." if columns else ""
+        raise PromptError(f'{where}: no column "{column}".{remedy}')
+
+
+def _picture_file(named: object, source: PromptSource, where: str) -> str:
+    """Return the path of the picture that a row names, relative to the source's folder."""
+    folder = resolve_path(source.path)
+    file = (folder if folder.is_dir() else folder.parent) / Path(str(named)).expanduser()
+    try:
+        picture_size(file)
+    except ValueError as error:
+        raise PromptError(f'{where}: "{PICTURE}": {error}') from error
+    return str(file.resolve())
+
+
 # --- text files ------------------------------------------------------------------------------------------------------
 
 
-def read_text(source: PromptSource, kind: Kind) -> Rows:
-    """Read a txt, jsonl or csv file; raises as :func:`read_prompts`."""
+def _read_text(source: PromptSource, kind: Kind) -> Rows:
     file = resolve_path(source.path)
     content = file.read_bytes()
     try:
@@ -80,8 +131,8 @@ def read_text(source: PromptSource, kind: Kind) -> Rows:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise PromptError(f"{file} line {line}: not UTF-8. Save the file as UTF-8.") from error
-    records = _PARSERS[kind](text, source, file)
-    return [checked_row(row, source, f"{file} line {number}") for number, row in islice(records, source.limit)]
+    records = islice(_PARSERS[kind](text, source, file), source.limit)
+    return [_checked_row(row, source, f"{file} line {number}") for number, row in records]
 
 
 def _txt_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[int, Row]]:
@@ -106,14 +157,10 @@ def _csv_records(text: str, source: PromptSource, file: Path) -> Iterator[tuple[
     """Yield the rows of a csv file with the number of their last line; cells are text, and empty ones are left out."""
     reader = csv.DictReader(StringIO(text, newline=""), strict=True)
     try:
-        names = list(reader.fieldnames or [])
-        check_column(names, source, f"{file} line 1")
-        if len(set(names)) < len(names):
-            raise PromptError(f"{file} line 1: two columns have the same name. Rename one.")
+        _check_column(reader.fieldnames or [], source, f"{file} line 1")
         for row in reader:
             if None in row or None in row.values():
-                need = f"more or fewer cells than the {len(names)} of the header. Put a cell with a comma in quotes."
-                raise PromptError(f"{file} line {reader.line_num}: {need}")
+                raise PromptError(f"{file} line {reader.line_num}: more or fewer cells than the header. Quote commas.")
             if any(cell.strip() for cell in row.values()):
                 filled = {name: cell for name, cell in row.items() if cell.strip()}
                 yield reader.line_num, {source.column or PROMPT: "", **filled}
@@ -140,7 +187,7 @@ class TableRows:
     """
 
     def __init__(self, source: PromptSource, table: Any, numbers: NDArray[np.int64] | None = None) -> None:
-        check_column(table.column_names, source, source.path)
+        _check_column(table.column_names, source, source.path)
         self.source = source
         # images and audio are not decoded
         media = [name for name, of in table.features.items() if hasattr(of, "decode_example") or "binary" in repr(of)]
@@ -153,7 +200,7 @@ class TableRows:
     def __getitem__(self, index: int) -> Row:
         number = int(self.numbers[index])
         row, column = self.table[number], self.source.column or PROMPT
-        return checked_row({**_without_nulls(row), column: row[column]}, self.source, self._where(number))
+        return _checked_row({**_without_nulls(row), column: row[column]}, self.source, self._where(number))
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
@@ -168,10 +215,9 @@ class TableRows:
             yield from map(text_of, self)
             return
         column = self.source.column or PROMPT
-        numbers = iter(self.numbers)
-        for batch in self.table.select_columns([column]).select(self.numbers).iter(1000):
-            for prompt in batch[column]:
-                yield checked_prompt(prompt, self.source, self._where(next(numbers)))
+        rows = self.table.select_columns([column]).select(self.numbers)
+        for number, row in zip(self.numbers, rows, strict=True):
+            yield _checked_prompt(row[column], self.source, self._where(number))
 
     def _where(self, number: int) -> str:
         return f"{self.source.path} row {number + 1}"
@@ -190,28 +236,17 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
         message = f'{source.path} needs the datasets package. Run: pip install "lit-vgrpo[data]"'
         raise ModuleNotFoundError(message) from error
     datasets.disable_progress_bars()
-    place = source.path if kind == "hub" else str(resolve_path(source.path))
+    place, split = source.path if kind == "hub" else str(resolve_path(source.path)), source.split or "train"
     try:
         if kind == "parquet":
             return datasets.load_dataset("parquet", data_files=place, split="train")
-        if any((Path(place) / name).is_file() for name in SAVED_MARKS):
-            found = datasets.load_from_disk(place)
-        else:
-            found = datasets.load_dataset(place, source.config, split=source.split)
-        if not isinstance(found, dict):
-            return found
-        split = source.split or (next(iter(found)) if len(found) == 1 else "train")
-        if split not in found:
-            raise ValueError(f"It has no split {split}, but {', '.join(found)}")
-        return found[split]
+        if not any((Path(place) / name).is_file() for name in SAVED_MARKS):
+            return datasets.load_dataset(place, source.config, split=split)
+        saved = datasets.load_from_disk(place)
+        return saved[split] if isinstance(saved, dict) else saved
     except Exception as error:  # the library raises anything on damaged files
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        message = f"{source.path} cannot be read as a dataset ({one_line(cause)[:200].rstrip('.')})."
-        if kind == "hub":
-            message += f" Or use a folder: hf download {place} --repo-type dataset --local-dir FOLDER"
-        raise PromptError(message) from error
+        cause = error.__cause__ or error
+        raise PromptError(f"{source.path} cannot be read as a dataset ({one_line(repr(cause))[:200]}).") from error
 
 
 def _without_nulls(value: Any) -> Any:

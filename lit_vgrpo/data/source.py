@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lit_vgrpo.core.ranges import PositiveFloat, PositiveInt, checked
-from lit_vgrpo.errors import unknown_option
 from lit_vgrpo.system.hub import local_folder
 from lit_vgrpo.system.paths import resolve_path
 
 Kind = Literal["txt", "jsonl", "csv", "parquet", "folder", "hub"]
-FILE_KINDS: tuple[Kind, ...] = ("txt", "jsonl", "csv", "parquet")
+FILE_KINDS = ("txt", "jsonl", "csv", "parquet")
 USE = "Use a .txt, .jsonl, .csv or .parquet file, a folder of them, or a hub dataset, owner/name."
 
 
@@ -31,7 +30,7 @@ class PromptSource:
             library saved; a hub dataset, ``owner/name``; ``shipped:`` paths are resolved.
         weight: share of the sampled prompts relative to other sources, independent of the source's size.
         column: the prompt's column or field; "prompt" by default.
-        split: split of a dataset; by default its only one, or "train".
+        split: split of a dataset; "train" by default.
         config: configuration of a dataset that has several.
         rewards: names of the rewards that apply to these prompts, for rows without a field of that name; all by
             default.
@@ -39,7 +38,7 @@ class PromptSource:
 
     Raises:
         TypeError: a weight or limit has the wrong type.
-        ValueError: a weight or limit is too small, or the path is empty.
+        ValueError: a weight or limit is too small.
     """
 
     path: str
@@ -49,10 +48,6 @@ class PromptSource:
     config: str | None = None
     rewards: str | list[str] | None = None
     limit: PositiveInt | None = None
-
-    def __post_init__(self) -> None:
-        if not str(self.path).strip():  # would be the current folder
-            raise ValueError(f"path={self.path!r} is empty. {USE}")
 
 
 if TYPE_CHECKING:
@@ -73,43 +68,29 @@ def as_source(value: Source | Path) -> PromptSource:
     """
     if isinstance(value, PromptSource):
         return value
-    if not isinstance(value, Mapping):
-        return PromptSource(str(value))
-    options = [field.name for field in fields(PromptSource)]
-    for option in value:
-        if option not in options:
-            raise TypeError(unknown_option(option, "PromptSource", options))
-    return PromptSource(**value)
+    return PromptSource(**value) if isinstance(value, Mapping) else PromptSource(str(value))
 
 
 def as_sources(value: Sources) -> list[PromptSource]:
-    """Return one or several sources as a list; raises as in :func:`as_source`, and ValueError for an empty list."""
-    if isinstance(value, str | PromptSource | Mapping):
-        return [as_source(value)]
-    if not value:
-        raise ValueError(f"train=[] is empty. {USE}")
-    return [as_source(entry) for entry in value]
+    """Return one or several sources as a list; raises as in :func:`as_source`."""
+    one = isinstance(value, str | PromptSource | Mapping)
+    return [as_source(entry) for entry in cast("Sequence[Source]", [value] if one else value)]
 
 
 def kind_of(source: PromptSource) -> Kind:
     """Return the kind of file, folder or dataset at the source's path.
 
     Raises:
-        PromptError: there is none, or an option does not apply to it.
+        ValueError: there is none, or an option does not apply to it.
     """
-    try:
-        path = resolve_path(source.path)
-    except ValueError as error:
-        raise PromptError(str(error)) from error
+    path = resolve_path(source.path)
     suffix = path.suffix.lower().removeprefix(".")
     if path.is_dir():
         return "folder"
     if path.is_file() and suffix in FILE_KINDS:
-        ignored = [name for name in ("split", "config") if getattr(source, name) is not None]
-        ignored += ["column"] if suffix == "txt" and source.column is not None else []
-        if ignored:
-            raise PromptError(f"{path} has no {ignored[0]}. Leave out {ignored[0]}={getattr(source, ignored[0])}.")
-        return next(kind for kind in FILE_KINDS if kind == suffix)
+        if source.split or source.config:
+            raise PromptError(f"{path} has no splits and configurations. Leave out split and config.")
+        return cast("Kind", suffix)
     if path.exists():
         raise PromptError(f"{path} is not a prompt file. {USE}")
     # "prompts/train.tsv" looks like a hub name, but the folder prompts/ exists

@@ -1,84 +1,129 @@
-"""Builds module, data and trainer of a recipe, and trains it."""
+"""Building of a recipe's parts, and of a reward named on the command line."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from argparse import ArgumentError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_vgrpo.config.recipe import Command, read_recipe
-from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, early_errors, recipe_errors
+from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, built_part, recipe_error
+from lit_vgrpo.config.recipe import Command, Recipe, read_recipe, shipped_recipes
 from lit_vgrpo.config.trainer_options import trainer_errors
-from lit_vgrpo.errors import UserError, error_in_own_code, from_parser, say
-from lit_vgrpo.launch.recipe_cli import LINKED, TOP_LEVEL, RecipeCLI
+from lit_vgrpo.config.tree import REWARD_KEYS, apply_override, expanded
+from lit_vgrpo.data.module import PromptDataModule
+from lit_vgrpo.errors import UserError, error_in_user_code, say
+from lit_vgrpo.launch.recipe_cli import LARGEST_SEED, LINKED, RecipeCLI
 from lit_vgrpo.launch.train import train
+from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.objectives.base import Objective
+from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.rewards import Reward, Weighted, as_weighted
 from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.system.process import is_first_process, report_on_first
 
+PARTS = {"model.policy": Policy, "model.objective": Objective, "model.reward": Reward, "model.heldout_reward": Reward}
+ROOTS = {"model": VGRPOModule, "data": PromptDataModule, "trainer": Trainer}
+NO_REWARD = "No reward given. Name a class such as PickScore, python:my_module:my_function, or a recipe."
+
 
 def build(args: Sequence[str], make_folder: bool = True) -> RecipeCLI:
-    """Parse the arguments after a subcommand and build the recipe, see :func:`build_recipe`."""
-    return build_recipe(Command.parse(args), make_folder)
+    """Build the recipe that arguments name, see :func:`build_recipe`."""
+    return build_recipe(read_recipe(Command.parse(args)), make_folder)
 
 
-def build_recipe(command: Command, make_folder: bool = True) -> RecipeCLI:
+def build_recipe(recipe: Recipe, make_folder: bool = True) -> RecipeCLI:
     """Build module, data and trainer of a recipe without loading weights.
 
     Args:
-        command: Recipe, overlays and overrides.
         make_folder: Create the run folder.
 
     Raises:
-        UserError: With every error of the recipe.
+        UserError: With the first error of the recipe.
     """
-    # the run folder holds config.yaml before the loggers start
+    # The run folder holds config.yaml before the loggers start.
     warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
     import_from_here()
-    recipe = read_recipe(command)
+    if errors := [*_top_level_errors(recipe.values), *trainer_errors(recipe.values.get("trainer") or {})]:
+        raise UserError(*errors)
     try:
-        early = early_errors(command.overrides, recipe, TOP_LEVEL, LINKED)
-        if of_trainer := trainer_errors(recipe.get("trainer") or {}):
-            early = [*dict.fromkeys((*recipe_errors(recipe, TOP_LEVEL, LINKED), *of_trainer))]
-        if early:
-            raise UserError(*early)
-        try:
-            return RecipeCLI(command, make_folder)
-        except (ArgumentError, MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
-            errors = recipe_errors(recipe, TOP_LEVEL, LINKED) or [from_parser(error)]
-            raise UserError(*errors) from error
-    except UserError:
-        raise
+        return RecipeCLI(recipe, make_folder)
+    except (ArgumentError, MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
+        raise UserError(recipe_error(error, recipe.values, ROOTS)) from error
     except (Exception, SystemExit) as error:
-        own = error_in_own_code(error)
-        if own is None:
+        message = None if isinstance(error, UserError) else error_in_user_code(error)
+        if message is None:
             raise
-        raise UserError(own) from error
+        raise UserError(message) from error
 
 
-def train_recipe(command: Command, beside: Callable[[RecipeCLI], AbstractContextManager[object]] = nullcontext) -> int:
+def part_errors(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Build a recipe's parts one by one; return the first error of each, and those parts that have none.
+
+    Args:
+        values: The recipe as plain values.
+    """
+    errors = [*_top_level_errors(values), *trainer_errors(values.get("trainer") or {})]
+    parts: dict[str, Any] = {}
+    for key, hint in PARTS.items():
+        try:
+            parts[key] = built_part(values, key, hint)
+        except UserError as error:
+            errors += error.errors
+    for key in ("data", "trainer"):
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(ROOTS[key], key)
+        try:
+            config = parser.parse_object({key: copy.deepcopy(values.get(key) or {})})
+            if key == "data":
+                parts[key] = parser.instantiate_classes(config)[key]
+        except (ArgumentError, *CONSTRUCTOR_ERRORS) as error:
+            errors.append(recipe_error(error, values, ROOTS))
+    return errors, parts
+
+
+def _top_level_errors(values: Mapping[str, Any]) -> list[str]:
+    errors = []
+    for target, source in LINKED.items():
+        section, _, name = target.partition(".")
+        if isinstance(values.get(section), dict) and name in values[section]:
+            errors.append(f"{target} follows {source}. Set {source}={values[section][name]} instead.")
+    seed, root = values.get("seed_everything", 0), (values.get("trainer") or {}).get("default_root_dir")
+    if isinstance(seed, int) and not 0 <= seed <= LARGEST_SEED:
+        errors.append(f"seed_everything={seed} is invalid. Use 0 to {LARGEST_SEED}.")
+    if root is not None:
+        errors.append("trainer.default_root_dir is set by the command. Use run_dir=... instead.")
+    return errors
+
+
+def train_recipe(command: Command, context: Callable[[RecipeCLI], AbstractContextManager[object]] = nullcontext) -> int:
     """Build and train a recipe.
 
     Args:
-        beside: Returns, for the built recipe, a context that lasts as long as the training.
+        context: Makes a context manager from the built recipe, which is entered during training.
 
     Returns:
         Exit status.
 
     Raises:
-        UserError: With every error of the recipe.
+        UserError: With the errors of the recipe.
     """
-    cli = build_recipe(command)
+    cli = build_recipe(read_recipe(command))
     try:
         errors = cli.errors()
         if errors:
             raise UserError(*errors)
-        company = beside(cli)
+        surrounding = context(cli)
         if cli.resumption is not None and cli.resumption.is_over(cli.trainer):
             report_on_first(
                 f"{cli.folder} is finished: {cli.resumption.progress}. To continue, add trainer.max_epochs=N."
@@ -87,7 +132,47 @@ def train_recipe(command: Command, beside: Callable[[RecipeCLI], AbstractContext
         cli.save_recipe()
         if is_first_process():
             say("\n".join(cli.opening()))
-        with company:
+        with surrounding:
             return train(cli)
     finally:
         cli.give_back()
+
+
+def build_reward(words: Sequence[str]) -> Weighted:
+    """Build a reward without loading it.
+
+    Args:
+        words: ``PickScore checkpoint=/a/folder``, ``package.MyReward``, ``python:my_module:my_function``, or a recipe
+            with overlays and overrides. A recipe's held-out reward becomes a part of weight 0.
+
+    Raises:
+        UserError: With the first error in the words.
+    """
+    if not words:
+        raise UserError(NO_REWARD)
+    import_from_here()
+    first = words[0]
+    if first.endswith((".yaml", ".yml")) or first in shipped_recipes() or Path(first).expanduser().exists():
+        return reward_of_recipe(read_recipe(Command.parse(words)).values)
+    tree: dict[str, Any] = {"reward": expanded(first)}
+    if isinstance(tree["reward"], str):
+        tree["reward"] = {"class_path": tree["reward"]}
+    for word in words[1:]:
+        key, equals, text = word.removeprefix("--").partition("=")
+        if not equals:
+            raise UserError(f"{word} is not an option of a reward. Write options as key=value.")
+        apply_override(tree, f"reward.{key}", text)
+    reward: Reward = built_part(tree, "reward", Reward)
+    return as_weighted(reward.found_at(""))
+
+
+def reward_of_recipe(recipe: dict[str, Any]) -> Weighted:
+    """Build the rewards of a recipe, given as plain values; raise UserError with the first error in them."""
+    model = recipe.get("model")
+    if not isinstance(model, dict) or model.get("reward") is None:
+        raise UserError("The recipe has no model.reward. Add one, for example model.reward=PickScore.")
+    found = [as_weighted(built_part(recipe, f"model.{key}", Reward)) for key in REWARD_KEYS if model.get(key)]
+    try:
+        return found[0].observing(found[1] if len(found) > 1 else None)
+    except ValueError as error:
+        raise UserError(f"model.{error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from enum import Enum
 from functools import cache, cached_property
@@ -12,46 +13,41 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lit_vgrpo import callbacks as our_callbacks
 from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so that their classes go by short names
 from lit_vgrpo.config.environment import with_texts
-from lit_vgrpo.config.help import TOP
-from lit_vgrpo.config.recipe import Command, parser_config, texts_from_environment
-from lit_vgrpo.config.schema import CONSTRUCTOR_ERRORS, options_of_class
-from lit_vgrpo.config.tree import Place
-from lit_vgrpo.core.ranges import Seed
+from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, recipe_error, with_full_key
+from lit_vgrpo.config.recipe import Recipe
 from lit_vgrpo.data.module import PromptDataModule
-from lit_vgrpo.errors import UserError, one_line, with_full_keys
-from lit_vgrpo.launch.callback_checks import callback_errors, refuse_twins
-from lit_vgrpo.launch.prompt_checks import UnscorablePrompts, picture_errors
-from lit_vgrpo.launch.run_parts import as_list, read_checkpoint, refuse_finished, run_loggers
+from lit_vgrpo.errors import UserError
+from lit_vgrpo.launch.checks import UnscorablePrompts, callback_errors, picture_errors
 from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.system.memory import device_name, idle_gpu
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import is_first_process, report_on_first
 from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read_sound
 from lit_vgrpo.training.folder import CONFIG_NAME, FolderLock, RunFolder, release, reserve
-from lit_vgrpo.training.limits import limit_error
+from lit_vgrpo.training.loggers import MetricsTable, TensorBoard, rows_up_to
 from lit_vgrpo.training.optimizer import OptimizerConfig
-from lit_vgrpo.training.resume import Resumption, last_good_checkpoint, resumed_folder
+from lit_vgrpo.training.resume import Progress, Resumption, last_good_checkpoint, newest_checkpoint, resumed_folder
 from lit_vgrpo.training.resume_guard import ResumeGuard, inputs_of, refuse_changes
-from lit_vgrpo.training.settings import errors_under
+from lit_vgrpo.training.settings import errors_under, limit_error
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 LINKED = {"model.seed": "seed_everything", "data.seed": "seed_everything"}
-TOP_LEVEL: dict[str, Any] = {
-    "name": str | None,
-    "run_dir": str | None,
-    "ckpt_path": str | None,
-    "allow_changes": bool,
-    "seed_everything": bool | Seed,
-    "trainer": Trainer,
-    "model": VGRPOModule,
-    "data": PromptDataModule,
+TOP_LEVEL: dict[str, tuple[Any, Any]] = {
+    "name": (str | None, None),
+    "run_dir": (str | None, None),
+    "ckpt_path": (str | None, None),
+    "allow_changes": (bool, False),
 }
+"""Keys of a recipe in addition to Lightning's, with their types and defaults."""
+LARGEST_SEED = 2**32 - 1
 # For the default of Lightning's Timer, an Enum, in config.yaml.
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 
@@ -72,12 +68,12 @@ class RecipeCLI(LightningCLI):
     """Module, data and trainer of a recipe, with the loggers and callbacks of a run folder.
 
     Args:
-        command: Recipe, overlays and overrides.
+        recipe: The recipe, read once.
         make_folder: Create the run folder, instead of only naming it.
     """
 
-    def __init__(self, command: Command, make_folder: bool = True) -> None:
-        self.command = command
+    def __init__(self, recipe: Recipe, make_folder: bool = True) -> None:
+        self.recipe = recipe
         self.make_folder = make_folder
         self.folder = Path()
         self.lock = FolderLock()
@@ -86,46 +82,41 @@ class RecipeCLI(LightningCLI):
         self.guard = ResumeGuard()
         self.allowed_changes: list[str] = []
         self.unscorable: list[UnscorablePrompts] = []
-        # Only save_hyperparameters reads it, which neither class calls; to make it takes a tenth of the building time.
+        # Only save_hyperparameters() reads it, which neither class calls; making it takes a tenth of the building time.
         self.config_dump: dict[str, Any] = {}
-        with parser_config(command) as (config, self.note):
-            super().__init__(
-                VGRPOModule,
-                PromptDataModule,
-                save_config_callback=None,
-                trainer_defaults=TRAINER_DEFAULTS,
-                seed_everything_default=0,
-                parser_kwargs={"parser_mode": "omegaconf+", "exit_on_error": False, "allow_abbrev": False},
-                args=command.parser_args(config),
-                run=False,
-                auto_configure_optimizers=False,
-            )
+        super().__init__(
+            VGRPOModule,
+            PromptDataModule,
+            save_config_callback=None,
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=0,
+            parser_kwargs={"exit_on_error": False},
+            args=copy.deepcopy(recipe.values),  # which the parser changes
+            run=False,
+            auto_configure_optimizers=False,
+        )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name in ("name", "run_dir", "ckpt_path", "allow_changes"):
-            parser.add_argument(f"--{name}", type=TOP_LEVEL[name], default=TOP[name][0])
+        for name, (hint, default) in TOP_LEVEL.items():
+            parser.add_argument(f"--{name}", type=hint, default=default)
         for target, source in LINKED.items():
             parser.link_arguments(source, target, compute_fn=fixed_seed)
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = parser.parse_args(args)
+        self.config = parser.parse_object(args)
         if self.config.seed_everything is True:
             self.config.seed_everything = _drawn_seed()
+        command, swapped = self.recipe.command, self.recipe.swapped
         if self.config.name is None:
-            method = self.command.other_objective if self.note is not None else None
-            # The run of another method is not to be taken for one of the recipe's own.
-            suffix = "" if method is None else f"_{method.rpartition('.')[2]}"
-            self.config.name = f"{self.command.recipe.stem}{suffix}"
-        if self.config.trainer.default_root_dir is not None:
-            raise UserError("trainer.default_root_dir is set by the command. Use run_dir=... instead.")
-        if self.command.resume:
-            typed = dict(self.command.overrides).get("run_dir")
+            suffix = "" if swapped is None else f"_{swapped.rpartition('.')[2]}"
+            self.config.name = f"{command.recipe.stem}{suffix}"
+        if command.resume:
+            typed = dict(command.overrides).get("run_dir")
             # A config.yaml may have moved, with its folder, away from the run_dir that it names.
-            named = None if self.command.recipe.name == CONFIG_NAME else self.config.run_dir
-            folder = resumed_folder(self.command.recipe, typed or named)
-            self.resumption = last_good_checkpoint(folder, report_on_first)
+            named = None if command.recipe.name == CONFIG_NAME else self.config.run_dir
+            self.resumption = last_good_checkpoint(resumed_folder(command.recipe, typed or named), report_on_first)
 
     @property
     def ckpt_path(self) -> str | None:
@@ -140,7 +131,7 @@ class RecipeCLI(LightningCLI):
         super().instantiate_classes()
         try:
             if trains or self.ckpt_path is not None:
-                self.guard.carry(self.plain_recipe(), self._texts)
+                self.guard.carry(self.plain_recipe(), self.recipe.texts)
             self._check_checkpoint()
         except UserError:
             self.give_back()
@@ -167,7 +158,7 @@ class RecipeCLI(LightningCLI):
         what = f"ckpt_path={path}" if self.resumption is None else path
         checkpoint = read_checkpoint(Path(path), what)
         inputs, allowed = inputs_of(self.model, self.datamodule), self.config.allow_changes
-        self.allowed_changes = refuse_changes(checkpoint, self.plain_recipe(), inputs, allowed, what, self._texts)
+        self.allowed_changes = refuse_changes(checkpoint, self.plain_recipe(), inputs, allowed, what, self.recipe.texts)
         if self.resumption is None:
             refuse_finished(checkpoint, self.trainer, what)
 
@@ -183,7 +174,7 @@ class RecipeCLI(LightningCLI):
             return self._trainer_in(self.folder)
         except (MisconfigurationException, *CONSTRUCTOR_ERRORS) as error:
             self.give_back()
-            raise UserError(f"trainer: {one_line(error)}") from error
+            raise UserError(recipe_error(error, {"trainer": self.recipe.values.get("trainer")})) from error
 
     def _trainer_in(self, folder: Path) -> Trainer:
         settings = self.config_init.trainer
@@ -194,7 +185,6 @@ class RecipeCLI(LightningCLI):
         )
 
     def _callbacks(self, chosen: list[Callback]) -> list[Callback]:
-        refuse_twins(chosen)
         wanted: dict[type[Callback], type[Callback]] = {our_callbacks.RunSummary: our_callbacks.RunSummary}
         if self.config.trainer.enable_progress_bar is not False:
             wanted[ProgressBar] = our_callbacks.ProgressBar
@@ -214,24 +204,20 @@ class RecipeCLI(LightningCLI):
 
     def errors(self) -> list[str]:
         """Return all errors that can be found without loading weights."""
-        ranks = self.trainer.world_size
+        ranks, data, model = self.trainer.world_size, self.datamodule, self.model
         chosen = as_list(self.config_init.trainer.callbacks, Callback)
-        of_callbacks = callback_errors(chosen, self.model, self.datamodule, ranks)
-        sizes, has_heldout = self.datamodule.sizes, self.datamodule.has_heldout
-        of_model = errors_under(self.model, self.trainer.strategy, sizes, ranks, has_heldout)
-        options = options_of_class(PromptDataModule)
-        of_data = [with_full_keys("data", options, error) for error in self.datamodule.check(ranks)]
-        of_data = of_data or self._picture_errors()
+        errors = errors_under(model, self.trainer.strategy, data.sizes, ranks, data.has_heldout)
+        of_data = data.check(ranks) or self._picture_errors()
         if not of_data:
             self.unscorable = self.find_unscorable()
-        strict = self.model.failed_images == "stop"
-        of_prompts = [error for found in self.unscorable for error in found.refused(strict)]
-        if not sizes.errors(ranks):
-            of_model += [error for error in [limit_error(self.trainer, sizes)] if error]
-        return [*of_model, *of_data, *of_prompts, *of_callbacks]
+            errors += [error for found in self.unscorable for error in found.refused(model.failed_images == "stop")]
+        if not data.sizes.errors(ranks):
+            errors += [error for error in [limit_error(self.trainer, data.sizes)] if error]
+        errors += [*of_data, *callback_errors(chosen, model, data)]
+        return [with_full_key(error, self.recipe.values) for error in errors]
 
     def find_unscorable(self) -> list[UnscorablePrompts]:
-        """Return the training and held-out prompts that the rewards cannot score; the prompt files must be readable."""
+        """Return the training and held-out prompts that the rewards cannot score."""
         trained_on = self.datamodule.training_rows() if self.model.objective.needs_reward else []
         found = [UnscorablePrompts.of(self.model.reward, trained_on)]
         if self.datamodule.has_heldout:
@@ -259,7 +245,9 @@ class RecipeCLI(LightningCLI):
 
     def opening(self) -> list[str]:
         """Return the lines to print before training."""
-        lines = [self.note] if self.note is not None else []
+        swapped = self.recipe.swapped
+        kept = f"{swapped} starts from its own defaults and keeps only rollout of the recipe's objective."
+        lines = [] if swapped is None else [kept]
         lines += [f"Changed: {change}" for change in self.allowed_changes]
         device = self.trainer.strategy.root_device
         asked = self._asked_folder
@@ -277,30 +265,79 @@ class RecipeCLI(LightningCLI):
         return Path(self.config.run_dir or Path("runs") / self.config.name).expanduser()
 
     def save_recipe(self) -> None:
-        """Write ``config.yaml``, itself a recipe; a resumed run keeps its own.
-
-        What comes from the environment stays as written, and is read anew by whatever reads the file.
-        """
+        """Write ``config.yaml``, itself a recipe with ``${oc.env:NAME}`` as written; a resumed run keeps its file."""
         if not self.make_folder or (self.resumption is not None and (self.folder / CONFIG_NAME).exists()):
             return
         header = f"# lightning run {self.folder / CONFIG_NAME}\n"
         text = self._dump
-        if self._texts:
-            text = yaml.safe_dump(with_texts(yaml.safe_load(text), self._texts), sort_keys=False, allow_unicode=True)
+        if texts := self.recipe.texts:
+            text = yaml.safe_dump(with_texts(yaml.safe_load(text), texts), sort_keys=False, allow_unicode=True)
         write_atomically(self.folder / CONFIG_NAME, header + text)
-
-    @cached_property
-    def _texts(self) -> dict[Place, str]:
-        return texts_from_environment(self.command)
 
     @cached_property
     def _dump(self) -> str:
         config = self.config.clone()
         config.allow_changes = False  # it holds for one checkpoint only
-        return str(self.parser.dump(config, skip_none=False, skip_check=True))  # parse_arguments() has checked it
+        return str(self.parser.dump(config, skip_none=False, skip_check=True))
 
     def give_back(self) -> None:
         """Remove the run folder if nothing was written to it."""
         self.lock.release()
         if self.make_folder:
             release(self.folder)
+
+
+def read_checkpoint(path: Path, what: str) -> dict[str, Any]:
+    """Read the checkpoint to continue from.
+
+    Args:
+        path: The checkpoint.
+        what: Its name in messages.
+
+    Raises:
+        UserError: It is not a file, or is damaged.
+    """
+    if not path.is_file():
+        newest = newest_checkpoint(path) if path.is_dir() else None
+        advice = f"Set ckpt_path={newest}, or continue it with --resume." if newest else "Give a checkpoint file."
+        raise UserError(f"{what} is not a file. {advice}")
+    try:
+        return read_sound(path)
+    except CheckpointDamage as damage:
+        raise UserError(f"{what} {damage}. Give another checkpoint of its folder.") from damage
+
+
+def refuse_finished(checkpoint: dict[str, Any], trainer: Trainer, what: str) -> None:
+    """Check that the trainer's limits leave iterations to train after a checkpoint; raise UserError if they do not."""
+    progress = Progress.of(checkpoint)
+    if progress.is_finished(trainer.max_epochs, trainer.max_steps):
+        limit = "max_epochs" if progress.is_finished(trainer.max_epochs, max_steps=-1) else "max_steps"
+        raise UserError(
+            f"{what} is the state after {progress}. trainer.{limit}={getattr(trainer, limit)} leaves nothing to do: "
+            "set it higher."
+        )
+
+
+def run_loggers(setting: Any, folder: Path, resumption: Resumption | None) -> list[Logger]:
+    """Return the recipe's loggers, with ``metrics.csv`` and, unless it sets its own, TensorBoard in the run folder.
+
+    Args:
+        setting: The recipe's ``trainer.logger``.
+        folder: The run folder.
+        resumption: Where to continue the tables; ``None`` starts them.
+    """
+    progress = resumption.progress if resumption is not None else None
+    loggers = as_list(setting, Logger)
+    if not any(isinstance(logger, CSVLogger) for logger in loggers):
+        loggers.insert(0, MetricsTable(folder, rows_up_to(progress) if resumption is not None else None))
+    if setting in (None, True):
+        purge: Any = {"purge_step": progress.optimizer_steps} if progress is not None else {}
+        loggers.append(TensorBoard(folder, name="", version="tensorboard", **purge))
+    return loggers
+
+
+def as_list(value: Any, kind: type) -> list[Any]:
+    """Return one part or several as a list; ``None`` and booleans are none."""
+    if isinstance(value, kind):
+        return [value]
+    return [] if value is None or isinstance(value, bool) else list(value)

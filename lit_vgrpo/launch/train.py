@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 import signal
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_vgrpo.callbacks import RunSummary
 from lit_vgrpo.data import PromptError
 from lit_vgrpo.errors import UserError, one_line, report, say
 from lit_vgrpo.rewards.base import RewardError
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.resume import how_to_resume, last_words
-from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end, callbacks_of
+from lit_vgrpo.training.trainer_internals import call_train_hooks_at_end
 from lit_vgrpo.training.watchdog import GRACE_S, watched
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ def train(cli: RecipeCLI) -> int:
                 raise
         except (RewardError, PromptError, FloatingPointError) as error:
             report([str(error)])
-            _say_it_failed(cli)
+            _report_failure(cli)
             return FAILED
         except LoadError as error:
             raise UserError(str(error)) from error
@@ -61,12 +59,12 @@ def train(cli: RecipeCLI) -> int:
                 raise message from error
             if not watch.report_death():
                 traceback.print_exception(error)
-                _say_it_failed(cli)
+                _report_failure(cli)
             watch.stop(GRACE_S)
             return FAILED
         else:
             leave_together()
-    return _how_it_went(cli)
+    return _report_outcome(cli)
 
 
 def leave_together() -> None:
@@ -77,48 +75,37 @@ def leave_together() -> None:
 
 
 def _finish(cli: RecipeCLI, completed: bool) -> None:
-    """Call ``finish(trainer, module, completed)`` of every callback that has it; on the first rank."""
+    """Call ``finish(trainer, module, completed)`` of every callback that has it; on rank 0 only."""
     for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
-        if hasattr(callback, "finish"):
-            callback.finish(cli.trainer, cli.model, completed)
+        if (finish := getattr(callback, "finish", None)) is not None:
+            finish(cli.trainer, cli.model, completed)
 
 
-def _say_it_failed(cli: RecipeCLI) -> None:
+def _report_failure(cli: RecipeCLI) -> None:
     if is_first_process():
         _finish(cli, completed=False)
         say(f"Training failed. {last_words(cli.folder)}", error=True)
 
 
 def _refusal(cli: RecipeCLI, error: Exception) -> UserError | None:
-    """Return an error before training as a UserError, or ``None`` if it is not the user's."""
+    """Return an error that stops a run before training as a UserError; ``None`` for other kinds of errors."""
     if isinstance(error, MisconfigurationException):
         return UserError(str(error))
-    if isinstance(error, AttributeError | TypeError):
-        # A callback of Lightning's that needs another kind of module.
-        return UserError(f"trainer: {one_line(error)}") if _raised_in(error, {"lightning"}) else None
+    if isinstance(error, AttributeError | TypeError):  # a callback may need another kind of module
+        return UserError(f"{type(error).__name__}: {one_line(error)} (--debug shows the traceback)")
     if not isinstance(error, RuntimeError | ValueError | KeyError):
         return None
     if cli.ckpt_path is not None:
         return UserError(f"Cannot continue from ckpt_path={cli.ckpt_path}: {one_line(error)}")
-    # Errors of other packages are bugs, not checks of settings.
-    is_refusal = not isinstance(error, KeyError) and _raised_in(error, {"lightning", "lit_vgrpo", "callbacks"})
-    return UserError(str(error)) if is_refusal else None
+    return None if isinstance(error, KeyError) else UserError(str(error))
 
 
-def _raised_in(error: Exception, packages: set[str]) -> bool:
-    """Return True if the last frame outside of ``nn.Module`` is in one of the packages."""
-    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    files = [file for file in files if file.parts[-4:] != ("torch", "nn", "modules", "module.py")]
-    return bool(files) and bool(packages & set(files[-1].parts))
-
-
-def _how_it_went(cli: RecipeCLI) -> int:
+def _report_outcome(cli: RecipeCLI) -> int:
     checkpoints = cli.checkpoints
     stopped = checkpoints.interrupted or checkpoints.terminated
     status = checkpoints.status or 128 + (signal.SIGTERM if checkpoints.terminated else signal.SIGINT)
-    unwritten = [
-        summary.unwritten for summary in callbacks_of(cli.trainer, RunSummary) if summary.unwritten is not None
-    ]
+    found = (getattr(callback, "unwritten", None) for callback in cli.trainer.callbacks)  # type: ignore[attr-defined]
+    unwritten = [line for line in found if line is not None]
     if is_first_process():
         _finish(cli, completed=not stopped)
         if unwritten:

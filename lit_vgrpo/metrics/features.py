@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ from torch import Tensor
 
 from lit_vgrpo.core.batches import BATCH_SIZE, in_batches
 from lit_vgrpo.core.pixels import to_uint8
-from lit_vgrpo.core.ranges import BatchSize, PositiveInt, checked
-from lit_vgrpo.system.file_fingerprint import file_sha256
 from lit_vgrpo.system.hub import LoadError, explain_unloadable, loading, quiet_libraries, source_of
-from lit_vgrpo.system.paths import resolve_path
+from lit_vgrpo.system.paths import file_sha256, resolve_path
 
 INCEPTION = "inception"
 INCEPTION_FILE = "inception-2015-12-05.pt"
@@ -32,23 +30,20 @@ Pixels = npt.NDArray[np.uint8]
 """One image, ``(H, W, 3)``."""
 
 
-@checked
 class FeatureNetwork(ABC):
     """A frozen network that extracts features of images; its weights are loaded on first use.
 
     Args:
         source: where the weights are.
-        side: images are resized to ``side`` x ``side`` pixels; ``None`` uses the network's default size.
-        batch_size: images per forward pass. Smaller batches are padded, so that features are the same to the bit.
 
     Attributes:
-        device: where the network runs; see :meth:`to`.
+        side: images are resized to ``side`` x ``side`` pixels.
+        device: where the network runs.
     """
 
-    def __init__(self, source: str, side: PositiveInt | None = None, batch_size: BatchSize = BATCH_SIZE) -> None:
+    def __init__(self, source: str) -> None:
         self.source = source
-        self.side = side
-        self.batch_size = batch_size
+        self.side = INCEPTION_SIDE
         self.device = torch.device("cpu")
         self._model: Any = None
 
@@ -58,7 +53,7 @@ class FeatureNetwork(ABC):
 
     @abstractmethod
     def _load(self) -> Any:
-        """Return the model on the CPU; also set ``side`` if it is not set."""
+        """Return the model on the CPU; may set ``side``."""
 
     @abstractmethod
     def _forward(self, pixels: Tensor) -> Tensor:
@@ -70,14 +65,9 @@ class FeatureNetwork(ABC):
 
     @cached_property
     def name(self) -> str:
-        """Label of its statistics: the network's name, a hash of its files, and the side in pixels."""
+        """Label of its statistics: a hash of its files."""
         self.load()
-        digest = hashlib.sha256("".join(map(file_sha256, self._files())).encode())
-        return f"{Path(self.source).name}@{digest.hexdigest()[:16]}/{self.side}"
-
-    def has_made(self, name: str) -> bool:
-        """Return whether features labelled ``name`` are this network's, even if its file was renamed."""
-        return name.partition("@")[2] == self.name.partition("@")[2]
+        return sha256("".join(map(file_sha256, self._files())).encode()).hexdigest()[:16]
 
     @cached_property
     def dimension(self) -> int:
@@ -104,7 +94,6 @@ class FeatureNetwork(ABC):
         self._model = model
 
     def to(self, device: torch.device | str) -> FeatureNetwork:
-        """Move the network to a device and return it."""
         self.device = torch.device(device)
         if self._model is not None:
             self._model.to(self.device)
@@ -127,12 +116,10 @@ class FeatureNetwork(ABC):
     def of_pixels(self, pictures: Sequence[Pixels]) -> Tensor:
         """Return features ``(B, D)``, float32, of images ``(H, W, 3)`` in uint8, which may differ in size."""
         self.load()
-        assert self.side is not None
-        parts = []
-        for start in range(0, len(pictures), self.batch_size):
-            pixels = np.stack([clean_resize(p, self.side) for p in pictures[start : start + self.batch_size]])
-            parts.append(in_batches(self._features, self.batch_size, torch.from_numpy(pixels)))
-        return torch.cat(parts) if parts else torch.zeros(0, self.dimension, dtype=torch.float32, device=self.device)
+        if not pictures:
+            return torch.zeros(0, self.dimension, device=self.device)
+        pixels = np.stack([clean_resize(picture, self.side) for picture in pictures])
+        return in_batches(self._features, BATCH_SIZE, torch.from_numpy(pixels))  # padded, for the same bits
 
     def _features(self, pixels: Tensor) -> Tensor:
         # the trainer's autocast would change the statistics
@@ -141,16 +128,15 @@ class FeatureNetwork(ABC):
 
 
 class TorchScriptFeatures(FeatureNetwork):
-    """A TorchScript network from ``(B, 3, side, side)`` in [0, 255] to ``(B, D)``; 299 pixels by default."""
+    """A TorchScript network from ``(B, 3, 299, 299)`` in [0, 255] to ``(B, D)``."""
 
-    def __init__(self, source: str, side: int | None = None, batch_size: int = BATCH_SIZE) -> None:
-        super().__init__(source, INCEPTION_SIDE if side is None else side, batch_size)
+    def __init__(self, source: str) -> None:
+        super().__init__(source)
         self.path = resolve_path(source)
 
     def check(self) -> list[str]:
-        if not self.path.is_file():
-            return [f"{self.path} does not exist. Set features to a TorchScript file, or to {INCEPTION}."]
-        return []
+        error = f"{self.path} does not exist. Set features to a TorchScript file, or to {INCEPTION}."
+        return [] if self.path.is_file() else [error]
 
     def _load(self) -> Any:
         return torch.jit.load(str(self.path), map_location="cpu")
@@ -165,18 +151,13 @@ class TorchScriptFeatures(FeatureNetwork):
 class InceptionFeatures(TorchScriptFeatures):
     """clean-fid's Inception network, on whose 2048 features FID is defined; torch.hub's cache holds its file."""
 
-    def __init__(self, batch_size: int = BATCH_SIZE) -> None:
-        super().__init__(INCEPTION, batch_size=batch_size)
+    def __init__(self) -> None:
+        super().__init__(INCEPTION)
         self.path = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
 
     def check(self) -> list[str]:
-        if self.path.is_file():
-            return []
         get = f"from cleanfid.downloads_helper import check_download_inception as get; get('{self.path.parent}')"
-        return [
-            f'features={INCEPTION} needs {self.path}, which does not exist. Put it there (python -c "{get}"), '
-            "or set features to a TorchScript file or a transformers folder."
-        ]
+        return [] if self.path.is_file() else [f'{self.path} does not exist. Download it: python -c "{get}"']
 
     def _load(self) -> Any:
         from cleanfid.inception_torchscript import InceptionV3W
@@ -200,7 +181,7 @@ class TransformersFeatures(FeatureNetwork):
 
         processor: Any = AutoImageProcessor.from_pretrained(source_of(self.source))
         size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
-        self.side = self.side or int(next(size[key] for key in ("height", "shortest_edge") if size.get(key)))
+        self.side = int(next(size[key] for key in ("height", "shortest_edge") if size.get(key)))
         moments = (processor.image_mean, processor.image_std)
         self._mean, self._std = (torch.tensor(values, dtype=torch.float32).view(1, 3, 1, 1) for values in moments)
         return AutoModel.from_pretrained(source_of(self.source), dtype=torch.float32)
@@ -218,25 +199,17 @@ class TransformersFeatures(FeatureNetwork):
         return sorted(file for file in Path(config).parent.iterdir() if file.suffix in MODEL_SUFFIXES)
 
 
-def feature_network(source: str = INCEPTION, size: int | None = None, batch_size: int = BATCH_SIZE) -> FeatureNetwork:
+def feature_network(source: str = INCEPTION) -> FeatureNetwork:
     """Return the feature network that a recipe names, without loading it.
 
     Args:
         source: ``inception`` (clean-fid's), a TorchScript file (``.pt``, ``.pts``), or a folder or hub name of a
             vision model of transformers.
-        size: images are resized to ``size`` x ``size`` pixels; ``None`` uses the network's default size.
-        batch_size: images per forward pass; see :class:`FeatureNetwork`.
-
-    Raises:
-        ValueError: the network does not support this size.
     """
     if source == INCEPTION:
-        if size not in (None, INCEPTION_SIDE):
-            raise ValueError(f"size={size} does not fit features={INCEPTION}, which needs {INCEPTION_SIDE}.")
-        return InceptionFeatures(batch_size)
-    if Path(source).suffix.lower() in TORCHSCRIPT_SUFFIXES:
-        return TorchScriptFeatures(source, size, batch_size)
-    return TransformersFeatures(source, size, batch_size)
+        return InceptionFeatures()
+    is_script = Path(source).suffix.lower() in TORCHSCRIPT_SUFFIXES
+    return TorchScriptFeatures(source) if is_script else TransformersFeatures(source)
 
 
 def clean_resize(picture: Pixels, side: int) -> npt.NDArray[np.float32]:

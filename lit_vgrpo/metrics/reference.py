@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_vgrpo.core.batches import BATCH_SIZE
 from lit_vgrpo.core.gather import raise_together, rank_and_world_size
 from lit_vgrpo.core.pictures import read_picture
-from lit_vgrpo.metrics.distances import FrechetDistance, KeptFeatures
 from lit_vgrpo.metrics.features import FeatureNetwork, InceptionFeatures
+from lit_vgrpo.metrics.statistics import FeatureMoments, KeptFeatures
 from lit_vgrpo.system.paths import resolve_path
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".jpg", ".jpeg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 STATISTICS_SUFFIX = ".npz"
-_OURS = ("mean", "cov", "count", "network")
-_CLEAN_FID = ("mu", "sigma")
+_OURS, _CLEAN_FID = ("mean", "cov", "network"), ("mu", "sigma")
 
 
 @dataclass(frozen=True)
@@ -30,32 +29,22 @@ class Reference:
     Attributes:
         mean: shape ``(D,)``, float64.
         cov: shape ``(D, D)``, float64.
-        count: number of images; ``None`` for clean-fid's files, which do not record it.
-        network: name of the feature network.
-        features: shape ``(count, D)``, float32, sorted by image name; for KID, otherwise ``None``.
+        network: name of the feature network; empty for clean-fid's files, which do not record it.
+        features: shape ``(N, D)``, float32, sorted by image name; for KID, otherwise ``None``.
     """
 
     mean: Tensor
     cov: Tensor
-    count: int | None
-    network: str
+    network: str = ""
     features: Tensor | None = None
 
     def save(self, path: str | Path) -> None:
-        """Write an ``.npz`` file atomically."""
+        """Write an ``.npz`` file."""
         arrays = {"mean": self.mean.numpy(), "cov": self.cov.numpy(), "network": np.array(self.network)}
-        arrays["count"] = np.array(-1 if self.count is None else self.count)
         if self.features is not None:
             arrays["features"] = self.features.numpy()
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            with draft.open("wb") as stream:
-                np.savez(stream, allow_pickle=False, **arrays)
-            os.replace(draft, target)
-        finally:
-            draft.unlink(missing_ok=True)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        np.savez(path, allow_pickle=False, **arrays)
 
     @classmethod
     def load(cls, path: str | Path, network: FeatureNetwork) -> Reference:
@@ -68,17 +57,11 @@ class Reference:
         if not set(_OURS) <= set(arrays):
             if not isinstance(network, InceptionFeatures):
                 raise ValueError(f"{path} has clean-fid's statistics, which need features=inception.")
-            return cls(torch.from_numpy(arrays["mu"]).double(), torch.from_numpy(arrays["sigma"]).double(), None, "")
-        made_with = str(arrays["network"])
-        if not network.has_made(made_with):
+            return cls(torch.from_numpy(arrays["mu"]).double(), torch.from_numpy(arrays["sigma"]).double())
+        if (made_with := str(arrays["network"])) != network.name:
             raise ValueError(f"{path} was made with the feature network {made_with}, not with {network.name}.")
-        return cls(
-            mean=torch.from_numpy(arrays["mean"]),
-            cov=torch.from_numpy(arrays["cov"]),
-            count=int(arrays["count"]) if arrays["count"] >= 0 else None,
-            network=made_with,
-            features=torch.from_numpy(arrays["features"]) if "features" in arrays else None,
-        )
+        features = torch.from_numpy(arrays["features"]) if "features" in arrays else None
+        return cls(torch.from_numpy(arrays["mean"]), torch.from_numpy(arrays["cov"]), made_with, features)
 
 
 def reference_errors(source: str | Path) -> list[str]:
@@ -118,29 +101,29 @@ def reference_statistics(source: str | Path, network: FeatureNetwork, keep_featu
             if keep_features and found.features is None:
                 raise ValueError(f"{path} has no features, which KID needs. Use the folder of images instead.")
         else:
-            sums, kept = _share(path, network, keep_features)
+            moments, kept = _share(path, network, keep_features)
     except (ValueError, RuntimeError, OSError) as failure:
         error = failure
     raise_together(error)
     if found is not None:
         return found
-    sums.add_up_ranks()
-    return Reference(*sums.reference_moments(), network.name, kept.gathered() if keep_features else None)
+    moments.add_up_ranks()
+    return Reference(*moments.mean_and_cov(), network.name, kept.gathered() if keep_features else None)
 
 
-def _share(folder: Path, network: FeatureNetwork, keep_features: bool) -> tuple[FrechetDistance, KeptFeatures]:
-    """Return the sums and features of this rank's images of a folder: every ``world_size``-th, by name."""
+def _share(folder: Path, network: FeatureNetwork, keep_features: bool) -> tuple[FeatureMoments, KeptFeatures]:
+    """Return the moments and features of this rank's images of a folder: every ``world_size``-th, by name."""
     rank, world_size = rank_and_world_size()
     files = image_files(folder)
-    sums, kept = FrechetDistance(network.dimension), KeptFeatures(network.dimension)
+    moments, kept = FeatureMoments(network.dimension), KeptFeatures(network.dimension)
     numbers = list(range(rank, len(files), world_size))
-    for start in range(0, len(numbers), network.batch_size):
-        batch = numbers[start : start + network.batch_size]
+    for start in range(0, len(numbers), BATCH_SIZE):
+        batch = numbers[start : start + BATCH_SIZE]
         features = network.of_pixels([read_picture(files[number]).permute(1, 2, 0).numpy() for number in batch])
-        sums.update(features, real=True)
+        moments.update(features)
         if keep_features:
             kept.add(features, batch)
-    return sums, kept
+    return moments, kept
 
 
 def image_files(folder: Path) -> list[Path]:

@@ -11,13 +11,12 @@ from lit_vgrpo.core.noise import STREAM_TIMES, seeded_generator
 from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics
+from lit_vgrpo.core.surrogate import clipped_surrogate, mean_over_pixels, ratio_metrics, surrogate
 from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.forward import DrawnTimesObjective
 from lit_vgrpo.objectives.pairs import (
     distance_to,
-    mean_over_pairs,
     old_values,
     pairs_at,
     stored_errors,
@@ -81,16 +80,16 @@ class AWM(DrawnTimesObjective):
     pairs_option: ClassVar[str] = "num_times"
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec(steps=10)
 
-    num_times: Annotated[int, Range(1, 1000, example=6)] = 6
+    num_times: Annotated[int, Range(1, 1000)] = 6
     weighting: Weighting = "power"
-    power: Annotated[float, Range(above=0, most=1, example=0.25)] = 0.25
+    power: Annotated[float, Range(above=0, most=1)] = 0.25
     clip: Annotated[float, Range(above=0, most=1)] | None = 1.0
-    advantage_scale: Annotated[float, Range(above=0, example=5)] = 5.0
+    advantage_scale: Annotated[float, Range(above=0)] = 5.0
     kl_weight: NonNegativeFloat = 3e-3
     ema_weight: NonNegativeFloat = 1.0
     ema_decay_rate: NonNegativeFloat = 0.001
-    ema_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3
-    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
+    ema_decay_max: Annotated[float, Range(least=0, below=1)] = 0.3
+    advantage_clip: Annotated[float, Range(above=0)] | None = 5.0
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
         passes: dict[str, float] = {"update": sizes.uses_per_image * self.num_times}
@@ -109,13 +108,12 @@ class AWM(DrawnTimesObjective):
 
     def prepare(self, context: PrepareContext) -> Experience:
         policy = context.policy
-        times, weights = self._draw_times(context.rollout, context.micro_batch_size)
+        times = self._draw_times(context.rollout, context.micro_batch_size)
         pairs = pairs_at(context, times, shared=False)
         if self.antithetic:
-            pairs, weights = with_negatives(pairs), weights.repeat(1, 2)
+            pairs = with_negatives(pairs)
         advantages = clamped(context.advantages, self.advantage_clip) / self.advantage_scale
         experience = context.experience(pairs, advantages=advantages)
-        self.weight_pairs(experience, weights.to(pairs.times.device))
         if context.updates > 1:
             later = context.later_of(experience)
             with context.ledger.phase("old"):
@@ -126,16 +124,15 @@ class AWM(DrawnTimesObjective):
         self.store_anchor(context, experience)
         return experience
 
-    def _draw_times(self, rollout: Rollout, micro_batch_size: int) -> tuple[Tensor, Tensor]:
-        """Return the images' times and weights ``(B, N)``, one draw per micro-batch.
+    def _draw_times(self, rollout: Rollout, micro_batch_size: int) -> Tensor:
+        """Return the images' times ``(B, N)``, one draw per micro-batch.
 
         Micro-batches are numbered over all ranks, so that the number of ranks does not matter.
         """
         pool = self.time_pool(rollout)
         drawn, rows = torch.unique(rollout.image_ids // micro_batch_size, return_inverse=True)
         generators = [seeded_generator(rollout.seed, STREAM_TIMES, rollout.iteration, k) for k in drawn.tolist()]
-        times, weights = zip(*(pool.draw(self.num_drawn, True, generator) for generator in generators), strict=True)
-        return torch.stack(times)[rows], torch.stack(weights)[rows]
+        return torch.stack([pool.draw(self.num_drawn, True, generator) for generator in generators])[rows]
 
     def _log_likelihood(self, micro: Experience, error: Tensor) -> Tensor:
         assert micro.pairs is not None
@@ -146,8 +143,7 @@ class AWM(DrawnTimesObjective):
         prediction, error, _ = predicted = self.predict(policy, micro, "v")
         log_q = self._log_likelihood(micro, error)
         log_ratio = log_q - old_values(micro, "old_log_likelihood", log_q)
-        weights = micro.extras.get("pair_weight")
-        gain = mean_over_pairs(clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip), weights)
+        gain = surrogate(clipped_surrogate(log_ratio, micro.advantages[:, None], self.clip))
         distances = {name: distance_to(micro, name, prediction) for name in ("reference", "ema")}
         loss = -gain.mean()
         for name, weight in self._pulls().items():

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageAggregate, AdvantageStd
-from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.ranges import GuidanceScale, checked
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sampling import rollout_batches
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
@@ -65,8 +65,8 @@ class PrepareContext:
     ) -> Experience:
         """Return the images as experience, with the advantages given here or those of the iteration."""
         rollout = self.rollout
-        own = (self.advantages if advantages is None else advantages).to(rollout.latents.device)
-        return Experience(rollout.latents, own, rollout.conditioning, rollout.rows, pairs, extras or {})
+        values = (self.advantages if advantages is None else advantages).to(rollout.latents.device)
+        return Experience(rollout.latents, values, rollout.conditioning, rollout.rows, pairs, extras or {})
 
 
 @checked
@@ -82,7 +82,7 @@ class Objective(ABC):
             ``"reference"``, which is that of the start.
         num_updates: gradient steps done, over all iterations; the clock of whatever decays by steps.
         all_ranks: concatenates every rank's ``(B, ...)`` in rank order; the trainer's module sets it.
-        rollout_device: where an iteration's tensors are kept; ``None`` keeps them beside the network.
+        rollout_device: where an iteration's tensors are kept; ``None`` keeps them where the network is.
 
     Args:
         training_guidance: guidance of the network while it is trained, and of the copies it is compared with; ``None``
@@ -136,40 +136,41 @@ class Objective(ABC):
         return self.spec
 
     def check(self, sizes: Sizes) -> list[str]:
-        """List settings that cannot work together, a line each."""
+        """Return settings that cannot work together, one line each."""
         spec = self.rollout_spec(0)
         if spec.scouts is not None and not self.needs_reward:
             return [f"model.objective.rollout.scouts: {type(self).__name__} has no reward to choose by. Leave it out."]
-        return spec.errors() + self._anchor_errors(sizes)
+        errors = spec.errors()
+        if (self.anchor_weight > 0) != (self.anchor_decay is not None):
+            errors.append(
+                f"model.objective.anchor_weight={self.anchor_weight} and anchor_decay={self.anchor_decay} need each "
+                "other. Set both, such as 1.0 and 0.3, or 0 and null."
+            )
+        return errors
 
     def policy_errors(self, policy: type[Policy]) -> list[str]:
-        """Why this method does not work on a family of policies: at most one line."""
+        """Return why this method does not work on a family of policies: at most one line."""
         if policy.path_kind not in self.path_kinds:
             path = {"flow": "a rectified flow", "vp": "a variance-preserving path"}[policy.path_kind]
             method = type(self).__name__
             return [f"model.objective={method} does not work on {policy.__name__}: it is not defined on {path}."]
-        spec = self.rollout_spec(0)
-        if spec.solver not in (policy.sde_solvers if spec.is_sde else policy.solvers):
-            options = " or ".join((*policy.solvers, *policy.sde_solvers))
-            return [
-                f"model.objective.rollout.solver={spec.solver} is not a solver of {policy.__name__}. Use {options}."
-            ]
-        errors = policy.accelerator_errors(spec, "model.objective.rollout")
-        if spec.scouts is None:
-            return errors
-        if spec.scouts.solver not in (None, *policy.solvers):
-            return [
-                *errors,
-                f"model.objective.rollout.scouts.solver={spec.scouts.solver} is not an ODE solver of "
-                f"{policy.__name__}. Use {' or '.join(policy.solvers)}.",
-            ]
-        return errors or policy.accelerator_errors(spec.of_scouts, "model.objective.rollout.scouts")
+        spec, where = self.rollout_spec(0), "model.objective.rollout"
+        stages = [(where, spec, policy.sde_solvers if spec.is_sde else policy.solvers)]
+        if spec.scouts is not None and not spec.is_sde:
+            stages.append((f"{where}.scouts", spec.of_scouts, policy.solvers))
+        for key, stage, solvers in stages:
+            if stage.solver not in solvers:
+                known = " or ".join((*policy.solvers, *policy.sde_solvers) if stage is spec else solvers)
+                return [f"{key}.solver={stage.solver} is not a solver of {policy.__name__}. Use {known}."]
+            if errors := policy.accelerator_errors(stage, key):
+                return errors
+        return []
 
     def passes_per_image(self, sizes: Sizes, policy: Policy | None = None) -> dict[str, float]:
-        """Network passes an image by phase of the ledger; guidance counts twice, a backward is not counted.
+        """Return network passes per image by phase of the ledger; guidance counts twice, a backward is not counted.
 
         Args:
-            policy: whose network it is; ``None`` stands for one without a guidance scale of its own.
+            policy: whose network it is; ``None`` stands for one that embeds no guidance scale.
         """
         spec = self.rollout_spec(0)
         guided = _guidance_factor(spec.guidance, policy)
@@ -184,10 +185,10 @@ class Objective(ABC):
 
     @abstractmethod
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
-        """Predictions an image by phase, beside the rollout's; one with guidance still counts once."""
+        """Return predictions per image and phase, excluding the rollout; one with guidance counts once."""
 
     def guidance_in(self, use: Literal["training", "reference"], policy: Policy | None) -> float:
-        """Return the guidance scale of a use beside the rollout."""
+        """Return the guidance scale during training, or of the weights of the start."""
         if use == "reference" and self.reference_guidance is not None:
             return self.reference_guidance
         if self.training_guidance is not None:
@@ -239,7 +240,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the scalar loss of a micro-batch, and detached metrics, one value an image ``(M,)``."""
+        """Return the scalar loss of a micro-batch, and detached metrics, one value per image ``(M,)``."""
 
     def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:  # noqa: B027
         """Add to the micro-batches of one update what only the weights of that moment can say."""
@@ -262,25 +263,8 @@ class Objective(ABC):
 
     @property
     def anchor(self) -> Snapshot | None:
-        """The slowly moving copy, where there is one."""
+        """The slowly moving copy, if any."""
         return self.copies.get("anchor")
-
-    def _anchor_errors(self, sizes: Sizes) -> list[str]:
-        """Return the settings of the anchor that have no effect, a line each."""
-        weight, decay = self.anchor_weight, self.anchor_decay
-        if weight > 0 and decay is None:
-            return [f"model.objective.anchor_weight={weight} needs an anchor: anchor_decay=null. Set anchor_decay=0.3."]
-        if weight == 0 and decay is not None:
-            return [
-                f"model.objective.anchor_decay={decay} has no effect with anchor_weight=0. Set anchor_weight=1.0, or "
-                "anchor_decay=null."
-            ]
-        if decay == 0 and sizes.updates_per_iteration == 1:
-            return [
-                "model.objective.anchor_decay=0 has no effect with updates_per_iteration=1: the anchor is the policy "
-                "itself. Set anchor_decay=0.3."
-            ]
-        return []
 
     def anchor_passes(self, predictions: float) -> dict[str, float]:
         """Return the anchor's predictions per image by phase, as many as the method trains at."""
@@ -330,13 +314,3 @@ def _guidance_factor(guidance: float, policy: Policy | None) -> int:
     if policy is not None:
         return policy.guidance_factor(guidance)
     return 1 if guidance == 1.0 else 2
-
-
-def require(holds: bool, name: str, value: object, advice: str) -> None:
-    """Refuse one option of an objective.
-
-    Raises:
-        ValueError: ``holds`` is false.
-    """
-    if not holds:
-        raise ValueError(f"model.objective.{name}={value} cannot be used. {advice}.")

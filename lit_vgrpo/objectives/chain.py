@@ -44,9 +44,9 @@ class ChainObjective(Objective):
         advantage_clip: bound on the advantages; null for none.
         kl_weight: weight of the KL of each step to the starting weights; 0 switches it and its passes off.
         training_guidance: guidance scale of the policy during training; null takes the rollout's. With any other scale
-            the old log-probabilities are recomputed, in passes of their own.
+            the old log-probabilities are recomputed, in separate passes.
         reference_guidance: guidance scale of the starting weights; null takes the training's.
-        recompute_old: recompute the old log-probabilities in the training's batches, in passes of their own. In 16-bit
+        recompute_old: recompute the old log-probabilities in the training's batches, in separate passes. In 16-bit
             precision those of the rollout's batches round differently, so the ratio is not exactly 1 before an update.
 
     """
@@ -58,8 +58,8 @@ class ChainObjective(Objective):
     _: KW_ONLY
     anchor_weight: NonNegativeFloat = 0.0
     anchor_decay: HalfOpenUnitInterval | None = None
-    clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = 1e-4
-    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
+    clip: Annotated[float, Range(above=0, below=1)] | None = 1e-4
+    advantage_clip: Annotated[float, Range(above=0)] | None = 5.0
     kl_weight: NonNegativeFloat = 0.0
     training_guidance: GuidanceScale | None = None
     reference_guidance: GuidanceScale | None = None
@@ -69,7 +69,7 @@ class ChainObjective(Objective):
 
     @property
     def window(self) -> tuple[str, int] | None:
-        """Name and value of the option that says how many steps take noise, for a method that places the window."""
+        """Name and value of the option with the window's number of steps, for a method that places the window."""
         return None
 
     def window_start(self, iteration: int) -> int:
@@ -78,7 +78,7 @@ class ChainObjective(Objective):
 
     @property
     def last_start(self) -> int:
-        """The latest place of the window: the last step is never trained, its noise is far smaller than the others'."""
+        """The latest place of the window: the last step, with far less noise than the others, is never trained."""
         assert self.window is not None
         return self.spec.steps - 1 - self.window[1]
 
@@ -93,13 +93,13 @@ class ChainObjective(Objective):
         return None
 
     def num_trained_steps(self, spec: RolloutSpec) -> int:
-        """``K``: trained steps an image."""
+        """``K``: trained steps per image."""
         return len(spec.sde_steps)
 
     # --- checks and cost -------------------------------------------------------------------------------------------
 
     def chain_errors(self) -> list[str]:
-        """Return what keeps this rollout from being trained on, a line each."""
+        """Return what keeps this rollout from being trained on, one line each."""
         spec, name, where = self.spec, type(self).__name__, "model.objective.rollout"
         if not spec.is_sde:
             known = " or ".join(FLOW_SDES if "flow" in self.path_kinds else VP_SDES)
@@ -107,27 +107,18 @@ class ChainObjective(Objective):
                 f"{where}.solver={spec.solver} is an ODE: its steps have no likelihood for {name} to train on. "
                 f"Use {known}."
             ]
-        if spec.steps < 2:
-            return [f"{where}.steps={spec.steps} leaves {name} nothing: the last step is not trained. Use 2 or more."]
-        errors = []
+        errors, last = [], spec.sde_steps.stop if self.window is None else self.window[1]
         if spec.noise_level == 0 or (spec.solver == "cps" and (spec.noise_level or 0) > 1):
             errors.append(
                 f"{where}.noise_level={spec.noise_level} gives {spec.solver} no likelihood. "
                 "Use a number above 0 and at most 1, or null."
             )
-        if self.window is not None:
-            option, size = self.window
-            if size > spec.steps - 1:
-                errors.append(
-                    f"model.objective.{option}={size} does not fit into {where}.steps={spec.steps}, of which the last "
-                    f"is not trained. Use at most {spec.steps - 1}, or steps={size + 1}."
-                )
-            if spec.window is not None:
-                errors.append(f"{where}.window is set by {name} itself. Leave it out and set {option}.")
-        elif spec.window is not None and spec.window[1] > spec.steps - 1:
+        if self.window is not None and spec.window is not None:
+            errors.append(f"{where}.window is set by {name} itself. Leave it out and set {self.window[0]}.")
+        elif last > spec.steps - 1:
             errors.append(
-                f"{where}.window={list(spec.window)} holds the last of {spec.steps} steps, which is not trained: its "
-                f"noise is far smaller than the others'. Use [{min(spec.window[0], spec.steps - 2)}, {spec.steps - 1}]."
+                f"{name} would train on the last of {where}.steps={spec.steps}, whose noise is far smaller than the "
+                f"others'. Train on at most {spec.steps - 1} of them, or use more steps."
             )
         return errors
 
@@ -151,8 +142,6 @@ class ChainObjective(Objective):
     # --- one iteration ---------------------------------------------------------------------------------------------
 
     def setup(self, policy: Policy) -> None:
-        for error in self.chain_errors():
-            raise ValueError(error)
         super().setup(policy)
         if self.kl_weight > 0:
             self.copies["reference"] = Snapshot(policy)
@@ -178,7 +167,7 @@ class ChainObjective(Objective):
             return torch.cat([self._transition(policy, micro, guidance).mean for micro in parts])
 
     def _store_old(self, policy: Policy, experience: Experience, micro_batch_size: int) -> None:
-        """Put in place what the rollout's steps are in the training's own passes: the ratio is 1 before an update."""
+        """Recompute the rollout's steps in the batches of training, so that the ratio is 1 before an update."""
         log_probs, means = [], []
         for micro in experience.micro_batches(micro_batch_size):
             step = self._transition(policy, micro, self.guidance_in("training", policy))

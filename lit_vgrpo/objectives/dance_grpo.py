@@ -32,7 +32,7 @@ class DanceGRPO(ChainObjective):
     advantage_std: ClassVar[AdvantageStd] = "group"
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dance_sde", steps=16, shared_noise=True)
 
-    train_fraction: Annotated[float, Range(above=0, most=1, example=0.6)] = 0.6
+    train_fraction: Annotated[float, Range(above=0, most=1)] = 0.6
 
     def num_trained_steps(self, spec: RolloutSpec) -> int:
         # The small term keeps 0.29 * 100 from being 28.

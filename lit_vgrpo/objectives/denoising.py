@@ -36,7 +36,7 @@ class Denoising(Objective):
     Args:
         images: where images and captions come from.
         rollout: how held-out images are sampled.
-        num_mc_samples: pairs (t, eps) an image.
+        num_mc_samples: pairs (t, eps) per image.
         space: where the denoising error is measured.
         self_normalise: divide each squared error by its own detached absolute error.
         time_shift: resolution shift of the continuous schedule, from which times are drawn.
@@ -46,7 +46,7 @@ class Denoising(Objective):
 
     images: ImageSource
     rollout: RolloutSpec | None = None
-    num_mc_samples: Annotated[int, Range(1, 1000, example=4)] = 1
+    num_mc_samples: Annotated[int, Range(1, 1000)] = 1
     space: Space = "v"
     self_normalise: bool = False
     time_shift: PositiveFloat = 1.0

@@ -10,21 +10,20 @@ from torch import Tensor
 
 from lit_vgrpo.core.advantages import clamped
 from lit_vgrpo.core.noise import STREAM_TIMES, seeded_generator
-from lit_vgrpo.core.pass_counter import PassLedger
 from lit_vgrpo.core.probability_paths import expand
 from lit_vgrpo.core.ranges import NonNegativeFloat, NonNegativeInt, Range, checked
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
 from lit_vgrpo.core.types import Experience, RolloutSpec
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.forward import ForwardObjective
-from lit_vgrpo.objectives.groups import are_whole, cut_group, group_weights, groups_of, joined
 from lit_vgrpo.objectives.pairs import distance_to, pairs_at
 from lit_vgrpo.policies.base import Policy
 
 
-def gone_far_enough(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip: float) -> Tensor:
+def has_left_trust_region(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip: float) -> Tensor:
     """Return where ``q = exp(l_old - l)`` has left ``[1 - c, 1 + c]`` on the side the advantage pushes to.
 
     Args:
@@ -37,6 +36,51 @@ def gone_far_enough(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip
     """
     ratio = (old_losses - losses.detach()).exp()
     return torch.where(expand(advantages, losses) > 0, ratio > 1 + clip, ratio < 1 - clip)
+
+
+def group_weights(
+    losses: Tensor, reference_losses: Tensor, advantages: Tensor, group_ids: Tensor, group_size: Tensor, beta: float
+) -> Tensor:
+    """Return ``sigmoid(z_g)`` of each image's group, detached.
+
+    ``z_g = (beta / G) sum_{i in g} A_i (l_i - l_ref_i)``, at each time by itself where there are several.
+
+    Args:
+        losses: ``l_i``, ``(B,)`` or ``(B, N)``; whole groups, in any order. So are the others.
+        reference_losses: ``l_ref_i``, shaped like them.
+        advantages: ``A_i``, ``(B,)``.
+        group_ids: ``(B,)``, int64.
+        group_size: ``G`` of each image's group, ``(B,)``, int64.
+
+    Returns:
+        Shape of ``losses``, in (0, 1).
+    """
+    gains = expand(advantages, losses) * (losses.detach() - reference_losses) / expand(group_size, losses)
+    same = _same_group(group_ids)
+    # Not by unique and index_add, which wait for a GPU and are not deterministic there, nor by a matrix product, which
+    # autocast would round.
+    sums = (same.reshape(*same.shape, *[1] * (gains.ndim - 1)) * gains).sum(dim=1)
+    return torch.sigmoid(beta * sums)
+
+
+def _same_group(ids: Tensor) -> Tensor:
+    """Return which images are of one group, ``(B, B)``, bool."""
+    return ids[:, None] == ids
+
+
+def joined(micros: Sequence[Experience], name: str) -> Tensor:
+    """Return one of the extras of all images, ``(B, ...)``."""
+    return torch.cat([micro.extras[name] for micro in micros])
+
+
+def groups_of(micros: Sequence[Experience]) -> tuple[Tensor, Tensor]:
+    """Return the images' group ids and group sizes, each ``(B,)``, int64."""
+    return joined(micros, "group_ids"), joined(micros, "group_size")
+
+
+def are_whole(ids: Tensor, sizes: Tensor) -> Tensor:
+    """Return whether no group is cut, ``()``, bool; without waiting for a GPU."""
+    return (_same_group(ids).sum(dim=1) == sizes).all()
 
 
 @checked
@@ -56,12 +100,12 @@ class DGPO(ForwardObjective):
     Args:
         num_times: times of an iteration, the same for all images and ranks.
         noisiest: of how many of the sampler's noisiest times they are drawn, without repetition; null for all.
-        beta: 100 (OCR, GenEval) or 10 (PickScore): how soon a satisfied group stops to pull.
+        beta: 100 (OCR, GenEval) or 10 (PickScore): how soon a satisfied group stops pulling.
         advantage_clip: bound on the advantages; null for none. Where it acts, a group's no longer sum to 0.
         kl_weight: weight of the squared distance to the reference's predictions: 0.02, or 0.001.
         clip: how far an image's likelihood may move from the old policy before its gradient is dropped: 1e-2, or 5e-2.
         reference: the preference's and the KL's reference: the start, or the slowly moving old policy, which needs no
-            passes of its own.
+            further passes.
         old_decay_rate: ``old <- d old + (1 - d) theta`` after each of n gradient steps, ``d = min(max, rate n)``.
         old_decay_max: the bound of that.
         behaviour_from_step: gradient step from which the old policy rolls out: 200 (500 for GenEval).
@@ -72,30 +116,29 @@ class DGPO(ForwardObjective):
 
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
 
-    num_times: Annotated[int, Range(1, 1000, example=4)] = 4
-    noisiest: Annotated[int, Range(1, 1000, example=7)] | None = field(default=7, kw_only=True)
-    beta: Annotated[float, Range(above=0, example=100)] = 100.0
+    num_times: Annotated[int, Range(1, 1000)] = 4
+    noisiest: Annotated[int, Range(1, 1000)] | None = field(default=7, kw_only=True)
+    beta: Annotated[float, Range(above=0)] = 100.0
     kl_weight: NonNegativeFloat = 0.02
-    clip: Annotated[float, Range(above=0, below=1, example=1e-2)] = 1e-2
+    clip: Annotated[float, Range(above=0, below=1)] = 1e-2
     reference: Literal["frozen", "moving"] = "frozen"
     old_decay_rate: NonNegativeFloat = 0.001
-    old_decay_max: Annotated[float, Range(least=0, below=1, example=0.3)] = 0.3
+    old_decay_max: Annotated[float, Range(least=0, below=1)] = 0.3
     behaviour_from_step: NonNegativeInt = 200
-    advantage_clip: Annotated[float, Range(above=0, example=5)] | None = 5.0
+    advantage_clip: Annotated[float, Range(above=0)] | None = 5.0
 
     def check(self, sizes: Sizes) -> list[str]:
         errors = super().check(sizes)
         prompts, updates = sizes.prompts_per_iteration, sizes.updates_per_iteration
         if sizes.split_updates and prompts % updates:
-            whole = [str(n) for n in range(1, prompts + 1) if prompts % n == 0]
             errors.append(
                 f"DGPO compares whole groups, but updates_per_iteration={updates} cuts the {prompts} groups of "
-                f"{sizes.group_size}. Use data.updates_per_iteration {', '.join(whole)}, or data.split_updates=false."
+                f"{sizes.group_size}. Use a divisor of {prompts}, or data.split_updates=false."
             )
         return errors
 
     @property
-    def fewest_times(self) -> int:
+    def times_per_image(self) -> int:
         return self.num_times
 
     def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
@@ -171,16 +214,14 @@ class DGPO(ForwardObjective):
         own, _ = ids, sizes = groups_of(micros)
         reference = joined(micros, "reference_losses")
         advantages = torch.cat([micro.advantages for micro in micros])
-        if cut_group(ids, sizes) is not None:
+        if not are_whole(ids, sizes):
             # Every rank gets here or none, since all hold equal parts.
             ids, sizes, losses, reference, advantages = (
                 self.all_ranks(values).to(own.device) for values in (ids, sizes, losses, reference, advantages)
             )
-            cut = cut_group(ids, sizes)
-            if cut is not None:
+            if not are_whole(ids, sizes):
                 raise ValueError(
-                    "An update holds {} of the {} images of group {}, but DGPO compares whole groups. "
-                    "Use data.split_updates=false.".format(*cut)
+                    "An update cuts a group, but DGPO compares whole groups. Use data.split_updates=false."
                 )
         weights = group_weights(losses, reference, advantages, ids, sizes, self.beta)
         first = (ids == own[:, None]).int().argmax(dim=1)  # an image of the same group, wherever it lies
@@ -194,7 +235,7 @@ class DGPO(ForwardObjective):
             weights = group_weights(
                 losses, micro.extras["reference_losses"], micro.advantages, *groups_of([micro]), self.beta
             )
-        stop = gone_far_enough(losses, micro.extras["old_losses"], micro.advantages, self.clip)
+        stop = has_left_trust_region(losses, micro.extras["old_losses"], micro.advantages, self.clip)
         preference = surrogate(weights * micro.advantages[:, None] * torch.where(stop, losses.detach(), losses))
         distance = distance_to(micro, "reference", prediction)
         loss = (preference + self.kl_weight * distance).mean()

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from lit_vgrpo.core.advantages import AdvantageStd
 from lit_vgrpo.core.ranges import Range, checked
-from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.surrogate import denoising_error, surrogate
 from lit_vgrpo.core.types import Experience
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.lagged import LaggedObjective
+from lit_vgrpo.objectives.forward import LaggedObjective
 from lit_vgrpo.objectives.pairs import distance_to
 from lit_vgrpo.policies.base import Policy
 
@@ -50,12 +49,12 @@ class EPG(LaggedObjective):
     predictions are as large as the latents times the number of times.
 
     Args:
-        proximal: PEPG instead of EPG.
+        proximal: PEPG instead of EPG; the same where the policy is the one that rolled out.
         advantage_scale: advantages are divided by this: the public code takes ``0.1 (R - mean)``, not divided by any
             std (``model.advantage_std: none``, the default here). With a single update and EPG, Adam hardly feels it;
             in PEPG it says how far the policy may move.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.lagged.LaggedObjective` and
+    The other options are those of :class:`~lit_vgrpo.objectives.forward.LaggedObjective` and
     :class:`~lit_vgrpo.objectives.forward.ForwardObjective`; ``decay_type`` 1 and ``kl_weight`` 1e-4 are those of the
     public code's GenEval runs, which sample 10 steps of a second-order solver without guidance.
     """
@@ -63,16 +62,7 @@ class EPG(LaggedObjective):
     advantage_std: ClassVar[AdvantageStd] = "none"
 
     proximal: bool = False
-    advantage_scale: Annotated[float, Range(above=0, example=10)] = 10.0
-
-    def check(self, sizes: Sizes) -> list[str]:
-        errors = super().check(sizes)
-        if self.proximal and self.is_on_policy(sizes.updates_per_iteration):
-            errors.append(
-                "model.objective.proximal=true has no effect with decay_type=0 and updates_per_iteration=1: the policy "
-                "is the one that rolled out. Set proximal=false, or decay_type=1."
-            )
-        return errors
+    advantage_scale: Annotated[float, Range(above=0)] = 10.0
 
     @torch.no_grad()
     def store_old(self, context: PrepareContext, experience: Experience) -> None:

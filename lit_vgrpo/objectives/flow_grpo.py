@@ -50,10 +50,10 @@ class FlowGRPO(ChainObjective):
 
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("flow_sde", steps=10, guidance=4.5)
 
-    clip: Annotated[float, Range(above=0, below=1, example=1e-4)] | None = None
+    clip: Annotated[float, Range(above=0, below=1)] | None = None
     kl_weight: NonNegativeFloat = 0.04
     fast: bool = False
-    fast_window: Annotated[int, Range(1, 1000, example=2)] = 2
+    fast_window: Annotated[int, Range(1, 1000)] = 2
     guard: bool = False
 
     def __post_init__(self) -> None:

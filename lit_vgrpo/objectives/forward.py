@@ -1,10 +1,14 @@
 """Base of the methods that train on the forward process: on noisy copies of the final latents."""
 
+from abc import abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
+from lit_vgrpo.core.noise import STREAM_TIMES, image_generators
 from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import (
     ClosedUnitInterval,
@@ -16,10 +20,17 @@ from lit_vgrpo.core.ranges import (
     Range,
 )
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.core.times import ContinuousTimes, SamplerTimes
+from lit_vgrpo.core.snapshots import Snapshot
+from lit_vgrpo.core.surrogate import ContinuousTimes, SamplerTimes, surrogate
 from lit_vgrpo.core.types import Experience, Rollout, RolloutSpec
-from lit_vgrpo.objectives.base import Objective, PrepareContext, require
-from lit_vgrpo.objectives.pairs import TimeSource, distance_to_copy, mean_over_pairs, predict_pairs, stored_predictions
+from lit_vgrpo.objectives.base import Objective, PrepareContext
+from lit_vgrpo.objectives.pairs import (
+    TimeSource,
+    distance_to_copy,
+    pairs_at,
+    predict_pairs,
+    stored_predictions,
+)
 from lit_vgrpo.policies.base import Policy
 
 
@@ -50,7 +61,7 @@ class ForwardObjective(Objective):
     anchor_weight: NonNegativeFloat = 0.0
     anchor_decay: HalfOpenUnitInterval | None = None
     time_range: tuple[ClosedUnitInterval, ClosedUnitInterval] | None = None
-    noisiest: Annotated[int, Range(1, 1000, example=7)] | None = None
+    noisiest: Annotated[int, Range(1, 1000)] | None = None
     widen_over: Count | None = None
     training_guidance: GuidanceScale | None = None
     reference_guidance: GuidanceScale | None = None
@@ -58,27 +69,22 @@ class ForwardObjective(Objective):
     def __post_init__(self) -> None:
         if self.time_range is not None:
             low, high = self.time_range
-            require(low < high, "time_range", [low, high], "Use a smaller time and a larger one, such as [0.02, 0.98]")
-        least = self.fewest_times
-        require(self.noisiest is None or self.noisiest >= least, "noisiest", self.noisiest, f"Use {least} or more")
+            if low >= high:
+                raise ValueError(f"model.objective.time_range={[low, high]} is empty. Use one such as [0.02, 0.98].")
         super().__post_init__()
 
     @property
-    def fewest_times(self) -> int:
-        """Least number of times to draw from."""
+    def times_per_image(self) -> int:
+        """Number of different times of the sampler that each image needs."""
         return 1
 
     def check(self, sizes: Sizes) -> list[str]:
         errors, spec = super().check(sizes), self.spec
-        if self.noisiest is not None and self.noisiest > spec.steps:
+        most = min(self.noisiest or spec.steps, spec.steps)
+        if not 0 < self.times_per_image <= most:
             errors.append(
-                f"model.objective.noisiest={self.noisiest} is more than the sampler's {spec.steps} times. "
-                f"{self._fitting_noisiest()}"
-            )
-        if self.widen_over is not None and self.noisiest is None:
-            errors.append(
-                f"model.objective.widen_over={self.widen_over} has nothing to widen: noisiest=null takes all times "
-                f"from the start. Set model.objective.noisiest={self.fewest_times} or more."
+                f"{type(self).__name__} trains each image at {self.times_per_image} of the sampler's {most} times. Set "
+                "model.objective.num_times to 1 or more of them, or use more rollout.steps."
             )
         if self.needs_ode and spec.is_sde:
             errors.append(
@@ -87,16 +93,10 @@ class ForwardObjective(Objective):
             )
         return errors
 
-    def _fitting_noisiest(self) -> str:
-        least, most = self.fewest_times, self.spec.steps
-        if least > most:
-            return f"Use model.objective.rollout.steps={self.noisiest}, or fewer num_times than {least}."
-        return f"Use {most}." if least == most else f"Use {least} to {most}."
-
     def sampler_times(self, rollout: Rollout) -> SamplerTimes:
         """Return the sampler's own times that the rollout's iteration is trained at."""
         schedule = rollout.schedule.cpu()
-        pool = SamplerTimes(schedule, len(schedule)).within(self.time_range)
+        pool = SamplerTimes(schedule).within(self.time_range)
         return pool if self.noisiest is None else pool.noisiest(self.noisiest, self._progress(rollout))
 
     def continuous_times(self, rollout: Rollout, shift: float) -> ContinuousTimes:
@@ -107,7 +107,7 @@ class ForwardObjective(Objective):
         return pool.noisiest(self.noisiest / len(rollout.schedule), self._progress(rollout))
 
     def _progress(self, rollout: Rollout) -> float:
-        """Share of the widening done, from 0 to 1: a pure function of the iteration, so that resume is exact."""
+        """Return the share of the widening done, 0 to 1: a pure function of the iteration, so that resume is exact."""
         return 0.0 if self.widen_over is None else min(rollout.iteration, self.widen_over) / self.widen_over
 
     def predict(
@@ -128,7 +128,7 @@ class ForwardObjective(Objective):
             return stored_predictions(context, experience, self.guidance_in(use, context.policy))
 
     def store_anchor(self, context: PrepareContext, experience: Experience) -> None:
-        """Keep the anchor's predictions on all pairs, where there is an anchor."""
+        """Keep the anchor's predictions on all pairs, if there is an anchor."""
         if self.anchor is not None:
             experience.extras["anchor_prediction"] = self.copy_predictions(context, experience, "anchor")
 
@@ -139,7 +139,7 @@ class ForwardObjective(Objective):
         micro: Experience,
         predicted: tuple[Tensor, Tensor, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a loss and its metrics with the pull to the anchor, or as they are where there is none.
+        """Return a loss and its metrics with the pull to the anchor, or unchanged without one.
 
         Args:
             predicted: what :meth:`predict` returned.
@@ -148,7 +148,7 @@ class ForwardObjective(Objective):
             return loss, metrics
         prediction, error, scale = predicted
         per_pair = distance_to_copy(prediction, micro.extras["anchor_prediction"], error, scale)
-        distance = mean_over_pairs(per_pair, micro.extras.get("pair_weight"))
+        distance = surrogate(per_pair)
         return loss + self.anchor_weight * distance.mean(), metrics | {"anchor_distance": distance.detach()}
 
 
@@ -159,26 +159,21 @@ class DrawnTimesObjective(ForwardObjective):
     Args:
         times: draw from the sampler's own times, or from the continuous schedule.
         time_shift: resolution shift of the continuous schedule.
-        importance_weights: weight each pair by how often the whole schedule has its time over how often it is drawn.
-            The mean over the pairs, in the surrogate and in the pulls to other weights, is then unbiased for the whole
-            schedule where all times can be drawn, with every sampler's time, or every t, counting alike. With
-            ``time_range`` or ``noisiest`` it is so for their part of the schedule; the rest stays left out. A ratio is
-            not linear in that mean, so what is unbiased is the gradient of an iteration's first update.
         antithetic: draw half as many pairs and use each with its noise and the negative of it, at one time.
     """
 
     _: KW_ONLY
     times: TimeSource = "sampler"
     time_shift: PositiveFloat = 1.0
-    importance_weights: bool = False
     antithetic: bool = False
 
     pairs_option: ClassVar[str]
     """Name of the option that says how many pairs an image has."""
 
     def __post_init__(self) -> None:
-        advice = "antithetic=true takes every noise as it is and negated: use an even number"
-        require(not self.antithetic or self.num_pairs % 2 == 0, self.pairs_option, self.num_pairs, advice)
+        if self.antithetic and self.num_pairs % 2:
+            option = f"model.objective.{self.pairs_option}={self.num_pairs}"
+            raise ValueError(f"{option} is odd, and antithetic=true uses every noise twice. Use an even number.")
         super().__post_init__()
 
     @property
@@ -191,34 +186,96 @@ class DrawnTimesObjective(ForwardObjective):
         """Times that are drawn for them: half as many, where each is used twice."""
         return self.num_pairs // 2 if self.antithetic else self.num_pairs
 
-    @property
-    def strata(self) -> int | None:
-        """Number of parts that one time each is drawn from; ``None`` draws without parts."""
-        return self.num_drawn
-
-    def check(self, sizes: Sizes) -> list[str]:
-        errors = super().check(sizes)
-        if self.importance_weights and self._draws_alike():
-            errors.append(
-                "model.objective.importance_weights=true has no effect: all times are drawn equally often. "
-                "Set importance_weights=false."
-            )
-        return errors
-
-    def _draws_alike(self) -> bool:
-        if self.time_range is not None or self.noisiest is not None:
-            return False
-        if self.times == "uniform":
-            return self.time_shift == 1
-        return self.strata is None or self.strata > self.spec.steps or self.spec.steps % self.strata == 0
-
     def time_pool(self, rollout: Rollout) -> SamplerTimes | ContinuousTimes:
         """Return the times that the rollout's iteration is trained at."""
         if self.times == "uniform":
             return self.continuous_times(rollout, self.time_shift)
         return self.sampler_times(rollout)
 
-    def weight_pairs(self, experience: Experience, weights: Tensor) -> None:
-        """Keep the importance weights ``(B, N)`` of the images' pairs, where they are asked for."""
-        if self.importance_weights:
-            experience.extras["pair_weight"] = weights
+
+def nft_decay(decay_type: Literal[0, 1, 2], num_updates: int) -> float:
+    """``d`` of ``old <- d old + (1 - d) theta`` after an iteration.
+
+    Args:
+        decay_type: 0 always takes the policy over; 1 slows down from the start; 2 is on-policy for 75 steps and then
+            slows down to nearly a standstill.
+        num_updates: gradient steps done.
+
+    >>> [nft_decay(1, n) for n in (0, 100, 900)]
+    [0.0, 0.1, 0.5]
+    """
+    if decay_type == 0:
+        return 0.0
+    if decay_type == 1:
+        return min(0.001 * num_updates, 0.5)
+    return 0.0 if num_updates < 75 else min(0.0075 * (num_updates - 75), 0.999)
+
+
+@dataclass(eq=False)
+class LaggedObjective(ForwardObjective):
+    """Base of the methods whose images come from a slowly moving copy; holds the options that all of them have.
+
+    Args:
+        decay_type: how fast the copy that rolls out follows, see :func:`nft_decay`. With 0 and one update per iteration
+            the copy is the policy itself, and needs no passes.
+        num_times: times per image, drawn from the sampler's own (or its ``noisiest``) without repetition; null takes
+            all but one.
+        kl_weight: weight of the squared distance to the start's predictions; 0 saves the reference's passes.
+        scale_cap: bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Ours.
+    """
+
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec(steps=10)
+
+    _: KW_ONLY
+    decay_type: Literal[0, 1, 2] = 1
+    num_times: Annotated[int, Range(1, 1000)] | None = None
+    kl_weight: NonNegativeFloat = 1e-4
+    scale_cap: Annotated[float, Range(above=0)] | None = 5.0
+
+    @property
+    def times_per_image(self) -> int:
+        return self.num_times or (self.noisiest or self.spec.network_calls) - 1
+
+    def prediction_passes(self, sizes: Sizes) -> dict[str, float]:
+        times = self.times_per_image
+        passes: dict[str, float] = {"update": sizes.uses_per_image * times}
+        if not self.is_on_policy(sizes.updates_per_iteration):
+            passes["old"] = times
+        if self.kl_weight > 0:
+            passes["reference"] = times
+        return passes | self.anchor_passes(times)
+
+    def is_on_policy(self, updates: int) -> bool:
+        """Return whether the old policy is the trained one in the only update of an iteration."""
+        return self.decay_type == 0 and updates == 1
+
+    def setup(self, policy: Policy) -> None:
+        super().setup(policy)
+        self.copies["old"] = Snapshot(policy)
+        if self.kl_weight > 0:
+            self.copies["reference"] = Snapshot(policy)
+
+    def acting(self, policy: Policy) -> AbstractContextManager[Any]:
+        return self.copies["old"].swapped_into(policy)
+
+    def prepare(self, context: PrepareContext) -> Experience:
+        rollout = context.rollout
+        times, num_times = self.sampler_times(rollout), self.times_per_image
+        generators = image_generators(STREAM_TIMES, rollout.seed, rollout.iteration, rollout.image_ids.tolist())
+        picked = torch.stack([times.pick(num_times, generator) for generator in generators])
+        experience = context.experience(pairs_at(context, picked, shared=False))
+        if not self.is_on_policy(context.updates):
+            with self.with_copy(context.policy, "old", context.ledger):
+                self.store_old(context, experience)
+        if "reference" in self.copies:
+            experience.extras["reference_prediction"] = self.copy_predictions(context, experience, "reference")
+        self.store_anchor(context, experience)
+        return experience
+
+    @abstractmethod
+    def store_old(self, context: PrepareContext, experience: Experience) -> None:
+        """Keep in the experience's extras what the loss needs of the old policy, whose weights are in place."""
+
+    def after_iteration(self, policy: Policy) -> None:
+        super().after_iteration(policy)
+        self.copies["old"].move_towards(policy, nft_decay(self.decay_type, self.num_updates))

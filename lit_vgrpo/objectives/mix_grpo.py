@@ -45,14 +45,14 @@ class MixGRPO(ChainObjective):
     advantage_aggregate: ClassVar[AdvantageAggregate] = "advantages"
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec("flow_sde", steps=25, shared_noise=True)
 
-    window_size: Annotated[int, Range(1, 1000, example=4)] = 4
+    window_size: Annotated[int, Range(1, 1000)] = 4
     window_strategy: WindowStrategy = "progressive"
     window_stride: PositiveInt = 1
-    window_interval: Annotated[int, Range(1, example=25)] = 25
+    window_interval: Annotated[int, Range(1)] = 25
     decay_rate: NonNegativeFloat = 0.1
     decay_from: NonNegativeInt = 13
     flash: bool = False
-    flash_share: Annotated[float, Range(above=0, most=1, example=0.4)] = 0.4
+    flash_share: Annotated[float, Range(above=0, most=1)] = 0.4
 
     @property
     def window(self) -> tuple[str, int]:
@@ -79,9 +79,3 @@ class MixGRPO(ChainObjective):
     def rollout_spec(self, iteration: int) -> RolloutSpec:
         spec = super().rollout_spec(iteration)
         return replace(spec, tail=self.flash_share) if self.flash and spec.is_sde else spec
-
-    def chain_errors(self) -> list[str]:
-        errors = super().chain_errors()
-        if self.spec.tail is not None:
-            errors.append("model.objective.rollout.tail is set by MixGRPO itself. Leave it out; set flash=true.")
-        return errors

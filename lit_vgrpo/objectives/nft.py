@@ -9,7 +9,7 @@ from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.surrogate import denoising_error, mean_over_pixels, surrogate
 from lit_vgrpo.core.types import Experience
 from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.lagged import LaggedObjective
+from lit_vgrpo.objectives.forward import LaggedObjective
 from lit_vgrpo.objectives.pairs import distance_to, stored_errors
 from lit_vgrpo.policies.base import Policy
 
@@ -62,12 +62,12 @@ class DiffusionNFT(LaggedObjective):
         beta: 1.0 (the paper's for GenEval, PickScore and HPS); 0.1 for OCR and for several rewards.
         advantage_clip: bound of the advantages, and weight of the loss, so that an image's weight is its advantage.
 
-    The other options are those of :class:`~lit_vgrpo.objectives.lagged.LaggedObjective` and
+    The other options are those of :class:`~lit_vgrpo.objectives.forward.LaggedObjective` and
     :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The paper samples 10 steps without guidance.
     """
 
-    beta: Annotated[float, Range(above=0, example=1)] = 1.0
-    advantage_clip: Annotated[float, Range(above=0, example=5)] = 5.0
+    beta: Annotated[float, Range(above=0)] = 1.0
+    advantage_clip: Annotated[float, Range(above=0)] = 5.0
 
     def store_old(self, context: PrepareContext, experience: Experience) -> None:
         guidance = self.guidance_in("training", context.policy)

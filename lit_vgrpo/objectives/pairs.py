@@ -9,8 +9,16 @@ from torch import Tensor
 
 from lit_vgrpo.core.noise import STREAM_PAIRS, image_generators, unit_noise
 from lit_vgrpo.core.probability_paths import Space, expand
-from lit_vgrpo.core.surrogate import Pairs, absolute_error, draw_pairs, mean_over_pixels, surrogate
-from lit_vgrpo.core.times import ContinuousTimes, SamplerTimes, TimePool
+from lit_vgrpo.core.surrogate import (
+    ContinuousTimes,
+    Pairs,
+    SamplerTimes,
+    TimePool,
+    absolute_error,
+    draw_pairs,
+    mean_over_pixels,
+    surrogate,
+)
 from lit_vgrpo.core.types import Experience, Rollout
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies.base import Policy
@@ -26,53 +34,33 @@ def rollout_pairs(
     *,
     shared: bool | Sharing,
     stratified: bool,
-    times: TimeSource,
+    times: TimeSource | TimePool,
     shift: float = 1.0,
-) -> Pairs:
-    """Draw the pairs of an iteration; see :func:`weighted_pairs`.
-
-    Args:
-        times: where times are drawn from.
-        shift: resolution shift of the continuous schedule.
-    """
-    schedule = context.rollout.schedule.cpu()
-    pool: TimePool = ContinuousTimes(shift) if times == "uniform" else SamplerTimes(schedule, len(schedule))
-    return weighted_pairs(context, num_pairs, pool, shared=shared, stratified=stratified)[0]
-
-
-def weighted_pairs(
-    context: PrepareContext,
-    num_pairs: int,
-    pool: TimePool,
-    *,
-    shared: bool | Sharing,
-    stratified: bool,
     antithetic: bool = False,
-) -> tuple[Pairs, Tensor]:
+) -> Pairs:
     """Draw the pairs of an iteration: one row for each image, each group, or all images.
 
     A row is seeded by its group's (or image's) global number, so that it does not depend on the number of ranks.
 
     Args:
         num_pairs: N, even where ``antithetic``.
-        pool: where times are drawn from.
         shared: which images share a row; True stands for those of a group.
-        stratified: draw one time from each of N parts of the pool, or of N / 2 where ``antithetic``.
+        stratified: draw one time from each of N parts of the times, or of N / 2 where ``antithetic``.
+        times: where times are drawn from.
+        shift: resolution shift of the continuous schedule, for ``times="uniform"``.
         antithetic: draw N / 2 pairs, and repeat them with the negative noise.
-
-    Returns:
-        The pairs, and the importance weights of every image's times ``(B, N)``.
     """
     rollout = context.rollout
+    if times == "sampler":
+        times = SamplerTimes(rollout.schedule.cpu())
+    elif times == "uniform":
+        times = ContinuousTimes(shift)
     owners, rows = pair_owners(rollout, shared)
     generators = image_generators(STREAM_PAIRS, rollout.seed, rollout.iteration, owners.tolist())
-    shape = rollout.latents.shape[1:]
     drawn = num_pairs // 2 if antithetic else num_pairs
-    pairs, weights = draw_pairs(generators, rows, drawn, shape, times=pool, stratified=stratified)
+    pairs = draw_pairs(generators, rows, drawn, rollout.latents.shape[1:], times=times, stratified=stratified)
     pairs.times = context.policy.path.snap(pairs.times)
-    if antithetic:
-        pairs, weights = with_negatives(pairs), weights.repeat(1, 2)
-    return pairs.to(rollout.latents.device), weights[rows].to(rollout.latents.device)
+    return (with_negatives(pairs) if antithetic else pairs).to(rollout.latents.device)
 
 
 def with_negatives(pairs: Pairs) -> Pairs:
@@ -81,7 +69,7 @@ def with_negatives(pairs: Pairs) -> Pairs:
 
 
 def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool | Sharing) -> Pairs:
-    """Pairs at given times, with noise of their own for each of them.
+    """Return pairs at given times, with separate noise for each of them.
 
     Args:
         times: ``(N,)`` for all images, or ``(K, N)``: a row for each group when ``shared``, else for each image.
@@ -167,7 +155,7 @@ def distance_to(micro: Experience, copy: str, prediction: Tensor) -> Tensor:
     stored = micro.extras.get(f"{copy}_prediction")
     if stored is None:
         return prediction.new_zeros(len(prediction))
-    return mean_over_pairs(mean_over_pixels((prediction - stored).square(), 2), micro.extras.get("pair_weight"))
+    return surrogate(mean_over_pixels((prediction - stored).square(), 2))
 
 
 def distance_to_copy(prediction: Tensor, stored: Tensor, error: Tensor, scale: Tensor) -> Tensor:
@@ -183,8 +171,3 @@ def distance_to_copy(prediction: Tensor, stored: Tensor, error: Tensor, scale: T
         scale: factor ``s`` from an error of the prediction to one in that space, ``(B, N, 1...)``.
     """
     return mean_over_pixels((scale * (prediction - stored)).square(), 2) / absolute_error(error)
-
-
-def mean_over_pairs(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the mean over the pairs, each with its importance weight where there are any; ``(B, N) -> (B,)``."""
-    return surrogate(values if weights is None else weights * values)

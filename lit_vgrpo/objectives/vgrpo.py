@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from lit_vgrpo.core.probability_paths import Space
 from lit_vgrpo.core.ranges import NonNegativeFloat, Range, checked
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import Snapshot
-from lit_vgrpo.core.surrogate import clipped_surrogate, denoising_error, mean_over_pixels, ratio_metrics
+from lit_vgrpo.core.surrogate import clipped_surrogate, denoising_error, mean_over_pixels, ratio_metrics, surrogate
 from lit_vgrpo.core.types import Experience, RolloutSpec
-from lit_vgrpo.objectives.base import PrepareContext, require
+from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.objectives.forward import DrawnTimesObjective
-from lit_vgrpo.objectives.pairs import Sharing, distance_to_copy, mean_over_pairs, old_values, weighted_pairs
+from lit_vgrpo.objectives.pairs import Sharing, distance_to_copy, old_values, rollout_pairs
 from lit_vgrpo.policies.base import Policy
 
 
@@ -37,11 +37,11 @@ class VGRPO(DrawnTimesObjective):
     """V-GRPO with its three variance reductions and three controls of the gradient step, each switchable.
 
     Args:
-        num_mc_samples: pairs (t, eps) an image (N_MC).
+        num_mc_samples: pairs (t, eps) per image (N_MC).
         share_pairs: one set of pairs for all images of a group (variance reduction 1), or of an iteration over all
             ranks. True and false stand for group and none.
-        stratify: one time from each of N_MC equal parts of the times (variance reduction 2). The sampler's are cut as
-            in the authors' code: into whole entries, the first parts having one more where they do not divide.
+        stratify: one time from each of N_MC equal parts of the times (variance reduction 2). As in the authors' code,
+            parts of the sampler's times differ in size by at most one, larger first.
         space: where the denoising error is measured; x with ``self_normalise`` is the adaptive weighting.
         self_normalise: divide each squared error by its own detached absolute error (variance reduction 3).
         scale_cap: bound on ``b/a``, by which an eps-network's error grows in x-space; null for none.
@@ -59,36 +59,28 @@ class VGRPO(DrawnTimesObjective):
     needs_ode: ClassVar[bool] = False  # any sampler will do: only the final latents are trained on
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec()
 
-    num_mc_samples: Annotated[int, Range(1, 1000, example=4)] = 4
+    num_mc_samples: Annotated[int, Range(1, 1000)] = 4
     share_pairs: Sharing | bool = "group"
     stratify: bool = True
     space: Space = "x"
     self_normalise: bool = True
-    scale_cap: Annotated[float, Range(above=0, example=5)] | None = 5.0
-    clip: Annotated[float, Range(above=0, below=1, example=1e-2)] | None = None
-    soft_clip: Annotated[float, Range(above=0, example=3)] | None = None
+    scale_cap: Annotated[float, Range(above=0)] | None = 5.0
+    clip: Annotated[float, Range(above=0, below=1)] | None = None
+    soft_clip: Annotated[float, Range(above=0)] | None = None
     kl_weight: NonNegativeFloat = 0.0
     kl_to: KLTarget | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.share_pairs, bool):
             self.share_pairs = "group" if self.share_pairs else "none"
-        require(self.share_pairs in get_args(Sharing), "share_pairs", self.share_pairs, "Use none, group or iteration")
         super().__post_init__()
-
-    @property
-    def strata(self) -> int | None:
-        return super().strata if self.stratify else None
 
     def check(self, sizes: Sizes) -> list[str]:
         errors = super().check(sizes)
-        if self.kl_to is not None and self.kl_weight == 0:
-            errors.append(f"model.objective.kl_to={self.kl_to} has no effect with kl_weight=0. Set kl_weight=1.0.")
         if self._has_kl_to("behaviour") and sizes.updates_per_iteration == 1:
             errors.append(
                 f"model.objective.kl_weight={self.kl_weight} has no effect with updates_per_iteration=1: the policy "
-                "is its own behaviour policy. Set data.updates_per_iteration=2 or more, or kl_to=reference, or "
-                "anchor_weight in its place."
+                "is its own behaviour policy. Set data.updates_per_iteration=2 or more, or kl_to=reference."
             )
         return errors
 
@@ -109,17 +101,16 @@ class VGRPO(DrawnTimesObjective):
             self.copies["reference"] = Snapshot(policy)
 
     def prepare(self, context: PrepareContext) -> Experience:
-        pairs, weights = weighted_pairs(
+        pairs = rollout_pairs(
             context,
             self.num_mc_samples,
-            self.time_pool(context.rollout),
             shared=self.share_pairs,
             stratified=self.stratify,
+            times=self.time_pool(context.rollout),
             antithetic=self.antithetic,
         )
         experience = context.experience(pairs, advantages=soft_clip(context.advantages, self.soft_clip))
-        self.weight_pairs(experience, weights)
-        # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes of its own.
+        # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes.
         if context.updates > 1:
             with context.ledger.phase("old"):
                 experience.extras |= self._stored(context, experience)
@@ -134,17 +125,17 @@ class VGRPO(DrawnTimesObjective):
         stored: dict[str, list[Tensor]] = defaultdict(list)
         for micro in context.later_of(experience).micro_batches(context.micro_batch_size):
             prediction, error, _ = self.predict(context.policy, micro, self.space, self.scale_cap)
-            stored["old_surrogate"].append(self._surrogate(micro, error))
+            stored["old_surrogate"].append(self._surrogate(error))
             if self._has_kl_to("behaviour"):  # else they would take as much memory as all pairs for nothing
                 stored["kl_prediction"].append(prediction)
         return {name: context.placed(torch.cat(parts)) for name, parts in stored.items()}
 
-    def _surrogate(self, micro: Experience, error: Tensor) -> Tensor:
-        return mean_over_pairs(denoising_error(error, self.self_normalise), micro.extras.get("pair_weight"))
+    def _surrogate(self, error: Tensor) -> Tensor:
+        return surrogate(denoising_error(error, self.self_normalise))
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         prediction, error, scale = predicted = self.predict(policy, micro, self.space, self.scale_cap)
-        elbo = self._surrogate(micro, error)
+        elbo = self._surrogate(error)
         log_ratio = old_values(micro, "old_surrogate", elbo) - elbo
         objective = clipped_surrogate(log_ratio, micro.advantages, self.clip)
         distance = torch.zeros_like(elbo)
@@ -154,7 +145,7 @@ class VGRPO(DrawnTimesObjective):
                 per_pair = prediction_distance(prediction, stored, scale)
             else:
                 per_pair = distance_to_copy(prediction, stored, error, scale)
-            distance = mean_over_pairs(per_pair, micro.extras.get("pair_weight"))
+            distance = surrogate(per_pair)
         loss = (self.kl_weight * distance - objective).mean()
         metrics = {"surrogate": elbo.detach(), "kl": distance.detach(), **ratio_metrics(log_ratio, self.clip)}
         return self.with_anchor(loss, metrics, micro, predicted)

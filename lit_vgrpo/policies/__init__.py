@@ -3,11 +3,9 @@
 from lit_vgrpo.core.probability_paths import RectifiedFlow, VariancePreserving
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.flux import FluxPolicy
+from lit_vgrpo.policies.flux import FluxPolicy, KontextPolicy
 from lit_vgrpo.policies.flux2 import Flux2Policy
-from lit_vgrpo.policies.kontext import KontextPolicy
-from lit_vgrpo.policies.qwen_image import QwenImagePolicy
-from lit_vgrpo.policies.qwen_image_edit import QwenImageEditPolicy
+from lit_vgrpo.policies.qwen_image import QwenImageEditPolicy, QwenImagePolicy
 from lit_vgrpo.policies.sd3 import SD3Policy
 from lit_vgrpo.policies.sdxl import SDXLPolicy
 from lit_vgrpo.policies.unet import UNetPolicy

@@ -24,9 +24,6 @@ MULTIPLE = 16
 """Sides of a quantised weight must be a multiple of this for the 8-bit kernels."""
 
 
-# --- compilation and attention ---------------------------------------------------------------------------------------
-
-
 def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile a network's repeated blocks in place, for passes with and without gradient; parameters keep their names.
 
@@ -62,7 +59,7 @@ def repeated_blocks(network: Any) -> list[nn.Module]:
 
 
 def block_linears(network: Any) -> dict[str, nn.Linear]:
-    """Return the linear layers of the repeated blocks that may be quantised, by name, without an adapter's own."""
+    """Return the linear layers of the repeated blocks that may be quantised, by name, without an adapter's layers."""
     blocks = {id(layer) for block in repeated_blocks(network) for layer in block.modules()}
     return {
         name: layer
@@ -89,9 +86,6 @@ def set_attention_backend(network: Any, name: str) -> None:
     # diffusers makes it the default of every network in the process; the context restores that.
     with quiet_libraries(), attention_backend():
         network.set_attention_backend(name)
-
-
-# --- views -----------------------------------------------------------------------------------------------------------
 
 
 def shared_view(network: nn.Module) -> Any:

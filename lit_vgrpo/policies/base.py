@@ -55,8 +55,6 @@ class Policy(PipelinePolicy):
     path: ProbabilityPath
     prompt_encoder: PromptEncoder
 
-    # --- loading ---------------------------------------------------------------------------------------------------
-
     def check(self) -> list[str]:
         """Return errors that can be found without reading weights, one line each."""
         return [] if self.loaded else pipeline_errors(self)
@@ -70,7 +68,7 @@ class Policy(PipelinePolicy):
 
         Raises:
             LoadError: the checkpoint is missing, damaged or of another family, or an option does not fit it.
-            RuntimeError: ``start_from`` is given, which :func:`lit_vgrpo.training.start.load_policy` knows.
+            RuntimeError: ``start_from`` is given, which :func:`lit_vgrpo.training.saved_weights.load_policy` knows.
         """
         for error in self.check():
             raise LoadError(error)
@@ -92,7 +90,7 @@ class Policy(PipelinePolicy):
             RuntimeError: ``start_from`` is given, but no ``put_start``.
         """
         if self.start_from is not None and put_start is None:
-            raise RuntimeError(f"start_from={self.start_from} names a run. Call training.start.load_policy(policy).")
+            raise RuntimeError(f"start_from={self.start_from} names a run. Call saved_weights.load_policy(policy).")
         if (error := self.misfit(pipeline)) is not None:
             raise LoadError(f"{KEY}={self.checkpoint} {error}")
         pipeline.set_progress_bar_config(disable=True)
@@ -227,8 +225,6 @@ class Policy(PipelinePolicy):
             return {"true_cfg_scale": guidance, "negative_prompt": negative}
         return {"guidance_scale": guidance, **({"negative_prompt": negative} if self.negative_prompt else {})}
 
-    # --- prompts ---------------------------------------------------------------------------------------------------
-
     @in_own_precision
     def encode(self, prompts: Sequence[str], references: Sequence[Tensor] | None = None) -> Conditioning:
         """Return prompt embeddings, one row per prompt, float32, on the network's device; cached if possible.
@@ -271,14 +267,12 @@ class Policy(PipelinePolicy):
         references = {name: value for name, value in cond.tensors.items() if not is_of_prompt(name)}
         return Conditioning({**self.negative().expand(len(cond)).tensors, **references})
 
-    # --- the model -------------------------------------------------------------------------------------------------
-
     def prior(self, generators: Sequence[torch.Generator]) -> Tensor:
         """Sample ``z_1``: unit Gaussian noise ``(B, C, h, w)``, one generator per image, the same on every device."""
         return unit_noise(generators, self.latent_shape).to(self.device)
 
     def forward(self, z: Tensor, t: Tensor, cond: Conditioning, guidance: float = 1.0) -> Tensor:
-        """Return the network's own prediction (velocity or noise), float32.
+        """Return the network's prediction (velocity or noise), float32.
 
         Args:
             z: ``(B, C, h, w)``, float32.
@@ -347,16 +341,10 @@ class Policy(PipelinePolicy):
 
     @classmethod
     def accelerator_errors(cls, spec: RolloutSpec, where: str) -> list[str]:
-        """Return why a spec's accelerators do not work on this family, at most one line.
-
-        Args:
-            where: the spec's key, for the message.
-        """
+        """Return why a spec's accelerators do not work on this family, at most one line; ``where`` is its key."""
         if spec.cache is None or cls.has_cache:
             return []
-        return [
-            f"{where}.cache={spec.cache.kind} does not work on {cls.__name__}, only on SD 3.5 and FLUX.1. Remove it."
-        ]
+        return [f"{where}.cache={spec.cache.kind} does not work on {cls.__name__}, only SD 3.5 and FLUX.1. Remove it."]
 
     def save(
         self, folder: str | Path, weights: Mapping[str, Tensor] | None = None, dtype: torch.dtype = torch.float32

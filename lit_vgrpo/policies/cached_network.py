@@ -21,7 +21,7 @@ from diffusers.hooks import (
 from diffusers.models.cache_utils import CacheMixin
 from torch import nn
 
-from lit_vgrpo.core.block_cache import BlockCache
+from lit_vgrpo.core.types import BlockCache
 from lit_vgrpo.policies.acceleration import compile_options, repeated_blocks, shared_view
 from lit_vgrpo.policies.pipeline import PipelinePolicy
 
@@ -38,21 +38,19 @@ class CachedNetwork:
         self.source = policy.network
         self.network = shared_view(policy.network)
         blocks = repeated_blocks(self.network)
-        self._blocks = [_BlockCounter(policy.compile_network) for _ in blocks]
-        self._passes = _PassCounter()
+        self._blocks, self._passes = [_CountedBlock(policy.compile_network) for _ in blocks], _Counter()
         for module, hook in ((self.network, self._passes), *zip(blocks, self._blocks, strict=True)):
             HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, "lit_vgrpo")
         # SD3's network has no enable_cache(), which would call the same functions.
-        options = cache.options()
         if cache.kind == "first_block":
-            apply_first_block_cache(self.network, FirstBlockCacheConfig(options["threshold"]))
+            apply_first_block_cache(self.network, FirstBlockCacheConfig(cache.threshold))
         else:
             apply_taylorseer_cache(
                 self.network,
                 TaylorSeerCacheConfig(
-                    cache_interval=int(options["interval"]),
-                    disable_cache_before_step=int(options["warm_up"]),
-                    max_order=int(options["order"]),
+                    cache_interval=cache.interval,
+                    disable_cache_before_step=cache.warm_up,
+                    max_order=cache.order,
                     taylor_factors_dtype=torch.float32,
                     use_lite_mode=True,  # skips whole blocks and extrapolates the last layer
                 ),
@@ -67,9 +65,8 @@ class CachedNetwork:
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Reset the counts, and keep no tensors afterwards."""
-        self._passes.reset()
-        for block in self._blocks:
-            block.reset()
+        for counter in (self._passes, *self._blocks):
+            counter.reset()
         try:
             self.start_batch()
             yield
@@ -87,11 +84,12 @@ class CachedNetwork:
         HookRegistry.check_if_exists_or_initialize(self.network).reset_stateful_hooks()
 
 
-class _PassCounter(ModelHook):
+class _Counter(ModelHook):
+    """Counts a module's passes."""
+
     count = 0
 
     def reset(self) -> None:
-        """Count from 0."""
         self.count = 0
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -99,8 +97,8 @@ class _PassCounter(ModelHook):
         return args, kwargs
 
 
-class _BlockCounter(ModelHook):
-    """Runs a block inside of the cache's hook and counts it.
+class _CountedBlock(_Counter):
+    """Runs a block inside the cache's hook.
 
     The last block of SD3 returns None for its text tokens, which nothing reads. The caches compute with what a block
     returns, so it returns the tokens that it was given instead.
@@ -109,19 +107,12 @@ class _BlockCounter(ModelHook):
         compiles: compile the block, but not the cache's hook around it, whose decisions torch cannot trace.
     """
 
-    count = 0
-
-    def reset(self) -> None:
-        """Count from 0."""
-        self.count = 0
-
     def __init__(self, compiles: bool) -> None:
         super().__init__()
         self._compiles = compiles
         self._run: Any = None
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self.count += 1
         if self._run is None:
             run = self.fn_ref.original_forward
             self._run = torch.compile(run, **compile_options()) if self._compiles else run

@@ -92,7 +92,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 def _require_same(found: Tensor, expected: Tensor, advice: str) -> str:
     error = difference(found, expected)
-    if not error <= SAME:
+    if error > SAME:
         raise Broken(f"differs by {error:.1e} of the largest value. {advice}")
     return f"differs by {error:.0e}"
 
@@ -180,20 +180,15 @@ def pictures_are_the_pipelines(policy: Policy, solver: str, guidance: float) -> 
     """Check that policy and pipeline sample the same image from the same noise."""
     noise, _, _ = inputs(policy)
     drawn = policy.decode(_sampled(policy, PROMPTS[:2], noise, solver, guidance))
-    given, parts = _given_pictures(policy, PROMPTS[:2]), []
+    given, parts = pictures_for(policy, PROMPTS[:2]), []
     for rows in (slice(0, 1), slice(1, 2)) if policy.pipeline_takes_one else (slice(0, 2),):
-        edited = None if given is None else given[rows]
+        edited = None if given is None else torch.stack(given[rows]).to(policy.device).float() / 255
         with quiet_libraries(), _pipeline_with(policy, _scheduler_of_the_pipeline(policy, solver, STEPS)) as pipeline:
             parts.append(pipeline(**call_of(policy, PROMPTS[rows], noise[rows], STEPS, guidance, edited)).images)
     pictures = torch.cat(parts)
     plain = "The shift, or the units of times, latents or the prediction, differ."
     guided = "See encode_negative and pipeline_options."
     return _require_same(drawn, pictures.to(drawn), plain if guidance == 1.0 else guided)
-
-
-def _given_pictures(policy: Policy, prompts: Sequence[str]) -> Tensor | None:
-    pictures = pictures_for(policy, prompts)
-    return None if pictures is None else torch.stack(pictures).to(policy.device).float() / 255
 
 
 @torch.no_grad()
@@ -262,9 +257,9 @@ def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Con
         network.set_adapter("read_back")
         return policy(*given)
     finally:
+        network.set_adapter("default")
         if "read_back" in network.peft_config:
             network.delete_adapters("read_back")
-        network.set_adapter("default")
 
 
 def _with_weights(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Conditioning]) -> Tensor:
@@ -311,7 +306,7 @@ def call_of(
 
 
 def _scheduler_of_the_pipeline(policy: Policy, solver: str, steps: int) -> Any:
-    """Return the pipeline's scheduler if the solver is its own, ``ddim`` by its configuration, else the policy's."""
+    """Return the pipeline's scheduler if it is the solver's, ``ddim`` by its configuration, else the policy's."""
     from diffusers import DDIMScheduler
 
     base, chosen = policy.pipeline.scheduler, policy.scheduler(solver, steps)

@@ -9,7 +9,7 @@ import os
 import uuid
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.policies.pipeline import PipelinePolicy
-from lit_vgrpo.system.file_fingerprint import of_the_model
+from lit_vgrpo.system.hub import of_the_model
 
 PREFIX, SUFFIX = "embeddings-", ".row"
 CRC_BYTES = 4
@@ -82,14 +82,16 @@ class EmbeddingCache:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._make_room(size)
-                for path, content in files.items():
-                    _write(path, content)
+                for path, content in files.items():  # without fsync: the checksum detects a file torn by a power cut
+                    draft = path.with_name(f"{path.stem}-{uuid.uuid4().hex}{SUFFIX}")
+                    draft.write_bytes(content)
+                    os.replace(draft, path)
             except OSError as error:
                 self._writes = False
                 warnings.warn(f"Cannot cache embeddings in {self.folder}: {one_line(error)}.", stacklevel=2)
 
     def _make_room(self, size: int) -> None:
-        """Remove the least recently used files, drafts of killed processes included, until ``size`` bytes fit."""
+        """Remove the least recently used files, interrupted drafts included, until ``size`` bytes fit."""
         if size > self._room:
             spare, files = self.max_bytes // 100, []
             for path in self.folder.glob(f"{PREFIX}*{SUFFIX}"):
@@ -114,17 +116,6 @@ def _crc(path: Path, content: bytes) -> bytes:
     return zlib.crc32(content, zlib.crc32(path.name.encode())).to_bytes(CRC_BYTES, "little")
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically, without fsync: the checksum detects a file torn by a power cut."""
-    draft = path.with_name(f"{path.stem}-{uuid.uuid4().hex}{SUFFIX}")
-    try:
-        draft.write_bytes(content)
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-
-
 # --- what embeddings depend on ----------------------------------------------------------------------------------------
 
 
@@ -133,7 +124,7 @@ def encoder_fingerprint(policy: PipelinePolicy) -> str:
     """Return a fingerprint of the encoders, independent of their files' location: 64 hex digits.
 
     Covers the text encoders (class, config, type, weights, large ones sampled), the VAE too in a family that edits, the
-    tokenizers and processors of pictures, the pipeline's settings, and the family's own options.
+    tokenizers and processors of pictures, the pipeline's settings, and the family's options.
     """
     digest = hashlib.sha256()
 
@@ -154,22 +145,14 @@ def encoder_fingerprint(policy: PipelinePolicy) -> str:
             add(name, type(component).__name__, of_the_model(config))
             for key, parameter in component.named_parameters():
                 add(key, parameter.shape, parameter.dtype)
-            digest.update(sampled(component.parameters()))
+            flat = [weight.flatten() for weight in component.parameters()]
+            parts = [values[:: max(1, values.numel() // SAMPLED_VALUES)].contiguous() for values in flat]
+            digest.update(torch.cat([part.view(torch.uint8) for part in parts]).cpu().numpy().tobytes())
         elif hasattr(component, "model_max_length"):
             add(name, type(component).__name__, _vocabulary(component))
         elif hasattr(component, "image_processor"):
             add(name, type(component).__name__, component.image_processor.to_dict())
     return digest.hexdigest()
-
-
-def sampled(tensors: Iterable[Tensor]) -> bytes:
-    """Return a sample of each tensor's bytes, in one transfer from the device."""
-    parts = []
-    for tensor in tensors:
-        flat = tensor.detach().flatten()
-        step = max(1, flat.numel() // SAMPLED_VALUES)
-        parts.append(flat[::step].contiguous().view(torch.uint8))
-    return torch.cat(parts).cpu().numpy().tobytes()
 
 
 def _vocabulary(tokenizer: Any) -> list[object]:

@@ -92,7 +92,7 @@ def _save_pipeline(
 
 
 def _whole(network: Any, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Return a network of the same class with the given weights, which are not copied."""
+    """Return a network of the same class with the given weights, without copies."""
     # FSDP2 replaces the network's class by a subclass.
     kind: Any = next(cls for cls in type(network).__mro__ if cls.__module__.startswith("diffusers."))
     with torch.device("meta"):

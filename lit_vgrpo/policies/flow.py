@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -12,8 +14,8 @@ from lit_vgrpo.core.probability_paths import RectifiedFlow
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.solvers import FLOW_SDES
 from lit_vgrpo.policies.base import Policy
-from lit_vgrpo.policies.schedulers import FLOW_SOLVERS, flow_scheduler
 
+FLOW_SOLVERS = ("euler", "dpm++", "unipc")
 LONGEST_PROMPT = 1024  # tokens
 PATCH = 2  # latents per side of a token
 
@@ -81,3 +83,75 @@ class FlowPolicy(Policy, ABC):
 
     def scheduler_times(self, scheduler: Any) -> Tensor:
         return (scheduler.timesteps.double() / scheduler.config.num_train_timesteps).float()
+
+
+def flow_scheduler(
+    solver: str,
+    base: Any,
+    steps: int,
+    image_tokens: int,
+    euler_sigmas: Sequence[float] | None = None,
+    mu: float | None = None,
+) -> Any:
+    """Return a scheduler for a rectified flow: ``euler`` (the pipeline's), ``dpm++`` (2M) or ``unipc``.
+
+    Args:
+        base: the pipeline's scheduler, whose sigma shift all solvers use.
+        steps: number of network calls.
+        image_tokens: tokens per image in the network, for a dynamic shift.
+        euler_sigmas: unshifted sigmas that the pipeline passes to its scheduler, ``(steps,)``; ``None`` for the
+            scheduler's default.
+        mu: the dynamic shift's logarithm, where it depends on more than the tokens; ``None`` computes it from these.
+
+    Raises:
+        ValueError: the path does not have this solver.
+    """
+    from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
+
+    by_tokens = dynamic_mu(base, image_tokens)
+    mu = by_tokens if by_tokens is None or mu is None else mu
+    if solver == "euler":
+        scheduler = type(base).from_config(base.config)
+        given: dict[str, Any] = {} if mu is None else {"mu": mu}
+        if euler_sigmas is not None:
+            given["sigmas"] = list(euler_sigmas)
+        scheduler.set_timesteps(steps, **given)
+        return scheduler
+    # Every setting that matters is given: from_config of another class silently falls back to epsilon prediction and
+    # unshifted sigmas. Timesteps stay on the CPU, since some schedulers branch on them at each step.
+    shared = {
+        "num_train_timesteps": base.config.num_train_timesteps,
+        "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True,
+        "flow_shift": static_shift(base, mu),
+        "final_sigmas_type": "zero",
+    }
+    if solver == "dpm++":
+        scheduler = DPMSolverMultistepScheduler(**shared, algorithm_type="dpmsolver++", solver_order=2)
+    elif solver == "unipc":
+        scheduler = UniPCMultistepScheduler(**shared)
+    else:
+        raise ValueError(f"solver={solver!r} does not exist on a rectified flow. Use {' or '.join(FLOW_SOLVERS)}.")
+    scheduler.set_timesteps(steps)
+    return scheduler
+
+
+def dynamic_mu(base: Any, image_tokens: int) -> float | None:
+    """Return the logarithm ``mu`` of a resolution-dependent shift; ``None`` for a fixed shift.
+
+    Linear in the number of tokens, through the two points in the scheduler's config.
+    """
+    config = base.config
+    if not config.get("use_dynamic_shifting"):
+        return None
+    tokens = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    shifts = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope = (shifts[1] - shifts[0]) / (tokens[1] - tokens[0])
+    return shifts[0] + slope * (image_tokens - tokens[0])
+
+
+def static_shift(base: Any, mu: float | None) -> float:
+    """Return the factor ``s`` of ``s t / (1 + (s - 1) t)`` that reproduces the scheduler's shift of the sigmas."""
+    if mu is None:
+        return base.config.shift
+    return mu if base.config.get("time_shift_type") == "linear" else math.exp(mu)

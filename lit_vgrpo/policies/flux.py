@@ -1,4 +1,4 @@
-"""FLUX.1 (dev, schnell and derivatives)."""
+"""FLUX.1 (dev, schnell and derivatives) and FLUX.1 Kontext (arXiv 2506.15742), which edits a picture."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.flow import PATCH, FlowPolicy
 from lit_vgrpo.policies.loading import config_value
+
+REFERENCE_LATENTS = "reference_latents"
 
 
 class FluxPolicy(FlowPolicy):
@@ -64,6 +66,30 @@ class FluxPolicy(FlowPolicy):
     def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, Tensor]:
         """Return the network's image tokens ``(B, N, C)``, those of ``z`` first, and their ids ``(N, 3)``."""
         return packed(z), image_ids(z, 0)
+
+
+class KontextPolicy(FluxPolicy):
+    """``FluxKontextPipeline`` as a policy on a rectified flow.
+
+    Each prompt's row has a picture to edit, of the images' size. Its latents follow the image's in the network's
+    sequence, with another id, and the prediction for them is cut off.
+    """
+
+    pipeline_class: ClassVar[str] = "FluxKontextPipeline"
+    has_cache: ClassVar[bool] = False
+    edits: ClassVar[bool] = True
+
+    def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
+        return {**self.encode_prompts(prompts), REFERENCE_LATENTS: self.vae_encode(pictures * 2 - 1)}
+
+    def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
+        height, width = pictures.shape[-2:]
+        return {"image": pictures, "max_area": height * width, "_auto_resize": False}  # it would resize both
+
+    def sequence(self, z: Tensor, cond: Conditioning) -> tuple[Tensor, Tensor]:
+        reference = cond.tensors[REFERENCE_LATENTS]
+        tokens = torch.cat([packed(z), packed(reference)], dim=1)
+        return tokens, torch.cat([image_ids(z, 0), image_ids(reference, 1)])
 
 
 def packed(latents: Tensor) -> Tensor:

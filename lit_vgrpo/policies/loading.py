@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ from lit_vgrpo.system.hub import (
     cached_file,
     explain_unloadable,
     file_at_hand,
-    hub_error,
     loading,
     local_folder,
-    only_errors_of,
     quiet_libraries,
 )
 
@@ -34,13 +32,13 @@ DISTILLED_NAMES = re.compile(r"(?:^|[-_.])(schnell|turbo|lightning|lcm|hyper|dis
 def pipeline_errors(policy: PipelinePolicy) -> list[str]:
     """Return why a policy's checkpoint cannot be loaded, in one line; empty if nothing is known against it."""
     checkpoint, revision = policy.checkpoint, policy.revision
-    error = explain_unloadable(checkpoint, INDEX, KEY, revision)
-    if error is not None:
+    if (error := explain_unloadable(checkpoint, INDEX, KEY, revision)) is not None:
         return [error]
     if local_folder(checkpoint) is None and cached_file(checkpoint, INDEX, revision) is None:
         from huggingface_hub import hf_hub_download
 
-        hub_error(lambda: hf_hub_download(checkpoint, INDEX, revision=revision))
+        with suppress(Exception):  # the next line tells
+            hf_hub_download(checkpoint, INDEX, revision=revision)
     folder = config_folder(checkpoint, revision)
     if folder is None:
         return []
@@ -48,12 +46,9 @@ def pipeline_errors(policy: PipelinePolicy) -> list[str]:
         found = json.loads((folder / INDEX).read_text())["_class_name"]
     except (ValueError, KeyError, TypeError):
         return [f"{folder / INDEX} is damaged. Save or download the pipeline again."]
-    needed = policy.pipeline_class
-    if found == needed:
+    if found == (needed := policy.pipeline_class):
         return []
-    families = {cls.pipeline_class: cls.__name__ for cls in _families(PipelinePolicy)}
-    advice = next((f"class_path: {name}" for kind, name in families.items() if kind == found), f"a {needed}")
-    return [f"{KEY}={checkpoint} is a {found}, {type(policy).__name__} needs {needed}. Use {advice}."]
+    return [f"{KEY}={checkpoint} is a {found}, {type(policy).__name__} needs {needed}. Use another class_path."]
 
 
 def read_pipeline(policy: PipelinePolicy) -> Any:
@@ -75,7 +70,7 @@ def read_pipeline(policy: PipelinePolicy) -> Any:
         left_out = {} if index is None else policy.null_components(index)
         remedy = f"Run: hf download {policy.checkpoint}, or set {KEY}=/a/local/folder."
         # Keep the download's progress bars: it may be the slowest part of the start.
-        with loading(policy.checkpoint, remedy), only_errors_of("diffusers", "huggingface_hub"):
+        with loading(policy.checkpoint, remedy), quiet_libraries(shows_bars=True):
             versions = {"revision": policy.revision, "variant": policy.variant}
             folder = Path(family.download(policy.checkpoint, **versions, **left_out))
     remedy = f"Download or save it again, or set {KEY} to a different pipeline."
@@ -92,8 +87,8 @@ def distillation_warning(policy: PipelinePolicy) -> str | None:
         return None
     return (
         f"{KEY}={policy.checkpoint} looks distilled to a few steps (its name has {named[1]}). Trained directly, it "
-        "loses detail over thousands of updates. Train the model that it was distilled from, or keep the run short and "
-        "near its start: model.objective.anchor_weight=1 model.objective.anchor_decay=0.3."
+        "loses detail over thousands of updates. Train its base model, or keep the run short and near its start: "
+        "model.objective.anchor_weight=1 model.objective.anchor_decay=0.3."
     )
 
 
@@ -117,11 +112,3 @@ def weight_files(folder: Path, variant: str | None) -> list[Path]:
     matches = [(path, WEIGHTS.fullmatch(path.name)) for path in folder.iterdir()] if folder.is_dir() else []
     files = [path for path, match in matches if match is not None and (match[1] or match[2]) == variant]
     return [path for path in files if path.suffix == ".safetensors"] or files
-
-
-def _families(base: Any) -> Iterator[Any]:
-    """Yield all subclasses that are families, the closest last."""
-    for cls in base.__subclasses__():
-        yield from _families(cls)
-        if "pipeline_class" in vars(cls):
-            yield cls

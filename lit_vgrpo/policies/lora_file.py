@@ -48,7 +48,7 @@ def lora_file_error(policy: PipelinePolicy, file: Path) -> str | None:
 def put_lora(policy: PipelinePolicy, file: Path) -> None:
     """Put a LoRA file into a loaded policy: into its adapter, or where it trains the weights themselves, into them.
 
-    The adapter's first ranks take the file's, whose scale is divided by the adapter's own; the others stay as they are,
+    The adapter's first ranks take the file's, whose scale is divided by the adapter's; the others stay as they are,
     with B matrices of 0. The adapter is then the file's LoRA, exactly but for the rounding of that quotient.
 
     Raises:
@@ -139,11 +139,11 @@ def _converted(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: A
             )
     except (ValueError, KeyError, IndexError, AssertionError, NotImplementedError, RuntimeError):
         return {}
-    own = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
-    renames = {name: name for name in own}
-    if not any("lora_A" in name for name in own):
-        renames = {name: next(iter(convert_unet_state_dict_to_peft({name: tensor}))) for name, tensor in own.items()}
-    layers = {renames[name]: tensor for name, tensor in own.items()}
+    ours = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+    renames = {name: name for name in ours}
+    if not any("lora_A" in name for name in ours):
+        renames = {name: next(iter(convert_unet_state_dict_to_peft({name: tensor}))) for name, tensor in ours.items()}
+    layers = {renames[name]: tensor for name, tensor in ours.items()}
     for name, alpha in (next(iter(alphas), None) or {}).items():
         # diffusers 0.42 names those of a UNet's attention after its old processors, and then ignores them
         old = name.removeprefix(prefix).removesuffix(".alpha")
@@ -152,7 +152,7 @@ def _converted(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: A
 
 
 def _renamed(tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Return a LoRA whose layers have the network's own names, up to the prefix and underscores for dots.
+    """Return a LoRA whose layers have the network's names, up to the prefix and underscores for dots.
 
     diffusers has no converter for SD 3.5, and others know only the names of the model's first publisher.
     """
@@ -194,11 +194,7 @@ def _unmatched(layers: Mapping[str, Tensor], network: nn.Module) -> list[str]:
 
 
 def _refuse_untrained(policy: PipelinePolicy, updates: Updates) -> None:
-    """Check that the policy trains all layers of a LoRA, with at least its rank.
-
-    Raises:
-        LoadError: it does not, with the options to set.
-    """
+    """Raise LoadError unless the policy trains all layers of a LoRA, with at least its rank."""
     what = f"{KEY}={policy.start_from}"
     if policy.lora_rank is None:
         patterns = policy.train_only or ["*"]

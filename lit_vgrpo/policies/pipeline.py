@@ -189,8 +189,6 @@ class PipelinePolicy(nn.Module):
         dtype = dtype or self.dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
-    # --- image sizes and the VAE -----------------------------------------------------------------------------------
-
     @property
     def pixels_per_latent(self) -> int:
         """Pixels along a latent's side."""

@@ -44,8 +44,8 @@ def place(modules: Sequence[nn.Module], device: torch.device) -> None:
 @contextmanager
 def placed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Place frozen modules on a device within the context, then restore their tensors without copying back."""
-    own = [slot for module in modules for slot in _slots(module) if slot[2].device != device]
-    with _replaced(own, lambda tensor: tensor.to(device)):
+    moved = [slot for module in modules for slot in _slots(module) if slot[2].device != device]
+    with _replaced(moved, lambda tensor: tensor.to(device)):
         yield
 
 
@@ -53,24 +53,24 @@ def placed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]
 def written_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
     """Convert all floating-point tensors of modules within the context, copying to the CPU, to save them."""
     slots = [slot for module in modules for slot in _slots(module)]
-    own = [slot for slot in slots if slot[2].is_floating_point() and slot[2].dtype != dtype]
-    with _replaced(own, lambda tensor: tensor.to("cpu", dtype)):
+    converted = [slot for slot in slots if slot[2].is_floating_point() and slot[2].dtype != dtype]
+    with _replaced(converted, lambda tensor: tensor.to("cpu", dtype)):
         yield
 
 
 @contextmanager
-def _replaced(own: Sequence[Slot], replacement: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _replaced(slots: Sequence[Slot], replacement: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replace a module's tensors within the context."""
     made: dict[int, Tensor] = {}  # a tensor may have several names
     try:
-        for tensors, name, tensor in own:
+        for tensors, name, tensor in slots:
             if id(tensor) not in made:
                 there = replacement(tensor.detach())
                 made[id(tensor)] = nn.Parameter(there, False) if isinstance(tensor, nn.Parameter) else there
             tensors[name] = made[id(tensor)]
         yield
     finally:
-        for tensors, name, tensor in own:
+        for tensors, name, tensor in slots:
             tensors[name] = tensor
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lit_vgrpo.core.ranges import Range, checked
 from lit_vgrpo.core.types import Conditioning
-from lit_vgrpo.policies.flow import FlowPolicy
-from lit_vgrpo.policies.schedulers import flow_scheduler
+from lit_vgrpo.policies.flow import FlowPolicy, flow_scheduler
 
 
 @checked

@@ -12,8 +12,8 @@ from lit_vgrpo.core.probability_paths import Space, VariancePreserving
 from lit_vgrpo.core.solvers import VP_SDES
 from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy, PutStart
-from lit_vgrpo.policies.schedulers import VP_SOLVERS, vp_scheduler
 
+VP_SOLVERS = ("ddim", "dpm++")
 PREDICTIONS: dict[str, Space] = {"epsilon": "eps", "v_prediction": "v"}
 
 
@@ -94,3 +94,31 @@ class UNetPolicy(Policy):
     def scheduler_times(self, scheduler: Any) -> Tensor:
         assert isinstance(self.path, VariancePreserving)
         return self.path.time(scheduler.timesteps)
+
+
+def vp_scheduler(solver: str, base: Any) -> Any:
+    """Return a variance-preserving scheduler: ``ddim`` (eta 0) or ``dpm++`` (2M), with the pipeline's betas.
+
+    Raises:
+        ValueError: the path does not have this solver.
+    """
+    from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
+
+    config = base.config
+    shared = {
+        "num_train_timesteps": config.num_train_timesteps,
+        "beta_start": config.beta_start,
+        "beta_end": config.beta_end,
+        "beta_schedule": config.beta_schedule,
+        "trained_betas": config.get("trained_betas"),
+        "prediction_type": config.prediction_type,
+        "rescale_betas_zero_snr": config.get("rescale_betas_zero_snr", False),
+        "timestep_spacing": "trailing",
+    }
+    if solver == "ddim":
+        return DDIMScheduler(**shared, clip_sample=False, set_alpha_to_one=True)
+    if solver == "dpm++":
+        return DPMSolverMultistepScheduler(
+            **shared, algorithm_type="dpmsolver++", solver_order=2, final_sigmas_type="zero"
+        )
+    raise ValueError(f"solver={solver!r} does not exist on this path. Use {' or '.join(VP_SOLVERS)}.")

@@ -54,8 +54,6 @@ def build_policy(words: Sequence[str]) -> Policy:
     if "train_only" not in options:
         options.setdefault("lora_rank", 4)
     policy: Policy = getattr(import_module(module or "lit_vgrpo.policies"), name)(**options)
-    if policy.dtype != torch.float32:
-        raise UserError("dtype is not float32: images are compared up to float error. Leave it out.")
     return policy
 
 

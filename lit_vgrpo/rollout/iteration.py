@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.records import IterationRecord, timed
+from lit_vgrpo.core.records import IterationRecord, PassLedger, timed
+from lit_vgrpo.core.sizes import group_layout
 from lit_vgrpo.core.surrogate import Pairs
-from lit_vgrpo.core.types import Conditioning, Experience, Rollout, group_layout
+from lit_vgrpo.core.types import Conditioning, Experience, Rollout
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.rollout.scores import Gather
 
-Gather = Callable[[Tensor], Tensor]
+SAVED_OF_RECORD = (
+    *("iteration", "rewards", "group_ids", "parts", "errors", "images"),
+    *("seconds", "has_advantage", "updates", "scouts", "edits"),
+)
+"""What a checkpoint keeps of an unfinished iteration's record."""
 
 
 @dataclass
@@ -105,7 +109,7 @@ class Iteration:
         Args:
             all_ranks: concatenates every rank's ``(B, ...)`` in rank order; collective.
         """
-        own, record = self.experience, self.record
+        own = self.experience
         state: dict[str, Any] = {
             "updates_done": self.updates_done,
             "image_ids": all_ranks(self.image_ids),
@@ -114,19 +118,7 @@ class Iteration:
             "extras": {name: all_ranks(value) for name, value in sorted(own.extras.items())},
             **dict(zip(("rows", "conditioning"), _table(own.rows, own.conditioning.tensors, all_ranks), strict=True)),
             "pairs": None,
-            "record": {
-                "iteration": record.iteration,
-                "rewards": record.rewards,
-                "group_ids": record.group_ids,
-                "parts": record.parts,
-                "errors": record.errors,
-                "images": record.images,
-                "seconds": record.seconds,
-                "has_advantage": record.has_advantage,
-                "updates": record.updates,
-                "scouts": record.scouts,
-                "edits": record.edits,
-            },
+            "record": {name: getattr(self.record, name) for name in SAVED_OF_RECORD},
         }
         if own.pairs is not None:
             values = {"times": own.pairs.times, "noise": own.pairs.noise}

@@ -7,8 +7,7 @@ from contextlib import closing
 from typing import Protocol
 
 from lit_vgrpo.core.batches import at_most
-from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.records import timed
+from lit_vgrpo.core.records import PassLedger, timed
 from lit_vgrpo.core.types import Rollout, RolloutRequest, RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.objectives.base import Objective

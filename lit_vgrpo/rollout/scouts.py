@@ -10,15 +10,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_vgrpo.core.scouts import extremes, rank_correlation
-from lit_vgrpo.core.types import Rollout, RolloutSpec
+from lit_vgrpo.core.advantages import extremes, rank_correlation
+from lit_vgrpo.core.types import Rollout
 from lit_vgrpo.data.batch import PromptBatch
 from lit_vgrpo.rewards import Scores
 from lit_vgrpo.rollout.sampler import Sampler
 from lit_vgrpo.rollout.scores import ScoreCollector
-
-LOW_CORRELATION, PATIENCE = 0.3, 5
-"""A rank correlation below this for that many iterations in a row gives a warning. A choice, not a measurement."""
 
 
 class ScoutSampler:
@@ -37,7 +34,6 @@ class ScoutSampler:
         self._chosen = torch.empty(0)
         self._metrics: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
-        self._num_low = 0
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -81,27 +77,10 @@ class ScoutSampler:
         yield from sampler.draw(redrawn)
 
     def metrics(self, rollout: Rollout, scores: Scores) -> dict[str, float]:
-        """Return the scouts' metrics; warn once if their order says little about the images trained on."""
+        """Return the scouts' metrics, and how well their order predicts that of the images trained on."""
         images = in_order(scores.total, self.all_ranks(rollout.image_ids), self._chosen.shape[1])
         correlation = rank_correlation(self._chosen, images)
-        if correlation is None:
-            return self._metrics
-        if self._num_low < PATIENCE:  # counts in a row; stays there after the warning
-            self._num_low = self._num_low + 1 if correlation < LOW_CORRELATION else 0
-            if self._num_low == PATIENCE:
-                rank_zero_warn(_advice(correlation, rollout.spec))
-        return {**self._metrics, "rank_correlation": correlation}
-
-
-def _advice(correlation: float, spec: RolloutSpec) -> str:
-    assert spec.scouts is not None
-    key, steps = "model.objective.rollout.scouts", spec.scouts.steps
-    more = min(spec.steps - 1, steps + max(2, steps // 2))
-    fix = f"Use more steps: {key}.steps={more}" if more > steps else f"Leave them out: {key}=null"
-    return (
-        f"scouts/rank_correlation is {correlation:.2f} and has been below {LOW_CORRELATION} for {PATIENCE} "
-        f"iterations: the order of the scouts says little about the images trained on. {fix}."
-    )
+        return self._metrics if correlation is None else {**self._metrics, "rank_correlation": correlation}
 
 
 def in_order(values: Tensor, ids: Tensor, group_size: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""Files, the hub, signals, standard streams and the machine's memory."""
+"""Files, the hub, signals, the process and the memory of the machine."""

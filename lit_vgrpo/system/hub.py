@@ -1,19 +1,22 @@
-"""Checks of whether a checkpoint can be loaded, and quiet loading."""
+"""Checkpoints in folders and on the hub: whether they can be loaded, and quiet loading."""
 
 from __future__ import annotations
 
 import logging
 import re
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from lit_vgrpo.errors import one_line
 from lit_vgrpo.system.paths import SHIPPED_PREFIX, resolve_path
 
 HUB_TIMEOUT_S = 4.0
+NOT_OF_THE_MODEL = (
+    "_name_or_path", "_commit_hash", "transformers_version", "_diffusers_version", "dtype", "torch_dtype"
+)  # fmt: skip
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
@@ -22,38 +25,23 @@ class LoadError(RuntimeError):
 
 
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Silence diffusers and transformers below errors, including progress bars and truncation warnings."""
+def quiet_libraries(shows_bars: bool = False) -> Iterator[None]:
+    """Silence diffusers, transformers and the hub below errors, and their progress bars unless ``shows_bars``."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    libraries = (diffusers_logging, transformers_logging)
-    bars = [library.is_progress_bar_enabled() for library in libraries]
-    for library in libraries:
-        library.disable_progress_bar()
-    try:
+    with ExitStack() as stack, warnings.catch_warnings():
+        for library in (diffusers_logging, transformers_logging):
+            if library.is_progress_bar_enabled() and not shows_bars:
+                library.disable_progress_bar()
+                stack.callback(library.enable_progress_bar)
         # peft imports bitsandbytes if installed, which logs messages about kernels
-        with only_errors_of("diffusers", "transformers", "bitsandbytes"), warnings.catch_warnings():
-            # torch_dtype was renamed to dtype between two supported releases
-            warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
-            yield
-    finally:
-        for library, bar in zip(libraries, bars, strict=True):
-            if bar:
-                library.enable_progress_bar()
-
-
-@contextmanager
-def only_errors_of(*names: str) -> Iterator[None]:
-    """Silence these loggers below errors."""
-    levels = {name: logging.getLogger(name).level for name in names}
-    try:
-        for name in names:
-            logging.getLogger(name).setLevel(logging.ERROR)
+        for logger in map(logging.getLogger, ("diffusers", "transformers", "huggingface_hub", "bitsandbytes")):
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        # torch_dtype was renamed to dtype between two supported releases
+        warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
         yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
 
 @contextmanager
@@ -108,8 +96,8 @@ def file_at_hand(checkpoint: str, filename: str, revision: str | None = None) ->
 def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revision: str | None = None) -> str | None:
     """Return why a checkpoint cannot be loaded, in one line, or None, judged by one of its files.
 
-    Looks for ``filename`` in the local folder, then in the hub's cache, then asks the hub once, for at most about four
-    seconds, unless ``HF_HUB_OFFLINE`` is set.
+    Looks for ``filename`` in the local folder, then in the hub's cache, then asks the hub once, unless
+    ``HF_HUB_OFFLINE`` is set.
 
     Args:
         checkpoint: a local folder, a ``shipped:`` path or a hub name ``owner/name``.
@@ -129,44 +117,23 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
         return None
     if cached_file(checkpoint, filename, revision) is not None:
         return None
-    return _ask_hub(checkpoint, filename, what_to_set, revision)
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
-
-def _ask_hub(checkpoint: str, filename: str, what_to_set: str, revision: str | None) -> str | None:
-    from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
-
+    reason = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_hf_file_metadata(hf_hub_url(checkpoint, filename, revision=revision), timeout=HUB_TIMEOUT_S)
+        except Exception as error:  # any error of the network too
+            reason = f"asking the hub for {filename} ended with {type(error).__name__}"
+        else:
+            return None
     which = f" --revision {revision}" if revision else ""
     remedy = f"Run: hf download {checkpoint}{which}, or set {what_to_set}=/a/local/folder."
-    if constants.HF_HUB_OFFLINE:
-        return f"Cannot load {checkpoint}: not in the local cache and HF_HUB_OFFLINE is set. {remedy}"
-    address = hf_hub_url(checkpoint, filename, revision=revision)
-    error = hub_error(lambda: get_hf_file_metadata(address, timeout=HUB_TIMEOUT_S))
-    if error is None:
-        return None
-    reasons: dict[type[Exception], str] = {  # the first is a subclass of the second
-        errors.GatedRepoError: "access must be granted first. Run: hf auth login.",
-        errors.RepositoryNotFoundError: "no such repository.",
-        errors.RevisionNotFoundError: f"it has no revision {revision!r}.",
-        errors.EntryNotFoundError: f"it has no {filename}.",
-    }
-    unreachable = "not in the local cache and the hub cannot be reached."
-    reason = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), unreachable)
-    return f"Cannot load {checkpoint}: {reason} {remedy}"
+    return f"Cannot load {checkpoint}: not in the local cache and {reason}. {remedy}"
 
 
-def hub_error(question: Callable[[], object]) -> Exception | None:
-    """Return the exception of a request to the hub, or None; ``TimeoutError`` if no answer comes within about 4 s."""
-    answers: list[Exception | None] = []
-
-    def ask() -> None:
-        try:
-            question()
-            answers.append(None)
-        except Exception as error:
-            answers.append(error)
-
-    # in a thread, because the timeout does not cover DNS lookups
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(HUB_TIMEOUT_S)
-    return answers[0] if answers else TimeoutError()
+def of_the_model(config: Any) -> Any:
+    """Return a configuration without entries about the model's origin, or its dtype, which its parameters tell."""
+    if not isinstance(config, dict):
+        return config
+    return {key: of_the_model(value) for key, value in config.items() if key not in NOT_OF_THE_MODEL}

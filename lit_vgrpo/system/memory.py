@@ -15,8 +15,7 @@ import torch
 
 from lit_vgrpo.errors import counted
 
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_MACHINE = Path("/proc/meminfo")
+_STATUS, _RESET, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 
 
 @dataclass
@@ -33,11 +32,7 @@ class MemoryUse:
 
 @contextmanager
 def measured_memory() -> Iterator[MemoryUse]:
-    """Measure the block's peak.
-
-    Resident memory is exact on Linux, where the process can reset its high-water mark; elsewhere use below an earlier
-    peak is not detected.
-    """
+    """Measure the block's peak; outside of Linux, resident memory below an earlier peak is not detected."""
     use = MemoryUse()
     has_gpu = torch.cuda.is_available()
     with suppress(OSError):
@@ -76,14 +71,10 @@ def peak_resident_bytes() -> int:
 
 def available_bytes() -> int:
     """Return the machine's available memory; the total if the system does not report it."""
-    known = _bytes_of("MemAvailable", _MACHINE)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known is None else known
+    return _bytes_of("MemAvailable", _MACHINE) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _bytes_of(name: str, account: Path = _STATUS) -> int | None:
-    """Return an entry of Linux's status of the process or machine, in bytes."""
-    try:
-        lines = account.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+def _bytes_of(name: str, account: Path = _STATUS) -> int:
+    """Return an entry of Linux's status of the process or machine, in bytes; 0 if there is none."""
+    lines = account.read_text().splitlines() if account.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

@@ -1,17 +1,27 @@
-"""Paths in recipes, and atomic writing of small files."""
+"""Paths in recipes, hashes of files, and atomic writing of files and folders."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 
-from lit_vgrpo.errors import UserError
+from safetensors import SafetensorError
+
+from lit_vgrpo.errors import UserError, one_line
 
 SHIPPED_PREFIX = "shipped:"
 CONFIG_NAME = "config.yaml"
 """A run's recipe, in its folder."""
+DRAFT_PREFIX = "writing-"
+"""Prefix of an incomplete file or folder."""
+WRITE_ERRORS = (OSError, SafetensorError)
+"""Exceptions raised by a full or read-only disk."""
 
 
 def shipped_root() -> Path:
@@ -41,13 +51,94 @@ def import_from_here() -> None:
         sys.path.insert(0, os.getcwd())
 
 
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    digest = sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file in UTF-8 atomically; raise UserError if it cannot be written."""
     draft = path.with_name(f"{path.name}.tmp")
     try:
-        with draft.open("w", newline="", encoding="utf-8") as file:
-            file.write(text)
+        draft.write_text(text, encoding="utf-8", newline="")
         os.replace(draft, path)
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise UserError(f"Cannot write {path}: {error.strerror}.") from error
+
+
+def vacant_folder(text: str) -> Path:
+    """Return the path of a folder that is empty or does not exist.
+
+    Raises:
+        UserError: The path is a file or a non-empty folder.
+    """
+    folder = Path(text).expanduser()
+    if any(folder.iterdir()) if folder.is_dir() else folder.exists():
+        what = "is not empty" if folder.is_dir() else "is a file"
+        raise UserError(f"{text} {what}, and nothing is overwritten. Choose a new folder.")
+    return folder
+
+
+@contextmanager
+def write_new_folder(folder: Path, option: str) -> Iterator[Path]:
+    """Yield a temporary folder, and rename it to an empty or new folder at the end of the block.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    try:
+        with write_folder_atomically(folder) as draft:
+            yield draft
+    except WRITE_ERRORS as error:
+        raise UserError(f"Cannot write {folder}: {write_error(error)}. Choose another folder: {option} DIR.") from error
+
+
+@contextmanager
+def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder next to the destination, and rename it at the end of the block.
+
+    If the block raises, the temporary folder is removed.
+
+    Args:
+        replace: if the destination has entries, replace those of the same name and keep the others.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
+    target = folder.resolve()
+    draft = target.with_name(f"{DRAFT_PREFIX}{target.name}-{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
+        yield draft
+        for path in draft.rglob("*"):
+            if path.is_file():
+                path.chmod(draft.stat().st_mode & 0o666)  # safetensors makes private files
+        if replace and target.is_dir():
+            for entry in sorted(draft.iterdir()):
+                if (target / entry.name).is_dir():
+                    shutil.rmtree(target / entry.name)
+                os.replace(entry, target / entry.name)
+        else:
+            os.rename(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_error(error: Exception) -> str:
+    """Return why something could not be written, in a few words."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder's entries to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

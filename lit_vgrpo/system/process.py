@@ -1,46 +1,35 @@
-"""The command's process: its imports, and its rank before a Trainer exists."""
+"""The command's process: its imports, its rank before a Trainer exists, and its standard streams."""
 
 from __future__ import annotations
 
-import atexit
-import gc
+import io
 import logging
 import os
+import sys
+from contextlib import suppress
 from functools import partial
-from importlib import import_module, metadata
-from types import ModuleType
+from importlib import metadata
+from typing import Any
 
-from lit_vgrpo.errors import report
+from lit_vgrpo.errors import report, say
 
-
-def import_without_gc(name: str) -> ModuleType:
-    """Import a module and what it needs, whose million objects are never collected.
-
-    Saves 1 s of CPU time of an import with torch, and 1 s at the end of the process.
-    """
-    gc.disable()
-    try:
-        return import_module(name)
-    finally:
-        gc.enable()
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # the last collection looks for leaks
+PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
 
 
 def quiet_imports() -> None:
     """Silence what libraries report while they are imported."""
     # filters, since torch and diffusers set the levels when they are imported
-    for name, message in (
+    for name, words in (
         ("DeepSpeed", "accelerator"),  # imported by diffusers, and reports on stdout
         ("bitsandbytes.backends.cpu.ops", "kernels-community"),  # imported by peft
         ("torch.utils._pytree", "Enum subclass"),  # of torchao
         ("diffusers.quantizers.torchao.torchao_quantizer", "Unable to import `torchao`"),
     ):
-        logging.getLogger(name).addFilter(partial(_lacks, message))
+        logging.getLogger(name).addFilter(partial(_lacks, words))
 
 
-def _lacks(message: str, record: logging.LogRecord) -> bool:
-    return message not in record.getMessage()
+def _lacks(words: str, record: logging.LogRecord) -> bool:
+    return words not in record.getMessage()
 
 
 def is_first_process() -> bool:
@@ -55,9 +44,40 @@ def report_on_first(line: str) -> None:
         report([line])
 
 
-PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "peft")
-
-
 def versions() -> dict[str, str]:
     """Return the installed versions of packages that affect a run's numbers."""
     return {name: metadata.version(name) for name in PACKAGES}
+
+
+class Output(io.FileIO):
+    """Standard stream that drops what cannot be written, because closing a pager must not end a long training run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def ignore_broken_pipes() -> None:
+    """Replace the standard streams with ones that never fail."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell with >&-; the next opened file must not get its number
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open for as long as the process
+        if isinstance(stream, io.TextIOWrapper):
+            buffer = io.BufferedWriter(Output(stream.fileno(), "wb", closefd=False))
+            text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+            setattr(sys, name, text)
+
+
+def say_from_handler(text: str) -> None:
+    """Write to stderr from a signal's handler, which may interrupt another write.
+
+    The stream of a live table has a lock, and writes above the table.
+    """
+    if hasattr(sys.stderr, "rich_proxied_file"):
+        say(text.strip(), error=True)
+    else:
+        with suppress(OSError):
+            os.write(2, text.encode())  # print() is not safe here: a stream cannot be re-entered

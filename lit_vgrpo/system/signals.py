@@ -14,22 +14,16 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEAT_S = 1.0
 """Signals this close together are one request: a closing shell sends SIGHUP more than once."""
 POLL_S = 0.2
-GRACE_S = 30.0
-"""Time the main thread may take to end after an urgent request."""
-LEAVING_S = 1.0
-"""The same if it is known to wait for an unresponsive rank."""
 
 
 @contextmanager
 def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle all stop signals within the context; does nothing outside the main thread."""
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, handler) for number in _heard()}
+    """Handle all stop signals within the context, which must be in the main thread."""
+    before: dict[int, Any] = {number: signal.signal(number, handler) for number in _heard()}
     try:
         yield
     finally:
@@ -39,27 +33,23 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Ite
 
 def _heard() -> list[int]:
     # nohup and a shell's background jobs ignore some signals, which stay ignored
-    numbers = [signal.Signals[name].value for name in STOP_SIGNALS]
-    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def how_it_ended(code: int) -> str:
     """Return an exit status in words; it is minus the number of a signal.
 
-    >>> how_it_ended(-9)
-    'was killed by SIGKILL'
-    >>> how_it_ended(3)
-    'ended with exit status 3'
+    >>> how_it_ended(-9), how_it_ended(3)
+    ('was killed by SIGKILL', 'ended with exit status 3')
     """
     return f"ended with exit status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 class StopRequests(ABC):
-    """Counter of stop requests that ends the process if the main thread cannot.
+    """Counter of stop requests; the third ends the process even if the main thread cannot.
 
-    Python runs a signal's handler in the main thread, between two instructions, and never while that thread waits in a
-    collective for an unresponsive rank. The interpreter therefore also writes each signal's number to a socket, which a
-    thread reads.
+    Python runs no signal handler while the main thread waits in a collective for an unresponsive rank. The interpreter
+    therefore also writes each signal's number to a socket, which a thread reads.
 
     Attributes:
         signals: the requests received. Signals within :data:`REPEAT_S` count as one, except the first two of Ctrl-C.
@@ -79,10 +69,7 @@ class StopRequests(ABC):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Receive signals within the context; does nothing outside the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
+        """Receive signals within the context, which must be in the main thread."""
         global _listening
         with self._reader, self._writer:
             self._reader.setblocking(False)
@@ -113,10 +100,6 @@ class StopRequests(ABC):
         """Carry out a request in the main thread; may raise."""
 
     @abstractmethod
-    def hindrance(self) -> str | None:
-        """Return why the main thread will never carry out the request, in a sentence, or ``None``."""
-
-    @abstractmethod
     def end(self, signum: int, reason: str) -> None:
         """End the process from the thread, whatever the main thread does."""
 
@@ -126,13 +109,12 @@ class StopRequests(ABC):
             signal.signal(signal.SIGINT, self.on_signal)
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread."""
         self._count()
         self._obey_pending()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Defer requests to the end of the block, however long it takes."""
+        """Defer requests to the end of the block."""
         self._holds += 1
         try:
             yield
@@ -141,7 +123,7 @@ class StopRequests(ABC):
         self._obey_pending()
 
     def hold(self) -> None:
-        """Defer requests until :meth:`release`; the time limit of an urgent one still applies."""
+        """Defer requests until :meth:`release`."""
         self._is_held = True
 
     def release(self, heed: bool = True) -> None:
@@ -163,11 +145,10 @@ class StopRequests(ABC):
             except OSError:
                 return
             for number in numbers:
-                if number not in [signal.Signals[name] for name in STOP_SIGNALS]:
+                if number not in STOP_SIGNALS:
                     continue
-                now, before = time.monotonic(), self._last
-                self._last = now
-                if now - before < REPEAT_S and (number != signal.SIGINT or len(self.signals) > 1):
+                since, self._last = time.monotonic() - self._last, time.monotonic()
+                if since < REPEAT_S and (number != signal.SIGINT or len(self.signals) > 1):
                     continue
                 self.is_urgent = self.is_urgent or bool(self.signals) or not self.can_wait()
                 self.signals.append(number)
@@ -175,27 +156,11 @@ class StopRequests(ABC):
                     self.answer(number)
 
     def _poll(self) -> None:
-        waited = 0
         while not self._done.is_set():
-            readable, _, _ = select.select([self._reader], [], [], POLL_S)
+            select.select([self._reader], [], [], POLL_S)
             self._count()
-            reason = self._reason(waited * POLL_S)
-            if reason is not None and not self._done.is_set():
-                self.end(self.signals[0], reason)
-            # counted in polls, not seconds, because a suspended process has not used its time
-            waited += self.is_urgent and not readable and not self._holds
-
-    def _reason(self, waited_s: float) -> str | None:
-        """Return why to end the process now, in a sentence, or ``None``."""
-        if not self.signals:
-            return None
-        if len(self.signals) > 2:
-            return "It was asked to stop three times."
-        if self.is_urgent and waited_s >= GRACE_S:
-            return f"The current step did not end within {GRACE_S:.0f} s."
-        if self.is_urgent and (waited_s < LEAVING_S or self._obeyed == len(self.signals)):
-            return None  # the main thread may be ending
-        return self.hindrance()
+            if len(self.signals) > 2 and not self._done.is_set():
+                self.end(self.signals[0], "It was asked to stop three times.")
 
 
 _listening: StopRequests | None = None

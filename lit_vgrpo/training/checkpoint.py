@@ -1,13 +1,14 @@
-"""Checkpoints of a run, and its reaction to Ctrl-C, SIGTERM and a closed terminal."""
+"""Checkpoints of a run, the best one too, and its reaction to Ctrl-C, SIGTERM and a closed terminal."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,77 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_vgrpo.core.ranges import NonNegativeInt, checked
-from lit_vgrpo.errors import one_line, say, suggestion
-from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
+from lit_vgrpo.errors import counted, one_line, say, suggestion
+from lit_vgrpo.system.paths import DRAFT_PREFIX
+from lit_vgrpo.system.process import say_from_handler
 from lit_vgrpo.system.signals import StopRequests
-from lit_vgrpo.system.streams import say_from_handler
-from lit_vgrpo.training.best_evaluation import AUTO, BestEvaluation, NewestEvaluation
 from lit_vgrpo.training.checkpoint_file import put_in_place
 from lit_vgrpo.training.folder import BEST, CHECKPOINTS
 from lit_vgrpo.training.watchdog import Watch
 
+AUTO = "auto"
+UNTRAINED, TRAINED = "heldout/untrained_reward", "heldout/reward"
+DISTANCES = ("heldout/fid", "heldout/kid")
 LAST, PREVIOUS, INTERRUPTED = "last.ckpt", "previous.ckpt", "interrupted.ckpt"
 FIRST_CTRL_C = "\nFinishing this {}, then saving. Ctrl-C again stops at once.\n"
+
+
+class NewestEvaluation:
+    """Detects evaluations of the current weights, each once."""
+
+    def __init__(self) -> None:
+        self._seen_step = -1
+
+    def is_new(self, heldout_step: int, global_step: int) -> bool:
+        """Return ``True`` once for each evaluation of the current weights.
+
+        Args:
+            heldout_step: optimizer steps at the newest evaluation, -1 before the first one.
+            global_step: optimizer steps now.
+        """
+        if heldout_step in (-1, self._seen_step) or heldout_step != global_step:
+            return False
+        self._seen_step = heldout_step
+        return True
+
+
+@dataclass(frozen=True)
+class BestEvaluation:
+    """The highest value of a held-out metric so far; NaN is never the best.
+
+    Args:
+        metric: its key; ``auto`` takes the untrained reward if there is one, else the trained one.
+        name: the metric of ``value``; ``None`` before the first evaluation.
+        value: the best value.
+        iteration: iterations done at that evaluation.
+
+    Raises:
+        ValueError: a metric that is better when lower.
+    """
+
+    metric: str = AUTO
+    name: str | None = None
+    value: float = -math.inf
+    iteration: int = 0
+
+    def __post_init__(self) -> None:
+        if self.metric.startswith(DISTANCES):
+            raise ValueError(f"best={self.metric} is better when lower. Use a reward such as {TRAINED}, or auto.")
+
+    def improved_by(self, heldout: Mapping[str, float], iteration: int) -> BestEvaluation | None:
+        """Return an evaluation after ``iteration`` iterations if it is better than all before it, else ``None``."""
+        name = (UNTRAINED if UNTRAINED in heldout else TRAINED) if self.metric == AUTO else self.metric
+        # A resumed run may have a new held-out reward, whose values cannot be compared.
+        known = self.value if name == self.name else -math.inf
+        if not heldout.get(name, math.nan) > known:
+            return None
+        return replace(self, name=name, value=heldout[name], iteration=iteration)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "value": self.value, "iteration": self.iteration}
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value:.4g} after {counted(self.iteration, 'iteration')}"
 
 
 @checked
@@ -285,10 +346,6 @@ class _Requests(StopRequests):
         if self.is_urgent and not self._has_raised:
             self._has_raised = True
             raise KeyboardInterrupt if signum == signal.SIGINT else SIGTERMException
-
-    @override
-    def hindrance(self) -> str | None:
-        return self._watch.hindrance(self.is_urgent)
 
     @override
     def end(self, signum: int, reason: str) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lit_vgrpo.core.sharding import cut, full, local
 from lit_vgrpo.core.sharding import write as write_parameters
 from lit_vgrpo.core.snapshots import trainable_parameters
-from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX, sync_folder
+from lit_vgrpo.system.paths import DRAFT_PREFIX, sync_folder
 
 RECIPE_KEY, INPUTS_KEY = "lit_vgrpo_recipe", "lit_vgrpo_inputs"
 """Entries of a checkpoint: the recipe of its run, and the hashes of the files that it read."""

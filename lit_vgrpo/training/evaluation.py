@@ -13,8 +13,7 @@ from torch import Tensor
 from lit_vgrpo.core.batches import at_most
 from lit_vgrpo.core.gather import objects_of_all_ranks, rows_of_all_ranks
 from lit_vgrpo.core.noise import STREAM_HELDOUT, image_generators
-from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.records import Evaluation
+from lit_vgrpo.core.records import Evaluation, PassLedger
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.data.batch import PromptBatch

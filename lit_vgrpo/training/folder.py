@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -15,12 +15,6 @@ from typing_extensions import override
 from lit_vgrpo.errors import UserError, suggestion
 from lit_vgrpo.system.paths import CONFIG_NAME as CONFIG_NAME
 from lit_vgrpo.training.trainer_internals import move_root_dir
-
-fcntl: ModuleType | None
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None
 
 CHECKPOINTS = "checkpoints"
 BEST = "best.ckpt"
@@ -75,8 +69,6 @@ class FolderLock:
 
     def take(self, folder: Path) -> None:
         """Lock a folder; raise UserError if another process has it."""
-        if fcntl is None:
-            return
         handle = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_vgrpo.core.probability_paths import ProbabilityPath
-from lit_vgrpo.core.sizes import Plan
-from lit_vgrpo.core.types import Conditioning, Experience, Rollout, Trajectory, group_layout
+from lit_vgrpo.core.sizes import Plan, group_layout
+from lit_vgrpo.core.types import Conditioning, Experience, Rollout, Trajectory
 from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
 

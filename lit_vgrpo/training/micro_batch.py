@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 
 from lit_vgrpo.core.sharding import local
 from lit_vgrpo.core.sizes import Plan, Sizes, divisors
@@ -17,14 +18,15 @@ from lit_vgrpo.errors import say
 from lit_vgrpo.policies.placement import place
 from lit_vgrpo.rewards.model import ModelReward
 from lit_vgrpo.system.memory import available_bytes, measured_memory
-from lit_vgrpo.training.fsdp2 import FSDP2
 from lit_vgrpo.training.memory_passes import LiveMemory, demand, prepared
-from lit_vgrpo.training.memory_shares import moments, shown
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
+from lit_vgrpo.training.sharded import FSDP2
 
 SAFE_SHARE = 0.9
 """Share of the free memory to use; the rest is for temporary buffers of kernels."""
 TOO_MUCH = 2**62
+SMALLEST_8BIT = 4096
+"""Smallest number of elements for which 8-bit Adam stores a tensor's moments in 8 bits."""
 
 
 def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
@@ -194,3 +196,14 @@ class Trial:
         loss.backward()  # the gathered weights of a pass are not the optimizer's parameters
         for weight in self.weights:
             weight.grad = None
+
+
+def moments(trained: Iterable[Tensor], optimizer: OptimizerConfig | CustomOptimizer) -> int:
+    """Return the bytes of AdamW's two moments, an upper bound for most other optimizers."""
+    narrow = optimizer.kind == "adamw8bit"
+    return sum(p.numel() * (2 if narrow and p.numel() >= SMALLEST_8BIT else 8) for p in trained)
+
+
+def shown(size: int) -> str:
+    """Format a number of bytes."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

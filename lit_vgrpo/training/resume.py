@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lit_vgrpo.errors import UserError, counted
-from lit_vgrpo.system.atomic_folder import DRAFT_PREFIX
+from lit_vgrpo.system.paths import DRAFT_PREFIX
 from lit_vgrpo.training.checkpoint_file import CheckpointDamage, read, read_sound
 from lit_vgrpo.training.folder import CHECKPOINTS, CONFIG_NAME, no_checkpoint
 

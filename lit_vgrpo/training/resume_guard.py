@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
 from importlib import import_module
@@ -28,38 +29,18 @@ from lit_vgrpo.rewards import Reward
 from lit_vgrpo.rewards.function import PythonReward
 from lit_vgrpo.system.paths import import_from_here
 from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, RECIPE_KEY, FileCheckpointIO
-from lit_vgrpo.training.start import start_hash
+from lit_vgrpo.training.saved_weights import start_hash
 
-FREE_KEYS = ("name", "run_dir", "ckpt_path", "allow_changes", "model.non_finite", "model.failed_images")
-FREE_PARTS = ("trainer.", "data.heldout", "model.heldout", "model.evaluat")
-"""Prefixes of settings that no weight depends on: where a run is computed, and its evaluation."""
+FREE = ("data.heldout", "model.heldout", "model.evaluat", "model.non_finite", "model.failed_images")
+"""Prefixes of settings that no weight depends on."""
 MEMORY_ONLY = (
-    "micro_batch_size",
-    "eval_batch_size",
-    "rollout_batch_size",
-    "decode_batch_size",
-    "batch_size",
-    "gradient_checkpointing",
-    "rollout_device",
-    "vae_slicing",
-    "embedding_cache",
-    "embedding_cache_gb",
-    "offload_encoders",
-    "compile",
-    "attention_backend",
-    "channels_last",
-    "fold_lora",
-    "device",
-    "overlap",
-    "url",
+    *("micro_batch_size", "eval_batch_size", "rollout_batch_size", "decode_batch_size", "batch_size"),
+    *("gradient_checkpointing", "rollout_device", "vae_slicing", "embedding_cache", "embedding_cache_gb"),
+    *("offload_encoders", "compile", "attention_backend", "channels_last", "fold_lora", "device", "overlap", "url"),
 )
 """Names of settings that only change how much is computed at once, and where."""
-BOUND_KEYS = (
-    *(f"trainer.{key}" for key in ("gradient_clip_val", "gradient_clip_algorithm", "precision", "EMA")),
-    "data.heldout_fraction",  # held-out prompts are not trained on
-)
+OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm", "precision")
 ABSENT = "not set"
-PROMPTS, START = "data.train", "model.policy.start_from"
 
 Inputs = dict[str, dict[str, str]]
 """SHA-256 of files by the recipe's key and the name of the file."""
@@ -68,7 +49,7 @@ Inputs = dict[str, dict[str, str]]
 class ResumeGuard(Callback):
     """Puts the recipe and the hashes of input files into checkpoints, and refuses damaged checkpoints.
 
-    With a Trainer outside of the command, changed input files are a warning.
+    The command compares them before it resumes; with any other Trainer, changed input files are a warning.
 
     Attributes:
         recipe: plain values, defaults filled in, with a hash in place of what comes from the environment; empty
@@ -147,9 +128,6 @@ def refuse_changes(
     return found
 
 
-# --- the recipe ------------------------------------------------------------------------------------------------------
-
-
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Place, str] | None = None) -> list[str]:
     """Return one line for each setting that must be the same and is not.
 
@@ -161,55 +139,35 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Pla
     >>> changes({"model": {"lr": 0.001}, "name": "a"}, {"model": {"lr": 0.0003}, "name": "b"})
     ['model.lr: 0.001 in the checkpoint, 0.0003 now']
     """
-    before, after, shown_now = (dict(_settings(tree)) for tree in (saved, now, with_fingerprints(now, texts or {})))
-    # The options of a replaced class are not compared.
-    swapped = [
-        key.removesuffix("class_path")
-        for key in before
-        if key.endswith("class_path") and before[key] != after.get(key, ABSENT)
-    ]
-    # With deduplicate, held-out prompts are left out of training.
-    bound = (*BOUND_KEYS, "data.heldout") if before.get("data.deduplicate") else BOUND_KEYS
+    before, after, shown_now = (_settings(tree) for tree in (saved, now, with_fingerprints(now, texts or {})))
     lines = []
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key, ABSENT), after.get(key, ABSENT)
-        inner = any(key.startswith(owner) and key != f"{owner}class_path" for owner in swapped)
-        if not (is_same_value(old, new) or inner or _is_free(key, bound)):
+        if not is_same_value(old, new):
             shown = key.replace(".init_args", "").removesuffix(".class_path")
             lines.append(f"{shown}: {_shown(old)} in the checkpoint, {_shown(shown_now.get(key, new))} now")
     return lines
 
 
-def _is_free(key: str, bound: Sequence[str]) -> bool:
-    if any(key == name or key.startswith(f"{name}.") for name in bound):
-        return False
-    is_memory_only = ".connection." in key or key.rpartition(".")[2] in MEMORY_ONLY
-    return is_memory_only or key in FREE_KEYS or key.startswith(FREE_PARTS)
+def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the weights depend on, by dotted key; of the callbacks only EMA is one."""
+    trainer = recipe.get("trainer") or {}
+    callbacks = trainer.get("callbacks") or []
+    trained = {name: recipe[name] for name in ("seed_everything", "model", "data") if name in recipe}
+    trained["trainer"] = {name: trainer.get(name) for name in OF_TRAINER}
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        if class_name(callback) == "EMA":
+            trained["trainer"]["EMA"] = dict(callback)
+    settings = {dotted(place): value for place, value in leaves(trained)}
+    return {key: value for key, value in settings.items() if not _is_free(key)}
 
 
-def _settings(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every setting with its dotted key; of the callbacks only EMA, which is part of training."""
-
-    def has_parts(place: Place, entries: list[Any]) -> bool:
-        return place[-1] != "callbacks" and any(isinstance(entry, Mapping) for entry in entries)
-
-    for place, value in leaves(recipe, has_parts):
-        if place != ("trainer", "callbacks"):
-            yield dotted(place), list(value) if isinstance(value, tuple) else value
-            continue
-        for callback in value if isinstance(value, list) else [value]:
-            if isinstance(callback, Mapping) and class_name(callback) == "EMA":
-                yield "trainer.EMA.class_path", "EMA"
-                for inner, option in leaves(callback.get("init_args") or {}):
-                    yield f"trainer.EMA.{dotted(inner)}", option
+def _is_free(key: str) -> bool:
+    return key.startswith(FREE) or ".connection." in key or key.rpartition(".")[2] in MEMORY_ONLY
 
 
 def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text.rpartition(".")[2] if text.startswith("lit_vgrpo.") else text
-
-
-# --- the files -------------------------------------------------------------------------------------------------------
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
@@ -227,12 +185,12 @@ def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
     unreadable = suppress(OSError, ValueError, RuntimeError, ImportError)
     if data is not None:
         with unreadable:
-            found[PROMPTS] = {"prompts": data.fingerprint()}
+            found["data.train"] = {"prompts": data.fingerprint()}
     with unreadable:
         found["model.policy.checkpoint"] = _configs_of(module.policy)
     with unreadable:
         if (start := start_hash(module.policy)) is not None:
-            found[START] = {"weights": start}
+            found["model.policy.start_from"] = {"weights": start}
     for part in module.reward.parts:
         with unreadable:
             if part.weight and (source := _source_of(part.reward)) is not None:  # weight 0: not trained on

@@ -1,9 +1,13 @@
-"""The trained weights in a checkpoint of a run, and how they are put into a policy."""
+"""The trained weights in a checkpoint of a run, and policies that start from them or from a LoRA file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import zipfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +17,18 @@ from lit_vgrpo.core.sharding import shape_of, write
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.errors import UserError, counted
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.policies.lora_file import KEY, lora_file_error, put_lora
+from lit_vgrpo.system.hub import LoadError, cached_file, explain_unloadable, loading
+from lit_vgrpo.system.paths import CONFIG_NAME, resolve_path
+from lit_vgrpo.system.process import report_on_first
 from lit_vgrpo.training.checkpoint_file import RECIPE_KEY, CheckpointDamage, averages, read_sound
-from lit_vgrpo.training.resume import Progress
+from lit_vgrpo.training.folder import find_run
+from lit_vgrpo.training.resume import Progress, last_good
 
 TRAINED, AVERAGE, REFERENCE = "trained", "EMA", "reference"
+SUFFIX, DEFAULT_FILE = ".safetensors", "pytorch_lora_weights.safetensors"
+_HUB_FILE = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w./-]+\.safetensors))?", re.ASCII)
+_RUNS = "runs"
 _OF_MODULE = "policy."  # in front of the names in a checkpoint, which are those of the Lightning module
 
 
@@ -87,13 +99,13 @@ class SavedWeights:
 
 def trained_only(policy: Policy, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the trained tensors of a module's state; the frozen ones come from the policy's own checkpoint."""
-    trained = _names_in_module(policy)
+    trained = {f"{_OF_MODULE}{name}" for name in trainable_parameters(policy)}
     return {name: tensor for name, tensor in state_dict.items() if name in trained}
 
 
 def refuse_other_weights(policy: Policy, state_dict: Mapping[str, Any]) -> None:
     """Check that a checkpoint's module state has all trained tensors; raise RuntimeError if some are missing."""
-    trained = _names_in_module(policy)
+    trained = {f"{_OF_MODULE}{name}" for name in trainable_parameters(policy)}
     if missing := trained - state_dict.keys():
         raise RuntimeError(
             f"The checkpoint lacks {len(missing)} of {len(trained)} trained tensors, e.g. {min(missing)}. "
@@ -101,9 +113,155 @@ def refuse_other_weights(policy: Policy, state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def _names_in_module(policy: Policy) -> set[str]:
-    return {f"{_OF_MODULE}{name}" for name in trainable_parameters(policy)}
-
-
 def _of_policy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(_OF_MODULE): tensor for name, tensor in tensors.items()}
+
+
+# --- starting from them ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoraPlace:
+    """A LoRA file: a local one, or one in a repository of the hub."""
+
+    path: Path | None = None
+    repository: str = ""
+    filename: str = DEFAULT_FILE
+
+    def at_hand(self) -> Path | None:
+        """Return the file if it is on this machine."""
+        return self.path or cached_file(self.repository, self.filename)
+
+    def fetch(self) -> Path:
+        """Return the file, downloaded if necessary; raise LoadError if that fails."""
+        if (path := self.at_hand()) is not None:
+            return path
+        from huggingface_hub import hf_hub_download
+
+        remedy = f"Set {KEY}={self.repository}/FILE{SUFFIX}, or {KEY}=/a/local/file{SUFFIX}."
+        with loading(self.repository, remedy):
+            return Path(hf_hub_download(self.repository, self.filename))
+
+    def error(self, policy: Policy) -> str | None:
+        """Return why a policy cannot start from it, in one line, or ``None``; nothing is downloaded."""
+        path = self.at_hand()
+        return lora_file_error(policy, path) if path else explain_unloadable(self.repository, self.filename, KEY)
+
+
+def find_lora(policy: Policy) -> LoraPlace | None:
+    """Return the LoRA file that ``start_from`` names, or ``None`` if it can only be a run.
+
+    It may be a file, a folder with one, ``owner/name`` or ``owner/name/file.safetensors`` of the hub.
+
+    Raises:
+        LoadError: the path is invalid, or ``start_weights`` is given for a LoRA file.
+    """
+    assert policy.start_from is not None
+    try:
+        path = resolve_path(policy.start_from)
+    except ValueError as error:
+        raise LoadError(str(error)) from error
+    place = _lora_at(policy.start_from, path)
+    if place is not None and policy.start_weights != "trained":
+        raise LoadError("model.policy.start_weights=ema has no effect on a LoRA file. Leave it out.")
+    return place
+
+
+def _lora_at(start_from: str, path: Path) -> LoraPlace | None:
+    if path.is_dir():
+        files = [] if (path / CONFIG_NAME).is_file() else sorted(path.glob(f"*{SUFFIX}"))
+        if len(files) > 1 and path / DEFAULT_FILE not in files:
+            raise LoadError(f"{KEY}={start_from} has {len(files)} files. Name one of them, such as {files[0]}.")
+        return LoraPlace(path / DEFAULT_FILE if len(files) > 1 else files[0]) if files else None
+    if path.is_file():
+        return LoraPlace(path) if path.suffix == SUFFIX else None
+    named = _HUB_FILE.fullmatch(start_from)
+    first = start_from.partition("/")[0]
+    if named is not None and first != _RUNS and not Path(first).is_dir():
+        return LoraPlace(None, named[1], named[2] or DEFAULT_FILE)
+    if path.suffix == SUFFIX:
+        raise LoadError(f"{KEY}={start_from} does not exist.")
+    return None
+
+
+def policy_errors(policy: Policy) -> list[str]:
+    """Return one line for each error in a policy or in what it starts from, without loading the pipeline's weights."""
+    errors = policy.check()
+    if policy.start_from is not None and not policy.loaded:
+        try:
+            lora = find_lora(policy)
+            if lora is None:
+                _saved(policy)
+            elif (error := lora.error(policy)) is not None:
+                errors.append(error)
+        except LoadError as error:
+            errors.append(str(error))
+    return errors
+
+
+def load_policy(policy: Policy) -> Policy:
+    """Load a policy, with the weights of the run or the LoRA file in ``start_from`` if it names one.
+
+    Raises:
+        LoadError: the checkpoint, that run or that file cannot be used.
+    """
+    if policy.loaded or policy.start_from is None:
+        return policy.load()
+    if (lora := find_lora(policy)) is not None:
+        return policy.load(partial(put_lora, file=lora.fetch()))
+    return policy.load(partial(_put_start, *_saved(policy, report_on_first)))
+
+
+def _put_start(saved: SavedWeights, variant: str, policy: Policy) -> None:
+    difference = saved.difference(variant, policy)
+    if difference is not None:
+        raise LoadError(
+            f"{KEY}={policy.start_from} trained other weights: {difference} Give lora_rank, lora_targets and "
+            "train_only as there; or start from its weights as a pipeline: "
+            "lightning export RUN --to DIR [--merge], then model.policy.checkpoint=DIR."
+        )
+    alpha = saved.policy_options.get("lora_alpha") or saved.policy_options.get("lora_rank")
+    if policy.lora_rank is not None and alpha not in (None, policy.lora_alpha):
+        raise LoadError(
+            f"{KEY}={policy.start_from} trained with lora_alpha={alpha}, this run has {policy.lora_alpha}, which "
+            f"would scale the same adapter by {policy.lora_alpha / alpha:g}. Set model.policy.lora_alpha={alpha}."
+        )
+    saved.put_into(policy, variant)
+
+
+def start_hash(policy: Policy) -> str | None:
+    """Return a hash of the file that a policy starts from, whose weights are the reference in a resumed run too.
+
+    Raises:
+        LoadError: it cannot be read.
+    """
+    if policy.start_from is None:
+        return None
+    lora = find_lora(policy)
+    path = _saved(policy)[0].path if lora is None else lora.at_hand()
+    if path is None:
+        return None
+    if path.suffix == SUFFIX:
+        return sha256(path.read_bytes()).hexdigest()
+    with zipfile.ZipFile(path) as archive:  # torch's checkpoint: its checksums are together at the end of the file
+        parts = [(part.filename.partition("/")[2], part.CRC) for part in archive.infolist()]
+    return sha256(repr(parts).encode()).hexdigest()
+
+
+def _saved(policy: Policy, say: Callable[[str], None] = lambda line: None) -> tuple[SavedWeights, str]:
+    """Return the checkpoint that a policy starts from, and the variant of its weights; raise LoadError."""
+    assert policy.start_from is not None
+    variant = {"trained": TRAINED, "ema": AVERAGE}[policy.start_weights]
+    try:
+        path = resolve_path(policy.start_from)
+        if not (path.is_file() and path.suffix == ".ckpt"):
+            path = last_good(find_run(str(path))[0], say)
+        saved = SavedWeights.read(path)
+    except UserError as error:
+        raise LoadError(f"{KEY}: {error}") from error
+    if variant not in saved.tensors:
+        raise LoadError(
+            f"model.policy.start_weights=ema, but {path} holds no average: that run had no EMA callback. "
+            "Set start_weights=trained."
+        )
+    return saved, variant

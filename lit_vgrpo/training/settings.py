@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info
+
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.training.limits import keep_iterations_whole, sizes_of
 from lit_vgrpo.training.micro_batch import accumulate
-from lit_vgrpo.training.start import policy_errors
+from lit_vgrpo.training.saved_weights import policy_errors
 from lit_vgrpo.training.strategies import strategy_errors
+from lit_vgrpo.training.trainer_internals import count_iterations
+
+EXPECTED_WARNINGS = (
+    ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
+    ".*module\\(s\\) in eval mode at the start.*",  # a policy is trained as it samples, without dropout
+    ".*smaller than the logging interval.*",  # what is logged is of whole iterations
+    ".*across ranks is zero.*",  # no held-out prompts: nothing to evaluate
+    ".*sync_dist=True.*",  # what is logged is computed over all ranks already
+    ".*all_gather is deprecated.*",
+    ".*LeafSpec.*is deprecated.*",
+)
+
+UNFIT_CALLBACKS = {
+    "GradientAccumulationScheduler": "Use data.updates_per_iteration and data.micro_batch_size",
+    "BatchSizeFinder": "An iteration has no batch size. Use data.micro_batch_size=auto",
+    "LearningRateFinder": "Compare runs: lightning compare --sweep",
+    "StochasticWeightAveraging": "Use lit_vgrpo.callbacks.EMA",
+    "WeightAveraging": "Use lit_vgrpo.callbacks.EMA",
+    "ModelPruning": "Leave it out",
+}
+"""Lightning's callbacks that would train wrongly, with what to use instead; not every version has them all."""
 
 
 def set_up(module: Any) -> None:
@@ -21,7 +46,7 @@ def set_up(module: Any) -> None:
     has_heldout = trainer.datamodule.has_heldout
     for error in errors_under(module, trainer.strategy, sizes, trainer.world_size, has_heldout):
         raise ValueError(error)
-    keep_iterations_whole(trainer, sizes)
+    _keep_iterations_whole(trainer, sizes)
     accumulate(trainer, sizes)
 
 
@@ -64,8 +89,6 @@ def _people_errors(module: Any, sizes: Sizes, ranks: int, has_heldout: bool) -> 
             f"model.reward asks people, who compare whole groups, but {ranks} ranks split each group. "
             f"Use at most {sizes.prompts_per_iteration} ranks."
         )
-    if module.objective.rollout_spec(0).scouts is not None:
-        errors.append("model.objective.rollout.scouts would ask people about discarded images. Leave it out.")
     return errors
 
 
@@ -73,8 +96,6 @@ def _evaluation_errors(module: Any) -> list[str]:
     spec, policy = module.evaluation, module.policy
     if spec is None:
         return []
-    if spec.scouts is not None:
-        return ["model.evaluation.scouts has no effect: held-out images are not chosen. Leave it out."]
     if spec.solver in policy.solvers:
         where = "model.evaluation"
         return policy.accelerator_errors(spec, where) or spec.accelerator_errors(where)
@@ -110,3 +131,63 @@ def _guidance_errors(module: Any) -> list[str]:
         "model.evaluation.guidance": 1.0 if module.evaluation is None else module.evaluation.guidance,
     }
     return [f"{key}={scale:g}: {error}" for key, scale in scales.items() if scale != 1.0][:1]
+
+
+def hide_expected_warnings() -> None:
+    """Hide warnings of Lightning that do not apply to this module, in any Trainer."""
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def sizes_of(trainer: Any) -> Sizes:
+    """Return the sizes of an iteration from the trainer's data module.
+
+    Raises:
+        RuntimeError: there is no PromptDataModule.
+    """
+    sizes: Sizes | None = getattr(getattr(trainer, "datamodule", None), "sizes", None)
+    if sizes is None:
+        raise RuntimeError(
+            "VGRPOModule takes its sizes from the data module. "
+            "Call trainer.fit(module, datamodule=PromptDataModule(...))."
+        )
+    return sizes
+
+
+def unfit_callbacks(callbacks: Iterable[Callback]) -> list[str]:
+    """Return an error for each of Lightning's callbacks that an iteration cannot be trained with."""
+    return [
+        f"trainer.callbacks: {type(callback).__name__} does not fit an iteration. {UNFIT_CALLBACKS[cls.__name__]}."
+        for callback in callbacks
+        for cls in type(callback).__mro__
+        if cls.__module__.startswith("lightning.") and cls.__name__ in UNFIT_CALLBACKS
+    ]
+
+
+def _keep_iterations_whole(trainer: Any, sizes: Sizes) -> None:
+    """Refuse limits that end an iteration before its last step; let ``fast_dev_run`` count iterations, not batches."""
+    if (error := limit_error(trainer, sizes)) is not None:
+        raise ValueError(error)
+    if trainer.fast_dev_run:
+        iterations = int(trainer.fast_dev_run)
+        count_iterations(trainer, iterations)
+        images = sizes.plan(trainer.world_size).images_per_iteration
+        rank_zero_info(f"fast_dev_run: {iterations} whole iteration(s) of {images} images each.")
+
+
+def limit_error(trainer: Any, sizes: Sizes) -> str | None:
+    """Return why a limit of the trainer cannot be kept, or ``None``."""
+    fewer = "Leave it out; use data.prompts_per_iteration for less work, or trainer.fast_dev_run=true for a trial run."
+    if trainer.overfit_batches:
+        return f"trainer.overfit_batches={trainer.overfit_batches} would drop images already made. {fewer}"
+    limit = trainer.limit_train_batches
+    is_whole = limit >= sizes.plan(trainer.world_size).steps_per_iteration if isinstance(limit, int) else limit == 1.0
+    if not is_whole and not trainer.fast_dev_run:
+        return f"trainer.limit_train_batches={limit} would drop images already made. {fewer}"
+    updates, steps = sizes.updates_per_iteration, trainer.max_steps
+    if steps > 0 and steps % updates and not trainer.fast_dev_run:
+        return (
+            f"trainer.max_steps={steps} ends within an iteration and would drop images already made. "
+            f"Use a multiple of {updates}, such as {-(-steps // updates) * updates}."
+        )
+    return None

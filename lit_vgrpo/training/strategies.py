@@ -18,9 +18,8 @@ from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.training.checkpoint_file import PortableCheckpoints
-from lit_vgrpo.training.fsdp2 import FSDP2
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
-from lit_vgrpo.training.zero import ZeRO
+from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta")
 """torch's optimizers whose state holds a tensor of the weight's shape, or a scalar, per weight."""
@@ -40,8 +39,8 @@ def strategy_errors(
         strategy_error(strategy),
         optimizer_error(strategy, optimizer),
         whole_weights_error(strategy, policy),
-        quantisation_error(strategy, policy),
         rollout_error(strategy, rollout),
+        quantisation_error(strategy, policy),
         scaling_error(strategy, policy),
         micro_batch_error(strategy, sizes),
     )
@@ -100,12 +99,9 @@ def rollout_error(strategy: Strategy, rollout: RolloutSpec | None) -> str | None
     """
     if rollout is None:
         return None
-    specs = {"": rollout} if rollout.scouts is None else {"": rollout, "scouts.": rollout.of_scouts}
-    options: dict[str, object] = {}
-    for part, spec in specs.items():
-        options[f"model.objective.rollout.{part}cache"] = spec.cache and spec.cache.kind
-        options[f"model.objective.rollout.{part}quantise"] = spec.quantise
-    return _sharding_error(strategy, options)
+    cache = rollout.cache or (rollout.scouts and rollout.scouts.cache)
+    options = {"cache": cache and cache.kind, "quantise": rollout.quantise}
+    return _sharding_error(strategy, {f"model.objective.rollout.{name}": value for name, value in options.items()})
 
 
 def _sharding_error(strategy: Strategy, options: Mapping[str, object]) -> str | None:

@@ -2,34 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_vgrpo.core.nonfinite import NonFiniteGuard
-from lit_vgrpo.training.zero import local_gradients
+from lit_vgrpo.core.snapshots import all_finite
+from lit_vgrpo.training.sharded import local_gradients
+
+MOST_IN_A_ROW = 10
+
+NonFinite = Literal["stop", "skip"]
 
 
-class UpdateGuard(NonFiniteGuard):
-    """Skips updates whose loss or gradient is not finite, and reports which updates took their step.
+class UpdateGuard:
+    """Detects updates whose loss or gradient is not finite, the same on every rank, and reports which took their step.
 
     With a gradient scaler (``trainer.precision=16-mixed``) only losses are checked: the scaler skips steps with an
     overflow itself, and occasional overflows are how it chooses its scale.
 
+    Args:
+        action: stop the run with the reason, or skip the update; ten consecutive skips also stop the run.
+
     Attributes:
         norm: of the last update's gradient over all ranks, before clipping; ``None`` where the strategy keeps
             the gradients elsewhere, as ZeRO does.
-
-    Args:
-        action: end the run with the reason, or leave the update out; ten left out in a row end the run too.
+        skipped: number of updates left out since the start.
     """
 
-    norm: Tensor | None = None
-    _is_refused = False
-    _scale: float | None = None
+    def __init__(self, action: NonFinite = "stop") -> None:
+        self.action = action
+        self.skipped = 0
+        self.norm: Tensor | None = None
+        self._in_a_row = 0
+        self._losses: list[Tensor] = []
+        self._is_refused = False
+        self._scale: float | None = None
+
+    def watch(self, loss: Tensor) -> None:
+        """Record a micro-batch's loss without synchronising with the device."""
+        self._losses.append(loss.detach())
+
+    def refuses(
+        self,
+        gradients: Iterable[Tensor],
+        all_ranks: Callable[[Tensor], Tensor],
+        when: str,
+        norm: Tensor | None = None,
+    ) -> bool:
+        """Return whether to skip this update; called once per update, on every rank.
+
+        Args:
+            gradients: this rank's gradients, or its shards of them.
+            all_ranks: concatenates every rank's ``(B, ...)`` in rank order.
+            when: the position in the run, for the message.
+            norm: a norm of theirs; they are looked at only where it is not finite, since squares may overflow.
+
+        Raises:
+            FloatingPointError: on every rank, if the action is to stop.
+        """
+        losses, self._losses = self._losses, []
+        loss_is_bad, norm_is_bad = _are_bad(losses, norm)
+        gradient_is_bad = norm_is_bad and not all_finite(gradients)
+        found = all_ranks(torch.tensor([[int(loss_is_bad), int(gradient_is_bad)]])).bool()
+        if not found.any():
+            self._in_a_row = 0
+            return False
+        self.skipped += 1
+        self._in_a_row += 1
+        if self.action == "skip" and self._in_a_row < MOST_IN_A_ROW:
+            return True
+        what = "loss" if found[:, 0].any() else "gradient"
+        ranks = [str(rank) for rank, bad in enumerate(found[:, 0] if what == "loss" else found[:, 1]) if bad]
+        where = f" on rank {', '.join(ranks)} of {len(found)}" if len(found) > 1 else ""
+        often = f" for {self._in_a_row} updates in a row" if self.action == "skip" else ""
+        advice = "Lower model.optimizer.lr or set trainer.gradient_clip_val=1.0"
+        advice += "." if self.action == "skip" else ", or skip such updates: model.non_finite=skip."
+        raise FloatingPointError(
+            f"The {what} is not finite{where}{often}, {when}. No weight was changed by it. {advice}"
+        )
 
     def look(
         self, trainer: Any, weights: Sequence[nn.Parameter], all_ranks: Callable[[Tensor], Tensor], when: str
@@ -72,6 +125,16 @@ class UpdateGuard(NonFiniteGuard):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped = state["skipped_updates"]
+
+
+def _are_bad(losses: list[Tensor], norm: Tensor | None) -> tuple[bool, bool]:
+    """Return whether a loss is not finite, and whether the norm is not or is unknown, with one synchronisation."""
+    numbers = [*losses, *([] if norm is None else [norm])]
+    if not numbers:
+        return False, True
+    device = numbers[0].device
+    finite = torch.stack([number.to(device, torch.float32) for number in numbers]).isfinite().tolist()
+    return not all(finite[: len(losses)]), norm is None or not finite[-1]
 
 
 def _loss_scale(trainer: Any) -> float | None:

@@ -75,15 +75,11 @@ class Watch:
     def report_death(self) -> bool:
         """Report another rank's death, which a failed collective may show first; ``False`` if none died."""
         end = time.monotonic() + (BLAME_S if self.children or self._parent else 0.0)
-        while not (death := self._death()) and time.monotonic() < end:
+        while not (death := self.death()) and time.monotonic() < end:
             time.sleep(POLL_S / 3)
         if death is not None:
             self._report(death)
         return death is not None
-
-    def hindrance(self, is_urgent: bool) -> str | None:
-        """Return why waiting for the other ranks is useless after an urgent request to stop, or ``None``."""
-        return self._death() if is_urgent else None
 
     def end(self, status: int, reason: str) -> None:
         """End this process and the ranks that it started, whatever the main thread does."""
@@ -99,7 +95,7 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._done.wait(POLL_S):
-            if (death := self._death()) is not None and not self._done.wait(GRACE_S):
+            if (death := self.death()) is not None and not self._done.wait(GRACE_S):
                 self._report(death)
                 for child in self.children:
                     child.kill()
@@ -112,7 +108,7 @@ class Watch:
                 say(f"\n{death} {last_words(self._folder())}", error=True)
             self._done.set()
 
-    def _death(self) -> str | None:
+    def death(self) -> str | None:
         """Return how a watched process died, in a sentence, or ``None``."""
         if self._parent is not None and os.getppid() != self._parent[0]:
             return f"{self._parent[1]} (process {self._parent[0]}) is gone."

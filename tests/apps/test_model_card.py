@@ -4,14 +4,12 @@ import json
 from pathlib import Path
 
 import yaml
+from commands import export, run
 from diffusers import DiffusionPipeline
 
-from lit_vgrpo.apps.report import wording
+from lit_vgrpo.apps.report import verdict
 from lit_vgrpo.apps.report.model_card import base_licence, card
-from lit_vgrpo.apps.report.recipe_diff import differences, without_secrets
-from lit_vgrpo.apps.report.run_data import read_run
-from lit_vgrpo.cli.export import export
-from lit_vgrpo.cli.run import run
+from lit_vgrpo.apps.report.run_data import differences, read_run, without_secrets
 
 CALLBACKS = "[Export, {class_path: SampleGrid, init_args: {num_prompts: 1, images_per_prompt: 1}}]"
 
@@ -34,7 +32,7 @@ def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
         assert head["tags"] == ["text-to-image", "reinforcement-learning", "lit-vgrpo"]
         assert "base_model" not in head  # a folder of this machine is no name on a hub
         assert "trained weights after 2 iterations" in text
-        assert f"to {wording.reward(end['heldout_reward_end'])} [" in text
+        assert f"to {verdict.score(end['heldout_reward_end'])} [" in text
         assert "VGRPO" in text
         assert "run_dir" not in text
         assert (folder / "before_after.png").read_bytes() == Path("runs/tiny/samples/after.png").read_bytes()
@@ -47,7 +45,7 @@ def test_exports_have_cards_with_the_numbers_of_their_time(tiny_recipe, capsys):
     assert export(["runs/tiny", "--to=early", "--checkpoint=first.ckpt"]) == 0
     _, text = head_and_text("early/README.md")
     assert "after 1 iteration," in text
-    assert wording.reward(first["heldout_reward_end"]) in text
+    assert verdict.score(first["heldout_reward_end"]) in text
     assert not Path("early/before_after.png").exists()
 
     Path("runs/tiny/metrics.csv").write_text("a,b\n1,2\n")

@@ -9,12 +9,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from commands import report
 from PIL import Image
 from saved_runs import assert_one_line, folder_with, train
 
-from lit_vgrpo.apps.report import wording
-from lit_vgrpo.apps.report.command import report
-from lit_vgrpo.apps.report.recipe_diff import difference_to_shipped
+from lit_vgrpo.apps.report import verdict
 from lit_vgrpo.apps.report.run_data import read_run, read_scores
 from lit_vgrpo.apps.report.verdict import Verdict
 
@@ -111,11 +110,11 @@ def test_a_page_needs_nothing_else_and_is_accessible(inside, names, capsys):
     assert len(drawings) >= 4 * 6
     assert {tag["data-axis"] for tag in drawings} == {"iterations", "images", "seconds", "passes"}
     assert all(tag["role"] == "img" and tag["aria-label"] for tag in drawings)
-    for title in ("Held-out reward", "Training reward", "Probability ratio", "Gradient norm"):
+    for title in ("Held-out reward", "Training reward", "Probability ratio", "Grad norm"):
         assert f"<h3>{title}" in raw
-    assert "<h3>Clipped</h3>" not in raw  # nothing was: its curve is 0 throughout
+    assert "<h3>Clip fraction</h3>" not in raw  # nothing was: its curve is 0 throughout
     for name in names:
-        assert wording.reward(summary(name)["heldout_reward_end"]) in page.text
+        assert verdict.score(summary(name)["heldout_reward_end"]) in page.text
     if len(names) > 1:
         assert "Settings in which the runs differ" in page.text
         assert re.search(r"model.optimizer.lr\s+0.01\s+0.001", page.text)
@@ -124,14 +123,14 @@ def test_a_page_needs_nothing_else_and_is_accessible(inside, names, capsys):
 def test_the_numbers_are_those_of_the_summary(inside):
     assert report(["runs/tiny"]) == 0
     text, found = Parsed("runs/tiny/report.html").text, summary()
-    start, end = (wording.reward(found[f"heldout_reward_{when}"]) for when in ("start", "end"))
+    start, end = (verdict.score(found[f"heldout_reward_{when}"]) for when in ("start", "end"))
     assert f"{start} [" in text
     assert f"to {end} [" in text
     for value in found["reward_parts_end"].values():
-        assert wording.reward(value) in text
+        assert verdict.score(value) in text
     for number in (found["images"], found["evaluations"][-1]["passes"]):
-        assert wording.amount(number) in text
-    assert wording.duration(found["train_seconds"]) in text
+        assert verdict.amount(number) in text
+    assert verdict.duration(found["train_seconds"]) in text
     for fact in (found["device"], *found["versions"].values()):
         assert fact in text
     run = read_run(Path("runs/tiny"))
@@ -144,27 +143,6 @@ def test_the_numbers_are_those_of_the_summary(inside):
             assert own.mean == pytest.approx(mean, rel=1e-4)
             assert own.low <= own.mean <= own.high
         assert change.difference.mean == pytest.approx(change.change, abs=1e-4 * abs(change.end) + 1e-6)
-
-
-def test_the_recipe_is_compared_with_the_shipped_one():
-    recipe = {
-        "name": "tiny_unet_mine",
-        "model": {
-            "policy": {"class_path": "lit_vgrpo.UNetPolicy", "init_args": {"checkpoint": "x", "dtype": "float32"}},
-            "objective": {"class_path": "lit_vgrpo.VGRPO", "init_args": {"rollout": {"steps": 10}, "clip": 0.2}},
-            "optimizer": {"lr": 3e-4, "betas": [0.9, 0.999]},
-        },
-        "trainer": {"max_epochs": 3, "max_steps": -1},
-    }
-    shipped, rows = difference_to_shipped(recipe)
-    assert shipped == "tiny_unet"
-    found = {key: values for key, values in rows if values[1] != "not set"}  # what the run sets otherwise
-    assert found == {
-        "model.policy.checkpoint": ["shipped:assets/tiny_unet", "x"],
-        "model.objective.clip": ["not set", "0.2"],
-        "trainer.max_epochs": ["80", "3"],
-    }
-    assert difference_to_shipped({"name": "mine"}) is None
 
 
 def test_images_are_the_cells_of_the_sample_grids_and_the_best_and_worst(inside):
@@ -188,7 +166,7 @@ def test_images_are_the_cells_of_the_sample_grids_and_the_best_and_worst(inside)
     best, worst = ([entry for entry in table["images"] if entry["reason"] == reason] for reason in ("best", "worst"))
     assert min(e["scores"]["reward"] for e in best) >= max(e["scores"]["reward"] for e in worst)
     assert {path.name for path in Path("runs/tiny/report").glob("*.png")} == {e["file"] for e in table["images"]}
-    assert all(wording.reward(score) in page.text for score in best[0]["scores"].values())
+    assert all(verdict.score(score) in page.text for score in best[0]["scores"].values())
 
 
 def test_pictures_to_edit_are_shown_with_their_prompt(trained, monkeypatch, flux_folder):
@@ -249,7 +227,7 @@ def test_a_run_without_evaluations_has_a_page(inside):
 
 def test_refusals(inside, capsys):
     assert_one_line(report, ["runs/tinny"], capsys, "Did you mean")
-    assert_one_line(report, ["--out=a.html"], capsys, "No run given")
+    assert_one_line(report, ["--out=a.html"], capsys, "Missing argument 'runs'.")
     assert_one_line(report, ["runs/tiny", "a=b"], capsys, "a=b has no effect on a report")
     Path("notes.html").write_text("mine")
     assert_one_line(report, ["runs/tiny", "--out=notes.html"], capsys, "notes.html exists and is not a report")

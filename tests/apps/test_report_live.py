@@ -3,17 +3,17 @@
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
+from commands import report, run
 from fastapi.testclient import TestClient
+from processes import started
 
-from lit_vgrpo.apps.report.command import make_app, report
+from lit_vgrpo.apps.report.command import make_app
 from lit_vgrpo.callbacks import Report
 from lit_vgrpo.callbacks.report import choose
-from lit_vgrpo.cli.run import run
 
 RUN = Path("runs/tiny")
 
@@ -58,14 +58,11 @@ def test_a_run_refreshes_its_page_and_ends_with_that_of_the_command(tiny_recipe,
 @pytest.mark.slow
 def test_it_is_served_on_loopback_until_it_is_stopped(tiny_recipe):
     assert run(["tiny.yaml", "trainer.max_epochs=1"]) == 0
-    command = [sys.executable, "-m", "lit_vgrpo", "report", str(RUN), "--serve", "--port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            line = server.stdout.readline()
-            assert "Report at http://127.0.0.1:" in line
-            assert "Held-out reward" in httpx.get(line.split()[2]).text
-        finally:
-            server.send_signal(signal.SIGINT)
+    with started("report", str(RUN), "--serve", "--port=0", stderr=subprocess.PIPE) as server:
+        line = server.stdout.readline()
+        assert "Report at http://127.0.0.1:" in line
+        assert "Held-out reward" in httpx.get(line.split()[2]).text
+        server.send_signal(signal.SIGINT)
         out, err = server.communicate(timeout=60)
     assert (server.returncode, out, err) == (0, "Stopped.\n", "")
 

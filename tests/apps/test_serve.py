@@ -3,18 +3,18 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 
 import httpx
 import pytest
 import torch
+from commands import serve_options
 from helpers import Brightness
+from processes import started
 
 from lit_vgrpo.apps.serve.app import Worker, make_app
 from lit_vgrpo.apps.serve.command import opening
 from lit_vgrpo.apps.serve.listening import listening_socket
-from lit_vgrpo.apps.serve.options import ServeOptions
 from lit_vgrpo.apps.serve.page import bounded_server
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.rewards import Connection, HTTPReward, JPEGCompressibility, Reward, RewardOutage, Weighted
@@ -46,15 +46,8 @@ def body_of(images, prompts=None):
 @pytest.fixture(scope="module")
 def command():
     """The command as it is typed, in a process of its own; gives its address."""
-    environment = {**os.environ, "SERVE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lit_vgrpo", *COMMAND.split()],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
+    environment = {**os.environ, "SERVE_TOKEN": TOKEN}
+    with started(*COMMAND.split(), env=environment, stderr=subprocess.STDOUT) as process:
         line = process.stdout.readline()
         assert line.startswith("Serving jpeg on c"), line
         yield re.search(r"http\S+(?=/score)", line).group()
@@ -62,8 +55,6 @@ def command():
         rest = process.communicate(timeout=30)[0]
         assert process.returncode == 0
         assert re.fullmatch(r"Stopped after \d+ images\.\n", rest), "Ctrl-C is not clean"
-    finally:
-        process.kill()
 
 
 def test_a_served_reward_scores_as_it_does_at_home(command, monkeypatch):
@@ -272,9 +263,9 @@ def test_it_listens_on_this_machine_unless_told_otherwise_and_warns_then(monkeyp
         ("X", "--host", "0.0.0.0"): True,
         ("X", "--host", "0.0.0.0", "--token-env", "SERVE_TOKEN"): False,
     }.items():
-        options = ServeOptions.parse([*words, "--port", "0"])
+        options = serve_options([*words, "--port", "0"])
         with listening_socket(options.host, options.port) as listener:
             lines = opening("x", listener, options, "cpu")
         assert ("Warning" in "".join(lines)) is warned
         assert TOKEN not in "".join(lines)
-    assert ServeOptions.parse(["X"]).host == "127.0.0.1"
+    assert serve_options(["X"]).host == "127.0.0.1"

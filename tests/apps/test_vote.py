@@ -1,23 +1,25 @@
 """``lightning vote``: the page's server, beside a run and with a recipe."""
 
 import csv
+import json
 import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import httpx
 import pytest
+from commands import run, vote, vote_options
 from fastapi.testclient import TestClient
+from helpers import free_port
+from processes import run_command, started
 from saved_runs import assert_one_line
 
 from lit_vgrpo.apps.vote.app import make_app
-from lit_vgrpo.apps.vote.command import VoteOptions, has_ended, vote
-from lit_vgrpo.cli.run import run
+from lit_vgrpo.apps.vote.command import has_ended
 from lit_vgrpo.rewards.vote_store import FILE_NAME, VoteStore
 
 RUN = Path("runs/tiny")
@@ -34,12 +36,6 @@ def store(tmp_path):
 
 def client_of(store, **settings):
     return TestClient(make_app(store, **settings), base_url="http://127.0.0.1")
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def vote_over_http(port, done, name="ann", pause_s=0):
@@ -149,7 +145,7 @@ def accepts(port):
 def test_a_recipe_is_trained_on_votes_and_a_killed_one_asks_only_for_the_rest(tiny_recipe, capsys):
     port = free_port()
     words = ["vote", "tiny.yaml", *SETTINGS, f"--port={port}", "data.group_size=4"]
-    with subprocess.Popen([sys.executable, "-m", "lit_vgrpo", *words], stdout=subprocess.PIPE, text=True) as first:
+    with started(*words) as first:
         page = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
         seen = None
         while seen is None:
@@ -183,13 +179,6 @@ def test_a_recipe_is_trained_on_votes_and_a_killed_one_asks_only_for_the_rest(ti
     assert "heldout/JPEGCompressibility" not in rows[0]
     assert f"Vote at http://127.0.0.1:{port}/ on this machine only. Ctrl-C stops it." in capsys.readouterr().out
 
-    with subprocess.Popen(
-        [sys.executable, "-m", "lit_vgrpo", "vote", str(RUN), "--port=0"], stdout=-1, text=True
-    ) as over:
-        found = httpx.get(f"{over.stdout.readline().split()[2]}next", params={"voter": "ann"}).json()
-        over.send_signal(signal.SIGINT)
-    assert (found["comparison"], found["is_over"]) == (None, True)
-
 
 def test_a_run_has_ended_by_its_summary_unless_it_asks_again(store):
     folder = store.path.parent
@@ -211,12 +200,15 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
     strategy = "{class_path: lightning.pytorch.strategies.DDPStrategy, init_args: {timeout: '0:00:%d'}}"
     ranks = ["trainer.devices=2", f"trainer.strategy={strategy % (PAUSE_S - 5)}"]
     words = ["vote", "tiny.yaml", *SETTINGS, f"--port={port}", *ranks]
-    job = subprocess.run([sys.executable, "-m", "lit_vgrpo", *words], capture_output=True, text=True, timeout=300)
+    job = run_command(*words)
     done.set()
     thread.join()
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("Vote at http") == job.stdout.count("Waiting for ") == 1
     assert len(voted) == 4
+    assert [path.name for path in RUN.parent.iterdir()] == [RUN.name]
+    assert json.loads((RUN / "summary.json").read_text())["world_size"] == 2
+    assert (RUN / "checkpoints" / "last.ckpt").is_file()
     with sqlite3.connect(RUN / FILE_NAME) as db:
         assert db.execute("SELECT owner, is_open, count(*) FROM groups GROUP BY 1, 2 ORDER BY 1").fetchall() == [
             (0, 0, 2),
@@ -229,15 +221,12 @@ def test_two_ranks_ask_on_one_page_and_wait_for_each_others_votes(tiny_recipe):
 
 @pytest.mark.slow
 def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
-    own = [sys.executable, "-m", "lit_vgrpo"]
-    with subprocess.Popen([*own, "run", "tiny.yaml", *SETTINGS], stdout=subprocess.PIPE, stderr=-1, text=True) as job:
+    with started("run", "tiny.yaml", *SETTINGS, stderr=subprocess.PIPE) as job:
         line = ""
         while "Waiting for 2 votes on" not in line:
             line = job.stdout.readline()
             assert line, job.stderr.read()
-        with subprocess.Popen(
-            [*own, "vote", str(RUN), "--port=0"], stdout=subprocess.PIPE, stderr=-1, text=True
-        ) as page:
+        with started("vote", str(RUN), "--port=0", stderr=subprocess.PIPE) as page:
             address = page.stdout.readline().split()[2]
             seen = httpx.get(f"{address}next", params={"voter": "ann"}).json()
             assert seen["progress"]["needed"] == 2
@@ -275,5 +264,5 @@ def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, caps
     capsys.readouterr()
     assert_one_line(vote, [str(RUN), "--port=0"], capsys, "runs/tiny has no votes.sqlite3. It has not started")
     assert_one_line(vote, [str(RUN), "trainer.max_epochs=3"], capsys, "runs/tiny is a run folder and takes no settings")
-    shared = VoteOptions.parse(["tiny.yaml", "--host=0.0.0.0"])
+    shared = vote_options(["tiny.yaml", "--host=0.0.0.0"])
     assert len(shared.token) > 15

@@ -1,18 +1,18 @@
 """The voting page in headless Chromium.
 
-pytest -m slow -s tests/commands/test_vote_browser.py prints what each seed reaches.
+pytest -m slow -s tests/apps/test_vote_browser.py prints what each seed reaches.
 """
 
 import json
 import sqlite3
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import httpx
 import pytest
 from helpers import free_port
+from processes import started
 from voting import NO_BROWSER, NoisyVoter, browser, enter
 
 SETTINGS = ["model.reward=VoteReward", "model.heldout_reward=ShapesReward"]
@@ -36,9 +36,7 @@ def test_a_voter_who_is_right_in_four_of_five_trains_tiny_shapes_through_the_pag
     port = free_port()
     address = f"http://127.0.0.1:{port}/"
     words = ["vote", "tiny_shapes", *SETTINGS, f"--port={port}", f"seed_everything={seed}"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "lit_vgrpo", *words], stdout=subprocess.DEVNULL, stderr=-1, text=True
-    ) as job:
+    with started(*words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as job:
         wait_for(address, job)
         with browser(viewport={"width": 1280, "height": 800}) as (page, complaints):
             enter(page, address, "simulated")

@@ -197,7 +197,6 @@ def test_an_export_that_cannot_be_written_costs_no_checkpoint(tiny_sd3, tmp_path
         lambda: SurrogateDiagnostics(every_n_iterations=0),
         lambda: ProgressBar(lines=0),
         lambda: FID("x", "y.pt", every_n_evaluations=0),
-        lambda: FID("x", "y.pt", size=0),
     ],
 )
 def test_settings_that_do_nothing_are_refused(make):

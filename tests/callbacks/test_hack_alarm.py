@@ -14,8 +14,7 @@ from lit_vgrpo.callbacks.hack_alarm import Divergence, HeldOutDiversity, Measure
 from lit_vgrpo.data.datasets import HeldOutDataset
 from lit_vgrpo.metrics import diversity, feature_network
 from lit_vgrpo.rewards import JPEGCompressibility, ShapesReward
-from lit_vgrpo.training.best_evaluation import TRAINED, UNTRAINED
-from lit_vgrpo.training.checkpoint import RunCheckpoint
+from lit_vgrpo.training.checkpoint import TRAINED, UNTRAINED, RunCheckpoint
 
 
 def at(trained, watched, iteration=0):
@@ -172,7 +171,7 @@ def test_it_warns_once_and_a_resumed_run_goes_on_with_its_history(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"min_change": 1.0}, "min_change=1.0 is too large"),
+        ({"min_change": 1.0}, "min_change=1.0: Input should be less than 1"),
         ({"metric": None}, "metric=null leaves nothing to compare"),
         ({"metric": TRAINED}, "is the trained reward"),
     ],

@@ -13,7 +13,7 @@ import pytest
 from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import ProgressBar
-from lit_vgrpo.system.streams import say_from_handler
+from lit_vgrpo.system.process import say_from_handler
 
 fcntl = pytest.importorskip("fcntl", reason="needs a Unix terminal")
 pty, termios = pytest.importorskip("pty"), pytest.importorskip("termios")

@@ -1,15 +1,12 @@
 """``lightning check``: every error, no training, nothing written."""
 
-import os
 import shutil
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
+from commands import check
 
-from lit_vgrpo.cli.check import check, checkpoint_bytes, disk_errors
+from lit_vgrpo.cli.check import checkpoint_bytes, disk_errors
 from lit_vgrpo.launch.build import build
 
 
@@ -40,7 +37,7 @@ def test_bad_keys_values_files_and_checkpoints_in_one_call(tiny_recipe, capsys):
     found = "\n".join(lines(capsys))
     assert "trainer.max_epoch is not an option of Trainer. Did you mean max_epochs?" in found
     assert "model.objective.clp is not an option of VGRPO. Did you mean clip?" in found
-    assert "data.group_size=1 " in found
+    assert "data.group_size=1: Input should be" in found
     assert "none.txt does not exist" in found
     assert "/none is not a folder. Set model.policy.checkpoint" in found
 
@@ -50,10 +47,9 @@ def test_scouts(tiny_recipe, capsys):
     assert check([str(tiny_recipe), f"{key}={{factor: 3, steps: 1}}"]) == 0
     assert "(3 per image)" in next(line for line in capsys.readouterr().out.splitlines() if "passes, scouts" in line)
     for words, line in (
-        ("{factor: 1, steps: 1}", f"{key}.factor=1 leaves nothing to choose from. Use 2 to 1,000 such as 4."),
+        ("{factor: 1, steps: 1}", f"{key}.factor=1: Input should be greater than or equal to 2"),
         ("{factr: 2}", f"{key}.factr is not an option of ScoutSpec. Did you mean factor?"),
-        ("{steps: 50}", f"{key}.steps=50 makes scouts no cheaper than images of 2 steps. Use at most 1."),
-        ("{steps: 1, solver: ddim}", f"{key}.solver=ddim is not an ODE solver of SD3Policy."),
+        ("{steps: 1, solver: ddim}", f"{key}.solver=ddim is not a solver of SD3Policy."),
     ):
         assert check([str(tiny_recipe), f"{key}={words}"]) == 2
         assert any(found.endswith(line) or line in found for found in lines(capsys)), words
@@ -111,120 +107,3 @@ def test_the_plan_is_that_of_the_world_size(tiny_recipe, capsys, devices):
     assert (status == 0) == (devices == 2)
     assert ("ranks                     2" in out) == (devices == 2)
     assert ("4 ranks" in err) == (devices == 4)
-
-
-HOSTILE = """
-model:
-  policy:
-    class_path: SD3Policy
-    init_args: {checkpoint: someone/some-weights, start_from: someone/loras/deep/style.safetensors}
-  objective: {class_path: VGRPO, init_args: {rollout: {solver: euler, steps: 2}}}
-  reward:
-    class_path: Weighted
-    init_args:
-      rewards:
-        - python: trap.functions:score
-        - class_path: ${oc.env:REWARD_CLASS,trap.Reward}
-        - PickScore
-        - class_path: HTTPReward
-          init_args: {url: "http://${oc.env:REWARD_HOST}:8000/score", connection: {token_env: SECRET_OF_MINE}}
-        - {class_path: VLMJudge, init_args: {url: "${data.judge}/v1", model: m}}
-data: {train: prompts.txt, heldout: someone/prompts, judge: "https://judge.example"}
-trainer:
-  logger: WandbLogger
-  strategy: trap.strategies.Mine
-  callbacks:
-    - {class_path: FID, init_args: {features: network.pt, reference: ../elsewhere/reference.npz}}
-    - options.yaml
-ckpt_path: /somebody/last.ckpt
-"""
-
-
-@pytest.fixture
-def trap(tmp_path, monkeypatch):
-    """A folder whose modules note that they were imported."""
-    (tmp_path / "trap").mkdir()
-    for name in ("__init__", "functions", "strategies"):
-        (tmp_path / "trap" / f"{name}.py").write_text("open('sprung', 'w').close()")
-    (tmp_path / "recipe.yaml").write_text(HOSTILE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SECRET_OF_MINE", "hunter2")
-    monkeypatch.setenv("REWARD_HOST", "hunter2")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path
-    assert not any(name.partition(".")[0] == "trap" for name in sys.modules)
-
-
-def named(out):
-    """Return the listed names by the first word of their paragraph."""
-    found, part = {}, None
-    for line in out.splitlines():
-        if line.startswith("  "):
-            thing, _, keys = line.strip().partition("  ")
-            found[part][thing] = keys.strip()
-        else:
-            part = line.split()[0]
-            found[part] = {}
-    return found
-
-
-def test_what_somebody_elses_recipe_names_is_listed_and_nothing_of_it_imported(trap, capsys):
-    before = dict(os.environ)
-    assert check(["recipe.yaml", "model.heldout_reward=trap.Heldout", "--untrusted"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert "hunter2" not in out
-    found = named(out)
-    rewards = "model.reward.rewards"
-    assert found["Code"] == {
-        "trap.functions:score": f"{rewards}[0].function",
-        "$REWARD_CLASS": f"{rewards}[1].class_path",
-        "trap.Reward": f"{rewards}[1].class_path",
-        "trap.Heldout": "model.heldout_reward",
-        "trap.strategies.Mine": "trainer.strategy",
-        "WandbLogger": "trainer.logger",
-        "network.pt": "trainer.callbacks[0].features",
-        "options.yaml": "trainer.callbacks[1]",
-    }
-    assert list(found["Environment"]) == ["REWARD_CLASS", "REWARD_HOST", "SECRET_OF_MINE"]
-    assert found["Environment"]["SECRET_OF_MINE"] == f"{rewards}[3].connection.token_env"
-    assert found["Hosts"] == {
-        "http://$REWARD_HOST:8000": f"{rewards}[3].url",
-        "https://judge.example": f"{rewards}[4].url, data.judge",
-    }
-    assert found["Repositories"]["someone/some-weights"] == "model.policy.checkpoint"
-    assert found["Repositories"]["someone/loras/deep/style.safetensors"] == "model.policy.start_from"
-    assert found["Repositories"]["someone/prompts"] == "data.heldout"
-    assert found["Repositories"]["yuvalkirstain/PickScore_v1"] == f"{rewards}[2], unless it is set"
-    assert list(found["Files"]) == ["../elsewhere/reference.npz", "/somebody/last.ckpt"]
-    assert not Path("sprung").exists()
-    assert dict(os.environ) == before
-
-
-def test_overlays_and_the_stages_of_a_curriculum_count_too(trap, capsys):
-    Path("over.yaml").write_text("trainer: {callbacks: [trap.Callback]}")
-    Path("two.yaml").write_text("stages: [recipe, tiny_shapes]\noverrides: ['stage2.model.reward=trap.Second']\n")
-    assert check(["two.yaml", "over.yaml", "--untrusted"]) == 0
-    found = named(capsys.readouterr().out)
-    assert found["Code"]["trap.Callback"] == "stage1.trainer.callbacks[0], stage2.trainer.callbacks[0]"
-    assert found["Code"]["trap.Second"] == "stage2.model.reward.class_path"
-    assert found["Hosts"]["https://judge.example"].startswith("stage1.")
-
-
-@pytest.mark.parametrize("recipe", ["tiny_shapes", "sd3_pickscore", "sd35m_curriculum", "sdxl_preference"])
-def test_our_own_recipes_name_no_code_of_others(recipe, capsys):
-    assert check([recipe, "--untrusted"]) == 0
-    found = named(capsys.readouterr().out)
-    assert found["Code"] == found["Environment"] == found["Hosts"] == found["Files"] == {"none": ""}
-    assert bool(found["Repositories"] != {"none": ""}) == (recipe != "tiny_shapes")
-
-
-def test_the_environment_is_read_again_after_a_listing(trap, monkeypatch):
-    monkeypatch.setenv("REWARD_CLASS", "x")
-    check(["recipe.yaml", "--untrusted"])
-    assert OmegaConf.to_container(OmegaConf.create({"a": "${oc.env:REWARD_CLASS}"}), resolve=True) == {"a": "x"}
-
-
-def test_a_name_cannot_take_over_the_terminal(trap, capsys):
-    assert check(["recipe.yaml", 'model.heldout_reward="trap.\x1b[2JX"', "--untrusted"]) == 0
-    assert "\x1b" not in capsys.readouterr().out

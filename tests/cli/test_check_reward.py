@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import check_reward
 from PIL import Image
 
-from lit_vgrpo.cli.check_reward import check_reward, findings, training_rows, trials
+from lit_vgrpo.cli.check_reward import findings, training_rows, trials
 from lit_vgrpo.cli.main import main
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, Weighted

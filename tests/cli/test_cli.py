@@ -1,5 +1,6 @@
 """The command before anything heavy is imported."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -7,86 +8,103 @@ import sys
 import pytest
 
 from lit_vgrpo import __version__
-from lit_vgrpo.cli.main import main
-from lit_vgrpo.cli.subcommands import SUBCOMMANDS
+from lit_vgrpo.cli.main import COMMANDS, main
+from lit_vgrpo.errors import RewardError
 
 
-def test_help_and_version(capsys):
-    assert main(["--help"]) == 0
-    out = capsys.readouterr().out
-    assert all(f"lightning {name}" in out for name in SUBCOMMANDS)
+def test_the_list_of_commands(capsys):
+    shown = []
+    for args in ([], ["help"], ["--help"]):
+        assert main(args) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2]
+    assert all(f" {word} " in shown[0] for word in (*COMMANDS, "Start", "Train", "Look", "Share"))
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"lit-vgrpo {__version__}\n"
 
 
-@pytest.mark.parametrize("args", [[], ["train"]])
-def test_anything_else_is_one_helpful_line(args, capsys):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name, capsys):
+    assert main(["help", name]) == 0
+    out = capsys.readouterr().out
+    assert f"Usage: lightning {name}" in out
+    assert main([name, "--help"]) == 0
+    assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["rum"], "No such command 'rum'. Did you mean 'run'?"),
+        (["run"], "Missing argument"),
+        (
+            ["run", "tiny_shapes", "--trainer.max_epochs=3"],
+            "No such option: --trainer.max_epochs. Overrides are",
+        ),
+        (["run", "tiny_shapes", "--resum"], "No such option: --resum (Possible options: --resume). Overrides"),
+        (["sample", "x", "--count", "0"], "Invalid value for '--count': Input should be greater than or equal to 1."),
+        (["vote", "x", "--token-env", "NO_SUCH_NAME"], "NO_SUCH_NAME is not set in the environment."),
+        (
+            ["run", "tiny_shape"],
+            "tiny_shape is not a recipe: no such file, and not a shipped name. Did you mean tiny_sh",
+        ),
+        (["init", "a b"], "'a b' cannot name a run."),
+    ],
+)
+def test_an_error_is_one_line(args, line, capsys, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_NAME", raising=False)
     assert main(args) == 2
     out, err = capsys.readouterr()
     assert out == ""
+    assert err.startswith(line)
     assert err.count("\n") == 1
-    assert "lightning run tiny_shapes" in err
 
 
-@pytest.mark.parametrize("name", SUBCOMMANDS)
-def test_every_subcommand_has_usage(name, capsys):
-    assert main([name, "--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: lightning {name} ")
-    assert main([name]) == (2 if SUBCOMMANDS[name].needs_arguments else 0)
+def test_debug_shows_the_traceback(capsys):
+    assert main(["run", "tiny_shape", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
-def test_help_may_come_last(capsys):
-    assert main(["run", "tiny_shapes", "trainer.max_epochs=3", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: lightning run ")
-
-
-def test_subcommands_exist():
-    from importlib import import_module
-
-    for subcommand in SUBCOMMANDS.values():
-        module, function = subcommand.target.split(":")
-        assert callable(getattr(import_module(module), function))
-
-
-def test_importing_the_shim_imports_nothing_heavy():
-    code = "import sys, lit_vgrpo.cli; print({'torch', 'lightning', 'diffusers', 'yaml'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
-@pytest.mark.parametrize("name", ["run", "check", "compare", "check-reward"])
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("error", "status", "line"),
     [
-        ("model: [1, 2\ndata: 3\n", "broken.yaml line 2 is not YAML: "),
-        ("- a\n- b\n", "broken.yaml is not a recipe: its top level must be a mapping"),
-        (None, "broken.yaml is not a recipe: no such file, and not a shipped name."),
+        (KeyboardInterrupt(), 130, "Stopped."),
+        (RewardError("no score"), 1, "no score"),
+        (OSError(errno.ENOSPC, "No space left", "x.png"), 1, "Cannot write x.png: No space left. Free some space"),
+        (ValueError("bad"), 2, "bad (--debug shows the traceback)"),
     ],
 )
-def test_a_recipe_that_cannot_be_read_is_answered_before_imports(tmp_path, monkeypatch, capsys, name, text, said):
-    """The subcommand itself, which would import torch, is not reached."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lit_vgrpo.cli.main.import_module", lambda module: pytest.fail(f"imported {module}"))
-    if text is not None:
-        (tmp_path / "broken.yaml").write_text(text)
-    assert main([name, "broken.yaml", "trainer.max_epochs=1"]) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1
+def test_exit_codes(error, status, line, monkeypatch, capsys):
+    def fail(folder):
+        raise error
+
+    monkeypatch.setattr("lit_vgrpo.cli.init.write_starter", fail)
+    assert main(["init", "x"]) == status
+    assert capsys.readouterr().err.startswith(line)
 
 
-def test_looking_at_a_recipe_imports_nothing_heavy():
+def test_help_and_a_mistyped_recipe_import_nothing_heavy():
     code = """
 import sys
 from lit_vgrpo.cli.main import main
+main(["run", "--help"])
 assert main(["run", "tiny_shape"]) == 2
-print({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(sys.modules))
+sys.exit(str({"torch", "lightning", "diffusers", "transformers", "numpy"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-    assert (
-        done.stderr == "tiny_shape is not a recipe: no such file, and not a shipped name. Did you mean tiny_shapes?\n"
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "set()"
+
+
+def test_recipes_and_commands_are_completed():
+    env = {
+        **os.environ,
+        "_LIGHTNING_COMPLETE": "complete_bash",
+        "COMP_WORDS": "lightning run tiny_sh",
+        "COMP_CWORD": "2",
+    }
+    code = "import sys; sys.argv = ['lightning']; from lit_vgrpo.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout.split() == ["tiny_shapes", "tiny_shapes_pretrain"]
 
 
 @pytest.mark.slow
@@ -112,7 +130,7 @@ sys.exit(status)
 def test_module_and_argv():
     done = subprocess.run([sys.executable, "-m", "lit_vgrpo", "train"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "'train' is not a subcommand" in done.stderr
+    assert done.stderr == "No such command 'train'.\n"
 
 
 @pytest.mark.slow
@@ -142,4 +160,4 @@ def test_other_subcommands_go_to_the_lightning_sdk_where_it_is_installed(tmp_pat
 
     done = call("login", "--force")
     assert (done.returncode, done.stdout) == (3, "sdk ['login', '--force']\n")
-    assert call("run", "--help").stdout.startswith("usage: lightning run")
+    assert call("run", "--help").stdout.strip().startswith("Usage: lightning run")

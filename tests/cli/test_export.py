@@ -3,20 +3,18 @@
 import contextlib
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from commands import export, run
 from diffusers import DiffusionPipeline
+from processes import draw_with_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file
 from saved_runs import assert_one_line
 
-from lit_vgrpo.cli.export import export
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.cli.sample import image_of
 from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.core.snapshots import trainable_parameters
@@ -53,9 +51,6 @@ CASES = {  # name of the folder -> family, kind of the run, options of the verb
     "unet_kohya": ("unet", "lora", ["--format", "kohya"]),
     "sdxl_kohya": ("sdxl", "lora", ["--format=kohya"]),
 }
-REPEATS = ("sd3_full", "unet_lora", "sdxl_lora", "sdxl_full", "sdxl_kohya", "flux_lora", "flux_full")
-"""Cases that another family covers too; make test-all runs them all."""
-AVERAGED = ("sd3_lora", "sd3_ema", "sd3_merged")
 
 
 @pytest.fixture(scope="module")
@@ -126,26 +121,19 @@ def solver_of(family):
 
 
 @pytest.fixture(scope="module")
-def drawn(place, tmp_path_factory, request):
-    """The exports of the tests that were chosen, by name: image of plain diffusers, our sampler's, and the start's."""
+def drawn(place, tmp_path_factory):
+    """The exports by name: image of plain diffusers, our sampler's, and the start's."""
     folder, jobs, images, starts = tmp_path_factory.mktemp("drawn"), [], {}, {}
-    chosen = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        for name in (name for name in CASES if name in chosen.union(AVERAGED)):
-            family, kind, options = CASES[name]
+        for name, (family, kind, options) in CASES.items():
             source, to = f"runs/{family}_{kind}", folder / name
             policy = loaded(source, "EMA" if "--ema" in options else "trained")
             if family not in starts:
                 starts[family] = own_image(loaded(source, "reference"), family)
             images[name] = own_image(policy, family), starts[family]
             jobs.append(job_of(name, family, policy, folder, printed(source, "--to", str(to), *options)))
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        script = str(Path(__file__).parents[1] / "support" / "plain_diffusers.py")
-        done = subprocess.run(
-            [sys.executable, script, folder / "jobs.json"], capture_output=True, text=True, timeout=240
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
+    draw_with_diffusers(jobs, folder)
     return {name: (torch.load(folder / f"{name}.image"), *images[name]) for name in images}
 
 
@@ -169,7 +157,7 @@ def job_of(name, family, policy, folder, lines):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATS)) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_plain_diffusers_draws_what_our_sampler_draws(drawn, name):
     theirs, ours, start = drawn[name]
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=2e-4)
@@ -305,16 +293,16 @@ def test_a_folder_is_of_one_type_and_loads_without_further_ado(sd3_folder, tmp_p
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["runs/sd3_lora"], "No output folder given. Add --to DIR, for example --to exports/sd3_lora"),
-        (["runs/sd3_lora", "--to", "runs"], "--to runs is not empty, and nothing is overwritten. Choose a new folder."),
+        (["runs/sd3_lora"], "Missing option '--to'."),
+        (["runs/sd3_lora", "--to", "runs"], "runs is not empty, and nothing is overwritten. Choose a new folder."),
         (["runs/sd3_lora", "--to=train.txt/x"], "Cannot write train.txt/x: "),
         (["runs/sd3_lora", "--to=x", "data.seed=1"], "data.seed=1 has no effect on an export, which uses only "),
         (["runs/sd3_lora", "--to=x", "model.policy.lora_rank=3"], " would not fit, such as "),
         (["runs/sd3_full", "--to=x", "--merge"], "--merge applies to a LoRA: runs/sd3_full trained the "),
         (["runs/sd3_lora", "--to=x", "--format=kohya"], "SD3Policy has a transformer. Leave it out: ComfyUI reads "),
-        (["runs/unet_lora", "--to=x", "--format=koya"], "--format koya is not a LoRA format. Did you mean kohya?"),
+        (["runs/unet_lora", "--to=x", "--format=koya"], "Invalid value for '--format'"),
         (["runs/unet_lora", "--to=x", "--format=kohya", "--merge"], "and --merge leaves none. Leave out one of them."),
-        (["runs/unet_lora", "--to=x", "--dtype=fp16"], "--dtype fp16 is not known. Use float32, bfloat16, float16."),
+        (["runs/unet_lora", "--to=x", "--dtype=fp16"], "Invalid value for '--dtype'"),
     ],
 )
 def test_mistakes_are_one_line(inside, capsys, words, line):

@@ -1,19 +1,18 @@
 """Runs of the larger families: resumed ones end like undisturbed ones, and plain diffusers draws what they trained."""
 
-import json
-import subprocess
-import sys
+import contextlib
+import io
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from commands import export, run
 from helpers import SMALL_PICTURES, picture_prompts, repeating
+from processes import draw_with_diffusers
 
 from lit_vgrpo import policies
-from lit_vgrpo.cli.export import export
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.cli.sample import image_of
 from lit_vgrpo.cli.saved_policy import build_policy, load_saved_policy, recipe_of, saved_weights
 from lit_vgrpo.core.pictures import references_of
@@ -29,7 +28,7 @@ FAMILIES = {
     "flux2": ("Flux2Policy", 48),
     "z_image": ("ZImagePolicy", 48),
 }
-MERGED = "qwen_image"
+CASES = [*((family,) for family in FAMILIES), ("qwen_image", "--merge")]
 SIDE, SEED, STEPS, GUIDANCE = 32, 3, 3, 2.0
 RECIPE = """
 seed_everything: 7
@@ -77,30 +76,34 @@ def test_a_resumed_run_ends_like_one_undisturbed(runs, family):
     assert sum((value.abs().max() > 0.01).item() for value in trained) > 0.8 * len(trained)
 
 
+@pytest.fixture(scope="module")
+def drawn(runs, tmp_path_factory):
+    """By case: image of plain diffusers, our sampler's, and the start's."""
+    folder, jobs, images = tmp_path_factory.mktemp("drawn"), [], []
+    for number, (family, *options) in enumerate(CASES):
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+            patch.chdir(runs(family))
+            assert export(["whole", "--to", str(folder / str(number)), *options]) == 0
+            lines = [*SMALL_PICTURES, *out.getvalue().splitlines()[1:]]
+            recipe = recipe_of(Path("whole"), [], ["model.policy"], "a test")
+            row, spec = read_prompts(recipe["data"]["train"])[0], RolloutSpec("euler", STEPS, GUIDANCE)
+            start = image_of(load_saved_policy(build_policy(recipe), None, "reference"), spec, row, SEED)
+            weights = saved_weights(Path("whole"), None, "trained")
+            policy = load_saved_policy(build_policy(recipe), weights, "trained")
+            images.append((image_of(policy, spec, row, SEED), start))
+            edited = references_of([row])
+            pictures = None if edited is None else torch.stack(edited).float() / 255
+            noise = policy.prior([torch.Generator().manual_seed(SEED)])
+        files = {name: str(folder / f"{number}.{name}") for name in ("tensors", "image")}
+        torch.save(call_of(policy, [row["prompt"]], noise, STEPS, GUIDANCE, pictures), files["tensors"])
+        jobs.append({"lines": lines, "call": {}, "scheduler": {}, **files})
+    draw_with_diffusers(jobs, folder)
+    return {case: (torch.load(job["image"]), *ours) for case, job, ours in zip(CASES, jobs, images, strict=True)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "options"), [*((family, []) for family in FAMILIES), (MERGED, ["--merge"])])
-def test_plain_diffusers_draws_what_a_run_trained(runs, tmp_path, monkeypatch, capsys, family, options):
-    monkeypatch.chdir(runs(family))
-    recipe = recipe_of(Path("whole"), [], ["model.policy"], "a test")
-    row, spec = read_prompts(recipe["data"]["train"])[0], RolloutSpec("euler", STEPS, GUIDANCE)
-    start = image_of(load_saved_policy(build_policy(recipe), None, "reference"), spec, row, SEED)
-    policy = load_saved_policy(build_policy(recipe), saved_weights(Path("whole"), None, "trained"), "trained")
-    ours = image_of(policy, spec, row, SEED)
-    edited = references_of([row])
-    pictures = None if edited is None else torch.stack(edited).float() / 255
-    noise = policy.prior([torch.Generator().manual_seed(SEED)])
-    torch.save(call_of(policy, [row["prompt"]], noise, STEPS, GUIDANCE, pictures), tmp_path / "call")
-    capsys.readouterr()
-    assert export(["whole", "--to", str(tmp_path / "out"), *options]) == 0
-    lines = [*SMALL_PICTURES, *capsys.readouterr().out.splitlines()[1:]]
-    files = {"tensors": str(tmp_path / "call"), "image": str(tmp_path / "image")}
-    (tmp_path / "jobs.json").write_text(json.dumps([{"lines": lines, "call": {}, "scheduler": {}, **files}]))
-    script = Path(__file__).parents[1] / "support" / "plain_diffusers.py"
-    done = subprocess.run([sys.executable, script, tmp_path / "jobs.json"], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    theirs = torch.load(tmp_path / "image")
-    print(
-        f"{policy.pipeline_class} {options}: differs by {((theirs - ours).abs().max() / ours.abs().max()).item():.0e}"
-    )
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_plain_diffusers_draws_what_a_run_trained(drawn, case):
+    theirs, ours, start = drawn[case]
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=2e-4)
     assert (ours - start).abs().max() > 0.02  # what was trained shows

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from lit_vgrpo.cli.run import run
+from commands import run
 
 FILES = {
     "no_colon.py": "def reward(images, prompts, rows)\n    return images.mean()\n",
@@ -66,21 +65,21 @@ def recipe(tiny_recipe):
         (["trainer.callbacks={class_path: Export, init_args: {folder: ..}}"], "folder=.. is not a separate folder. "),
         (
             ["trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: heldout_reward}}"],
-            "EarlyStopping monitor=heldout_reward: no metric of a run has that name. Did you mean heldout/reward?",
+            "trainer.callbacks[0].monitor=heldout_reward: no metric of a run has that name. Did you mean held",
         ),
         (
             ["trainer.callbacks={class_path: ModelCheckpoint, init_args: {monitor: nothing}}"],
-            "ModelCheckpoint monitor=nothing: no metric of a run has that name. Use one of: heldout/reward, ",
+            "trainer.callbacks[0].monitor=nothing: no metric of a run has that name. Use one of: heldout/reward, ",
         ),
         (
             [f"trainer.callbacks=[{EARLY % 'nothing'},{EARLY % 'heldout/reward'}]"],
-            "EarlyStopping monitor=nothing: no metric of a run has that name. Use one of: heldout/reward, ",
+            "trainer.callbacks[0].monitor=nothing: no metric of a run has that name. Use one of: heldout/reward, ",
         ),
         (
             ["data.train=numbers.jsonl"],
             'numbers.jsonl line 1: "rewards" is 3. Write the names of rewards, such ',
         ),
-        (["ckpt_path=."], "ckpt_path=. is a folder. Give a checkpoint file."),
+        (["ckpt_path=."], "ckpt_path=. is not a file. Give a checkpoint file."),
     ],
     ids=lambda value: value[0].partition("=")[2][:40] if isinstance(value, list) else "",
 )

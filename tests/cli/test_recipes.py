@@ -1,4 +1,4 @@
-"""Every shipped recipe parses, passes the check and runs two iterations, the large ones on small stand-ins."""
+"""Every shipped recipe parses and runs two iterations, the large ones on small stand-ins; some are checked too."""
 
 import csv
 import json
@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import check, run
 from stand_ins import StandIns, judge
 
 from lit_vgrpo import SD3Policy
 from lit_vgrpo.apps.curriculum.curriculum import Curriculum, is_curriculum
-from lit_vgrpo.cli.check import check
 from lit_vgrpo.cli.main import main
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.config.header import LEVELS, Header
 from lit_vgrpo.config.recipe import Command
 
@@ -67,15 +66,10 @@ SIZES = {
     "kontext_edit": [FEW_STEPS, *SMALLEST],
     "sdxl_preference": [FEW_STEPS, *SMALL_UNET],
     "sd15_aesthetic": [FEW_STEPS, *SMALL_UNET],
-    **{
-        f"sd35m_stage{number}": [FEW_STEPS, *SMALL] for number in range(1, 6)
-    },  # 40 steps are those of sd3_pickscore too
-    **{f"sd3_pickscore_{method}": [FEW_EVALUATION_STEPS, *SMALL] for method in ("awm", "dgpo", "flowgrpo", "nft")},
-}
-# By recipe: what costs most of its time, and what takes its place in make test; test-all runs the recipe's own too.
-CHEAPER = {
+    **{f"sd35m_stage{number}": [FEW_STEPS, *SMALL] for number in range(1, 5)},
+    "sd35m_stage5": [FEW_STEPS, *SMALL, "model.reward.detect=false"],
     "sd3_pickscore": [FEW_EVALUATION_STEPS, *SMALL],
-    "sd35m_stage5": ["model.reward.detect=false"],
+    **{f"sd3_pickscore_{method}": [FEW_EVALUATION_STEPS, *SMALL] for method in ("awm", "dgpo", "flowgrpo", "nft")},
 }
 REPEATS = (
     *("sd35m_stage3", "sd35m_stage4", "tiny_shapes_pretrain", "tiny_unet_pretrain"),
@@ -86,8 +80,11 @@ REPEATS = (
 """Stages 1 to 4 are sd3_pickscore and 5 with other rewards; pre-trainings differ in their pictures, pair methods in
 their loss, and recipes of the large families in their network; sd15_aesthetic is tiny_unet with another reward, and
 kontext_edit is tiny_edit with another network."""
-CHECKED = ("sd3_pickscore", "tiny_ocr_pretrain")
-"""A large recipe and one without a reward; the others run, and memory/test_estimate.py knows every family."""
+CHECKED = {
+    **dict.fromkeys(("sd3_pickscore", "tiny_ocr_pretrain"), False),
+    **dict.fromkeys(("flux2_klein_pickscore", "kontext_edit", "qwen_image_pickscore", "z_image_pickscore"), True),
+}
+"""A large recipe, one without a reward, and the families that memory/test_estimate.py does not know, which are slow."""
 SHOWN = ("evaluation", "samples")
 """Phases that nothing is trained on."""
 BLIND = ("sd35m_stage2", "sd35m_stage4", "sd35m_stage5", "tiny_ocr", "tiny_edit")
@@ -152,9 +149,10 @@ def test_a_check_says_the_evidence(words, line, tmp_path, monkeypatch, capsys):
     assert line in capsys.readouterr().out.splitlines()
 
 
-def cases(slow):
-    """A case for every recipe, named after it; those named in ``slow`` are for make test-all."""
-    return [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in slow)) for path in RECIPES]
+def cases(recipes):
+    """A case for each of ``{recipe: is slow}``, named after it."""
+    marks = {True: [pytest.mark.slow], False: []}
+    return [pytest.param(ROOT / f"{name}.yaml", id=name, marks=marks[slow]) for name, slow in recipes.items()]
 
 
 def sized(recipe, stand_ins):
@@ -162,27 +160,16 @@ def sized(recipe, stand_ins):
     return [recipe.stem, *stand_ins.words(recipe), *LESS, *SIZES.get(recipe.stem, [])]
 
 
-@pytest.mark.parametrize("recipe", cases({path.stem for path in RECIPES} - {*CHECKED}))
+@pytest.mark.parametrize("recipe", cases(CHECKED))
 def test_passes_the_check(recipe, stand_ins, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert check(sized(recipe, stand_ins)) == 0
 
 
-@pytest.mark.parametrize("recipe", cases({*REPEATS, *CHEAPER}))
+@pytest.mark.parametrize("recipe", cases({path.stem: path.stem in REPEATS for path in RECIPES}))
 def test_runs_two_iterations(recipe, stand_ins, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    runs_two_iterations(recipe, sized(recipe, stand_ins), tmp_path, capfd)
-
-
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem in CHEAPER], ids=lambda path: path.stem)
-def test_runs_two_cheaper_iterations(recipe, stand_ins, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    words = [*sized(recipe, stand_ins), *CHEAPER[recipe.stem]]
-    runs_two_iterations(recipe, words, tmp_path, capfd)
-
-
-def runs_two_iterations(recipe, words, tmp_path, capfd):
-    assert run(words) == 0
+    assert run(sized(recipe, stand_ins)) == 0
     folder = tmp_path / "runs" / recipe.stem
     summary = json.loads((folder / "summary.json").read_text())
     updates = UPDATES.get(recipe.stem, 1)

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import sample_images
 from PIL import Image
 from saved_runs import assert_one_line, folder_with, train
 
-from lit_vgrpo.cli.sample import sample_images
 from lit_vgrpo.core.pictures import references_of
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
@@ -113,7 +113,7 @@ def test_nothing_is_overwritten(inside, capsys):
     assert capsys.readouterr().out.splitlines() == [f"runs/tiny/sample{n}/001_seed0.png" for n in ("", "-2")]
     assert sample_images([*asked, "--out=runs/tiny/sample"]) == 2
     err = capsys.readouterr().err
-    assert err == "--out runs/tiny/sample is not empty, and nothing is overwritten. Choose a new folder.\n"
+    assert err == "runs/tiny/sample is not empty, and nothing is overwritten. Choose a new folder.\n"
 
 
 def test_a_picture_is_edited(tmp_path, monkeypatch, capsys):
@@ -148,8 +148,8 @@ def test_a_picture_is_edited(tmp_path, monkeypatch, capsys):
         ([], 'No prompt given. Add --prompt "a red circle", or --prompts FILE.'),
         (["--prompts=none.txt"], "none.txt does not exist."),
         (["--prompt=x", "--ema", "--reference"], "--ema and --reference are both given. Sample once "),
-        (["--prompt=x", "--guidance=nan"], "--guidance nan is not a guidance scale. Use 1.0 "),
-        (["--prompt=x", "--out=train.txt"], "--out train.txt is a file, and nothing is overwritten."),
+        (["--prompt=x", "--guidance=nan"], "guidance=nan: Input should be"),
+        (["--prompt=x", "--out=train.txt"], "train.txt is a file, and nothing is overwritten."),
         (["--prompt=x", "--steps=1", "--out=train.txt/y"], "Cannot write train.txt/y/001_seed0.png: "),
         (["--prompt=x", "trainer.devices=2"], "trainer.devices=2 has no effect on sampling, which uses only "),
         (["--prompt=x", "model.evaluation.solver=ddim"], "ddim"),

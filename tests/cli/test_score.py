@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import score
 from PIL import Image
 
 from lit_vgrpo.cli.image_files import read_image
 from lit_vgrpo.cli.main import main
-from lit_vgrpo.cli.score import score
 from lit_vgrpo.rewards import JPEGCompressibility, as_weighted
 from lit_vgrpo.tiny.shapes import parse_prompt, render
 
@@ -129,7 +129,7 @@ def test_files_that_are_no_images_are_a_line_each(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "No reward given."),
+        ([], "Missing argument 'REWARD'."),
         (["JPEGCompressibility"], "No image given."),
         (["JPEGCompressibility", "cat.png"], "cat.png does not exist."),
         (["JPEGCompressibility", "empty"], "empty contains no images."),

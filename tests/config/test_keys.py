@@ -1,43 +1,65 @@
-"""The key that a message names is the key to type."""
-
-import re
-import shlex
+"""Errors of a recipe name the key to type."""
 
 import pytest
-from helpers import repeating
 
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.launch.build import build
 
-KEY = re.compile(r"\b(?:model|data|trainer)(?:\.\w+|\[\d+\])+(?==| to\b)")
-SEVERAL = 'model.reward="{class_path: Weighted, init_args: {rewards: [JPEGCompressibility, PickScore]}}"'
-FID = 'trainer.callbacks="[EMA, {class_path: FID, init_args: {reference: nowhere, features: no.pt}}]"'
-BROKEN = {
-    "model.reward=PickScore": "model.reward.checkpoint",
-    SEVERAL: "model.reward.rewards[1].checkpoint",
-    f"{SEVERAL} model.reward.rewards[1].checkpoint=/none": "model.reward.rewards[1].checkpoint",
-    f"{SEVERAL} model.reward.weights=[0,0]": "model.reward.weights",
-    "model.heldout_reward=ImageReward": "model.heldout_reward.tokenizer",
-    "model.reward=AestheticScore": "model.reward.clip",
-    "model.reward=python:math:squirt": "model.reward.function",
-    "model.reward=HTTPReward model.reward.url=http://x/score model.reward.connection.retries=-1": (
-        "model.reward.connection.retries"
+SEVERAL = "model.reward={class_path: Weighted, init_args: {rewards: [JPEGCompressibility, ShapesReward]}}"
+URL = "model.reward.url=http://x/score"
+LINES = [
+    (
+        ["model.objective.num_mc_sample=3"],
+        "model.objective.num_mc_sample is not an option of VGRPO. Did you mean num_mc_s",
     ),
-    FID: "trainer.callbacks[1].features",
-    "trainer.callbacks=[EMA] trainer.callbacks[0].decay=1": "trainer.callbacks[0].decay",
-    "model.policy.lora_alpha=4": "model.policy.lora_rank",
-    "model.policy.lora_rank=4 model.policy.lora_targets=[]": "model.policy.lora_targets",
-    "model.policy.start_weights=ema": "model.policy.start_from",
-    "model.policy.checkpoint=/none": "model.policy.checkpoint",
-    "model.objective.rollout.steps=0": "model.objective.rollout.steps",
-    "model.objective=DGPO": "model.objective.noisiest",
-    "model.optimizer.betas=[2,2]": "model.optimizer.betas",
-    "data.micro_batch_size=3": "data.micro_batch_size",
-    "data.heldout=null data.train=null": "data.train",
-    "trainer.max_epochs=": "trainer.max_epochs",
-    "trainer.accelerator=gup": "trainer.accelerator",
-    "trainer.strategy=ddpp": "trainer.strategy",
-}
+    (
+        ["model.objective.rollout.stepz=3"],
+        "model.objective.rollout.stepz is not an option of RolloutSpec. Did you mean st",
+    ),
+    (["model.optimizer.lrr=3"], "model.optimizer.lrr is not an option of OptimizerConfig. Did you mean lr?"),
+    (["trainer.max_epoch=3"], "trainer.max_epoch is not an option of Trainer. Did you mean max_epochs?"),
+    (["model.polcy=3"], "model.polcy is not an option of VGRPOModule. Did you mean policy?"),
+    (["modl.x=3"], "modl.x is not an option of a recipe. Use one of: model, data, trainer."),
+    (["model.objective=VGRP"], "model.objective=VGRP is not a known class. Did you mean VGRPO?"),
+    (["trainer.callbacks=EMAA"], "trainer.callbacks=EMAA is not a known class. Did you mean EMA?"),
+    (["model.reward=nomod.X"], "model.reward: No module named 'nomod'"),
+    (
+        ["model.objective.rollout.steps=0"],
+        "model.objective.rollout.steps=0: Input should be greater than or equal to 1",
+    ),
+    (["model.objective.num_mc_samples=1.5"], "model.objective.num_mc_samples=1.5: Input should be a valid integer"),
+    (["model.reward=HTTPReward", URL, "model.reward.connection.retries=-1"], "model.reward.connection.retries=-1: Inp"),
+    ([SEVERAL, "model.reward.weights=[0,0]"], "model.reward.weights=[0.0, 0.0] are all 0."),
+    (
+        ["trainer.callbacks=[EMA]", "trainer.callbacks[0].decay=1"],
+        "trainer.callbacks[0].decay=1.0: Input should be less",
+    ),
+    (
+        ["trainer.callbacks=[EMA]", "trainer.callbacks[3].decay=1"],
+        "trainer.callbacks[3] does not exist. Append an entry",
+    ),
+    (["trainer.callbacks=[EMA,EMA]"], "Found more than one stateful callback of type `EMA`."),
+    (
+        ["model.policy.lora_alpha=4"],
+        "lora_alpha and lora_targets have no effect without lora_rank.",
+    ),
+    (["model.policy.lora_rank=2.5"], "model.policy.lora_rank=2.5: expected"),
+    (["model.policy.checkpoint=/none"], "/none is not a folder. Set model.policy.checkpoint to"),
+    (["model.reward=python:math:squirt"], "model.reward.function=math:squirt cannot be imported"),
+    (["model.reward=[PickScore,HPSv2]"], "model.reward: Not a valid subclass of Reward."),
+    (["data.group_size=x"], "data.group_size=x: expected int."),
+    (["data.group_size=0"], "data.group_size=0: Input should be greater than or equal to 2"),
+    (["data.micro_batch_size=3"], "data.micro_batch_size=3 cannot split"),
+    (["model.seed=3"], "model.seed follows seed_everything. Set seed_everything=3 instead."),
+    (["seed_everything=-1"], "seed_everything=-1 is invalid."),
+    (["trainer.max_epochs="], "trainer.max_epochs=: expected int or null."),
+    (["trainer.max_epochs=0"], "trainer.max_epochs=0 is invalid. Use 1 or more, or -1."),
+    (["trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val=-1 is invalid. Use 0 or more."),
+    (["trainer.barebones=true"], "trainer.barebones=true switches off checkpoints, metrics and evaluations."),
+    (["trainer.accelerator=gup"], "You selected an invalid accelerator name: `accelerator='gup'`."),
+    (["trainer.default_root_dir=x"], "trainer.default_root_dir is set by the command. Use run_dir=... instead."),
+    (["name=None"], "name=None is Python syntax. Write name=null."),
+]
 
 
 def errors(words):
@@ -48,56 +70,31 @@ def errors(words):
         return error.errors
 
 
-REPEATS = (
-    *(f"{SEVERAL} model.reward.rewards[1].checkpoint=/none", "model.reward=AestheticScore"),
-    *("model.policy.lora_rank=4 model.policy.lora_targets=[]",),
-    *("model.policy.start_weights=ema", "model.optimizer.betas=[2,2]", "trainer.strategy=ddpp"),
-)
-"""Named as another option of the same part is."""
-
-
-@pytest.mark.parametrize(
-    ("typed", "named"), repeating(BROKEN.items(), slow=[(typed, BROKEN[typed]) for typed in REPEATS])
-)
-def test_the_key_that_a_message_names_can_be_typed(tiny_recipe, typed, named):
-    words = [str(tiny_recipe), *shlex.split(typed)]
-    found = errors(words)
-    keys = {key for line in found for key in KEY.findall(line)}
-    assert named in keys, found
-    for key in keys:
-        again = errors([*words, f"{key}=1"])
-        unknown = [line for line in again if re.search(r"is not an option|does not exist: |cannot be set", line)]
-        assert unknown == [], f"{key} was named by {found}"
-
-
-@pytest.mark.parametrize(
-    ("typed", "line"),
-    [
-        ("trainer.max_epochs=", "trainer.max_epochs= has no value. Use 1 or more, or -1, or null."),
-        ("data.train=null", "data.train=null has the wrong type. Give a text or a mapping or a list of"),
-        ("name=None", "name=None is Python syntax. Write name=null."),
-        ("trainer.accelerator=gup", "trainer.accelerator=gup is not a choice. Did you mean gpu?"),
-        (
-            "model.reward=[PickScore,HPSv2]",
-            "model.reward is a list, but accepts one Reward. Put them into class_path: W",
-        ),
-        ("model.reward=python:math:squirt", "model.reward.function=math:squirt cannot be imported (AttributeError"),
-        ("trainer.callbacks=[EMA,EMA]", "trainer.callbacks contains EMA twice, as [0] and [1]. Leave one"),
-        ("trainer.callbacks[3].decay=1", "trainer.callbacks[3] does not exist: trainer.callbacks is not a list"),
-        ("model.objective=null", "model.objective=null has the wrong type. Give an Objective."),
-        ("trainer.barebones=true", "trainer.barebones=true switches off checkpoints, metrics and"),
-    ],
-)
-def test_a_message_says_what_to_type(tiny_recipe, typed, line):
-    (found,) = errors([str(tiny_recipe), typed])
+@pytest.mark.parametrize(("words", "line"), LINES, ids=lambda value: value[-1] if isinstance(value, list) else "")
+def test_an_error_is_one_line_with_the_key(tiny_recipe, words, line):
+    (found,) = errors([str(tiny_recipe), *words])
     assert found.startswith(line)
 
 
-def test_an_entry_of_a_list_can_be_set(tiny_recipe):
-    several = "{class_path: Weighted, init_args: {rewards: [JPEGCompressibility, ShapesReward]}}"
-    words = [f"model.reward={several}", "model.reward.rewards[0].quality=20", "model.reward.weights=[1,2]"]
-    reward = build([str(tiny_recipe), *words], make_folder=False).model.reward
-    assert reward.rewards[0].quality == 20
-    assert list(reward.weight_of.values()) == [1, 2]
-    appended = build([str(tiny_recipe), "trainer.callbacks+=EMA", "trainer.callbacks[0].decay=0.5"], make_folder=False)
-    assert [c.decay for c in appended.trainer.callbacks if type(c).__name__ == "EMA"] == [0.5]
+def test_entries_of_lists_and_numbers_like_text(tiny_recipe):
+    words = [SEVERAL, "model.reward.rewards[0].quality=20", "model.reward.weights=[1,2]", "name=007"]
+    cli = build(
+        [str(tiny_recipe), *words, "trainer.callbacks+=EMA", "trainer.callbacks[0].decay=0.5"], make_folder=False
+    )
+    reward = cli.model.reward
+    assert (reward.rewards[0].quality, [*reward.weight_of.values()], cli.config.name) == (20, [1, 2], "007")
+    assert [c.decay for c in cli.trainer.callbacks if type(c).__name__ == "EMA"] == [0.5]
+
+
+def test_another_class_leaves_the_options_of_the_recipes_class(tiny_recipe):
+    words = [SEVERAL, "model.reward=JPEGCompressibility", "model.reward.quality=20"]
+    assert build([str(tiny_recipe), *words], make_folder=False).model.reward.rewards[0].quality == 20
+
+
+def test_numbers_may_come_from_the_environment(tiny_recipe, monkeypatch):
+    monkeypatch.setenv("NUMBER", "2")
+    monkeypatch.setenv("BETA", "0.9")
+    words = ["model.objective.num_mc_samples=${oc.env:NUMBER}", "model.optimizer.betas=['${oc.env:BETA}',0.99]"]
+    cli = build([str(tiny_recipe), *words], make_folder=False)
+    assert cli.model.objective.num_mc_samples == 2
+    assert cli.plain_recipe()["model"]["optimizer"]["betas"] == [0.9, 0.99]

@@ -4,37 +4,29 @@ from pathlib import Path
 
 import pytest
 
-from lit_vgrpo.config.recipe import Command, find_recipe, loaded, parser_config, read_recipe, shipped_recipes
+from lit_vgrpo.config.recipe import Command, find_recipe, read_recipe, refuse_overrides, shipped_recipes
 from lit_vgrpo.errors import UserError
 from lit_vgrpo.system.paths import shipped_root
-
-
-def test_overrides_come_in_three_forms(tiny_recipe):
-    command = Command.parse([str(tiny_recipe), "a.b=1=2", "--c=3", "--d", "-4", "e+=x"])
-    assert command.overrides == [("a.b", "1=2"), ("c", "3"), ("d", "-4"), ("e+", "x")]
 
 
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ([], "No recipe given"),
         (["x=1"], "No recipe given"),
-        (["tiny_shapes", "--x"], "--x has no value. Write x=VALUE."),
         (["tiny_shapes", "other.yaml"], "other.yaml is not an overlay: .* An override is written key=value."),
-        (["tiny_shapes", "trainer.max_epochs", "5"], "trainer.max_epochs is not an overlay"),
+        (["tiny_shapes", "trainer.max_epochs", "5"], "An override is a single argument: trainer.max_epochs=VALUE."),
         (["tiny_shape"], "tiny_shape is not a recipe: .* Did you mean tiny_shapes?"),
-        (
-            ["tiny_shapes", "trainer.max_epochs", "=", "5"],
-            "An override is a single argument: trainer.max_epochs=VALUE.",
-        ),
-        (["tiny_shapes", "--resum"], "--resum is not an option. Did you mean --resume?"),
-        (["tiny_shapes", "--rsume", "run_dir=x"], "--rsume is not an option. Did you mean --resume?"),
         (["zzz.yaml"], "zzz.yaml is not a recipe: .* Shipped: .*tiny_unet"),
     ],
 )
 def test_a_wrong_command_line(args, line):
     with pytest.raises(UserError, match=line):
         Command.parse(args)
+
+
+def test_overrides_that_a_subcommand_refuses():
+    with pytest.raises(UserError, match="^name is set. Leave it out.$"):
+        refuse_overrides(["tiny_shapes", "name=x", "data.name=y"], {"name": "is set. Leave it out."})
 
 
 @pytest.mark.parametrize("name", ["tiny_shapes", "tiny_shapes.yaml", "recipes/tiny_shapes.yaml"])
@@ -51,7 +43,7 @@ def test_a_file_here_wins_over_a_shipped_recipe(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("god.yaml", "good.yaml"), ("sub/good.yml", "sub/good.yaml"), ("tiny_shape.yaml", "tiny_shapes")],
+    [("god.yaml", "good.yaml"), ("sub/god.yml", "sub/good.yaml"), ("tiny_shape.yaml", "tiny_shapes")],
 )
 def test_a_mistyped_file_names_the_one_beside_it(typed, meant, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -113,7 +105,7 @@ def test_overlays_are_laid_over_the_recipe_in_order(name, shipped, tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text("trainer: {max_epochs: 5, callbacks: [Export]}\ndata: {group_size: 8}\n")
     command = Command.parse(["base", name, str(own), "trainer.max_epochs=7"])
-    assert read_recipe(command) == {
+    assert read_recipe(command).values == {
         "trainer": {
             "max_epochs": 7,
             "callbacks": ["Export"],
@@ -134,28 +126,29 @@ def test_a_run_folder_stands_for_the_recipe_in_it(tmp_path, monkeypatch):
     for name in ("two", "tiny_shapes"):
         Path(name).mkdir()
         Path(name, "config.yaml").write_text("data: {}")
-    assert Command.parse(["two", "--resume"]).recipe == Path("two/config.yaml")
+    assert Command.parse(["two"]).recipe == Path("two/config.yaml")
     assert Command.parse(["tiny_shapes"]).recipe == shipped_recipes()["tiny_shapes"]
 
 
-def test_resume_takes_no_value():
-    command = Command.parse(["--resume", "tiny_shapes", "x=1"])
-    assert command.resume
-    assert command.overrides == [("x", "1")]
-
-
 def test_another_method_keeps_the_rollout_and_nothing_else_of_the_recipes_own(tiny_recipe):
-    command = Command.parse([str(tiny_recipe), "model.objective=DiffusionNFT", "model.objective.beta=0.1"])
-    objective = read_recipe(command)["model"]["objective"]
+    command = Command.parse([str(tiny_recipe), "model.objective.beta=0.1", "model.objective=DiffusionNFT"])
+    recipe = read_recipe(command)
+    objective = recipe.values["model"]["objective"]
     assert objective == {"class_path": "DiffusionNFT", "init_args": {"rollout": {"steps": 2}, "beta": 0.1}}
+    assert recipe.swapped == "DiffusionNFT"
     same = Command.parse([str(tiny_recipe), "model.objective=VGRPO"])
-    assert read_recipe(same)["model"]["objective"]["init_args"]["num_mc_samples"] == 2
+    assert read_recipe(same).values["model"]["objective"]["init_args"]["num_mc_samples"] == 2
 
 
-def test_numbers_in_a_list_may_come_from_the_environment(monkeypatch):
-    """The parser itself refuses them: within lists it resolves nothing."""
-    monkeypatch.setenv("BETA", "0.9")
-    command = Command.parse(["tiny_shapes", 'model.optimizer.betas=["${oc.env:BETA}",0.99]'])
-    assert command.plain_overrides == []
-    with parser_config(command) as (path, _):
-        assert loaded(path)["model"]["optimizer"]["betas"] == [0.9, 0.99]
+def test_values_from_the_environment_are_known_as_written(tiny_recipe, monkeypatch):
+    monkeypatch.setenv("PROMPTS", "secret.txt")
+    command = Command.parse([str(tiny_recipe), "data.train=${oc.env:PROMPTS}", "data.heldout=${data.train}"])
+    recipe = read_recipe(command)
+    assert recipe.values["data"]["heldout"] == "secret.txt"
+    assert recipe.texts == {("data", "train"): "${oc.env:PROMPTS}", ("data", "heldout"): "${data.train}"}
+
+
+def test_a_variable_that_is_not_set(tiny_recipe, monkeypatch):
+    monkeypatch.delenv("PROMPTS", raising=False)
+    with pytest.raises(UserError, match=r"data\.train: the variable PROMPTS is not set. Set it: export PROMPTS="):
+        read_recipe(Command.parse([str(tiny_recipe), "data.train=${oc.env:PROMPTS}"]))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.data.datasets import IterationDataset
-from lit_vgrpo.data.sampler import PromptMixture, place_in_mixture, prompt_index
+from lit_vgrpo.data.prompt_sets import PromptMixture, place_in_mixture, prompt_index
 
 WEIGHTS = st.lists(st.integers(1, 50), min_size=1, max_size=7)
 quick = settings(max_examples=100, deadline=None)

@@ -87,7 +87,6 @@ def test_a_prompt_of_the_held_out_file_is_said_or_left_out(file):
     assert data.describe() == [
         "Prompts: 5 from 1 source, 1 held out.",
         "3 of the training prompts are also held-out prompts. Set data.deduplicate=true to train without them.",
-        "1 of the training prompts are duplicates. Set data.deduplicate=true to train without them.",
     ]
     data = data_module(train, heldout=apart, heldout_limit=1, deduplicate=True)
     assert (training(data), heldout(data)) == (["a", "c"], ["b"])  # "d" is no training prompt with a limit either
@@ -107,11 +106,9 @@ def test_what_is_said_of_several_sources(file, write):
 @pytest.mark.parametrize(
     ("train", "options", "error", "said"),
     [
-        ([], {}, ValueError, "train=[] is empty."),
-        ({"path": "a", "wieght": 1}, {}, TypeError, "wieght is not an option of PromptSource. Did you"),
-        (["a.txt", {"path": "b.txt", "weight": 0}], {}, ValueError, "weight=0 is too small."),
+        ({"path": "a", "wieght": 1}, {}, TypeError, "PromptSource.__init__() got an unexpected keyword argument"),
+        (["a.txt", {"path": "b.txt", "weight": 0}], {}, ValueError, "weight=0: Input should be greater than 0"),
         ([{"weight": 1}], {}, TypeError, "PromptSource.__init__() missing"),
-        ("", {}, ValueError, "path='' is empty."),
         ("a.txt", {"heldout_fraction": 0.1, "heldout": "b.txt"}, ValueError, "heldout_fraction=0.1 and heldout are"),
     ],
 )  # fmt: skip

@@ -37,7 +37,6 @@ def test_a_shipped_path_is_found():
         ("{}", 'no column "prompt".'),
         ('{"prompt": null}', "\"prompt\" is 'None'. A prompt must be text."),
         ('{"prompt": " "}', "\"prompt\" is ' '. A prompt must be text."),
-        ('{"prompt": "a", "rewards": [1]}', '"rewards" is [1]. Write the names of rewards'),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, line, said):

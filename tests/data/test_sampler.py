@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.data.datasets import HeldOutDataset, IterationDataset, held_out_error
-from lit_vgrpo.data.sampler import GroupSampler, LocalSampler, prompt_index
+from lit_vgrpo.data.datasets import GroupSampler, HeldOutDataset, IterationDataset, LocalSampler, held_out_error
+from lit_vgrpo.data.prompt_sets import PromptMixture, prompt_index
 
 ROWS = [{"prompt": f"prompt {i}", "number": i} for i in range(7)]
 
@@ -50,12 +50,12 @@ def test_ranks_that_share_a_group_have_its_prompt_and_different_images():
 
 
 def _batches(sizes, world, iteration, seed, step):
-    datasets = [IterationDataset(ROWS, sizes, world, rank, seed) for rank in range(world)]
+    datasets = [IterationDataset(PromptMixture([ROWS]), sizes, world, rank, seed) for rank in range(world)]
     return [dataset[iteration * len(dataset) + step] for dataset in datasets]
 
 
 def test_an_item_carries_the_sizes_and_its_step():
-    dataset = IterationDataset(ROWS, Sizes(4, 6, 2, 3), num_replicas=2, rank=1, seed=5)
+    dataset = IterationDataset(PromptMixture([ROWS]), Sizes(4, 6, 2, 3), num_replicas=2, rank=1, seed=5)
     assert len(dataset) == 8
     batch = dataset[3 * 8 + 7]
     assert (batch.iteration, batch.step, batch.num_steps) == (3, 7, 8)

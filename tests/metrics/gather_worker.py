@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lit_vgrpo.core.gather import raise_together
-from lit_vgrpo.metrics import FrechetDistance, KeptFeatures, feature_network, reference_statistics
+from lit_vgrpo.metrics import FeatureMoments, KeptFeatures, feature_network, reference_statistics
 
 
 def main(spec, rank):
@@ -18,20 +18,17 @@ def main(spec, rank):
     features = torch.tensor(spec["features"], dtype=torch.float64)
     numbers = list(range(len(features)))
     share = numbers[:4] if rank == 0 else numbers[4:]
-    sums, kept = FrechetDistance(features.shape[1]), KeptFeatures(features.shape[1])
-    for is_real in (False, True):
-        sums.update(features[share], real=is_real)
+    sums, kept = FeatureMoments(features.shape[1]), KeptFeatures(features.shape[1])
+    sums.update(features[share])
     kept.add(features[share], [len(features) - number for number in share])
     sums.add_up_ranks()
-    _, cov, count = sums.reference_moments()
-    found = {"count": [sums.count, count], "cov": cov.tolist(), "kept": kept.gathered().tolist()}
-    sums.set_reference(torch.zeros(features.shape[1]).double(), cov)
-    found["distance"] = sums.compute().item()
+    mean, cov = sums.mean_and_cov()
+    found = {"count": sums.count, "mean": mean.tolist(), "cov": cov.tolist(), "kept": kept.gathered().tolist()}
     # a rank without any image takes part like the others
-    some, none = KeptFeatures(2), FrechetDistance(2)
+    some, none = KeptFeatures(2), FeatureMoments(2)
     if rank == 0:
         some.add(torch.ones(1, 2), [0])
-        none.update(torch.ones(1, 2), real=False)
+        none.update(torch.ones(1, 2))
     none.add_up_ranks()
     found["one"] = [some.gathered().tolist(), none.count]
     network = feature_network(spec["script"])

@@ -3,14 +3,14 @@ import math
 import pytest
 import torch
 
-from lit_vgrpo.metrics import diversity, mean_pairwise_distance
+from lit_vgrpo.metrics import diversity
 
 
 def test_distances_by_hand():
     features = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-3.0, 0.0]])
-    assert mean_pairwise_distance(features) == pytest.approx((1 + 2 + 1) / 3)
+    assert diversity(features, [0, 0, 0])[0] == pytest.approx((1 + 2 + 1) / 3)
     pairs = [5**0.5, 4, 13**0.5]
-    assert mean_pairwise_distance(features, "euclidean") == pytest.approx(sum(pairs) / 3)
+    assert diversity(features, [0, 0, 0], "euclidean")[0] == pytest.approx(sum(pairs) / 3)
 
 
 def test_only_images_of_one_prompt_are_compared():

@@ -34,9 +34,8 @@ def found(spec):
 
 
 def test_sums_of_unequal_shares(spec, found):
-    assert found["count"] == [11, 11]
-    # only the means differ from this reference's
-    assert found["distance"] == pytest.approx(np.square(np.mean(spec["features"], axis=0)).sum(), rel=1e-9)
+    assert found["count"] == 11
+    np.testing.assert_allclose(found["mean"], np.mean(spec["features"], axis=0), rtol=1e-9)
     np.testing.assert_allclose(found["cov"], np.cov(np.array(spec["features"]), rowvar=False), rtol=1e-9)
 
 
@@ -49,7 +48,6 @@ def test_each_rank_has_the_whole_reference(spec, found, network):
     alone = reference_statistics(spec["real"], network, keep_features=True)
     for rank in range(2):
         read = Reference.load(Path(spec["out"], f"{rank}.npz"), network)
-        assert read.count == 23
         torch.testing.assert_close(read.cov, alone.cov, rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(read.features, alone.features, rtol=1e-5, atol=1e-5)
 

@@ -16,19 +16,14 @@ def test_a_file_holds_all_of_it(folders, network, tmp_path):
     read = reference_statistics(tmp_path / "deep" / "real.npz", network, keep_features=True)
     for name in ("mean", "cov", "features"):
         assert torch.equal(getattr(read, name), getattr(made, name))
-    assert (read.count, read.network) == (23, network.name)
-    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["real.npz"]
+    assert read.network == network.name
 
 
 def test_a_file_of_another_network_is_refused(folders, network, torch_network, tmp_path):
     reference_statistics(folders[0], network).save(tmp_path / "x.npz")
     other = save_script(nn.Sequential(torch_network, nn.Tanh()), tmp_path / "other.pt")
-    with pytest.raises(
-        ValueError, match=r"x.npz was made with the feature network small.pt@\w+/299, not with other.pt@"
-    ):
+    with pytest.raises(ValueError, match=f"x.npz was made with the feature network {network.name}, not with "):
         reference_statistics(tmp_path / "x.npz", feature_network(str(other)))
-    with pytest.raises(ValueError, match=r"299, not with small.pt@\w+/32"):
-        reference_statistics(tmp_path / "x.npz", feature_network(network.source, 32))
 
 
 def test_kid_needs_the_features(folders, network, tmp_path):
@@ -44,7 +39,6 @@ def test_clean_fids_own_file_goes_with_its_network_only(network, tmp_path):
         reference_statistics(tmp_path / "ffhq.npz", network)
     read = Reference.load(tmp_path / "ffhq.npz", feature_network())
     assert read.cov.trace() == 6
-    assert read.count is None
 
 
 def test_errors(tmp_path):
@@ -83,10 +77,9 @@ def test_a_file_that_pillow_would_run_is_none_either(folders, network, tmp_path,
         read_image(tmp_path / "1.png")
 
 
-def test_the_command(folders, network, tmp_path, capsys):
+def test_the_command(folders, network, tmp_path):
     options = ["--features", network.source, "--kid", "--device", "cpu"]
-    assert main([str(folders[1]), str(tmp_path / "real.npz"), *options]) == 0
-    assert "real.npz: 23 images, 6 features of small.pt@" in capsys.readouterr().out
+    main([str(folders[1]), str(tmp_path / "real.npz"), *options])
     assert Reference.load(tmp_path / "real.npz", network).features.shape == (23, 6)
-    assert main([str(tmp_path / "nowhere"), str(tmp_path / "x.npz"), *options]) == 2
-    assert capsys.readouterr().err.startswith("Error: reference=")
+    with pytest.raises(SystemExit, match="^Error: reference="):
+        main([str(tmp_path / "nowhere"), str(tmp_path / "x.npz"), *options])

@@ -16,12 +16,10 @@ from pair_methods import (
 )
 from policy_copies import load_copy
 
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import AWM
-from lit_vgrpo.objectives.awm import log_likelihood
-from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import SD3Policy
 
 
@@ -76,18 +74,6 @@ def test_loss_and_gradient_equal_the_paper_in_float64(network, weighting):
     assert outside[0].any()
     _, in_micros = loss_and_gradient(network, objective, experience.micro_batches(2))
     assert_same_gradient(in_micros, gradient)
-
-
-def test_the_likelihoods_by_hand():
-    errors, t = torch.tensor([[0.0, 0.0081]]), torch.tensor([[0.5, 0.5]])
-    power = log_likelihood(errors, t)[0].tolist()
-    assert power[0] == 0
-    assert power[1] == pytest.approx(-2 * (0.0081000001**0.25 - 1e-10**0.25), rel=1e-5)
-    huber = log_likelihood(errors, t, "huber")[0].tolist()
-    assert huber == [0, pytest.approx(-0.5 * (0.0081000001**0.5 - 1e-5), rel=1e-5)]
-    assert log_likelihood(errors, t, "uniform")[0, 1].item() == pytest.approx(-0.0081)
-    assert log_likelihood(errors, t, "time")[0, 1].item() == pytest.approx(-0.00405)
-    assert log_likelihood(errors, t, "time_squared")[0, 1].item() == pytest.approx(-0.002025)
 
 
 def test_advantages_are_clamped_before_they_are_divided(policy):
@@ -148,22 +134,6 @@ def test_the_moving_copy_follows_once_an_iteration(policy):
             expected = d * start[name].double() + (1 - d) * moved[name].double()
             torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
             assert torch.equal(objective.copies["reference"].tensors[name], start[name])
-
-
-@pytest.mark.parametrize("updates", [1, 2])
-@pytest.mark.parametrize("split", [False, True])
-def test_passes_are_those_of_the_table(policy, updates, split):
-    objective, ledger = small(), PassLedger()
-    ledger.attach(policy.network)
-    objective.setup(policy)
-    with ledger.phase("rollout"):
-        rollout = roll(policy, objective)
-    later = torch.arange(3, 6) if split and updates == 2 else None
-    experience = objective.prepare(PrepareContext(policy, rollout, ADVANTAGES, 3, updates, ledger, later))
-    for _ in range(1 if split else updates):
-        loss_and_gradient(policy, objective, experience.micro_batches(3))
-    found = {name: sum(count.values()) / 6 for name, count in ledger.counts.items()}
-    assert found == objective.passes_per_image(Sizes(2, 3, updates, micro_batch_size=3, split_updates=split))
 
 
 def test_the_published_cost():

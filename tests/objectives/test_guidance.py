@@ -7,7 +7,7 @@ from pair_methods import ADVANTAGES, prepare, roll
 from policy_copies import load_copy
 
 from lit_vgrpo import AWM, DGPO, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec, SD3Policy
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import Experience
 from lit_vgrpo.objectives.base import PrepareContext

@@ -16,12 +16,11 @@ from pair_methods import (
     weights,
 )
 
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT
-from lit_vgrpo.objectives.base import PrepareContext
-from lit_vgrpo.objectives.lagged import nft_decay
+from lit_vgrpo.objectives.forward import nft_decay
 from lit_vgrpo.objectives.nft import optimality
 
 
@@ -138,23 +137,6 @@ def test_on_policy_without_advantage_there_is_no_gradient(policy):
     assert nothing.norm() < 1e-5 * something.norm()
 
 
-def test_passes_are_those_of_the_table(policy):
-    objective, ledger = DiffusionNFT(RolloutSpec(steps=4)), PassLedger()
-    ledger.attach(policy.network)
-    objective.setup(policy)
-    with ledger.phase("rollout"):
-        rollout = roll(policy, objective)
-    experience = objective.prepare(
-        PrepareContext(policy, rollout, ADVANTAGES, micro_batch_size=3, updates=2, ledger=ledger)
-    )
-    for _ in range(2):
-        loss_and_gradient(policy, objective, experience.micro_batches(3))
-    found = {name: sum(count.values()) / 6 for name, count in ledger.counts.items()}
-    assert found == objective.passes_per_image(Sizes(2, 3, updates_per_iteration=2, micro_batch_size=3))
-    assert DiffusionNFT().passes_per_image(Sizes(4, 4)) == {"rollout": 10, "update": 9, "old": 9, "reference": 9}
-    assert "reference" not in DiffusionNFT(kl_weight=0.0).passes_per_image(Sizes(4, 4))
-
-
 @pytest.mark.parametrize("network", ["flow", "flow-lora", "epsilon"], indirect=True)
 def test_on_policy_the_old_passes_change_no_bit_and_are_left_out(network):
     objective, ledger = DiffusionNFT(spec_for(network), beta=0.1, decay_type=0), PassLedger()
@@ -180,6 +162,7 @@ def test_on_policy_the_old_passes_change_no_bit_and_are_left_out(network):
 def test_settings_that_cannot_work_together_are_errors():
     sizes = Sizes(4, 4)
     assert DiffusionNFT().check(sizes) == []
+    assert DiffusionNFT().passes_per_image(sizes) == {"rollout": 10, "update": 9, "old": 9, "reference": 9}
     assert "is an SDE, but DiffusionNFT" in DiffusionNFT(RolloutSpec("flow_sde")).check(sizes)[0]
-    assert "leaves no time" in DiffusionNFT(RolloutSpec(steps=1)).check(sizes)[0]
-    assert "num_times=11" in DiffusionNFT(num_times=11).check(sizes)[0]
+    assert "at 0 of the sampler's 1 times" in DiffusionNFT(RolloutSpec(steps=1)).check(sizes)[0]
+    assert "at 11 of the sampler's 10 times" in DiffusionNFT(num_times=11).check(sizes)[0]

@@ -15,13 +15,12 @@ from pair_methods import (
     weights,
 )
 
-from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.sizes import Sizes
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.objectives import AWM, VGRPO
 from lit_vgrpo.objectives.base import PrepareContext
 
-EIGHT, SIZES = RolloutSpec(steps=8), Sizes(2, 3, micro_batch_size=6)
+EIGHT = RolloutSpec(steps=8)
 
 
 def pairs_of(policy, objective, **options):
@@ -63,7 +62,7 @@ def test_antithetic_pairs_are_every_noise_and_its_negative_at_one_time(policy, m
 
 @pytest.mark.parametrize(("method", "name"), [(VGRPO, "num_mc_samples"), (AWM, "num_times")])
 def test_an_odd_number_of_antithetic_pairs_is_refused(method, name):
-    with pytest.raises(ValueError, match=rf"model.objective.{name}=3 cannot be used.*use an even number"):
+    with pytest.raises(ValueError, match=f"model.objective.{name}=3 is odd"):
         method(EIGHT, 3, antithetic=True)
 
 
@@ -120,17 +119,3 @@ def test_the_first_share_of_split_updates_needs_no_old_passes(policy, objective,
         assert found[1].abs().max() > 0
         assert (objective.loss(policy, split[k])[1]["ratio_deviation"].max() < 1e-5) == (k == 0)
         nudge(policy)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"kl_to": "reference"}, "kl_to=reference has no effect with kl_weight=0. Set kl_weight=1.0."),
-        ({"kl_to": "reference", "kl_weight": 1, "anchor_decay": 0.3}, "anchor_decay=0.3 has no effect with anchor_we"),
-        ({"kl_to": "behaviour", "kl_weight": 1}, "kl_weight=1 has no effect with updates_per_iteration=1"),
-    ],
-)
-def test_pulls_that_cannot_work_are_errors(options, error):
-    errors = VGRPO(EIGHT, 2, **options).check(SIZES)
-    assert len(errors) == 1
-    assert error in errors[0]

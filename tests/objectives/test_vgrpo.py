@@ -8,7 +8,7 @@ import torch
 from pair_methods import ADVANTAGES, GROUP, Pairs64, loss_and_gradient, pixel_mean, prepare
 from policy_copies import load_copy
 
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
@@ -127,27 +127,6 @@ def test_x_error_on_the_variance_preserving_path(unet_folder, prediction, cap):
         error = shrink * (pairs.x_of(pairs.predict().double()) - pairs.x)
     found = objective.loss(policy, experience)[1]["surrogate"].numpy()
     np.testing.assert_allclose(found, pixel_mean(error**2).mean(1), rtol=2e-3)
-
-
-def test_the_moving_anchor(policy):
-    objective = VGRPO(RolloutSpec(steps=2), num_mc_samples=2, anchor_weight=1.0, anchor_decay=0.3)
-    experience = prepared(policy, objective)
-    _, metrics = objective.loss(policy, experience)
-    assert metrics["anchor_distance"].max() == 0  # the anchor starts as the policy itself
-    start = {name: p.detach().double().clone() for name, p in trainable_parameters(policy).items()}
-    nudge(policy)
-    moved = {name: p.detach().double().clone() for name, p in trainable_parameters(policy).items()}
-    _, metrics = objective.loss(policy, experience)
-    _, estimates = in_float64(policy, experience)
-    times, noise = experience.pairs.of_images()
-    z = (1 - times[..., None, None, None]) * experience.latents[:, None] + times[..., None, None, None] * noise
-    anchor = (z - times[..., None, None, None] * experience.extras["anchor_prediction"]).double().numpy()
-    absolute = np.abs(estimates - experience.latents[:, None].double().numpy()).mean((2, 3, 4))
-    expected = (((estimates - anchor) ** 2).mean((2, 3, 4)) / absolute).mean(1)
-    np.testing.assert_allclose(metrics["anchor_distance"].numpy(), expected, rtol=1e-3)
-    objective.after_iteration(policy)
-    for name, tensor in objective.anchor.tensors.items():
-        torch.testing.assert_close(tensor.double(), 0.3 * start[name] + 0.7 * moved[name], rtol=1e-5, atol=1e-6)
 
 
 def test_soft_clip_bounds_the_advantages(policy):

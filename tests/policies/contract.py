@@ -36,20 +36,11 @@ def classifier_free(guidance: float, negative: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """A policy class and a small folder of its pipeline.
+    """A policy class and a small folder of its pipeline, which loads in less than a second.
 
-    Args:
-        policy_class: what is tested.
-        folder: a pipeline folder that loads in less than a second.
-        options: of every policy that is made.
-        guidance: the pipeline's arguments for a scale and a negative prompt, ``""`` for none.
-        pack: image-like latents as the pipeline's call takes them.
-        prompt_limit: tokens of a prompt that the encoder sees which limits its length.
-        limited_by: how that encoder's class name starts.
-        train_only: a pattern that matches some of the network's weights.
-        idle: patterns of weights that no output depends on.
-        edit: the pipeline's arguments for pictures to edit, unchanged.
-        unused: the same of weights that get no gradient at all, so that the policy does not train them.
+    ``guidance``, ``pack`` and ``edit`` return the pipeline's arguments for a scale and a negative prompt (``""`` for
+    none), for latents and for pictures to edit. No output depends on weights that match ``idle``; those that match
+    ``unused`` get no gradient at all, so that the policy does not train them.
     """
 
     policy_class: type[Policy]
@@ -64,15 +55,16 @@ class Family:
     unused: tuple[str, ...] = ()
     edit: Callable[[Tensor], dict[str, Any]] = lambda given: {}
 
-    def load(self, **options: Any) -> Policy:
-        """A policy of its own for a test that changes it."""
-        sizes = {"height": HEIGHT, "width": WIDTH}
-        return self.policy_class(str(self.folder), **{**sizes, **self.options, **options}).load()
+    def load(self, folder: Path | None = None, **options: Any) -> Policy:
+        """A new policy for a test that changes it."""
+        return self.policy_class(str(folder or self.folder), **self.all_options(options)).load()
 
     def copy(self, **options: Any) -> Policy:
-        """The same in a third of the time; only its network and scheduler are its own. Options are in float32."""
-        sizes = {"height": HEIGHT, "width": WIDTH}
-        return load_copy(self.policy_class, self.folder, **{**sizes, **self.options, **options})
+        """The same in a third of the time; only its network and scheduler are new. Options are in float32."""
+        return load_copy(self.policy_class, self.folder, **self.all_options(options))
+
+    def all_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"height": HEIGHT, "width": WIDTH, **self.options, **options}
 
     @cached_property
     def shared(self) -> Policy:
@@ -89,8 +81,7 @@ class Family:
         return self.pipeline()
 
     @cached_property
-    def own_scheduler(self) -> Any:
-        """The scheduler that the folder names."""
+    def original_scheduler(self) -> Any:
         return self.pipeline().scheduler
 
     def pipeline(self) -> Any:
@@ -99,6 +90,23 @@ class Family:
         pipeline = kind.from_pretrained(self.folder, **self.shared.null_components(self.folder))
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
+
+
+def adapted(policy: Policy, std: float = 0.1) -> Policy:
+    """Load a policy, with an adapter that changes its predictions."""
+    policy.load()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in trainable_parameters(policy).items():
+            if "lora_B" in name:
+                parameter.normal_(std=std, generator=generator)
+    return policy
+
+
+def sampled(policy: Policy, spec: RolloutSpec, numbers: Sequence[int] = range(4), batch_size: int = 2) -> Tensor:
+    """Return the latents of some images by their numbers, which also choose one of two prompts."""
+    noise = policy.prior(image_generators(1, 0, 0, list(numbers)))
+    return sample(policy, policy.encode(PROMPTS[:2]), torch.tensor(numbers) % 2, spec, noise, batch_size)[0]
 
 
 def pictures(policy: Policy, prompts: Sequence[str]) -> list[Tensor] | None:
@@ -126,15 +134,14 @@ def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, neg
     noise, _, cond = inputs(policy)
     latents, times = sample(policy, cond, torch.arange(2), RolloutSpec(solver, 3, guidance), noise)
     assert len(times) == 3
-    pipeline = family.shared_pipeline
-    own = family.own_scheduler
-    if solver == "euler":  # the pipeline's own, which must not be told anything by the policy
-        pipeline.scheduler = type(own).from_config(own.config)
+    pipeline, original = family.shared_pipeline, family.original_scheduler
+    if solver == "euler":  # the pipeline's, which must not be told anything by the policy
+        pipeline.scheduler = type(original).from_config(original.config)
     elif solver == "ddim":
-        pipeline.scheduler = diffusers.DDIMScheduler.from_config(own.config, **FROM_PURE_NOISE)
+        pipeline.scheduler = diffusers.DDIMScheduler.from_config(original.config, **FROM_PURE_NOISE)
     else:  # not all take what the pipeline would set them with
         pipeline.scheduler = policy.scheduler(solver, 3)
-        pipeline.scheduler.set_timesteps = _keep_times
+        pipeline.scheduler.set_timesteps = lambda steps=None, device=None, sigmas=None, mu=None: None
     given = {name: value for name, value in family.options.items() if name == "max_sequence_length"}
     size, drawn, scheduler = 1 if policy.pipeline_takes_one else 2, [], pipeline.scheduler
     for rows in (slice(i, i + size) for i in range(0, 2, size)):
@@ -154,10 +161,6 @@ def same_image_as_the_pipeline(family: Family, solver: str, guidance: float, neg
     images = torch.stack(drawn)
     assert images.shape == (2, 3, HEIGHT, WIDTH)
     torch.testing.assert_close(policy.decode(latents), images, **SAME)
-
-
-def _keep_times(num_inference_steps=None, device=None, sigmas=None, mu=None):
-    """Stands in for a scheduler's ``set_timesteps`` where the policy has set them."""
 
 
 def a_negative_prompt_counts_with_guidance_alone(family: Family) -> None:
@@ -207,8 +210,7 @@ def trained_weights_are_saved_as_a_pipeline(family: Family, folder: Path, **trai
         for parameter in trainable_parameters(policy).values():
             parameter.add_(0.1)
     policy.save(folder)
-    sizes = {"height": HEIGHT, "width": WIDTH}
-    again = family.policy_class(str(folder), **{**sizes, **family.options}).load()
+    again = family.load(folder)
     for (name, saved), (_, kept) in zip(again.named_parameters(), policy.named_parameters(), strict=True):
         assert torch.equal(saved, kept), name
     with torch.no_grad():

@@ -28,12 +28,8 @@ REPEATS = tuple(name for name in FAMILIES if name not in FIRST)
 
 CLIP = {"prompt_limit": 12, "limited_by": "CLIPText"}
 T5 = {"prompt_limit": 16, "limited_by": "T5"}
-# the last block of an SD3 network has no use for what its text tokens become
-SD3_IDLE = ("transformer_blocks.1.attn.add_q_proj.*", "transformer_blocks.1.attn.norm_added_q.*")
-
-
-# nor has a Qwen-Image network, whose last block makes no use of their queries
-QWEN_IDLE = ("transformer_blocks.1.attn.add_q_proj.*", "transformer_blocks.1.attn.norm_added_q.*")
+IDLE = ("transformer_blocks.1.attn.add_q_proj.*", "transformer_blocks.1.attn.norm_added_q.*")
+"""The last block of SD3 and Qwen-Image has no use for what its text tokens become."""
 
 
 def make_family(name, sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder):
@@ -42,7 +38,7 @@ def make_family(name, sd3_folder, unet_folder, sdxl_folder, flux_folder, large_f
         return make_large_family(name, large_folder(name))
     if name.startswith("sd3"):
         t5 = name == "sd3_t5"
-        return Family(SD3Policy, sd3_folder(t5), {"max_sequence_length": 8 if t5 else 4}, **CLIP, idle=SD3_IDLE)
+        return Family(SD3Policy, sd3_folder(t5), {"max_sequence_length": 8 if t5 else 4}, **CLIP, idle=IDLE)
     prediction = "v_prediction" if name.endswith("_v") else "epsilon"
     if name.startswith("unet"):
         return Family(UNetPolicy, unet_folder(prediction), **CLIP)
@@ -73,7 +69,7 @@ def make_large_family(name, folder):
             **{"guidance": true_cfg, **edits},
             prompt_limit=34 if edits else 43,
             limited_by="Qwen2_5_VL",
-            idle=QWEN_IDLE,
+            idle=IDLE,
             unused=("transformer_blocks.1.attn.to_add_out.*", "transformer_blocks.1.txt_mlp.*"),
         )
     if name == "flux2":

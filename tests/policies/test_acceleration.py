@@ -7,18 +7,19 @@ import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from helpers import make_data, make_module, make_trainer, repeating
+from policies.contract import adapted, sampled
+from rollouts import sample_chain
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
-from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.pass_counter import PassLedger
-from lit_vgrpo.core.sampling import sample, sample_chain
+from lit_vgrpo.core.records import PassLedger
+from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
-from lit_vgrpo.objectives import VGRPO, FlowGRPO
+from lit_vgrpo.core.types import BlockCache, RolloutRequest, RolloutSpec
+from lit_vgrpo.objectives import VGRPO
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, acceleration
 from lit_vgrpo.policies.acceleration import (
@@ -29,20 +30,10 @@ from lit_vgrpo.policies.acceleration import (
     set_attention_backend,
 )
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.training.strategies import FSDP2, ZeRO, rollout_error, whole_weights_error
+from lit_vgrpo.training.strategies import FSDP2, ZeRO, whole_weights_error
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
 CONVOLUTIONS = ["to_q", "to_out.0", "conv1", "conv_shortcut", "downsamplers.0.conv", "proj_in"]
-
-
-def adapted(policy, std=0.1):
-    policy.load()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in trainable_parameters(policy).items():
-            if "lora_B" in name:
-                parameter.normal_(std=std, generator=generator)
-    return policy
 
 
 @pytest.fixture
@@ -165,46 +156,40 @@ def changed(policy, by=0.02):
     return policy
 
 
-def images(policy, spec, numbers=range(4)):
-    numbers = list(numbers)
-    noise = policy.prior(image_generators(1, 0, 0, numbers))
-    return sample(policy, policy.encode(PROMPTS), torch.tensor(numbers) % 2, spec, noise, 2)[0]
-
-
 def difference(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
 def test_images_are_nearly_the_same_and_follow_the_weights(policy):
-    full = images(policy, RolloutSpec(steps=4))
-    first = images(policy, INT8)
+    full = sampled(policy, RolloutSpec(steps=4))
+    first = sampled(policy, INT8)
     assert 0 < difference(first, full) < 0.1
-    assert torch.equal(images(policy, INT8, [3]), first[3:])
+    assert torch.equal(sampled(policy, INT8, [3]), first[3:])
     start = Snapshot(policy)
     changed(policy, 0.1)
-    after = images(policy, INT8)
+    after = sampled(policy, INT8)
     assert difference(after, first) > 0.1
-    assert difference(after, images(policy, RolloutSpec(steps=4))) < 0.1
+    assert difference(after, sampled(policy, RolloutSpec(steps=4))) < 0.1
     with start.swapped_into(policy):
-        assert torch.equal(images(policy, INT8), first)
+        assert torch.equal(sampled(policy, INT8), first)
 
 
 def test_the_networks_own_weights_stay(policy):
     state = {name: value.clone() for name, value in policy.state_dict().items()}
-    full = images(policy, RolloutSpec(steps=4))
-    images(policy, INT8)
+    full = sampled(policy, RolloutSpec(steps=4))
+    sampled(policy, INT8)
     assert all(torch.equal(value, state[name]) for name, value in policy.state_dict().items())
     assert list(policy.state_dict()) == list(state)
     assert all(type(parameter) is torch.nn.Parameter for parameter in policy.parameters())
-    assert torch.equal(images(policy, RolloutSpec(steps=4)), full)
+    assert torch.equal(sampled(policy, RolloutSpec(steps=4)), full)
 
 
 def test_it_goes_with_a_cache(policy):
     cached = RolloutSpec(steps=4, quantise="int8", cache=BlockCache("taylorseer", warm_up=4))
-    assert torch.equal(images(policy, cached), images(policy, INT8))
+    assert torch.equal(sampled(policy, cached), sampled(policy, INT8))
     cached = RolloutSpec(steps=4, quantise="int8", cache=BlockCache("taylorseer", warm_up=2))
-    every_block = images(policy, INT8)
-    assert difference(images(policy, cached), every_block) > 0
+    every_block = sampled(policy, INT8)
+    assert difference(sampled(policy, cached), every_block) > 0
     assert policy.blocks_run == pytest.approx(3 / 4)
 
 
@@ -214,14 +199,6 @@ def test_a_run_quantises_its_rollouts_alone(torchao, tmp_path):
     trainer.fit(module, datamodule=make_data())
     assert trainer.callback_metrics["policy/ratio_deviation"] == 0
     assert module.ledger.images == 16
-
-
-def test_rollouts_that_cannot_be_quantised_are_refused():
-    sde = RolloutSpec("flow_sde", quantise="int8")
-    assert "rollout.quantise=int8 requires an ODE: the likelihoods" in FlowGRPO(rollout=sde).rollout_spec(0).errors()[0]
-    for strategy in (FSDP2(), ZeRO(stage=3)):
-        assert "rollout.quantise=int8 needs whole weights on every rank" in rollout_error(strategy, INT8)
-    assert rollout_error(ZeRO(stage=2), INT8) is None
 
 
 # --- compilation ----------------------------------------------------------------------------------------------------

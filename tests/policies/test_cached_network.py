@@ -3,19 +3,18 @@
 import pytest
 import torch
 from helpers import make_data, make_module, make_trainer
+from policies.contract import PROMPTS, adapted, sampled
+from rollouts import roll_out
 from torch._dynamo.testing import CompileCounter
 
-from lit_vgrpo.core.block_cache import BlockCache
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.sampling import roll_out, sample
 from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
+from lit_vgrpo.core.types import BlockCache, RolloutRequest, RolloutSpec
 from lit_vgrpo.objectives import VGRPO, DiffusionNFT, FlowGRPO
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, UNetPolicy, cached_network
 from lit_vgrpo.policies.acceleration import compile_options, repeated_blocks, shared_view
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, rollout_error
 
-PROMPTS = ["a red circle on the left", "a blue square"]
 STEPS = 6
 TAYLOR = BlockCache("taylorseer", interval=2, warm_up=2)
 FIRST = BlockCache("first_block", threshold=0.3)
@@ -36,24 +35,8 @@ def sd3(tiny_sd3):
     return lambda **options: adapted(SD3Policy(str(tiny_sd3), max_sequence_length=1, **options))
 
 
-def adapted(policy):
-    policy.load()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in trainable_parameters(policy).items():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1, generator=generator)
-    return policy
-
-
 def images(policy, cache, numbers=range(4), guidance=1.0, batch_size=2):
-    """The latents of some images by their numbers, which also choose the prompts."""
-    numbers = list(numbers)
-    noise = policy.prior(image_generators(1, 0, 0, numbers))
-    rows = torch.tensor(numbers) % 2
-    return sample(
-        policy, policy.encode(PROMPTS), rows, RolloutSpec("euler", STEPS, guidance, cache=cache), noise, batch_size
-    )[0]
+    return sampled(policy, RolloutSpec("euler", STEPS, guidance, cache=cache), numbers, batch_size)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
@@ -103,7 +86,7 @@ def test_passes_outside_of_the_rollout_see_no_hook(policy, cache):
 
     def gradients():
         policy.zero_grad()
-        policy(noise, times, policy.encode(PROMPTS)).square().mean().backward()
+        policy(noise, times, policy.encode(PROMPTS[:2])).square().mean().backward()
         return [
             parameter.grad.clone() for parameter in trainable_parameters(policy).values() if parameter.grad is not None
         ]
@@ -119,7 +102,7 @@ def test_passes_outside_of_the_rollout_see_no_hook(policy, cache):
 
 
 def test_a_rollout_says_what_ran_and_a_rollout_without_a_cache_does_not(sd3):
-    policy, request = sd3(), RolloutRequest(PROMPTS, [{}, {}], [0, 1], 2)
+    policy, request = sd3(), RolloutRequest(PROMPTS[:2], [{}, {}], [0, 1], 2)
     assert roll_out(policy, request, RolloutSpec(steps=STEPS, cache=TAYLOR)).blocks_run == pytest.approx(4 / 6)
     assert roll_out(policy, request, RolloutSpec(steps=STEPS)).blocks_run is None
     assert roll_out(policy, request, RolloutSpec("flow_sde", STEPS)).blocks_run is None
@@ -181,15 +164,18 @@ def test_a_view_shares_weights_and_hooks_and_follows_a_move(sd3):
     assert {value.dtype for value in view.state_dict().values()} == {torch.float64}
 
 
-def test_rollouts_that_cannot_be_cached_are_refused_with_the_reason():
+def test_rollouts_that_cannot_be_accelerated_are_refused_with_the_reason():
     cached = RolloutSpec("flow_sde", cache=FIRST)
+    quantised = RolloutSpec("flow_sde", quantise="int8")
     assert "cache=first_block requires an ODE: the likelihoods" in FlowGRPO(rollout=cached).rollout_spec(0).errors()[0]
+    assert "quantise=int8 requires an ODE: the likelihoods" in FlowGRPO(rollout=quantised).rollout_spec(0).errors()[0]
     for method in (VGRPO, DiffusionNFT):
         objective = method(rollout=RolloutSpec("ddim", cache=TAYLOR))
         [error] = objective.policy_errors(UNetPolicy)
         assert error.startswith("model.objective.rollout.cache=taylorseer does not work on UNetPolicy")
         assert method(rollout=RolloutSpec(cache=TAYLOR)).policy_errors(SD3Policy) == []
     for strategy in (FSDP2(), ZeRO(stage=3)):
-        assert "needs whole weights on every rank" in rollout_error(strategy, RolloutSpec(cache=FIRST))
+        for spec in (RolloutSpec(cache=FIRST), RolloutSpec(quantise="int8")):
+            assert "needs whole weights on every rank" in rollout_error(strategy, spec)
+            assert rollout_error(ZeRO(stage=2), spec) is None
         assert rollout_error(strategy, RolloutSpec()) is None
-    assert rollout_error(ZeRO(stage=2), RolloutSpec(cache=FIRST)) is None

@@ -6,13 +6,13 @@ from helpers import repeating
 from PIL import Image
 from policies.contract import HEIGHT, NEGATIVE, PROMPTS, WIDTH, pictures
 from policies.families import SLOW
+from rollouts import roll_out
 
 from lit_vgrpo.apps.memory.estimate import Pass, encoding_peak, peak_of_pass
 from lit_vgrpo.apps.memory.meta import policy_on_meta
-from lit_vgrpo.core.sampling import roll_out
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest, RolloutSpec
-from lit_vgrpo.launch.prompt_checks import picture_errors
+from lit_vgrpo.launch.checks import picture_errors
 from lit_vgrpo.policies import KontextPolicy, SD3Policy
 from lit_vgrpo.policies.embeddings import encoder_fingerprint
 from lit_vgrpo.training.memory_passes import LiveMemory

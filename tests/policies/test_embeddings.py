@@ -58,13 +58,8 @@ def test_rows_come_back_in_the_order_asked_for(tmp_path):
     for reader in (made, cache(tmp_path)):
         assert_holds(reader, texts(5, 3, 8, 9, 1, 7), missing=texts(8))
         assert_holds(reader, texts(9, 7))
-    assert cache(tmp_path).read(texts(8)) == [None]
-
-
-def test_another_encoder_or_text_has_nothing_in_common(tmp_path):
-    filled(tmp_path, 1)
+    assert cache(tmp_path).read([*texts(8), "prompt 1 "]) == [None, None]
     assert cache(tmp_path, encoder="another").read(texts(1)) == [None]
-    assert cache(tmp_path).read(["prompt 1 "]) == [None]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -8,23 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from policies import contract
+from commands import check, run
 
-from lit_vgrpo.cli.check import check
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.policies import verify
 from lit_vgrpo.policies.checks import Broken, checks_of
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "add_a_policy.md").read_text()
 OPTIONS = {"max_sequence_length": 48, "height": 32, "width": 48}
-
-
 CODE, SMALL = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def code():
-    return CODE
 
 
 def small_folder(folder, code=SMALL):
@@ -42,10 +33,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, code):
+def here(tmp_path, monkeypatch):
     """A folder with the guide's file, which is the working directory."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_models.py").write_text(code)
+    (tmp_path / "my_models.py").write_text(CODE)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the folder there
     yield tmp_path
     sys.modules.pop("my_models", None)
@@ -56,18 +47,6 @@ def policy_class(code):
     names = {"__name__": "guide"}
     exec(code, names)
     return names["Lumina2Policy"]
-
-
-@pytest.fixture(scope="module")
-def family(code, folder):
-    def guided(scale, negative):
-        return {**contract.classifier_free(scale, negative), "cfg_normalization": False}
-
-    return contract.Family(policy_class(code), folder, OPTIONS, guidance=guided, prompt_limit=19, limited_by="Gemma2")
-
-
-def test_the_file_is_short(code):
-    assert code.count("\n") <= 100
 
 
 def test_the_command_finds_nothing_wrong(here, folder, capsys):
@@ -100,9 +79,9 @@ UNSHIFTED_DPM = f"{UNSHIFTED} if solver == 'dpm++' else self.pipeline.scheduler"
     ],
     ids=["time", "sign", "mask", "negative", "guidance", "shift", "units", "dropped", "times", "times of one solver"],
 )
-def test_a_mistake_is_found(code, folder, right, wrong, found):
-    assert right in code
-    policy = policy_class(code.replace(right, wrong))(str(folder), lora_rank=2, **OPTIONS).load()
+def test_a_mistake_is_found(folder, right, wrong, found):
+    assert right in CODE
+    policy = policy_class(CODE.replace(right, wrong))(str(folder), lora_rank=2, **OPTIONS).load()
     with pytest.raises(Broken):
         dict(checks_of(policy))[found](policy)
 
@@ -115,20 +94,12 @@ for name, weight in transformer.named_parameters():
 """Lets the pictures hardly hear of the prompts: they reach them through attention, whose output this scales."""
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ('"mask": mask}\n\n    def enc', '"mask": mask * 0 + 1}\n\n    def enc'),
-        ("def encode_negative", "def _encode_negative"),
-        ("            prompts,\n", "            [prompt[:4] for prompt in prompts],\n"),
-    ],
-    ids=["mask", "negative", "cut"],
-)
-def test_a_folder_whose_prompts_hardly_show_is_refused(code, tmp_path, right, wrong):
+def test_a_folder_whose_prompts_hardly_show_is_refused(tmp_path):
     """Where the mistakes that it hides pass for the same picture."""
-    assert right in code
     folder = small_folder(tmp_path, SMALL.replace("scheduler = ", f"{QUIET}\nscheduler = "))
-    policy = policy_class(code.replace(right, wrong))(str(folder), lora_rank=2, **OPTIONS).load()
+    wrong = CODE.replace('"mask": mask}\n\n    def enc', '"mask": mask * 0 + 1}\n\n    def enc')
+    wrong = wrong.replace("def encode_negative", "def _encode_negative")
+    policy = policy_class(wrong)(str(folder), lora_rank=2, **OPTIONS).load()
     checks = dict(checks_of(policy))
     assert checks[f"{SAME_PICTURE}euler, guidance 1"](policy)
     assert checks[f"{SAME_PICTURE}euler, guidance 3"](policy)
@@ -136,9 +107,9 @@ def test_a_folder_whose_prompts_hardly_show_is_refused(code, tmp_path, right, wr
         checks["prompts change the images"](policy)
 
 
-def test_a_path_the_other_way_is_found(code, folder):
+def test_a_path_the_other_way_is_found(folder):
     """The pipeline's pictures cannot show it: rollouts would be right and the loss wrong."""
-    turned = code.replace("return -prediction", "return prediction").replace(
+    turned = CODE.replace("return -prediction", "return prediction").replace(
         "return flow_scheduler(", "return turned(flow_scheduler("
     )
     turned = turned.replace("sigmas.tolist())", "sigmas.tolist()))") + (
@@ -153,29 +124,14 @@ def test_a_path_the_other_way_is_found(code, folder):
 
 
 @pytest.mark.parametrize("trained", [{"lora_rank": 2}, {}], ids=["adapter", "full"])
-def test_the_checks_leave_the_policy_as_it_was(code, folder, trained):
-    policy = policy_class(code)(str(folder), **trained, **OPTIONS).load()
+def test_the_checks_leave_the_policy_as_it_was(folder, trained):
+    policy = policy_class(CODE)(str(folder), **trained, **OPTIONS).load()
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     for shown, measure in list(checks_of(policy))[-3:]:
         assert measure(policy), shown
     after = policy.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in after.items())
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        contract.bfloat16_keeps_trained_weights_in_float32,
-        contract.long_prompts_are_cut_with_one_warning,
-        contract.a_negative_prompt_counts_with_guidance_alone,
-    ],
-    ids=lambda part: part.__name__,
-)
-def test_the_contract_holds(monkeypatch, family, part):
-    monkeypatch.setattr(contract, "HEIGHT", 32)
-    monkeypatch.setattr(contract, "WIDTH", 48)
-    part(family)
 
 
 def test_one_iteration_through_the_command(here, folder, capsys):

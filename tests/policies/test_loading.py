@@ -23,6 +23,7 @@ from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.strategies import scaling_error
 
 COMMIT = "a" * 40
+LARGE_SIZES = [("qwen_image", 40, 24), ("flux2", 8, 56), ("z_image", 40, 24)]
 
 
 def edited(folder, to, file, **entries):
@@ -110,12 +111,6 @@ def test_a_pipeline_in_memory_is_checked_too(families):
     with pytest.raises(LoadError, match="comes with FlowMatchHeunDiscreteScheduler"):
         small.policy_class("mine", **small.options).adopt(pipeline)
 
-    class Subclass(diffusers.FlowMatchEulerDiscreteScheduler):
-        """Known by its base class."""
-
-    pipeline.scheduler = Subclass()
-    assert small.policy_class("mine", **small.options).adopt(pipeline).loaded
-
 
 def test_a_distilled_model_is_warned_of_by_its_name():
     for name, word in {"stabilityai/sd-turbo": "turbo", "a/FLUX.1-schnell": "schnell"}.items():
@@ -124,12 +119,10 @@ def test_a_distilled_model_is_warned_of_by_its_name():
 
 
 @pytest.mark.parametrize(("asked", "found"), [(SD3Policy, "sdxl"), (UNetPolicy, "flux")])
-def test_another_family_is_one_line_that_names_the_right_class(families, asked, found):
+def test_another_family_is_refused_in_one_line(families, asked, found):
     family = families(found)
-    (error,) = asked(str(family.folder)).check()
-    assert f"is a {family.policy_class.pipeline_class}, {asked.__name__} needs {asked.pipeline_class}." in error
-    assert error.endswith(f"Use class_path: {family.policy_class.__name__}.")
-    with pytest.raises(LoadError, match="Use class_path"):
+    line = f"is a {family.policy_class.pipeline_class}, {asked.__name__} needs {asked.pipeline_class}."
+    with pytest.raises(LoadError, match=line):
         asked(str(family.folder)).load()
 
 
@@ -156,12 +149,6 @@ def test_damaged_weights_are_one_line(families, tmp_path):
         SD3Policy(str(folder)).load()
 
 
-@pytest.mark.parametrize("options", [{"lora_rank": 0}, {"dtype": "int8"}, {"max_sequence_length": 1025}])
-def test_bad_options_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        FluxPolicy("x", **options)
-
-
 def test_guidance_as_an_input_is_known_before_loading(flux_folder):
     policies = {embeds: FluxPolicy(str(flux_folder(embeds)), negative_prompt="fog") for embeds in (True, False)}
     assert {embeds: policy.embeds_guidance for embeds, policy in policies.items()} == {True: True, False: False}
@@ -182,22 +169,15 @@ def same_weights(policy, other):
 # --- variants, and the hub's cache ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "variant"),
-    [
-        ("model.safetensors", None),
-        ("diffusion_pytorch_model-00001-of-00002.safetensors", None),
-        ("diffusion_pytorch_model.non_ema.bin", "non_ema"),
-        ("model.fp16-00001-of-00002.safetensors", "fp16"),
-        ("model-00001-of-00002.fp16.safetensors", "fp16"),
-    ],
-)
-def test_variants_are_read_from_names(name, variant):
-    match = WEIGHTS.fullmatch(name)
-    assert (match[1] or match[2]) == variant
-
-
-def test_other_files_are_no_weights():
+def test_variants_are_read_from_names():
+    for name, variant in {
+        "diffusion_pytorch_model-00001-of-00002.safetensors": None,
+        "diffusion_pytorch_model.non_ema.bin": "non_ema",
+        "model.fp16-00001-of-00002.safetensors": "fp16",
+        "model-00001-of-00002.fp16.safetensors": "fp16",
+    }.items():
+        match = WEIGHTS.fullmatch(name)
+        assert (match[1] or match[2]) == variant
     for name in ("openvino_model.bin", "model.onnx", "model.safetensors.index.fp16.json"):
         assert WEIGHTS.fullmatch(name) is None
 
@@ -291,17 +271,7 @@ def test_sizes_that_the_vae_or_the_patches_cannot_take(families):
 @pytest.mark.parametrize(
     ("name", "height", "width"),
     # latents of 7 x 11 divide by nothing that a UNet halves them by
-    repeating(
-        [
-            ("sd3", 32, 16),
-            ("sdxl", 28, 44),
-            ("flux", 40, 24),
-            ("qwen_image", 40, 24),
-            ("flux2", 8, 56),
-            ("z_image", 40, 24),
-        ],
-        slow=[("qwen_image", 40, 24), ("flux2", 8, 56), ("z_image", 40, 24)],
-    ),
+    repeating([("sd3", 32, 16), ("sdxl", 28, 44), ("flux", 40, 24), *LARGE_SIZES], slow=LARGE_SIZES),
 )
 def test_any_size_that_the_model_allows(families, name, height, width):
     policy = families(name).load(height=height, width=width)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import nn
 
 from lit_vgrpo.policies import SD3Policy, prompt_encoder
 from lit_vgrpo.policies.embeddings import encoder_fingerprint
@@ -115,34 +114,21 @@ def test_the_fingerprint_is_of_the_encoders_and_not_of_where_they_lie(families, 
     assert encoder_fingerprint(policy) == first
 
 
-def reweigh(policy):
-    with torch.no_grad():
-        for parameter in policy.pipeline.text_encoder_2.parameters():
-            parameter.add_(1e-3)
-
-
-def reconfigure(policy):
-    policy.pipeline.text_encoder.config.hidden_act = "gelu"
-
-
-def add_word(policy):
-    policy.pipeline.tokenizer_2.add_tokens(["chartreuse"])
-
-
-def pad_otherwise(policy):
-    policy.pipeline.tokenizer_2.pad_token = policy.pipeline.tokenizer_2.eos_token
-
-
-def cut_shorter(policy):
-    policy.pipeline.tokenizer.model_max_length = 7
-
-
-@pytest.mark.parametrize("change", [reweigh, reconfigure, add_word, pad_otherwise, cut_shorter])
-def test_the_fingerprint_changes_with_every_part_of_an_encoder(families, change):
+def test_the_fingerprint_changes_with_every_part_of_an_encoder(families):
     policy = families("sd3_t5").load()
-    before = encoder_fingerprint(policy)
-    change(policy)
-    assert encoder_fingerprint(policy) != before
+    pipeline, found = policy.pipeline, [encoder_fingerprint(policy)]
+    with torch.no_grad():
+        next(pipeline.text_encoder_2.parameters()).add_(1e-3)
+    found.append(encoder_fingerprint(policy))
+    pipeline.text_encoder.config.hidden_act = "gelu"
+    found.append(encoder_fingerprint(policy))
+    pipeline.tokenizer_2.add_tokens(["chartreuse"])
+    found.append(encoder_fingerprint(policy))
+    pipeline.tokenizer_2.pad_token = "chartreuse"
+    found.append(encoder_fingerprint(policy))
+    pipeline.tokenizer.model_max_length = 7
+    found.append(encoder_fingerprint(policy))
+    assert len(set(found)) == 6
 
 
 def test_the_fingerprint_changes_with_the_options_that_matter(families):
@@ -158,13 +144,6 @@ def addresses(modules):
     return [(name, tensor.data_ptr()) for module in modules for name, tensor in module.state_dict().items()]
 
 
-class Unmovable(torch.Tensor):
-    """Tensor that no device has room for."""
-
-    def to(self, *args, **kwargs):
-        raise RuntimeError("out of memory")
-
-
 def test_modules_are_elsewhere_for_a_while_and_then_their_own_again(families):
     encoders = families("sd3_t5").shared.encoders()
     before = addresses(encoders)
@@ -177,16 +156,6 @@ def test_modules_are_elsewhere_for_a_while_and_then_their_own_again(families):
         assert {tensor.device for tensor in gather()} == {META}
         assert len(gather()) == count  # T5 has one table under two names
         assert not any(p.requires_grad for module in encoders for p in module.parameters())
-    assert addresses(encoders) == before
-
-
-def test_modules_come_back_when_something_fails_on_the_way(families):
-    encoders = families("sd3_t5").load().encoders()
-    before = addresses(encoders)
-    encoders[1].register_parameter("broken", nn.Parameter(Unmovable()))
-    with pytest.raises(RuntimeError, match="out of memory"), placed(encoders, META):
-        pass
-    del encoders[1].broken
     assert addresses(encoders) == before
 
 

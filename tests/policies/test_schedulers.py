@@ -5,7 +5,7 @@ import pytest
 import torch
 from policies.contract import HEIGHT, PROMPTS, WIDTH, inputs
 
-from lit_vgrpo.policies.schedulers import dynamic_mu, flow_scheduler, static_shift
+from lit_vgrpo.policies.flow import dynamic_mu, flow_scheduler, static_shift
 
 STEPS, TOKENS = 8, 1024
 

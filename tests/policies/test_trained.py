@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file
 
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.snapshots import Snapshot, trainable_parameters
-from lit_vgrpo.policies import SD3Policy, UNetPolicy
+from lit_vgrpo.core.snapshots import trainable_parameters
+from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.system.hub import LoadError
 
 PROMPTS = ["a red circle on the left", "a blue square on the right"]
@@ -54,12 +54,6 @@ def test_an_adapter_goes_to_the_targets_and_nowhere_else(tiny_sd3):
     assert all(".attn." in name for name in trained_layers(sd3(tiny_sd3, lora_rank=2).load()))
 
 
-def test_convolutions_take_an_adapter(tiny_unet):
-    policy = UNetPolicy(str(tiny_unet), lora_rank=2, lora_targets=["conv1", "attn2.to_k"]).load()
-    assert any(name.endswith("resnets.0.conv1") for name in trained_layers(policy))
-    assert any(name.endswith("attn2.to_k") for name in trained_layers(policy))
-
-
 def test_the_seed_is_that_of_the_adapter(tiny_sd3):
     first, again, other = (
         trainable_parameters(sd3(tiny_sd3, lora_rank=2, init_seed=seed).load()) for seed in (0, 0, 1)
@@ -68,20 +62,11 @@ def test_the_seed_is_that_of_the_adapter(tiny_sd3):
     assert not any(torch.equal(tensor, other[name]) for name, tensor in first.items() if "lora_A" in name)
 
 
-@pytest.mark.parametrize(
-    ("target", "meant"),
-    [
-        ("attn.to_qq", "Did you mean attn.to_q?"),
-        ("to_out", ""),  # the name of a list of layers, which is no layer
-        ("tn.to_q", "Did you mean attn.to_q?"),  # an ending starts with a whole word
-    ],
-)
-def test_every_target_that_matches_nothing_is_named(tiny_sd3, target, meant):
+@pytest.mark.parametrize("target", ["to_out", "tn.to_q"])  # a list of layers, which is no layer, and half a word
+def test_every_target_that_matches_nothing_is_named(tiny_sd3, target):
     policy = sd3(tiny_sd3, lora_rank=2, lora_targets=["attn.to_k", target])
-    with pytest.raises(LoadError) as caught:
+    with pytest.raises(LoadError, match=f"lora_targets: {target!r} matches nothing in SD3Transformer2DModel."):
         policy.load()
-    nothing = "matches nothing in SD3Transformer2DModel."
-    assert str(caught.value).startswith(f"model.policy.lora_targets: {target!r} {nothing} {meant}")
 
 
 @pytest.mark.parametrize(
@@ -103,16 +88,6 @@ def test_options_that_contradict_each_other_are_refused(options, line):
 # --- partial and full ------------------------------------------------------------------------------------------------
 
 
-def test_patterns_choose_the_parameters(tiny_sd3):
-    policy = sd3(tiny_sd3, train_only=["transformer_blocks.1.attn.to_?.weight", "proj_out.*"]).load()
-    letters = [f"transformer_blocks.1.attn.to_{letter}.weight" for letter in "qkv"]
-    assert set(trainable_parameters(policy.network)) == {*letters, "proj_out.weight", "proj_out.bias"}
-    predict(policy).square().mean().backward()
-    for name, parameter in policy.network.named_parameters():
-        assert (parameter.grad is not None) == parameter.requires_grad, name
-    assert set(Snapshot(policy).tensors) == {f"network.{name}" for name in trainable_parameters(policy.network)}
-
-
 def test_every_pattern_that_matches_nothing_is_named(tiny_sd3):
     message = "train_only: 'proj_out.wieght' matches nothing in SD3Transformer2DModel. Did you mean proj_out.weight?"
     with pytest.raises(LoadError, match=message):
@@ -123,19 +98,14 @@ def test_every_pattern_that_matches_nothing_is_named(tiny_sd3):
 
 @pytest.mark.parametrize("options", [{"train_only": ["*.attn.*"]}, {"lora_rank": 2}])
 def test_what_is_trained_is_float32_and_what_is_frozen_takes_half(tiny_sd3, options):
-    policy = sd3(tiny_sd3, dtype="bfloat16", **options).load()
+    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tiny_sd3, text_encoder_3=None, tokenizer_3=None)
+    policy = sd3(tiny_sd3, dtype="bfloat16", **options).adopt(pipeline)
     types = {(p.requires_grad, p.dtype) for p in policy.network.parameters()}
     assert types == {(True, torch.float32), (False, torch.bfloat16)}
     prediction = predict(policy)
     assert prediction.dtype == torch.float32
     prediction.square().mean().backward()
     assert any(p.grad is not None and p.grad.any() for p in trainable_parameters(policy).values())
-
-
-def test_a_pipeline_in_memory_is_cast_too(tiny_sd3):
-    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tiny_sd3, text_encoder_3=None, tokenizer_3=None)
-    policy = sd3(tiny_sd3, dtype="bfloat16", lora_rank=2).adopt(pipeline)
-    assert {p.dtype for p in policy.network.parameters() if not p.requires_grad} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("options", [{}, {"train_only": ["proj_out.*"]}])
@@ -145,9 +115,5 @@ def test_training_in_16_bits_starts_from_the_weights_as_they_are_stored(tiny_sd3
     trained = trainable_parameters(policy.network)
     assert len(trained) == (2 if options else len(list(policy.network.parameters())))
     assert all(torch.equal(tensor, stored[name]) for name, tensor in trained.items())
-
-
-def test_the_vae_is_as_it_is_stored(tiny_sd3):
-    policy = sd3(tiny_sd3, dtype="bfloat16", lora_rank=2).load()
     stored = load_file(tiny_sd3 / "vae" / "diffusion_pytorch_model.safetensors")
     assert all(torch.equal(tensor, stored[name]) for name, tensor in policy.pipeline.vae.named_parameters())

@@ -3,7 +3,7 @@
 import torch
 from PIL import Image
 
-from lit_vgrpo.rollout.copying import COPY, CopyGuard, copying_warning, largest_change, similarity
+from lit_vgrpo.rollout.scores import COPY, CopyGuard, copying_warning, largest_change, similarity
 from lit_vgrpo.tiny.edits import random_edits
 
 

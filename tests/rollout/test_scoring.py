@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lit_vgrpo import VGRPO, MixGRPO, OptimizerConfig, RolloutSpec
 from lit_vgrpo.callbacks import RewardLogger, RunSummary
-from lit_vgrpo.launch.prompt_checks import UnscorablePrompts
+from lit_vgrpo.launch.checks import UnscorablePrompts
 from lit_vgrpo.rewards import JPEGCompressibility, Reward, RewardError, Scores, ShapesReward, Weighted
 from lit_vgrpo.rollout.scores import gathered, statistics
 

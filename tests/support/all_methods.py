@@ -1,12 +1,12 @@
 """Every training method in a small setting, and what it costs."""
 
 from lit_vgrpo import AWM, DGPO, EPG, VGRPO, DanceGRPO, DiffusionNFT, FlowGRPO, MixGRPO, RolloutSpec
-from lit_vgrpo.core.scouts import ScoutSpec
+from lit_vgrpo.core.types import ScoutSpec
 
 S = 6  # sampling steps: enough for MixGRPO's window of four
 SDE = {"solver": "flow_sde", "steps": S}
 SHARED = {**SDE, "shared_noise": True}
-WIDENING = {"noisiest": 2, "widen_over": 2, "importance_weights": True}
+WIDENING = {"noisiest": 2, "widen_over": 2}
 GUIDED = RolloutSpec(**SDE, guidance=2.0)
 ANCHOR = {"anchor_weight": 1.0, "anchor_decay": 0.3}
 

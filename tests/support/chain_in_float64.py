@@ -5,7 +5,7 @@ import math
 import torch
 from policy_copies import load_copy
 
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext

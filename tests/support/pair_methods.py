@@ -2,7 +2,7 @@
 
 import torch
 
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.objectives.base import PrepareContext

@@ -1,6 +1,8 @@
 """Processes that tests start: the command, and scripts run as ranks."""
 
 import contextlib
+import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +14,34 @@ from pathlib import Path
 def run_command(*words, timeout_s=300, **options):
     """Run ``python -m lit_vgrpo WORDS`` to its end and return it with its output as text."""
     command = [sys.executable, "-m", "lit_vgrpo", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, **options)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": end_with_parent, **options}
+    return subprocess.run(command, text=True, timeout=timeout_s, check=False, **options)
+
+
+@contextlib.contextmanager
+def started(*words, **options):
+    """Start ``python -m lit_vgrpo WORDS`` with its output as text; it is killed at the end of the context."""
+    command = [sys.executable, "-m", "lit_vgrpo", *map(str, words)]
+    options = {"stdout": subprocess.PIPE, "preexec_fn": end_with_parent, **options}
+    with subprocess.Popen(command, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def draw_with_diffusers(jobs, folder):
+    """Run the jobs of ``plain_diffusers.py`` in one process without this package."""
+    Path(folder, "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, Path(__file__).with_name("plain_diffusers.py"), Path(folder, "jobs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, preexec_fn=end_with_parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def end_with_parent():
+    """For ``preexec_fn``: kill this process once the tests that started it are gone, such as after their time limit."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def small_strategy(name):
@@ -49,7 +78,8 @@ def run_ranks(script, *args, world=1, logs, env=None, timeout_s=400):
             log = Path(logs, f"{Path(script).stem}.{rank}.log")
             variables = {**os.environ, **env, **{key: str(value) for key, value in place.items()}}
             with open(log, "wb") as file:
-                ranks[subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)] = log
+                options = {"stdout": file, "stderr": subprocess.STDOUT, "preexec_fn": end_with_parent}
+                ranks[subprocess.Popen(command, env=variables, **options)] = log
         while any(process.poll() is None for process in ranks) and time.monotonic() < end:
             if any(process.returncode for process in ranks):
                 break

@@ -1,9 +1,10 @@
 """Run by processes.run_ranks or torchrun: trains what each job names on its ranks, and writes what came out of it.
 
-    torchrun --nproc-per-node 2 tests/support/ranks.py POLICY_FOLDER OUT JOB [JOB ...]
+    torchrun --nproc-per-node 2 tests/support/ranks.py POLICY_FOLDER OUT STRATEGY JOB [JOB ...]
 
 A job is ``name|key=value,...``: a name of all_methods.METHODS, "skip" or "stop", and options of the data module;
-``middle=1`` saves within iteration 1 after its first update. A checkpoint OUT/name.ckpt is continued.
+``middle=1`` saves within iteration 1 after its first update. A checkpoint OUT/name.ckpt is continued. Of several
+strategies, ``zero3,fsdp2``, each has its folder in OUT.
 """
 
 import math
@@ -24,7 +25,6 @@ from lit_vgrpo.core.snapshots import Snapshot
 from lit_vgrpo.launch.train import leave_together
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-STRATEGY = os.environ.get("STRATEGY", "ddp")
 DATA = {"prompts_per_iteration": 4, "group_size": 4, "micro_batch_size": 4, "heldout_limit": 5, "eval_batch_size": 3}
 
 
@@ -69,7 +69,7 @@ def options(text):
     return {key: value == "true" if value in ("true", "false") else int(value) for key, value in pairs}
 
 
-def job(folder, out, text):
+def job(folder, out, strategy, text):
     name, _, words = text.partition("|")
     chosen = options(words)
     own = {"skip": Broken, "stop": Broken, "idle": anchored}
@@ -81,7 +81,7 @@ def job(folder, out, text):
     module.evaluator.observers.append(seen)
     callbacks = [ema, seen, SaveInTheMiddle(chosen.pop("middle", -1), Path(out) / f"{name}.middle.ckpt")]
     ckpt = Path(out) / f"{name}.ckpt"
-    ranks = {"strategy": small_strategy(STRATEGY), "devices": WORLD} if WORLD > 1 else {}
+    ranks = {"strategy": small_strategy(strategy), "devices": WORLD} if WORLD > 1 else {}
     trainer = make_trainer(out, chosen.pop("iterations", 3), callbacks, gradient_clip_val=0.5, **ranks)
     error = ""
     try:
@@ -137,8 +137,14 @@ class Seen(L.Callback):
         return {}
 
 
+def main(folder, out, strategies, *jobs):
+    for strategy in strategies.split(","):
+        place = Path(out, strategy) if "," in strategies else Path(out)
+        place.mkdir(exist_ok=True)
+        for text in jobs:
+            job(folder, place, strategy, text)
+
+
 if __name__ == "__main__":
-    folder, out, *jobs = sys.argv[1:]
-    for text in jobs:
-        job(folder, out, text)
+    main(*sys.argv[1:])
     leave_together()

@@ -4,8 +4,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-from lit_vgrpo.cli.run import run
+from commands import run
 
 
 @contextmanager

@@ -1,10 +1,7 @@
-import threading
-
 import pytest
 from huggingface_hub import constants
 
-from lit_vgrpo.system import hub
-from lit_vgrpo.system.hub import explain_unloadable, hub_error, local_folder
+from lit_vgrpo.system.hub import explain_unloadable, local_folder
 
 NAME = "nobody/nothing-of-this-name"
 
@@ -58,22 +55,21 @@ def test_a_hub_that_cannot_be_reached_is_one_line(cache, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
-    assert explain_unloadable(NAME, "config.json", "key") == (
-        f"Cannot load {NAME}: not in the local cache and the hub cannot be reached. "
-        f"Run: hf download {NAME}, or set key=/a/local/folder."
+    message = explain_unloadable(NAME, "config.json", "key")
+    assert message.startswith(
+        f"Cannot load {NAME}: not in the local cache and asking the hub for config.json ended with "
     )
 
 
 @pytest.mark.parametrize(
     ("status", "code", "said"),
     [
-        (404, "RepoNotFound", "no such repository"),
-        (404, "EntryNotFound", "it has no config.json"),
-        (403, "GatedRepo", "access must be granted first. Run: hf auth login. Run: hf download"),
-        (500, "", "the hub cannot be reached"),
+        (404, "RepoNotFound", "RepositoryNotFoundError"),
+        (404, "EntryNotFound", "EntryNotFoundError"),
+        (403, "GatedRepo", "GatedRepoError"),
     ],
 )
-def test_the_hub_s_answers_are_told_apart(cache, monkeypatch, hub_server, status, code, said):
+def test_the_hubs_answers_are_told_apart(cache, monkeypatch, hub_server, status, code, said):
     address = hub_server(status, code)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", address)
@@ -111,12 +107,3 @@ def hub_server():
     for server in servers:
         server.shutdown()
         server.server_close()
-
-
-def test_a_hub_that_does_not_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.2)
-    never = threading.Event()
-    try:
-        assert isinstance(hub_error(never.wait), TimeoutError)
-    finally:
-        never.set()

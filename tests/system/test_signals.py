@@ -1,4 +1,4 @@
-"""Requests to stop: what counts as one, and what becomes of one that the main thread cannot hear."""
+"""Requests to stop: what counts as one, and the end of a process whose main thread cannot react."""
 
 import os
 import signal
@@ -12,12 +12,12 @@ from lit_vgrpo.system.signals import StopRequests
 
 
 class Requests(StopRequests):
-    def __init__(self, patient=True, hindrance=None):
+    def __init__(self):
         super().__init__()
-        self.patient, self.reason, self.obeyed, self.answered, self.ended = patient, hindrance, [], [], []
+        self.obeyed, self.answered, self.ended = [], [], []
 
     def can_wait(self):
-        return self.patient
+        return True
 
     def answer(self, signum):
         self.answered.append(signum)
@@ -27,18 +27,9 @@ class Requests(StopRequests):
         if self.is_urgent:
             raise KeyboardInterrupt
 
-    def hindrance(self):
-        return self.reason
-
     def end(self, signum, reason):
         self.ended.append((signum, reason))
         self._done.set()  # a real one does not return
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    for name, seconds in (("POLL_S", 0.01), ("GRACE_S", 0.1), ("LEAVING_S", 0.0)):
-        monkeypatch.setattr(signals, name, seconds)
 
 
 def send(*names):
@@ -54,12 +45,12 @@ def ends(requests):
 
 
 def test_signals_are_put_back():
-    before = [signal.getsignal(signal.Signals[name]) for name in signals.STOP_SIGNALS]
+    before = list(map(signal.getsignal, signals.STOP_SIGNALS))
     with Requests().listening():
         assert signal.getsignal(signal.SIGTERM) != before[1]
         wakeup = signal.set_wakeup_fd(-1)
         assert wakeup >= 0
-    assert [signal.getsignal(signal.Signals[name]) for name in signals.STOP_SIGNALS] == before
+    assert list(map(signal.getsignal, signals.STOP_SIGNALS)) == before
     assert signal.set_wakeup_fd(-1) == -1
     assert "stop-requests" not in [thread.name for thread in threading.enumerate()]
 
@@ -95,31 +86,16 @@ def test_a_request_in_a_block_that_is_held_is_obeyed_after_it():
         assert done
 
 
-@pytest.mark.parametrize(
-    ("names", "hindrance", "reason"),
-    [
-        (["SIGINT", "SIGINT"], None, "The current step did not end within 0 s."),
-        (["SIGTERM", "SIGINT"], "Rank 1 is stopped.", "Rank 1 is stopped."),
-        (["SIGTERM"], "Rank 1 is stopped.", "Rank 1 is stopped."),
-        (["SIGTERM", "SIGTERM", "SIGTERM"], None, "It was asked to stop three times."),
-    ],
-)
-def test_what_the_main_thread_does_not_obey_ends_the_process(monkeypatch, names, hindrance, reason):
+def test_a_third_request_ends_the_process_whatever_the_main_thread_does(monkeypatch):
     monkeypatch.setattr(signals, "REPEAT_S", 0.0)
-    monkeypatch.setattr(signals, "GRACE_S", 60.0 if len(names) > 2 else 0.1)
-    requests = Requests(hindrance=hindrance)
+    requests = Requests()
     with requests.listening():
         requests.hold()  # as in a collective: no handler of Python's does anything
-        send(*names)
-        assert ends(requests)[0] == (signal.Signals[names[0]], reason)
-
-
-def test_a_file_that_is_being_written_has_all_the_time_it_takes():
-    requests = Requests()
-    with requests.listening(), pytest.raises(KeyboardInterrupt), requests.held():  # noqa: PT012
-        send("SIGINT", "SIGINT")
-        time.sleep(0.3)
-    assert requests.ended == []
+        send("SIGTERM", "SIGINT")
+        time.sleep(2 * signals.POLL_S)
+        assert requests.ended == []
+        send("SIGINT")
+        assert ends(requests) == [(signal.SIGTERM, "It was asked to stop three times.")]
 
 
 def test_a_forked_process_has_its_own_signals():

@@ -5,13 +5,13 @@ from collections import Counter
 
 import pytest
 import torch
+from commands import run
 from diffusers import StableDiffusion3Pipeline
 from make_prompts import files
 from tiny_pipelines import build_sd3, words_tokenizer
 from tiny_text import learn_merges, text_encoder_with_projection
 
 from lit_vgrpo import SD3Policy
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.rewards.ocr import OCRReward, wanted_text
 from lit_vgrpo.system.paths import shipped_root
 from lit_vgrpo.tiny import WordImages

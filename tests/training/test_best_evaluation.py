@@ -3,18 +3,13 @@
 import math
 import resource
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import make_data, make_module, make_trainer
 
 from lit_vgrpo.callbacks import RunSummary
-from lit_vgrpo.cli.eval import EvaluateOptions
-from lit_vgrpo.cli.run import run
-from lit_vgrpo.training.best_evaluation import BestEvaluation
-from lit_vgrpo.training.checkpoint import RunCheckpoint
-from lit_vgrpo.training.resume import last_good_checkpoint
+from lit_vgrpo.training.checkpoint import BestEvaluation, RunCheckpoint
 
 
 class Says:
@@ -132,14 +127,3 @@ def test_one_that_cannot_be_written_leaves_the_one_before(tiny_sd3, tmp_path, ca
     assert saver.best.value == 1
     assert saver.unsaved is None  # the end of the run was
     assert best_of(tmp_path, "last.ckpt")[1]["value"] == 1
-
-
-def test_resuming_takes_it_where_it_is_furthest(tiny_recipe):
-    saving = "trainer.callbacks=[{class_path: RunCheckpoint, init_args: {every_n_iterations: 1}}]"
-    assert run([str(tiny_recipe), "run_dir=run", saving]) == 0
-    folder = Path("run/checkpoints")
-    (folder / "last.ckpt").replace(folder / "best.ckpt")  # further than what is left, and written later
-    assert last_good_checkpoint(Path("run"), print).checkpoint == folder / "best.ckpt"
-    assert EvaluateOptions.parse(["run", "--checkpoint", "best.ckpt"]).checkpoint == folder / "best.ckpt"
-    (folder / "previous.ckpt").replace(folder / "best.ckpt")
-    assert last_good_checkpoint(Path("run"), print).checkpoint == folder / "best.ckpt"

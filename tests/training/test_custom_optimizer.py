@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from commands import check
 from helpers import make_data, make_module, make_trainer, repeating, weights
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import ReduceLROnPlateau
@@ -12,7 +13,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from lit_vgrpo import OptimizerConfig
-from lit_vgrpo.cli.check import check
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.training.loggers import read_table
 from lit_vgrpo.training.optimizer import CustomOptimizer

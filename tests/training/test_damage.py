@@ -6,14 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from commands import evaluate, export, run, sample_images
 from conftest import tiny_recipe_of
 from helpers import Brightness, make_data, make_module, make_trainer
 
 from lit_vgrpo import VGRPOModule
-from lit_vgrpo.cli.eval import evaluate
-from lit_vgrpo.cli.export import export
-from lit_vgrpo.cli.run import run
-from lit_vgrpo.cli.sample import sample_images
 from lit_vgrpo.training.checkpoint_file import read, write
 from lit_vgrpo.training.saved_weights import SavedWeights
 

@@ -1,7 +1,7 @@
 """One iteration of every model family on two processes against one: the same weights, exports that diffusers reads."""
 
 import json
-from functools import cache
+import runpy
 from pathlib import Path
 
 import diffusers
@@ -10,26 +10,26 @@ import torch
 from helpers import picture_prompts
 from processes import run_ranks
 
-pytestmark = pytest.mark.slow  # test_ranks holds two processes to one in every run of the tests
-WORKER = Path(__file__).with_name("family_worker.py")
+pytestmark = pytest.mark.slow  # test_ranks and test_strategies hold two processes with SD3 to one
+WORKER = Path(__file__).with_name("worker.py")
 LARGE = {"qwen_image": "QwenImagePolicy", "flux2": "Flux2Policy", "z_image": "ZImagePolicy"}
 LARGE |= {"qwen_image_edit": "QwenImageEditPolicy"}
-FAMILIES = {"sd3": "SD3Policy", "unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
+FAMILIES = {"unet": "UNetPolicy", "sdxl": "SDXLPolicy", "flux": "FluxPolicy"}
 FAMILIES |= {"kontext": "KontextPolicy", **LARGE}
 UNUSED = dict.fromkeys(
     ("qwen_image", "qwen_image_edit"), ("transformer_blocks.1.attn.to_add_out.", "transformer_blocks.1.txt_mlp.")
 )
 """Starts of the names of weights that no output depends on, which are not trained."""
 EDIT = ("kontext", "qwen_image_edit")
+KINDS = ["lora", "full"]
 RUNS = [("lora", "zero2"), ("lora", "fsdp2"), ("full", "fsdp2")]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.fixture(scope="module")
-def options(sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder):
+def options(unet_folder, sdxl_folder, flux_folder, large_folder):
     """Of a family's policy."""
     made = {
-        "sd3": lambda: {"checkpoint": str(sd3_folder()), "max_sequence_length": 1},
         "unet": lambda: {"checkpoint": str(unet_folder())},
         "sdxl": lambda: {"checkpoint": str(sdxl_folder())},
         "flux": lambda: {"checkpoint": str(flux_folder()), "max_sequence_length": 8, "height": 32, "width": 32},
@@ -43,32 +43,28 @@ def options(sd3_folder, unet_folder, sdxl_folder, flux_folder, large_folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, options):
-    """``folder(family)`` holds what its runs left, made in one launch of one process and one of two."""
+    """All runs of all families: those of one process, made here, and those of two, made in one launch."""
+    folder = tmp_path_factory.mktemp("families")
+    edited = {"train": picture_prompts(folder, 32), "heldout": None}
+    keys = ("name", "policy", "options", "lora", "strategy", "data")
 
-    def launch(folder, family, world, runs):
-        spec = folder / f"{world}.json"
-        keys = ("name", "policy", "options", "lora", "strategy")
+    def spec(runs):
         rows = [
-            (f"{family}-{kind}-{strategy}", FAMILIES[family], options(family), kind == "lora", strategy)
+            (f"{family}-{kind}-{strategy}", policy, options(family), kind == "lora", strategy, data)
+            for family, policy in FAMILIES.items()
+            for data in [edited if family in EDIT else {}]
             for kind, strategy in runs
         ]
-        runs = [dict(zip(keys, row, strict=True)) for row in rows]
-        data = {"train": picture_prompts(folder, 32), "heldout": None} if family in EDIT else {}
-        spec.write_text(json.dumps({"folder": str(folder), "runs": runs, "data": data}))
-        run_ranks(WORKER, spec, world=world, logs=folder)
+        return {"folder": str(folder), "runs": [dict(zip(keys, row, strict=True)) for row in rows]}
 
-    @cache
-    def made(family):
-        folder = tmp_path_factory.mktemp(family)
-        launch(folder, family, 1, [(kind, None) for kind in ("lora", "full")])
-        launch(folder, family, 2, RUNS)
-        return folder
-
-    return made
+    runpy.run_path(str(WORKER))["main"](spec([(kind, None) for kind in KINDS]))
+    (folder / "spec.json").write_text(json.dumps(spec(RUNS)))
+    run_ranks(WORKER, folder / "spec.json", world=2, logs=folder)
+    return folder
 
 
 def load(folder, family, kind, strategy=None):
-    return torch.load(folder(family) / f"{family}-{kind}-{strategy}.ckpt", weights_only=True)
+    return torch.load(folder / f"{family}-{kind}-{strategy}.ckpt", weights_only=True)
 
 
 def weights(checkpoint):
@@ -76,46 +72,43 @@ def weights(checkpoint):
     return {**checkpoint["state_dict"], **{f"EMA {name}": value for name, value in average.items()}}
 
 
-@pytest.mark.parametrize(("kind", "strategy"), RUNS)
 @every_family
-def test_two_processes_equal_one(folder, family, kind, strategy):
-    one, two = load(folder, family, kind), load(folder, family, kind, strategy)
-    assert two["global_step"] == one["global_step"] == 2
-    found, expected = weights(two), weights(one)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+def test_two_processes_equal_one(folder, family):
+    for kind, strategy in RUNS:
+        one, two = load(folder, family, kind), load(folder, family, kind, strategy)
+        assert two["global_step"] == one["global_step"] == 2
+        found, expected = weights(two), weights(one)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            at = f"{kind}, {strategy}, {name}"
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=lambda m, at=at: f"{at}: {m}")
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
 @every_family
-def test_one_process_trains(folder, family, kind):
+def test_one_process_trains(folder, family):
     """Otherwise the comparison would say nothing: two steps of Adam move a weight by about twice the learning rate."""
-    checkpoint = load(folder, family, kind)
-    moments = checkpoint["optimizer_states"][0]["state"].values()
-    reached = [state["exp_avg"].abs().max() > 0 for state in moments]
-    assert sum(reached) > 0.8 * len(reached)
-    average = checkpoint["callbacks"]["EMA"]["average"]
-    moved = max((value - average[name]).abs().max() for name, value in checkpoint["state_dict"].items())
-    assert moved > (1e-4 if kind == "lora" else 1e-5)
+    for kind in KINDS:
+        checkpoint = load(folder, family, kind)
+        moments = checkpoint["optimizer_states"][0]["state"].values()
+        reached = [state["exp_avg"].abs().max() > 0 for state in moments]
+        assert sum(reached) > 0.8 * len(reached)
+        average = checkpoint["callbacks"]["EMA"]["average"]
+        moved = max((value - average[name]).abs().max() for name, value in checkpoint["state_dict"].items())
+        assert moved > (1e-4 if kind == "lora" else 1e-5)
 
 
 @every_family
-def test_full_weights_are_exported_under_fsdp2(folder, family):
-    pipeline = plain(folder(family) / f"{family}-full-fsdp2-export")
+def test_fsdp2_exports_what_it_trained(folder, options, family):
     average = load(folder, family, "full", "fsdp2")["callbacks"]["EMA"]["average"]
-    network = dict(network_of(pipeline).named_parameters())
+    network = dict(network_of(plain(folder / f"{family}-full-fsdp2-export")).named_parameters())
     trained = {f"policy.network.{name}" for name in network if not name.startswith(UNUSED.get(family, ()))}
     assert trained == average.keys()
     for name, value in average.items():
         assert torch.equal(network[name.removeprefix("policy.network.")], value), name
 
-
-@every_family
-def test_an_adapter_is_exported_under_fsdp2(folder, options, family):
-    pipeline = plain(Path(options(family)["checkpoint"]))
-    pipeline.load_lora_weights(folder(family) / f"{family}-lora-fsdp2-export")
     average = load(folder, family, "lora", "fsdp2")["callbacks"]["EMA"]["average"]
+    pipeline = plain(Path(options(family)["checkpoint"]))
+    pipeline.load_lora_weights(folder / f"{family}-lora-fsdp2-export")
     found = {name.replace("default_0", "default"): p for name, p in network_of(pipeline).named_parameters()}
     assert {name for name in found if "lora" in name} == {name.removeprefix("policy.network.") for name in average}
     for name, value in average.items():

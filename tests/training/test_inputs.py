@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 from conftest import TINY_RECIPE
 from helpers import make_data, make_module, make_trainer
 
-from lit_vgrpo.cli.run import run
-from lit_vgrpo.launch.build import build
-from lit_vgrpo.training.checkpoint_file import INPUTS_KEY, read, write
+from lit_vgrpo.config.recipe import Command, read_recipe
+from lit_vgrpo.launch.build import build_recipe
 
 LAST = Path("run/checkpoints/last.ckpt")
 REWARD = """
@@ -99,7 +99,8 @@ def test_what_changed_is_said_and_refused(inside, capfd, change, what):
         assert "allow_changes=true" in last
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
     assert not Path("runs").exists()
-    cli = build(["run/config.yaml", "--resume", "trainer.max_epochs=2", "allow_changes=true"], make_folder=False)
+    command = Command.parse(["run/config.yaml", "trainer.max_epochs=2", "allow_changes=true"], resume=True)
+    cli = build_recipe(read_recipe(command), make_folder=False)
     assert f"Changed: {what} changed since the checkpoint was written" in cli.opening()
 
 
@@ -110,19 +111,6 @@ def test_with_allow_changes_it_goes_on_and_the_next_checkpoint_knows_the_new_one
     assert "Changed: data.train: prompts changed since" in capfd.readouterr().out
     assert run([*words, "trainer.max_epochs=3"]) == 0
     assert "Changed" not in capfd.readouterr().out
-
-
-def test_a_checkpoint_that_knows_of_none_goes_with_all(inside):
-    checkpoint = dict(read(LAST))
-    assert checkpoint.pop(INPUTS_KEY).keys() == {
-        "data.train",
-        "model.policy.checkpoint",
-        "model.reward brightness",
-        "model.reward contrast",
-    }
-    write(checkpoint, Path("old.ckpt"))
-    CHANGES["prompts"][0]()
-    build(["run/config.yaml", "name=new", "ckpt_path=old.ckpt", "trainer.max_epochs=2"], make_folder=False)
 
 
 def test_a_trainer_of_ones_own_warns(tiny_sd3, tmp_path):

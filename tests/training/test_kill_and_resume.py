@@ -18,21 +18,10 @@ WORDS = [
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_like_one_undisturbed(tiny_recipe):
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--recipe",
-        str(tiny_recipe),
-        "--kills",
-        "2",
-        "--seed",
-        "13",
-        "--out",
-        "out",
-    ]
-    done = subprocess.run([*command, *WORDS], text=True, timeout=400, capture_output=True, check=False)
+    options = ["--recipe", tiny_recipe, "--kills", "1", "--seed", "0", "--out", "out"]
+    command = [sys.executable, SCRIPT, *options, *WORDS]
+    done = subprocess.run(command, text=True, timeout=280, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(Path("out/kill_and_resume.json").read_text())
     assert result["differences"] == []
-    assert result["kills"] == 2
-    assert result["while"]["training"] >= 1
+    assert result["while"] == {"starting": 0, "loading": 0, "training": 1}

@@ -1,16 +1,12 @@
 """An iteration is run whole, whatever limits the trainer has."""
 
-import warnings
-from functools import partial
-
 import lightning as L
 import pytest
-import torch
 from helpers import make_data, make_module, make_trainer, weights
 from lightning.pytorch import callbacks
 
 from lit_vgrpo.core.sizes import Sizes
-from lit_vgrpo.training.limits import limit_error
+from lit_vgrpo.training.settings import limit_error
 
 
 class Ends(L.Callback):
@@ -108,22 +104,3 @@ def test_a_run_whose_time_is_over_finishes_its_iteration(tiny_sd3, tmp_path):
     assert "policy/loss" in trainer.callback_metrics
     make_trainer(tmp_path, 1).fit(whole, datamodule=make_data(updates_per_iteration=2))
     assert all((weights(module)[name] == value).all() for name, value in weights(whole).items())
-
-
-def warnings_of(tiny_sd3, tmp_path, module_options=None, **trainer):
-    module = make_module(tiny_sd3, **(module_options or {}))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        make_trainer(tmp_path, 1, **trainer).fit(module, datamodule=make_data())
-    said = [str(warning.message) for warning in found]
-    return module, [line for line in said if line.startswith(("trainer.precision", "trainer.gradient_clip"))]
-
-
-def test_mixed_precision_has_no_effect_and_says_so_once(tiny_sd3, tmp_path):
-    sgd = {"optimizer": partial(torch.optim.SGD, lr=1e-2)}  # AdamW has another kernel there
-    plain, said = warnings_of(tiny_sd3, tmp_path, sgd)
-    assert said == []
-    mixed, said = warnings_of(tiny_sd3, tmp_path, sgd, precision="bf16-mixed")
-    (line,) = said
-    assert "does not change how the policy computes: in float32, as model.policy.dtype says." in line
-    assert all(torch.equal(weights(mixed)[name], value) for name, value in weights(plain).items())

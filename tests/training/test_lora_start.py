@@ -6,19 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import export, run
 from helpers import make_module, repeating
 from huggingface_hub import constants
 from policies.contract import HEIGHT, WIDTH, inputs
 from policies.families import make_family
 from safetensors.torch import load_file, save_file
 
-from lit_vgrpo.cli.export import export
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.system.hub import LoadError
-from lit_vgrpo.training.start import load_policy, policy_errors, start_hash
+from lit_vgrpo.training.saved_weights import load_policy, policy_errors, start_hash
 
 GREY_LEVEL = 1 / 255
 LAYERS = {  # of each family: name -> rank, alpha; those in one tuple share their down matrix, as fused layers do

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from lit_vgrpo.callbacks import EMA
 from lit_vgrpo.core.sizes import Sizes, divisors
 from lit_vgrpo.rewards import CLIPScore
-from lit_vgrpo.training.memory_shares import shown
-from lit_vgrpo.training.micro_batch import TOO_MUCH, Trial, largest_that_fits
+from lit_vgrpo.training.micro_batch import TOO_MUCH, Trial, largest_that_fits, shown
+from lit_vgrpo.training.sharded import ZeRO
 from lit_vgrpo.training.strategies import micro_batch_error
-from lit_vgrpo.training.zero import ZeRO
 
 
 def fit(folder, tmp_path, make, micro_batch_size, iterations=1, ckpt=None, callbacks=(), **options):

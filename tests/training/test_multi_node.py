@@ -1,40 +1,26 @@
-"""Two machines, as torchrun and SLURM start them: here two processes that believe it."""
+"""Two machines, as torchrun starts them: here two processes that believe it."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 from helpers import free_port
-
-pytestmark = pytest.mark.slow
-LIMIT_S = 240
+from processes import end_with_parent
 
 
-def by_torchrun(port, node):
-    nodes = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", "--master-addr=127.0.0.1"]
-    return [sys.executable, "-m", "torch.distributed.run", *nodes, f"--master-port={port}", "-m", "lit_vgrpo"], {}
-
-
-def by_slurm(port, node):
-    tasks = {"NTASKS": 2, "NTASKS_PER_NODE": 1, "NNODES": 2, "PROCID": node, "NODEID": node, "LOCALID": 0}
-    job = {"JOB_NAME": "train", "JOB_ID": 17, "NODELIST": "127.0.0.1"}
-    env = {f"SLURM_{name}": str(value) for name, value in {**tasks, **job}.items()}
-    return [sys.executable, "-m", "lit_vgrpo"], {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-
-@pytest.mark.parametrize("launcher", [by_torchrun, by_slurm])
-def test_two_nodes_are_one_run_in_one_folder(tiny_recipe, launcher):
+@pytest.mark.slow
+def test_two_nodes_are_one_run_in_one_folder(tiny_recipe):
     words = ["run", str(tiny_recipe), "run_dir=together", "trainer.num_nodes=2", "trainer.strategy=ddp"]
-    port, nodes = free_port(), []
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    nodes = []
     for node in range(2):
-        command, env = launcher(port, node)
-        env = {**os.environ, **env, "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        nodes.append(subprocess.Popen([*command, *words], env=env, **pipes))
+        command = [*torchrun, f"--node-rank={node}", "-m", "lit_vgrpo", *words]
+        nodes.append(subprocess.Popen(command, preexec_fn=end_with_parent, **pipes))
     try:
-        said = [node.communicate(timeout=LIMIT_S)[0] for node in nodes]
+        said = [node.communicate(timeout=240)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()

@@ -6,7 +6,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lit_vgrpo import OptimizerConfig
-from lit_vgrpo.training.optimization import Optimization
+from lit_vgrpo.training.optimizer import Optimization
 from lit_vgrpo.training.strategies import FSDP2, ZeRO, optimizer_error
 
 KINDS = ["adamw", "adamw8bit"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from commands import run
 
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.training.folder import FolderLock
 from lit_vgrpo.training.resume import last_good_checkpoint

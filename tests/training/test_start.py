@@ -6,19 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import export, run
 from helpers import make_module, repeating
 from safetensors.torch import load_file
 from saved_runs import folder_with, train
 
-from lit_vgrpo.cli.export import export
-from lit_vgrpo.cli.run import run
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.training.checkpoint_file import read, write
 from lit_vgrpo.training.folder import CONFIG_NAME
-from lit_vgrpo.training.saved_weights import SavedWeights
-from lit_vgrpo.training.start import load_policy, policy_errors, start_hash
+from lit_vgrpo.training.saved_weights import SavedWeights, load_policy, policy_errors, start_hash
 
 LAST = "runs/first/checkpoints/last.ckpt"
 RECIPE = """

@@ -6,11 +6,9 @@ from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.plan import entrants, runs_of
 from lit_vgrpo.apps.compare.report import Curve, write_race, write_sweep
 from lit_vgrpo.apps.compare.runner import Stopped, locked, run_all
-from lit_vgrpo.config.arguments import subcommand
 from lit_vgrpo.errors import counted, say
 
 
-@subcommand(CompareOptions)
 def compare(options: CompareOptions) -> int:
     """Train methods from the same start; with ``--sweep``, search for each method's best settings.
 

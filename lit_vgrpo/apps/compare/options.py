@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Mapping, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from lit_vgrpo.config.arguments import Options, flag, option, read_path, whole
-from lit_vgrpo.config.recipe import Command, read_recipe, set_value
+from lit_vgrpo.config.recipe import Command, read_recipe, refuse_overrides
+from lit_vgrpo.config.tree import Place, set_value
 from lit_vgrpo.errors import UserError, suggestion
 
 SETTINGS = ("published", "tuned")
@@ -34,7 +33,7 @@ def read_settings(text: str) -> list[str]:
     """Return the kinds of settings that commas separate; raise UserError if one is unknown."""
     names = read_names(text)
     if not set(names) <= set(SETTINGS):
-        raise UserError(f"{text} is not published, tuned or published,tuned.")
+        raise UserError(f"--settings {text} is not published, tuned or published,tuned.")
     return names
 
 
@@ -43,7 +42,7 @@ def read_rewards(text: str) -> list[float]:
     try:
         return sorted({float(word) for word in read_names(text)})
     except ValueError as error:
-        raise UserError(f"{text} is not a held-out reward such as 0.7, or several: 0.6,0.7.") from error
+        raise UserError(f"--target {text} is not a held-out reward such as 0.7, or several: 0.6,0.7.") from error
 
 
 def set_sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> str:
@@ -69,48 +68,41 @@ def set_sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> str:
 
 
 @dataclass(kw_only=True)
-class CompareOptions(Options):
-    """Options of ``lightning compare``; the words are a recipe and its overrides.
+class CompareOptions:
+    """Options of ``lightning compare``, whose help describes the first ones.
 
     Attributes:
-        methods: Methods to race, separated by commas: names of shipped overlays, or paths of overlay files.
-        num_seeds: Seeds per method.
-        first_seed: First seed.
-        iterations: Iterations per run; ``None`` takes the recipe's.
-        evaluate_every: Iterations between evaluations.
-        jobs: Runs at a time.
-        out: Folder to write to, and to continue in.
-        sweep: Search for each method's best settings instead.
-        base_method: Method that the others' costs are divided by; the first of the methods by default.
-        settings: Kinds of settings to run each method with; ``None`` takes those that its overlay has.
-        targets: Held-out rewards whose cost is reported, in ascending order; in a sweep the points are ranked by the
-            cost to reach the highest.
+        words: The recipe and its overrides.
+        line: The command as it was typed.
         command: The base recipe and its overrides.
+        texts: Its values from the environment, as written.
         base: The base recipe as plain values; in a sweep with other held-out prompts, see :func:`set_sweep_prompts`.
         prompts: Name of the prompts that methods are evaluated on.
     """
 
-    subcommand: ClassVar[str] = "compare"
-    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(REFUSED, "is set by the comparison. Use its options.")
-
-    methods: list[str] = option(DEFAULT_METHODS, read_names)
-    num_seeds: int = whole(name="seeds")
-    first_seed: int = whole(least=0)
-    base_method: str = option(name="base")
-    settings: list[str] | None = option(read=read_settings)
-    targets: list[float] = option(read=read_rewards, name="target")
-    iterations: int = whole()
-    evaluate_every: int = whole(5)
-    jobs: int = whole()
-    out: Path = option(read=read_path)
-    sweep: bool = flag()
+    words: Sequence[str]
+    methods: list[str] = field(default_factory=lambda: list(DEFAULT_METHODS))
+    num_seeds: Any = None
+    first_seed: Any = None
+    base_method: Any = None
+    settings: list[str] | None = None
+    targets: list[float] = field(default_factory=list)
+    iterations: Any = None
+    evaluate_every: int = 5
+    jobs: Any = None
+    out: Any = None
+    sweep: bool = False
+    line: str = "lightning compare"
     command: Command = field(init=False)
+    texts: dict[Place, str] = field(init=False)
     base: dict[str, Any] = field(init=False)
     prompts: str = field(init=False, default="held-out prompts")
 
     def __post_init__(self) -> None:
+        refuse_overrides(self.words, dict.fromkeys(REFUSED, "is set by the comparison. Use its options."))
         self.command = Command.parse(self.words)
-        self.base = read_recipe(self.command)
+        recipe = read_recipe(self.command)
+        self.base, self.texts = recipe.values, recipe.texts
         if self.sweep:
             self.prompts = set_sweep_prompts(self.base, {key.rstrip("+") for key, _ in self.command.overrides})
         names = [Path(method).stem for method in self.methods]  # an overlay file's method is its stem
@@ -124,7 +116,6 @@ class CompareOptions(Options):
         self.num_seeds = self.num_seeds or (1 if self.sweep else 3)
         if self.first_seed is None:
             self.first_seed = FIRST_SWEEP_SEED if self.sweep else 0
-        self.targets = self.targets or []
         self.iterations = self.iterations or (max(1, epochs // 2) if self.sweep else epochs)
         self.evaluate_every = min(self.evaluate_every, self.iterations)
         self.jobs = self.jobs or (min(2, os.cpu_count() or 1) if trainer.get("accelerator") == "cpu" else 1)
@@ -134,8 +125,3 @@ class CompareOptions(Options):
     def seeds(self) -> list[int]:
         """Seeds that every method is run with."""
         return list(range(self.first_seed, self.first_seed + self.num_seeds))
-
-    @property
-    def line(self) -> str:
-        """The command as it was typed."""
-        return shlex.join(["lightning", "compare", *self.typed])

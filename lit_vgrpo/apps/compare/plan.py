@@ -1,8 +1,10 @@
-"""The runs of a comparison and their recipes."""
+"""The methods of a comparison, given by overlays on a recipe, and its runs."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,23 +14,69 @@ from typing import Any
 
 import yaml
 
+from lit_vgrpo import objectives
 from lit_vgrpo.apps.compare.options import SETTINGS, CompareOptions
-from lit_vgrpo.apps.compare.overlays import (
-    OF_POLICY,
-    Budget,
-    Overlay,
-    find_overlay,
-    for_race,
-    read_overlay,
-    settings_of,
-    with_overlay,
-)
 from lit_vgrpo.config.environment import unchanged_texts, with_texts
-from lit_vgrpo.config.parts import merged
-from lit_vgrpo.config.recipe import set_value, texts_from_environment
-from lit_vgrpo.config.tree import Place
-from lit_vgrpo.errors import UserError
+from lit_vgrpo.config.parts import options_of_class
+from lit_vgrpo.config.recipe import loaded, resolved
+from lit_vgrpo.config.tree import Place, class_name, dotted, leaves, merged, set_value
+from lit_vgrpo.core.types import RolloutSpec
+from lit_vgrpo.errors import UserError, counted, suggestion, unknown_option
 from lit_vgrpo.launch.build import build
+from lit_vgrpo.system.paths import shipped_root
+
+KEYS = ("like", "published", "tuned", "found", "sweep")
+MAY_SET = (
+    "model.objective",
+    "model.optimizer",
+    "model.advantage_std",
+    "model.advantage_aggregate",
+    "data.updates_per_iteration",
+    "data.split_updates",
+    "trainer.gradient_clip_val",
+)
+"""Keys that may differ between methods; all share the recipe's task, images and evaluation."""
+OF_POLICY = ("scale_cap",)
+"""Options of an objective that depend on the network, and so belong to the recipe for every method that has them."""
+LEFT_OUT_CALLBACKS = ("SampleGrid", "Export", "SurrogateDiagnostics")
+"""Callbacks that cost time or disk space and do not affect a comparison."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An overlay's ``found:`` block: the settings that a sweep tried, the runs of each, and the task and prompts."""
+
+    points: int
+    seeds: int
+    iterations: int
+    prompts: str = ""
+
+    def __str__(self) -> str:
+        seeds = counted(self.seeds, "seed")
+        return f"{counted(self.points, 'point')} x {seeds} x {self.iterations} iterations, {self.prompts or 'unknown'}"
+
+
+@dataclass
+class Overlay:
+    """A method's file: its published settings, the tuned ones, and the grid they were found on.
+
+    Attributes:
+        name: The file's stem.
+        published: Recipe part that is merged over the base recipe.
+        tuned: Recipe part that is merged over ``published``; empty if nothing has been tuned.
+        found: The search that ``tuned`` comes from; ``None`` if unknown.
+        points: The settings that a sweep tries, each as dotted recipe key -> value.
+    """
+
+    name: str
+    published: dict[str, Any]
+    tuned: dict[str, Any] = field(default_factory=dict)
+    found: Budget | None = None
+    points: list[dict[str, Any]] = field(default_factory=list)
+
+    def part(self, settings: str) -> dict[str, Any]:
+        """Return the recipe part of ``published`` or ``tuned`` settings."""
+        return copy.deepcopy(self.published) if settings == "published" else merged(self.published, self.tuned)
 
 
 @dataclass
@@ -61,6 +109,7 @@ class Run:
         fingerprint: Hash of everything that affects the results; a finished run with the same one is not repeated.
     """
 
+    name: str
     method: str
     settings: str
     seed: int
@@ -68,10 +117,6 @@ class Run:
     folder: Path
     log: Path
     fingerprint: str
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
 
     @property
     def fingerprint_file(self) -> Path:
@@ -107,10 +152,7 @@ def _of_overlay(options: CompareOptions, overlay: Overlay) -> list[Entrant]:
         return swept(options, overlay)
     settings = options.settings or [name for name in SETTINGS if name == "published" or overlay.tuned]
     if "tuned" in settings and not overlay.tuned:
-        raise UserError(
-            f"{overlay.name} has no tuned settings. Use --settings published, or find some: "
-            f"lightning compare {options.command.recipe.stem} --methods {overlay.name} --sweep"
-        )
+        raise UserError(f"{overlay.name} has no tuned settings. Use --settings published, or find some with --sweep.")
     return [Entrant(overlay.name, name, _recipe(options, overlay.part(name)), {}, overlay.found) for name in settings]
 
 
@@ -144,7 +186,7 @@ def _lost_overrides(options: CompareOptions, overlays: Iterable[Overlay]) -> lis
             else:
                 is_lost = any(f"{one}.".startswith(f"{key}.") for one in replaced)
             if is_lost:
-                errors[key] = f"{key} has no effect: the overlay of {overlay.name} sets it. Set it in your own overlay."
+                errors[key] = f"{key} has no effect: the overlay of {overlay.name} sets it. Set it in an overlay."
     return list(errors.values())
 
 
@@ -164,11 +206,7 @@ def _build_errors(found: Sequence[Entrant]) -> list[str]:
 
 
 def recipe_text(entrant: Entrant, path: str, texts: Mapping[Place, str]) -> str:
-    """Return the merged recipe as a file that ``lightning run`` takes.
-
-    Args:
-        texts: Values from the environment as written, see :func:`~lit_vgrpo.config.environment.environment_texts`.
-    """
+    """Return the merged recipe as a file; ``texts`` are values from the environment as written."""
     what = ", ".join(f"{key}={value}" for key, value in entrant.changed.items()) or f"{entrant.settings} settings"
     body = yaml.safe_dump(with_texts(entrant.recipe, texts), sort_keys=False, width=120)
     return f"# {entrant.method}, {what}, merged for a comparison\n#   lightning run {path}\n{body}"
@@ -176,30 +214,124 @@ def recipe_text(entrant: Entrant, path: str, texts: Mapping[Place, str]) -> str:
 
 def runs_of(options: CompareOptions, found: Iterable[Entrant]) -> list[Run]:
     """Write the merged recipes and return a run per entrant and seed, seed by seed."""
-    recipes, of_base = {}, texts_from_environment(options.command)
-    for name in ("recipes", "runs", "logs"):
-        (options.out / name).mkdir(parents=True, exist_ok=True)
-    for entrant in found:
-        path = options.out / "recipes" / f"{entrant.name}.yaml"
-        texts = unchanged_texts(of_base, options.base, entrant.recipe)
-        path.write_text(recipe_text(entrant, str(path), texts))
-        recipes[path] = entrant
-    return [
-        Run(
-            method=entrant.method,
-            settings=entrant.settings,
-            seed=seed,
-            recipe=path,
-            folder=options.out / "runs" / f"{entrant.name}-seed{seed}",
-            log=options.out / "logs" / f"{entrant.name}-seed{seed}.log",
-            fingerprint=fingerprint(entrant.recipe, seed),
-        )
-        for seed in options.seeds
-        for path, entrant in recipes.items()
-    ]
+    runs = []
+    recipes, folders, logs = (options.out / name for name in ("recipes", "runs", "logs"))
+    for folder in (recipes, folders, logs):
+        folder.mkdir(parents=True, exist_ok=True)
+    for seed, entrant in itertools.product(options.seeds, found):
+        path, name = recipes / f"{entrant.name}.yaml", f"{entrant.name}-seed{seed}"
+        path.write_text(recipe_text(entrant, str(path), unchanged_texts(options.texts, options.base, entrant.recipe)))
+        files = path, folders / name, logs / f"{name}.log"
+        runs.append(Run(name, entrant.method, entrant.settings, seed, *files, fingerprint(entrant.recipe, seed)))
+    return runs
 
 
 def fingerprint(recipe: Mapping[str, Any], seed: int) -> str:
     """Return a hash of the recipe, including its iterations, and the seed."""
     text = json.dumps(merged(recipe, {"seed_everything": seed}), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- overlays ---------------------------------------------------------------------------------------------------------
+
+
+def shipped_methods() -> dict[str, Path]:
+    """Return the overlays installed with the package, by name."""
+    return {path.stem: path for path in sorted((shipped_root() / "compare").glob("*.yaml"))}
+
+
+def find_overlay(text: str) -> Path:
+    """Return the file of a method, given a shipped name or a path; raise UserError if there is none."""
+    shipped = shipped_methods()
+    path = shipped.get(text, Path(text).expanduser())
+    if not path.is_file():
+        raise UserError(f"{text} is neither a method nor an overlay file. {suggestion(text, shipped)}")
+    return path
+
+
+def read_overlay(path: Path) -> Overlay:
+    """Read an overlay file; with ``like:``, its ``published:`` is merged over that of the method named there.
+
+    Raises:
+        UserError: It is not an overlay, or sets what must be the same for every method.
+    """
+    content = {key: value or {} for key, value in resolved(loaded(path), path).items()}
+    if unknown := [key for key in content if key not in KEYS]:
+        raise UserError(*(unknown_option(key, f"the overlay {path}", KEYS) for key in unknown))
+    try:
+        published = content.get("published", {})
+        if "like" in content:
+            published = merged(read_overlay(find_overlay(str(content["like"]))).published, published)
+        objective = as_component(published["model"]["objective"])
+        published["model"]["objective"] = {"class_path": objective["class_path"], **objective}
+        found = Budget(**content["found"]) if "found" in content else None
+        points = content.get("sweep", [])
+        if isinstance(points, dict):
+            points = [dict(zip(points, values, strict=True)) for values in itertools.product(*points.values())]
+        overlay = Overlay(path.stem, published, content.get("tuned", {}), found, points)
+        keys = {key for part in (published, overlay.tuned, *points) for key in settings_of(part)}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        advice = "It needs published: with a model.objective and its class_path, or like: with a method"
+        raise UserError(f"{path} is not an overlay. {advice} ({type(error).__name__}: {error}).") from error
+    errors = [
+        f"{path}: {key} cannot be set by an overlay: it must be the same for every method. Set it in the recipe. "
+        f"{suggestion(key, MAY_SET)}"
+        for key in sorted(keys)
+        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_SET)
+    ]
+    if errors:
+        raise UserError(*errors)
+    return overlay
+
+
+def settings_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every setting of a recipe by its dotted key; a list is one setting."""
+    return {dotted(place): value for place, value in leaves(part, lambda *_: False)}
+
+
+def as_component(value: Any) -> dict[str, Any]:
+    """Return a class given by name as ``class_path`` and ``init_args``."""
+    node: dict[str, Any] = {"class_path": value} if isinstance(value, str) else copy.deepcopy(dict(value))
+    return {**node, "init_args": dict(node.get("init_args") or {})}
+
+
+def with_overlay(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the base recipe with a method in it.
+
+    The overlay's objective replaces the base's; its ``rollout`` is merged over the base's solver, steps and guidance,
+    and it takes over the base's :data:`OF_POLICY` options. Everything else merges key by key. Held-out images are
+    sampled with the base's evaluation, or else with its ODE. Both are resolved plain values.
+    """
+    given = as_component(base["model"]["objective"])["init_args"]
+    spec = RolloutSpec(**(given.get("rollout") or {})).as_ode()
+    rollout = {"solver": spec.solver, "steps": spec.steps, "guidance": spec.guidance}
+    objective = as_component(part["model"]["objective"])
+    cls = getattr(objectives, class_name(objective), None)
+    known = options_of_class(cls) if isinstance(cls, type) else []
+    args = {name: given[name] for name in OF_POLICY if name in given and name in known} | objective["init_args"]
+    objective["init_args"] = {**args, "rollout": {**rollout, **(args.get("rollout") or {})}}
+    result = merged(base, {key: value for key, value in part.items() if key != "model"})
+    result["model"] = merged(base["model"], {k: v for k, v in part["model"].items() if k != "objective"})
+    result["model"]["objective"] = objective
+    result["model"]["evaluation"] = base["model"].get("evaluation") or rollout
+    return result
+
+
+def for_race(recipe: Mapping[str, Any], iterations: int, evaluate_every: int) -> dict[str, Any]:
+    """Return the recipe without what a comparison does not need: samples, exports, checkpoints, extra loggers."""
+    result = copy.deepcopy(dict(recipe))
+    for key in ("name", "run_dir", "seed_everything"):
+        result.pop(key, None)
+    result["model"]["evaluate_at_start"] = True
+    trainer = result.setdefault("trainer", {})
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    trainer |= {
+        "callbacks": [callback for callback in callbacks if class_name(callback) not in LEFT_OUT_CALLBACKS],
+        "max_epochs": iterations,
+        "max_steps": -1,
+        "check_val_every_n_epoch": evaluate_every,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
+    return result

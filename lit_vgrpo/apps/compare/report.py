@@ -18,9 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lit_vgrpo.apps.compare.options import CompareOptions
-from lit_vgrpo.apps.compare.overlays import Budget
-from lit_vgrpo.apps.compare.plan import Entrant, Run
-from lit_vgrpo.config.recipe import set_value
+from lit_vgrpo.apps.compare.plan import Budget, Entrant, Run
+from lit_vgrpo.config.tree import set_value
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.system.process import versions
 from lit_vgrpo.training.resume import read_summary
@@ -36,7 +35,7 @@ RANKING_COST = "forward_equivalents"
 LAST = 2
 """Number of evaluations averaged to the final reward of a sweep, to smooth out oscillations."""
 ENTRANT = ["method", "settings"]
-# Okabe and Ito's palette without its yellow, told apart with any kind of colour vision; then a brown and a grey.
+# Okabe and Ito's palette without its yellow, then a brown and a grey; further methods repeat them with other dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F4F24", "#888888")
 LINES = ("-", (0, (5, 2)), (0, (1, 1.3)), (0, (5, 1.5, 1, 1.5)))
 PANELS = {
@@ -46,11 +45,10 @@ PANELS = {
     "passes": "network passes (images)",
 }
 NOTE = (
-    "A cost is that of training alone, interpolated between two evaluations and averaged over the seeds; it is given "
-    "only where every seed reached the target. A pass is one image through the network once, forward; guidance counts "
-    "twice, a backward is not counted. In forward-pass equivalents a pass with gradient counts three times, since its "
-    "backward takes twice the multiplications of its forward. CPU seconds are those of the process, and depend on the "
-    "machine and on what else ran on it."
+    "A cost is that of training alone, interpolated between two evaluations and averaged over the seeds if all reached "
+    "the target. A pass is one image through the network once, forward; guidance counts twice, a backward is not "
+    "counted. In forward-pass equivalents a pass with gradient counts three times. CPU seconds are those of the "
+    "process, and depend on the machine and its load."
 )
 
 
@@ -75,6 +73,10 @@ class Curve:
         summary = {} if error else read_summary(run.folder) or {}
         return cls(run.method, run.settings, run.seed, summary.get("evaluations", []), error)
 
+    @property
+    def labels(self) -> dict[str, Any]:
+        return {"method": self.method, "settings": self.settings, "seed": self.seed}
+
 
 def summaries(curves: Iterable[Curve], last: int = 1) -> pd.DataFrame:
     """Return a row per run, NaN where it failed: reward at the start, final and best, and the costs at the end.
@@ -84,12 +86,11 @@ def summaries(curves: Iterable[Curve], last: int = 1) -> pd.DataFrame:
     """
     rows = []
     for curve in curves:
-        row: dict[str, Any] = {"method": curve.method, "settings": curve.settings, "seed": curve.seed}
+        rows.append(curve.labels)
         if curve.evaluations:
             rewards = [evaluation["reward"] for evaluation in curve.evaluations]
             final = fmean((rewards[1:] or rewards)[-last:])
-            row |= {**curve.evaluations[-1], "start": rewards[0], "final": final, "best": max(rewards)}
-        rows.append(row)
+            rows[-1] |= {**curve.evaluations[-1], "start": rewards[0], "final": final, "best": max(rewards)}
     return pd.DataFrame(rows, columns=[*ENTRANT, "seed", "start", "final", "best", *COSTS])
 
 
@@ -101,10 +102,9 @@ def cost_of(evaluations: Sequence[Mapping[str, Any]], target: float) -> dict[str
 
     Args:
         evaluations: In order, the first of them at the start.
-        target: Held-out reward.
 
     Returns:
-        The :data:`COSTS`, or nothing where the target was never reached.
+        The :data:`COSTS`; empty if the target was never reached.
 
     >>> steps = [dict.fromkeys(COSTS, 0.0) | {"reward": 0.5}, dict.fromkeys(COSTS, 10.0) | {"reward": 0.9}]
     >>> round(cost_of(steps, 0.6)["iteration"], 6)
@@ -123,10 +123,8 @@ def cost_of(evaluations: Sequence[Mapping[str, Any]], target: float) -> dict[str
 
 def costs_by_seed(curves: Iterable[Curve], targets: Iterable[float]) -> pd.DataFrame:
     """Return a row per target and run with its :data:`COSTS`, NaN where it did not reach the target."""
-    rows = [
-        {"method": c.method, "settings": c.settings, "target": target, "seed": c.seed, **cost_of(c.evaluations, target)}
-        for target, c in itertools.product(targets, curves)
-    ]
+    pairs = itertools.product(targets, curves)
+    rows = [{**c.labels, "target": target, **cost_of(c.evaluations, target)} for target, c in pairs]
     return pd.DataFrame(rows, columns=[*ENTRANT, "target", "seed", *COSTS])
 
 
@@ -200,15 +198,14 @@ def write_race(options: CompareOptions, found: Sequence[Entrant], curves: Sequen
 
 def evaluation_table(curves: Iterable[Curve]) -> pd.DataFrame:
     """Return a row per evaluation: method, settings, seed, reward and the :data:`COSTS`."""
-    rows = [{"method": c.method, "settings": c.settings, "seed": c.seed, **e} for c in curves for e in c.evaluations]
+    rows = [{**curve.labels, **evaluation} for curve in curves for evaluation in curve.evaluations]
     return pd.DataFrame(rows, columns=[*ENTRANT, "seed", "reward", *COSTS])
 
 
 def sweep_points(found: Sequence[Entrant], curves: Sequence[Curve], targets: Iterable[float]) -> pd.DataFrame:
     """Return a row per point: means over its seeds, NaN where a seed failed or did not reach a target.
 
-    Its columns are the method, the settings, the values, the start's, the final and the best reward, the costs at the
-    end and ``to TARGET``, the :data:`RANKING_COST` to reach each target.
+    ``to TARGET`` is the :data:`RANKING_COST` to reach that target.
     """
     runs = summaries(curves, LAST)
     finished = runs.groupby(ENTRANT)["final"].transform(lambda finals: finals.notna().all())
@@ -249,9 +246,8 @@ def write_sweep(options: CompareOptions, found: Sequence[Entrant], curves: Seque
     shown[""] = ["best" if row in best.values() else "" for row in points.index]
     parts = [markdown_table(shown)]
     parts.append(
-        f"Evaluated on {options.prompts}. The final reward is the mean of the last {LAST} evaluations. The best point "
-        f"reached the highest target with all seeds for the least {RANKING_COST}; where none did, lower targets "
-        "decide, then the final reward."
+        f"Evaluated on {options.prompts}. The best point reached the highest target with all seeds for the least "
+        f"{RANKING_COST}; then lower targets decide, then the final reward, a mean of {LAST} evaluations."
     )
     for method, row in best.items():
         count = sum(entrant.method == method for entrant in found)
@@ -350,25 +346,19 @@ def amount(value: float) -> str:
 
 
 def draw(path: Path, evaluations: pd.DataFrame, targets: Iterable[float], title: str) -> None:
-    """Plot means over the seeds, with bands from the lowest to the highest seed; four panels per kind of settings.
-
-    Args:
-        evaluations: See :func:`evaluation_table`; methods whose runs all failed are left out.
-        targets: Drawn as thin lines.
-    """
-    kinds = list(evaluations["settings"].unique())
-    looks = [(colour, line) for line in LINES for colour in COLOURS]
-    styles = dict(zip(evaluations["method"].unique(), itertools.cycle(looks), strict=False))
+    """Plot means over the seeds, with bands from the lowest to the highest seed; four panels per kind of settings."""
+    kinds = evaluations.groupby("settings", sort=False)
+    styles = dict(zip(evaluations["method"].unique(), itertools.product(LINES, COLOURS), strict=False))
     figure = Figure(figsize=(14, 0.6 + 8.2 * len(kinds)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    for part, kind in zip(figure.subfigures(len(kinds), squeeze=False)[:, 0], kinds, strict=True):
+    for part, (kind, of_kind) in zip(figure.subfigures(len(kinds), squeeze=False)[:, 0], kinds, strict=True):
         axes = part.subplots(2, 2, sharey=True).flat
         for axis, (cost, label) in zip(axes, PANELS.items(), strict=True):
-            for method, rows in evaluations[evaluations["settings"] == kind].groupby("method", sort=False):
+            for method, rows in of_kind.groupby("method", sort=False):
                 seeds = rows.groupby("iteration", as_index=False)
                 x, reward = seeds[cost].mean()[cost], seeds["reward"].agg(["mean", "min", "max"])
-                colour, line = styles[method]
+                line, colour = styles[method]
                 axis.fill_between(x, reward["min"], reward["max"], color=colour, alpha=0.1, linewidth=0)
                 axis.plot(x, reward["mean"], color=colour, linestyle=line, label=method)
             for target in targets:

@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tqdm import tqdm
-
 from lit_vgrpo.apps.compare.plan import Run
-from lit_vgrpo.errors import one_line, without_controls
+from lit_vgrpo.errors import one_line, say
 from lit_vgrpo.system.signals import handle_stop_signals, how_it_ended
 from lit_vgrpo.training.folder import FolderLock, candidates
 from lit_vgrpo.training.resume import read_summary
@@ -49,14 +47,11 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
     Raises:
         Stopped: By Ctrl-C, SIGTERM or a closed terminal; all processes started here have ended.
     """
-    waiting = [run for run in runs if not is_finished(run)]
+    waiting, errors = [run for run in runs if not is_finished(run)], dict[str, str]()
     active: dict[str, tuple[Run, subprocess.Popen[bytes]]] = {}
-    errors: dict[str, str] = {}
     caught: list[int] = []  # handled between polls, so that no started process is lost
-    done = len(runs) - len(waiting)
-    bar = tqdm(total=len(runs), initial=done, unit="run", disable=not sys.stderr.isatty())
-    bar.write(f"{done} of {len(runs)} runs are finished already.", file=sys.stderr)
-    with bar, handle_stop_signals(lambda signum, frame: caught.append(signum)):
+    say(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already.", error=True)
+    with handle_stop_signals(lambda signum, frame: caught.append(signum)):
         try:
             while waiting or active:
                 if caught:
@@ -70,8 +65,7 @@ def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
                         del active[name]
                         if error := _error_of(run, process.returncode):
                             errors[name] = error
-                        bar.write(f"{name}: {without_controls(error) or 'finished'} (log: {run.log})", file=sys.stderr)
-                        bar.update()
+                        say(f"{name}: {error or 'finished'} (log: {run.log})", error=True)
         finally:
             _stop([process for _, process in active.values()])
     return errors
@@ -101,9 +95,8 @@ def prepare_run_folder(run: Run) -> None:
     if run.fingerprint_file.exists() and not is_complete(run):
         shutil.rmtree(run.folder)
     else:
-        run.folder.rename(
-            next(path for path in candidates(run.folder.with_name(f"{run.name}.old")) if not path.exists())
-        )
+        free = (path for path in candidates(run.folder.with_name(f"{run.name}.old")) if not path.exists())
+        run.folder.rename(next(free))
 
 
 def _error_of(run: Run, returncode: int) -> str:

@@ -1,8 +1,15 @@
-"""A curriculum: recipes that run one after the other, each from the final weights of the one before."""
+"""A curriculum: recipes that run one after the other, each from the final weights of the one before.
+
+Each stage runs in a separate process, which frees its memory before the next.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +17,13 @@ from typing import Any
 
 import yaml
 
-from lit_vgrpo.config.arguments import is_override
-from lit_vgrpo.config.recipe import RESUME, STAGES, Command, find_recipe, loaded
+from lit_vgrpo.config.recipe import RESUME, STAGES, Command, find_recipe, is_override, loaded
 from lit_vgrpo.errors import UserError, unknown_option
 from lit_vgrpo.system.paths import write_atomically
-from lit_vgrpo.training.folder import CONFIG_NAME
-from lit_vgrpo.training.resume import read_summary
+from lit_vgrpo.system.process import is_first_process, report_on_first
+from lit_vgrpo.system.signals import handle_stop_signals
+from lit_vgrpo.training.folder import CONFIG_NAME, FolderLock, reserve
+from lit_vgrpo.training.resume import read_summary, resumed_folder
 
 LISTS = ("overlays", "overrides")
 KEYS = (STAGES, "run_dir", *LISTS)
@@ -23,16 +31,13 @@ START = "model.policy.start_from"
 OF_A_STAGE = re.compile(r"stage(\d+)\.([^=]+=.*)", re.DOTALL)
 FIXED = (STAGES, "name", "run_dir", "ckpt_path", START)
 """Keys of a recipe that its place in a curriculum decides."""
+POLL_S = 0.2
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One run of a curriculum.
-
-    Attributes:
-        number: Its position, from 1.
-        recipe: Its recipe's file.
-    """
+    """One run of a curriculum: its position, from 1, and its recipe's file."""
 
     number: int
     recipe: Path
@@ -43,7 +48,6 @@ class Stage:
 
     @property
     def folder(self) -> str:
-        """Name of its run folder."""
         return f"{self.number}_{self.name}"
 
     def outcome(self, run: Path) -> str | None:
@@ -85,7 +89,7 @@ class Curriculum:
         if not content[STAGES]:
             raise UserError(f"{file} lists no recipes. Write {STAGES}: [first, second].")
         stages = [Stage(number, _find_stage(file, text)) for number, text in enumerate(content[STAGES], start=1)]
-        saved = _settings(Command(words=[str(file), *(str(word) for key in LISTS for word in content.get(key) or [])]))
+        saved = _settings(Command.parse([str(file), *(str(word) for key in LISTS for word in content.get(key) or [])]))
         typed = [word for word in _settings(command) if not word.startswith("run_dir=")]
         if errors := [error for word in (*saved, *typed) for error in _misplaced(word, len(stages))]:
             raise UserError(*errors)
@@ -98,12 +102,7 @@ class Curriculum:
         return [str(stage.recipe), *settings, f"run_dir={self.run_dir / stage.folder}"]
 
     def run_words(self, stage: Stage, run: Path) -> list[str]:
-        """Return the arguments of ``lightning run`` that start a stage or resume it.
-
-        Args:
-            stage: One of the stages.
-            run: The curriculum's run folder, absolute.
-        """
+        """Return the arguments of ``lightning run`` that start or resume a stage; ``run`` is the run folder."""
         folder, typed = run / stage.folder, stage.words(self.typed)
         start = [f"{START}={run / self.stages[stage.number - 2].folder}"] if stage.number > 1 else []
         if (folder / CONFIG_NAME).is_file():  # which holds what the file says already
@@ -163,3 +162,96 @@ def merged_errors(found: Sequence[tuple[Stage, Sequence[str]]]) -> list[str]:
         for error in errors:
             stages.setdefault(error, []).append(str(stage.number))
     return [f"Stage{'s' * (len(names) > 1)} {', '.join(names)}: {error}" for error, names in stages.items()]
+
+
+# --- running it -------------------------------------------------------------------------------------------------------
+
+
+def run_process(words: Sequence[str], env: dict[str, str] | None = None) -> int:
+    """Run ``lightning WORDS`` in a process, forwarding stop signals, and return its status; 128 + N after signal N."""
+    caught: list[int] = []
+    command, sent = [sys.executable, "-m", "lit_vgrpo", *words], 0
+    with handle_stop_signals(lambda signum, frame: caught.append(signum)):
+        # A separate group: Ctrl-C in the terminal reaches this process alone, so that the stage gets each one once.
+        process = subprocess.Popen(command, env=env, start_new_session=True)
+        while (status := process.poll()) is None:
+            for signum in caught[sent:]:
+                process.send_signal(signum)
+                sent += 1
+            time.sleep(POLL_S)
+    if status < 0:
+        return 128 - status
+    return 128 + caught[0] if caught and status == 0 else status
+
+
+def run_curriculum(command: Command) -> int:
+    """Run the stages that are not finished yet; return 0, or the status of the stage that did not finish."""
+    if command.resume:
+        run = resumed_run(command)
+        command = command.in_folder(run)
+    curriculum, lock = Curriculum.of(command), FolderLock()
+    if curriculum.typed or not command.resume:  # else it was checked when it was started
+        # In a separate process: the modules it imports would otherwise stay in memory during all stages.
+        words = [str(curriculum.file), *curriculum.typed, f"run_dir={curriculum.run_dir}"]
+        if status := run_process(["check", *words]):
+            return status
+    if not command.resume:
+        run = new_run(curriculum)
+    try:
+        if is_first_process():
+            lock.take(run)
+        return _run_stages(curriculum, run.absolute())
+    finally:
+        lock.release()
+
+
+def _run_stages(curriculum: Curriculum, run: Path) -> int:
+    for stage in curriculum.stages:
+        what = f"Stage {stage.number} of {len(curriculum.stages)} ({stage.name})"
+        if stage.outcome(run) == "finished":
+            report_on_first(f"{what} is finished.")
+            continue
+        report_on_first(f"{what}: {run / stage.folder}")
+        status = run_process(["run", *curriculum.run_words(stage, run)], stage_environment(stage))
+        if status or stage.outcome(run) != "finished":
+            # A run that stopped early, or collapsed, ends with status 0.
+            ended = f"status {status}" if status else stage.outcome(run) or "no summary.json"
+            report_on_first(f"{what} did not finish ({ended}). Continue: lightning run {run} {RESUME}")
+            return status or 1
+    report_on_first(f"All stages are finished. The result is {run / curriculum.stages[-1].folder}.")
+    return 0
+
+
+def new_run(curriculum: Curriculum) -> Path:
+    """Return the run folder of a new curriculum, which the first process creates with its ``config.yaml``.
+
+    Raises:
+        UserError: It exists, and several processes would have to agree on another name.
+    """
+    processes = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+    if not is_first_process():
+        return curriculum.run_dir
+    if processes > 1 and curriculum.run_dir.exists():
+        raise UserError(f"{curriculum.run_dir} exists. Set run_dir=/another/folder, or add {RESUME} to continue it.")
+    run = reserve(curriculum.run_dir)
+    curriculum.write(run)
+    return run
+
+
+def resumed_run(command: Command) -> Path:
+    """Return the run folder to resume, typed or of the curriculum's name; UserError if there is none."""
+    typed = dict(command.overrides).get("run_dir")
+    is_run = typed is not None or command.recipe.name == CONFIG_NAME
+    run = resumed_folder(command.recipe, typed) if is_run else Curriculum.of(command).run_dir
+    if not (run / CONFIG_NAME).is_file():
+        raise UserError(f"{run} is not a run of a curriculum. Leave out {RESUME} to start it, or set run_dir=RUN_DIR.")
+    return run
+
+
+def stage_environment(stage: Stage) -> dict[str, str]:
+    """Return the environment of a stage's process, without torchrun's store: it outlives a stage, and would be read."""
+    env = dict(os.environ)
+    if env.get(AGENT_STORE) == "True":
+        port = int(env["MASTER_PORT"]) + stage.number
+        env |= {AGENT_STORE: "False", "MASTER_PORT": str(port if port < 2**16 else port - 2**15)}
+    return env

@@ -2,52 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lit_vgrpo.apps.memory.meta import AutocastOnMeta, policy_on_meta
-from lit_vgrpo.apps.memory.scorers import scorers
+from lit_vgrpo.apps.memory.shares import bytes_of, copy_in_8_bits, restored_at_once, shares, tensors_of
 from lit_vgrpo.core.batches import at_most
-from lit_vgrpo.core.types import Conditioning
 from lit_vgrpo.policies.base import Policy
+from lit_vgrpo.rewards import Reward
+from lit_vgrpo.rewards.clip import AestheticScore
+from lit_vgrpo.rewards.function import PythonReward
+from lit_vgrpo.rewards.geneval import GenEval
+from lit_vgrpo.rewards.hps import HPSv2
+from lit_vgrpo.rewards.model import ModelReward
+from lit_vgrpo.system.hub import file_at_hand
 from lit_vgrpo.training.memory_passes import LiveMemory, Pass, demand
-from lit_vgrpo.training.memory_shares import bytes_of, copy_in_8_bits, restored_at_once, shares, shown, tensors_of
+from lit_vgrpo.training.micro_batch import shown
 
 if TYPE_CHECKING:
     from lit_vgrpo.launch.recipe_cli import RecipeCLI
 
-TRAINING, ROLLOUT, SCOUTS, STORED, DECODING, ENCODING, EVALUATION, STEP = (
-    "forward and backward of a micro-batch",
-    "rollout",
-    "scouts",
-    "passes of stored predictions",
-    "decoding images",
-    "encoding prompts",
-    "evaluation",
-    "optimizer's step",
-)
+ADVICE = {
+    "training on a micro-batch": "model.policy.gradient_checkpointing=true, or a smaller data.micro_batch_size",
+    "passes of stored predictions": "a smaller data.micro_batch_size",
+    "rollout": "a smaller model.rollout_batch_size",
+    "scouts": "a smaller model.rollout_batch_size",
+    "evaluation": "a smaller data.eval_batch_size",
+    "decoding images": "a smaller model.policy.decode_batch_size",
+    "encoding prompts": "model.policy.offload_encoders=true",
+    "optimizer's step": "model.optimizer.kind=adamw8bit, or model.policy.lora_rank=32",
+}
+"""Settings that lower the peak of each phase."""
+TRAINING, STORED, ROLLOUT, SCOUTS, EVALUATION, DECODING, ENCODING, STEP = ADVICE
+PUBLISHED = {
+    "yuvalkirstain/PickScore_v1": 986_109_441,
+    "openai/clip-vit-large-patch14": 427_616_513,
+    "facebook/mask2former-swin-small-coco-instance": 68_741_083,
+    "THUDM/ImageReward": 413_121_249,
+    "ViT-H-14": 986_109_441,
+    "vision of openai/clip-vit-large-patch14": 303_966_208 + 927_969,
+}
+"""Parameter counts of the default checkpoints and open_clip models; the last is what the aesthetic score keeps."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one rank's device.
-
-    Attributes:
-        parts: Always allocated, by name.
-        phases: Additional peak memory of each phase.
-        unknown: Rewards whose models are not included.
-    """
+    """Bytes on a rank's device: ``parts`` that are always allocated, and the peak that each of the ``phases`` adds."""
 
     parts: dict[str, int]
     phases: dict[str, int]
     unknown: tuple[str, ...] = ()
+    """Rewards whose models are not included."""
 
     @property
     def peak_phase(self) -> str:
-        """Phase with the largest peak."""
         return max(self.phases, key=self.phases.__getitem__)
 
     @property
@@ -65,13 +77,10 @@ class Estimate:
 
 
 def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
-    """Estimate the memory that a recipe needs, without that of the libraries.
-
-    Args:
-        device: Device of a rank; ``None`` uses the recipe's on this machine.
+    """Estimate the memory that a recipe needs on a rank, by default on its device on this machine, without libraries'.
 
     Raises:
-        NotHere: The pipeline's configuration files are not on this machine.
+        NotEstimated: The pipeline's configuration files are not on this machine.
         LoadError: An option of the policy does not fit them.
     """
     module, trainer = cli.model, cli.trainer
@@ -82,9 +91,8 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     asked = demand(module.objective, policy, plan)
     share = shares(policy, module.optimization.optimizer, trainer.strategy, trainer.world_size, on_gpu)
     averages = sum(type(callback).__name__ == "EMA" for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    copies = len(asked.copies) + averages
-    if not on_gpu and "reference" not in asked.copies:
-        copies += 1  # the module's reference, which is kept in CPU memory
+    in_cpu_memory = not on_gpu and "reference" not in asked.copies  # the module's reference
+    copies = len(asked.copies) + averages + in_cpu_memory
     vae = policy.pipeline.vae
     encoders = sum(bytes_of(tensors_of(encoder)) for encoder in policy.encoders())
     leave = on_gpu and module.policy.offload_encoders
@@ -92,7 +100,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     models, unknown = scorers(module.evaluator.observed.rewards, device)
     spec = module.objective.rollout_spec(0)
     narrow = {one.quantise for one in (spec, spec.scouts and spec.of_scouts, module.evaluation) if one} - {None}
-    kept = 0 if on_gpu and module.rollout_device is not None else round(latent * asked.kept)
+    moves_away = on_gpu and module.rollout_device is not None
     parts = {
         **share.parts,
         "copies of the trained weights": copies * share.trained,
@@ -100,11 +108,10 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         "text encoders": 0 if leave else encoders,
         "VAE": bytes_of(tensors_of(vae)),
         "reward models": models,
-        "stored latents": kept,
+        "stored latents": 0 if moves_away else round(latent * asked.kept),
     }
     rollout = at_most(plan.images_per_iteration, module.rollout_batch_size) or plan.images_per_rank
-    cond = policy.encode(["a"], policy.blank_references(1))
-    peak_of = cache(lambda asked: peak_of_pass(policy, asked, cond))  # phases may ask for the same
+    peak_of = cache(lambda asked: peak_of_pass(policy, asked))  # phases may ask for the same
     phases = {
         ENCODING: encoding_peak(policy, max(1, plan.groups_per_rank)) + (encoders if leave else 0),
         ROLLOUT: peak_of(Pass(rollout, spec.guidance, False)) + asked.samples_with_copy * share.trained,
@@ -115,7 +122,7 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
     if spec.scouts is not None:
         # Their noise and latents are kept until the last of them is scored.
         factor = spec.scouts.factor
-        held = 0 if on_gpu and module.rollout_device is not None else 2 * latent * factor * plan.images_per_rank
+        held = 0 if moves_away else 2 * latent * factor * plan.images_per_rank
         scouts = at_most(plan.images_per_iteration * factor, module.rollout_batch_size) or plan.images_per_rank * factor
         phases[SCOUTS] = peak_of(Pass(scouts, spec.guidance, False)) + asked.samples_with_copy * share.trained + held
         phases[DECODING] = max(phases[DECODING], _decoding(policy, scouts) + held)
@@ -138,13 +145,9 @@ def encoding_peak(policy: Policy, prompts: int) -> int:
     return max(live.peak + (prompts - 1) * row, 2 * prompts * row)
 
 
-def peak_of_pass(policy: Policy, asked: Pass, cond: Conditioning | None = None) -> int:
-    """Return the peak of one call of the policy and its backward pass, without the gradients of weights.
-
-    Args:
-        cond: Conditioning of one prompt; ``None`` encodes one.
-    """
-    cond = cond or policy.encode(["a"], policy.blank_references(1))
+def peak_of_pass(policy: Policy, asked: Pass) -> int:
+    """Return the peak of one call of the policy and its backward pass, without the gradients of weights."""
+    cond = policy.encode(["a"], policy.blank_references(1))
     policy.negative()
     weights = [p for p in policy.parameters() if p.requires_grad]
     for weight in weights:
@@ -165,3 +168,49 @@ def _decoding(policy: Policy, images: int) -> int:
     with torch.no_grad(), AutocastOnMeta(), LiveMemory() as live:
         decoded = policy.decode(torch.empty(at_once, *policy.latent_shape, device="meta"))
     return live.peak + 2 * max(0, images - at_once) * bytes_of([decoded[:1]])
+
+
+def scorers(rewards: Iterable[Reward], device: torch.device) -> tuple[int, list[str]]:
+    """Return the bytes of the reward models' weights on a device, and the names of the rewards of unknown size."""
+    total, unknown = 0, []
+    for reward in rewards:
+        wanted: Any = getattr(reward, "device", "auto")
+        place = device if wanted == "auto" else torch.device(wanted)
+        if place.type != device.type or place.index not in (None, device.index):
+            continue
+        dtype = getattr(torch, str(getattr(reward, "dtype", "float32")))
+        sizes = [_bytes(name, dtype) for name in _models(reward)]
+        if None in sizes:
+            unknown.append(reward.name)
+        total += sum(size or 0 for size in sizes)
+    return total, unknown
+
+
+def _models(reward: Reward) -> list[str]:
+    """Return the names of a reward's models; an empty name if they are not known."""
+    if isinstance(reward, GenEval):
+        return [reward.detector, reward.clip]
+    if isinstance(reward, AestheticScore):
+        return [f"vision of {reward.clip}"]
+    if isinstance(reward, HPSv2):
+        return [reward.model]
+    if isinstance(reward, ModelReward):
+        return [getattr(reward, "checkpoint", "")]
+    is_ours = type(reward).__module__.startswith("lit_vgrpo.") and not isinstance(reward, PythonReward)
+    return [] if is_ours else [""]
+
+
+def _bytes(name: str, dtype: torch.dtype) -> int | None:
+    """Return a model's size: as published, or from its configuration if that is on this machine."""
+    from transformers import AutoConfig, AutoModel
+
+    if name in PUBLISHED:
+        return PUBLISHED[name] * dtype.itemsize
+    try:
+        if (path := file_at_hand(name, "config.json")) is None:
+            return None
+        with torch.device("meta"):
+            model = AutoModel.from_config(AutoConfig.from_pretrained(path.parent))
+    except (OSError, ValueError):  # not a transformers model: the reward's check reports damaged files
+        return None
+    return bytes_of(tensors_of(model.to(dtype)))

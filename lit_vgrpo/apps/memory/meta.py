@@ -27,16 +27,14 @@ RAISED = frozenset({"layer_norm", "group_norm", "softmax", "pow", "__pow__", "ex
 """Names of torch functions that autocast computes in the lower dtype, and in float32 on a GPU."""
 
 
-class NotHere(Exception):
-    """A checkpoint's configuration files are not on this machine."""
+class NotEstimated(Exception):
+    """The memory of a recipe cannot be estimated here, for the reason in the message."""
 
 
 class AutocastOnMeta(TorchFunctionMode):
     """Replacement of ``torch.autocast`` for meta tensors, which it does not support; attention is always fused.
 
-    Args:
-        dtype: Autocast's dtype; float32 casts nothing.
-        device_type: Device to imitate: norms are computed in float32 on a GPU, but not on a CPU.
+    With float32 nothing is cast. Norms are computed in float32 on a GPU, but not on a CPU.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, device_type: str = "cuda") -> None:
@@ -88,20 +86,19 @@ def _attention(
 
 
 def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
-    """Return a loaded copy of a policy with all weights on the meta device; the policy itself stays unloaded.
-
-    Args:
-        device_type: Type of device whose autocast it imitates.
+    """Return a loaded copy of a policy with all weights on the meta device, with the autocast of a type of device.
 
     Raises:
-        NotHere: The pipeline's configuration files are not on this machine, or are another family's.
+        NotEstimated: The pipeline's configuration files are not on this machine, or are another family's.
         LoadError: An option of the policy does not fit them.
     """
     import diffusers
 
-    folder = config_folder(policy.checkpoint, policy.revision)
+    name, folder = policy.checkpoint, config_folder(policy.checkpoint, policy.revision)
+    download = f'hf download {name} --include "*.json" "*.txt" "*.model"'
+    missing = NotEstimated(f"{name} is not here; its small files are enough: {download}")
     if folder is None:
-        raise NotHere(policy.checkpoint)
+        raise missing
     twin = copy.deepcopy(policy)
     # These change no size, or cannot be done without weights.
     twin.embedding_cache, twin.start_from, twin.attention_backend = None, None, None
@@ -111,13 +108,13 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
         try:
             index = json.loads((folder / INDEX).read_text())
             if index["_class_name"] != twin.pipeline_class:  # as the policy's check says
-                raise NotHere(policy.checkpoint)
+                raise missing
             parts = _components(folder, index, nulls)
             parts[twin.network_name].to(torch.float32 if twin.trains_all else twin.dtype)
             family = getattr(diffusers, twin.pipeline_class)
             pipeline = family.from_pretrained(folder, local_files_only=True, **nulls, **parts)
         except (OSError, ValueError, KeyError) as error:
-            raise NotHere(policy.checkpoint) from error
+            raise missing from error
         twin.adopt(pipeline)
     twin.autocast = lambda dtype=None: AutocastOnMeta(dtype or twin.dtype, device_type)  # type: ignore[method-assign]
     if twin.gradient_checkpointing:
@@ -134,7 +131,7 @@ def _components(folder: Path, index: dict[str, Any], nulls: dict[str, None]) -> 
         if not isinstance(entry, list) or name in nulls or entry[0] is None:
             continue
         if entry[0] not in LIBRARIES:  # any module that a foreign folder names would be imported
-            raise NotHere(str(folder))
+            raise ValueError(f"{folder} names classes of {entry[0]}")
         kind: Any = getattr(import_module(entry[0]), entry[1])
         if not issubclass(kind, nn.Module):
             continue

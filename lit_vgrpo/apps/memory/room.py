@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lit_vgrpo.apps.memory import estimate as phases
-from lit_vgrpo.apps.memory.estimate import estimate
-from lit_vgrpo.apps.memory.meta import NotHere
+from lit_vgrpo.apps.memory.estimate import ADVICE, estimate
+from lit_vgrpo.apps.memory.meta import NotEstimated as NotEstimated
 from lit_vgrpo.errors import UserError, one_line
 from lit_vgrpo.system.hub import LoadError
 from lit_vgrpo.system.memory import available_bytes
-from lit_vgrpo.training.memory_shares import shown
+from lit_vgrpo.training.micro_batch import shown
 
 if TYPE_CHECKING:
     from lit_vgrpo.launch.recipe_cli import RecipeCLI
@@ -21,30 +20,13 @@ if TYPE_CHECKING:
 SMALLEST_RESERVE, RESERVED = 2**30, 20
 """Memory reserved on a GPU for CUDA, its libraries and fragmentation: at least this many bytes, and one part in
 this many. A choice, not a measurement."""
-ADVICE = {
-    phases.TRAINING: "model.policy.gradient_checkpointing=true, or a smaller data.micro_batch_size",
-    phases.STORED: "a smaller data.micro_batch_size",
-    phases.ROLLOUT: "a smaller model.rollout_batch_size",
-    phases.SCOUTS: "a smaller model.rollout_batch_size",
-    phases.EVALUATION: "a smaller data.eval_batch_size",
-    phases.DECODING: "a smaller model.policy.decode_batch_size",
-    phases.ENCODING: "model.policy.offload_encoders=true",
-    phases.STEP: "model.optimizer.kind=adamw8bit, or model.policy.lora_rank=32",
-}
-"""Settings that lower the peak of each phase."""
-
-
-class NotEstimated(Exception):
-    """The memory of a recipe cannot be estimated here, for the reason in the message."""
 
 
 def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, list[str]]:
     """Return the estimate as text, and an error if the recipe needs more than its device has.
 
-    A GPU counts whole, even if other processes are using it now. The batch sizes must fit the world size.
-
-    Args:
-        gpu_memory: Bytes of a GPU to compare with instead of this machine's devices.
+    A GPU counts whole, even if other processes are using it now; ``gpu_memory`` are the bytes of another GPU to compare
+    with. The batch sizes must fit the world size.
 
     Raises:
         NotEstimated: With the reason.
@@ -59,9 +41,8 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
     free = size if device.type == "cpu" else max(0, size - max(SMALLEST_RESERVE, size // RESERVED))
     try:
         found = estimate(cli, device)
-    except NotHere as error:
-        how = f'its small files are enough: hf download {error} --include "*.json" "*.txt" "*.model"'
-        raise NotEstimated(f"{error} is not here; {how}") from error
+    except NotEstimated:
+        raise
     except LoadError as error:
         raise UserError(str(error)) from error
     except Exception as error:  # such as shapes that depend on values: a missing estimate must not fail the check
@@ -70,19 +51,15 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
     text = f"{found.table()}\nAvailable: {shown(free)}, {name}.{hint}"
     if found.unknown:
         text += f"\nNot included, because their size is unknown: models of the reward {', '.join(found.unknown)}."
-    if found.peak <= free:
-        return text, []
-    return text, [
+    too_large = (
         f"The recipe needs about {shown(found.peak)} per rank, in {found.peak_phase}; {shown(free)} is available "
         f"({name}). Set {ADVICE[found.peak_phase]}."
-    ]
+    )
+    return text, [too_large] if found.peak > free else []
 
 
 def gpu_memory_of(text: str) -> int:
-    """Return the bytes of a GPU size as sold: a number of GiB, with or without a unit.
-
-    Raises:
-        UserError: The text is not a size.
+    """Return the bytes of a GPU size as sold, a number of GiB with or without a unit; UserError if it is none.
 
     >>> gpu_memory_of("80GB") == gpu_memory_of("80") == 80 * 2**30
     True

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from lit_vgrpo.apps.report.page import MARK, render
 from lit_vgrpo.apps.report.run_data import IMAGES_NAME, KEPT, REPORT_NAME, SCORES_NAME, RunData, read_run
 from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages
-from lit_vgrpo.apps.serve.options import LOOPBACK, MOST_PORT
-from lit_vgrpo.config.arguments import Options, flag, is_override, option, read_path, subcommand, whole
+from lit_vgrpo.apps.serve.options import LOOPBACK
+from lit_vgrpo.config.recipe import is_override
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.system.paths import write_atomically
 from lit_vgrpo.training.folder import find_run
@@ -26,33 +26,27 @@ WATCHED = ("metrics.csv", "summary.json", "samples", f"{KEPT}/{SCORES_NAME}", f"
 
 
 @dataclass(kw_only=True)
-class ReportOptions(Options):
-    """Options of ``lightning report``; the arguments are run folders.
+class ReportOptions:
+    """Options of ``lightning report``, whose help describes the first ones.
 
     Attributes:
-        out: File to write; ``None`` takes ``RUN/report.html``, or ``report.html`` here for several runs.
-        serve: Show the page on this machine and refresh it while the runs continue, instead of writing a file.
-        port: Port of the page; 0 takes a free one.
+        words: Names of the runs.
         runs: The run folders.
     """
 
-    subcommand: ClassVar[str] = "report"
-
-    out: Path | None = option(read=read_path)
-    serve: bool = flag()
-    port: int = whole(8008, least=0, most=MOST_PORT)
+    words: Sequence[str]
+    out: Path | None = None
+    serve: bool = False
+    port: int = 8008
     runs: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:
         settings = [word for word in self.words if is_override(word) and not Path(word).exists()]
         if settings:
             raise UserError(f"{settings[0]} has no effect on a report. Give run folders only.")
-        if not self.words:
-            raise UserError("No run given. Try: lightning report runs/tiny_shapes")
         self.runs = [find_run(word)[0] for word in self.words]
 
 
-@subcommand(ReportOptions)
 def report(options: ReportOptions) -> int:
     """Write or serve the report of runs: ``RUN [RUN ...] [--out FILE.html] [--serve] [--port 8008]``."""
     runs = read_runs(options.runs)

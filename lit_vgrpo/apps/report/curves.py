@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,44 +13,25 @@ import numpy.typing as npt
 from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from lit_vgrpo.apps.report.run_data import AXES, RunData, interval
-from lit_vgrpo.apps.report.wording import short
 
 Numbers = npt.NDArray[np.float64]
 FEWEST_ITERATIONS = 3
 """Shorter runs have no curves."""
 MOST_POINTS = 400
 """Longer curves show means of neighbouring iterations."""
-RATIO = "Probability ratio"
-PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
-    ("Training reward", "Mean over the images of an iteration; its prompts change.", {"reward/mean": "reward"}),
-    (
-        "Spread of rewards",
-        "Standard deviation over an iteration's images, and the share of groups without any.",
-        {"reward/std": "standard deviation", "reward/no_spread": "groups without spread"},
-    ),
-    (
-        RATIO,
-        "Deviation of the ratio from 1; before an iteration's first update it should be near 0.",
-        {"policy/ratio_deviation": "all updates", "policy/ratio_deviation_before_update": "before the first"},
-    ),
-    ("Clipped", "Share of the surrogate's terms that the clip cuts off.", {"policy/clip_fraction": "share"}),
-    (
-        "KL",
-        "Distance from the weights that the method regularises to.",
-        {"policy/kl": "KL", "policy/anchor_distance": "to the anchor"},
-    ),
-    ("Gradient norm", "Before clipping.", {"policy/grad_norm": "norm"}),
-    (
-        "Variance of the surrogate",
-        "Coefficient of variation; within a group, what exceeds that of the images is noise.",
-        {"surrogate/cv": "all images", "surrogate/cv_within": "within groups"},
-    ),
-    ("Loss", "As optimised; it need not fall.", {"policy/loss": "loss"}),
-    ("Speed", "Images per second of training.", {"cost/images_per_second": "images/s"}),
-)
+RATIO = "Probability ratio: deviation from 1"
+PANELS: dict[str, dict[str, str]] = {
+    "Training reward": {"reward/mean": "reward"},
+    "Spread of rewards": {"reward/std": "standard deviation", "reward/no_spread": "groups without spread"},
+    RATIO: {"policy/ratio_deviation": "all updates", "policy/ratio_deviation_before_update": "before the first"},
+    "KL": {"policy/kl": "KL", "policy/anchor_distance": "to the anchor"},
+    "Variation of the surrogate": {"surrogate/cv": "all images", "surrogate/cv_within": "within groups"},
+    "Images per second": {"cost/images_per_second": "images/s"},
+}
+"""Metrics and their labels by the title of their plot."""
 HIDDEN = ("policy/updates", "policy/surrogate", "policy/skipped_updates")
 
 NUM_COLOURS = 8
@@ -78,11 +59,11 @@ class Series:
         band: lower and upper ends of the intervals, NaN if missing; ``None`` for a curve of training.
     """
 
+    label: str
+    colour: int
     xs: dict[str, Numbers]
     ys: Numbers
     band: tuple[Numbers, Numbers] | None = None
-    label: str = ""
-    colour: int = 0
 
 
 @dataclass
@@ -94,7 +75,6 @@ class Plot:
     """
 
     title: str
-    about: str
     series: list[Series]
     drawings: dict[str, str] = field(default_factory=dict)
 
@@ -111,15 +91,14 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
         return []
     rewards = list(dict.fromkeys(name for run in runs for name in run.reward_names))
     parts = {name: name for name in rewards if len(rewards) > 1}
-    about = "On prompts that are not trained on; the band is the sum's 95 % interval over prompts."
-    found = _plots("Held-out reward", about, runs, {"reward": "sum", **parts, "untrained_reward": "untrained"})
-    for title, about, metrics in PANELS:
+    found = _plots("Held-out reward", runs, {"reward": "sum", **parts, "untrained_reward": "untrained"})
+    for title, metrics in PANELS.items():
         each = {f"reward/{name}": name for name in parts} if title == "Training reward" else {}
-        found += _plots(title, about, runs, metrics | each)
-    shown = {metric for _, _, metrics in PANELS for metric in metrics} | set(HIDDEN)
+        found += _plots(title, runs, metrics | each)
+    shown = {metric for metrics in PANELS.values() for metric in metrics} | set(HIDDEN)
     logged = {n for run in runs for point in run.iterations[-1:] for n in point.metrics if n.startswith("policy/")}
     for name in sorted(logged - shown):  # of the training method
-        found += _plots(name.removeprefix("policy/").replace("_", " ").capitalize(), "", runs, {name: name})
+        found += _plots(name.removeprefix("policy/").replace("_", " ").capitalize(), runs, {name: name})
     for number, plot in enumerate(found):
         for axis in AXES:
             known = [series for series in plot.series if np.isfinite(series.xs[axis]).any()]
@@ -129,33 +108,34 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
     return found
 
 
-def _plots(title: str, about: str, runs: Sequence[RunData], metrics: dict[str, str]) -> list[Plot]:
+def _plots(title: str, runs: Sequence[RunData], metrics: dict[str, str]) -> list[Plot]:
     """Return one plot of a run's metrics, or a plot of each metric of several runs, without those of nothing."""
     groups = [metrics] if len(runs) == 1 else [{metric: label} for metric, label in metrics.items()]
     found = []
     for group in groups:
-        labels = [label if len(runs) == 1 else run.name for run in runs for label in group.values()]
-        of_runs = [_series(run, metric, title.startswith("Held-out")) for run in runs for metric in group]
-        series = [replace(own, label=labels[n], colour=n) for n, own in enumerate(of_runs) if own is not None]
+        curves = [
+            (run, metric, label if len(runs) == 1 else run.name) for run in runs for metric, label in group.items()
+        ]
+        found_series = [_series(*curve, n, title.startswith("Held-out")) for n, curve in enumerate(curves)]
+        series = [one for one in found_series if one is not None]
         name = title if len(groups) == 1 else f"{title}: {next(iter(group.values()))}"
         # A ratio of 0 is information; other curves, such as that of a clip that is off, are not.
-        is_known = title == RATIO or any(own.ys.any() for own in series)
-        found += [Plot(name, about, series)] if is_known and any(len(own.ys) > 1 for own in series) else []
+        is_known = title == RATIO or any(one.ys.any() for one in series)
+        found += [Plot(name, series)] if is_known and any(len(one.ys) > 1 for one in series) else []
     return found
 
 
-def _series(run: RunData, metric: str, heldout: bool) -> Series | None:
+def _series(run: RunData, metric: str, label: str, colour: int, heldout: bool) -> Series | None:
     points = [point for point in (run.evaluations if heldout else run.iterations) if metric in point.metrics]
     if not points:
         return None
     ys = np.array([point.metrics[metric] for point in points])
     xs = {axis: np.array([point.costs.get(axis, np.nan) for point in points]) for axis in AXES}
     if heldout:
-        own = [run.scores.get(point.iteration, {}).get(metric) for point in points]
-        ends = [interval(sums) if metric == "reward" else None for sums in own]
-        low, high = (np.array([np.nan if end is None else end[place] for end in ends]) for place in (1, 2))
-        return Series(xs, ys, (low, high))
-    return Series({axis: _shortened(values) for axis, values in xs.items()}, _shortened(ys))
+        sums = [run.scores.get(point.iteration, {}).get(metric) if metric == "reward" else None for point in points]
+        ends = np.array([interval(each) or (np.nan,) * 3 for each in sums])
+        return Series(label, colour, xs, ys, (ends[:, 1], ends[:, 2]))
+    return Series(label, colour, {axis: _shortened(values) for axis, values in xs.items()}, _shortened(ys))
 
 
 def _shortened(values: Numbers) -> Numbers:
@@ -184,7 +164,7 @@ def _svg(known: list[Series], axis: str) -> str:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
     for side in (axes.xaxis, axes.yaxis):
-        side.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        side.set_major_formatter(FuncFormatter(lambda x, _: EngFormatter(sep="")(x) if abs(x) >= 1e4 else f"{x:.4g}"))
     axes.set_xlim(0, most / scale or 1)
     axes.margins(y=0.08)
     text = io.StringIO()

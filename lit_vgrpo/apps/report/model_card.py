@@ -13,7 +13,6 @@ import torch
 import yaml
 
 from lit_vgrpo.apps.report.page import environment
-from lit_vgrpo.apps.report.recipe_diff import config_text
 from lit_vgrpo.apps.report.run_data import RunData, read_run
 from lit_vgrpo.apps.report.verdict import Verdict
 from lit_vgrpo.config.tree import class_name
@@ -43,7 +42,6 @@ def add_card(
     Args:
         folder: the export, perhaps still under the name of a draft.
         run: the run folder.
-        policy: the policy that was exported.
         written: what diffusers loads, under its final name: folder of a pipeline or an adapter, or file of an adapter.
         variant: set of weights, ``trained`` or ``EMA``.
         iterations: iterations after which they were saved.
@@ -81,7 +79,6 @@ def card(run: RunData, base: str, base_card: Path | None, is_adapter: bool, **sh
     """Return the card's text, with the metadata that hubs read in front.
 
     Args:
-        run: the run.
         base: hub name or folder of the model that training started from.
         base_card: its model card, if it is on this machine.
         is_adapter: the export is loaded on top of the base model.
@@ -97,22 +94,23 @@ def card(run: RunData, base: str, base_card: Path | None, is_adapter: bool, **sh
         **licence,
         "tags": ["text-to-image", "reinforcement-learning", "lit-vgrpo", *(["lora"] if is_adapter else [])],
     }
-    model, data = run.recipe.get("model") or {}, run.recipe.get("data") or {}
-    recipe = [line for line in config_text(run.folder).splitlines() if not line.startswith(OF_THIS_MACHINE)]
-    template = environment().get_template("card.md.j2")
-    return template.render(
-        head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
-        run=run,
-        verdict=Verdict(run),
-        base=base if is_on_hub else Path(base).name,
-        licence=licence,
-        method=class_name(model.get("objective")) or "not known",
-        rewards=run.reward_names or [class_name(model.get("reward"))],
-        unseen=class_name(model.get("heldout_reward")),
-        prompts=_files(data.get("train")),
-        heldout=_files(data.get("heldout")),
-        recipe="\n".join(recipe).replace("````", "` ` ` `"),  # cannot end its block
-        **shown,
+    model = run.recipe.get("model") or {}
+    recipe = [line for line in run.config.splitlines() if not line.startswith(OF_THIS_MACHINE)]
+    return (
+        environment()
+        .get_template("card.md.j2")
+        .render(
+            head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
+            run=run,
+            verdict=Verdict(run),
+            base=base if is_on_hub else Path(base).name,
+            licence=licence,
+            method=class_name(model.get("objective")) or "not known",
+            rewards=run.reward_names or [class_name(model.get("reward"))],
+            unseen=class_name(model.get("heldout_reward")),
+            recipe="\n".join(recipe).replace("````", "` ` ` `"),  # cannot end its block
+            **shown,
+        )
     )
 
 
@@ -130,28 +128,16 @@ def _until(run: RunData, iterations: int) -> RunData:
     """Return a run as it was after some iterations; the summary stays only if that is its end."""
     if run.num_iterations <= iterations:
         return run
-    return replace(
-        run,
-        summary={},
-        iterations=[point for point in run.iterations if point.iteration <= iterations],
-        evaluations=[point for point in run.evaluations if point.iteration <= iterations],
+    trained, evaluated = (
+        [p for p in points if p.iteration <= iterations] for points in (run.iterations, run.evaluations)
     )
-
-
-def _files(setting: Any) -> list[str]:
-    """Return the names of prompt files or datasets, without the folders of this machine."""
-    entries = setting if isinstance(setting, list) else [setting]
-    texts = [str((entry.get("path") if isinstance(entry, Mapping) else entry) or "") for entry in entries]
-    return [Path(text).name if text.startswith(("/", "~", ".")) else text for text in texts if text]
+    return replace(run, summary={}, iterations=trained, evaluations=evaluated)
 
 
 def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path | None = None) -> str:
-    """Return the line of Python that loads the run's pipeline.
+    """Return the line of Python that loads a policy's pipeline from a folder or hub name.
 
     Args:
-        policy: the run's policy.
-        source: pipeline folder or hub name.
-        dtype: dtype to load it in.
         index: folder with the pipeline's index, if the source is not there yet.
     """
     optional = type(policy.pipeline)._optional_components

@@ -1,22 +1,24 @@
-"""The report's page: what its templates show, and the file."""
+"""The report's page: its images, what its templates show, and the file."""
 
 from __future__ import annotations
 
-from collections import Counter
+import base64
+import io
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from shlex import quote
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from PIL import Image
 
-from lit_vgrpo.apps.report import wording
+from lit_vgrpo.apps.report import verdict
 from lit_vgrpo.apps.report.curves import plots
-from lit_vgrpo.apps.report.images import read_kept, read_samples
-from lit_vgrpo.apps.report.recipe_diff import config_text, difference_to_shipped, differences
-from lit_vgrpo.apps.report.run_data import AXES, RunData, read_run
+from lit_vgrpo.apps.report.run_data import AXES, IMAGES_NAME, KEPT, LAYOUT, TO_EDIT, RunData, differences, read_run
 from lit_vgrpo.apps.report.verdict import Verdict
-from lit_vgrpo.system.paths import CONFIG_NAME, write_atomically
+from lit_vgrpo.system.paths import write_atomically
 
 PHASES = {
     "time/rollout_s": "Sampling",
@@ -24,8 +26,110 @@ PHASES = {
     "time/reward_s": "Scoring",
     "time/prepare_s": "Preparing",
 }
+MOST_STAGES = 5
+MOST_PROMPTS = 12
+SIDE, EDITED_SIDE = 384, 128
+"""Maximum longer sides of an image, and of a picture that a prompt edits, in pixels."""
+PIXEL_ART = 128
+"""Images up to this size are stored without loss, and enlarged without smoothing."""
+REASONS = {"best": "Best", "worst": "Worst", "disagreement": "Rewards disagree most"}
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, SyntaxError, Image.DecompressionBombError)
+"""Errors of files that are damaged, or replaced just now."""
 MARK = "<!-- lightning report -->"
 """First line of the page; only files that start with it are overwritten."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image as a ``data:`` address."""
+
+    source: str
+    width: int
+    height: int
+
+    @property
+    def is_small(self) -> bool:
+        return max(self.width, self.height) <= PIXEL_ART
+
+
+@dataclass
+class Samples:
+    """Images of the same prompts and noise, by time in training."""
+
+    prompts: list[str] = field(default_factory=list)
+    stages: dict[str, list[Picture]] = field(default_factory=dict)
+    edited: list[Picture] = field(default_factory=list)
+    """The pictures that the prompts edit; empty if they edit none."""
+
+
+def read_samples(run: Path) -> Samples:
+    """Return the samples of a run: the reference, and up to four grids from the first to the last."""
+    order = {"before": 0, "after": 2}
+    files = sorted((run / "samples").glob("*.png"), key=lambda file: (order.get(file.stem, 1), file.stem))
+    most = MOST_STAGES - 1
+    if len(files) > most:
+        files = [files[round(place * (len(files) - 1) / (most - 1))] for place in range(most)]
+    found = Samples()
+    for file in files:
+        try:
+            with Image.open(file) as image:
+                sheet, layout = image.convert("RGB"), json.loads(image.info[LAYOUT])
+            name = {"before": "start", "after": "end"}.get(file.stem) or f"iteration {int(file.stem.split('_')[1])}"
+            pictures = _column(sheet, layout, 1)
+            if not found.stages:
+                found.stages["reference"] = _column(sheet, layout, 0)
+                found.prompts = layout["prompts"][:MOST_PROMPTS]
+                if TO_EDIT in layout["labels"]:
+                    found.edited = _column(sheet, layout, layout["labels"].index(TO_EDIT), EDITED_SIDE)
+            found.stages[name] = pictures
+        except UNREADABLE:
+            continue
+    return found
+
+
+def _column(sheet: Image.Image, layout: dict[str, Any], column: int, side: int = SIDE) -> list[Picture]:
+    """Return a grid's images in a column: 0 is the reference, 1 the policy on the same noise."""
+    (width, height), left, zoom = layout["size"], layout["left"][column], layout["zoom"]
+    cells = [sheet.crop((left, top, left + width, top + height)) for top in layout["top"][:MOST_PROMPTS]]
+    small = (width // zoom, height // zoom)
+    return [picture(cell.resize(small, Image.Resampling.NEAREST), side) for cell in cells]
+
+
+def read_kept(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the images that the run kept at its newest evaluation, by the reason for which it kept them.
+
+    Each has its ``picture``, ``prompt``, ``image`` (its number), ``scores`` as text, the ``pair`` of rewards that
+    disagree, and the picture that is ``edited``, if any.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    try:
+        for entry in json.loads((run / KEPT / IMAGES_NAME).read_text(encoding="utf-8"))["images"]:
+            scores = {name: verdict.score(score) for name, score in entry["scores"].items()}
+            edited = Path(entry["edited"] or run / "none")
+            shown = {
+                "picture": _read_picture(run / KEPT / entry["file"]),
+                "edited": _read_picture(edited, EDITED_SIDE) if edited.is_file() else None,
+                "scores": scores if len(scores) > 2 else {"reward": scores["reward"]},  # a single reward is the sum
+            }
+            found.setdefault(REASONS[entry["reason"]], []).append({**entry, **shown})
+    except UNREADABLE:
+        pass
+    return found
+
+
+def _read_picture(file: Path, side: int = SIDE) -> Picture:
+    with Image.open(file) as image:
+        return picture(image, side)
+
+
+def picture(image: Image.Image, side: int = SIDE) -> Picture:
+    """Return an image for the page: as PNG if it is small, else as JPEG with its longer side at most ``side``."""
+    image = image.convert("RGB")
+    buffer, kind = io.BytesIO(), "png" if max(image.size) <= PIXEL_ART else "jpeg"
+    if kind == "jpeg":
+        image.thumbnail((side, side))
+    image.save(buffer, kind, quality=85, optimize=True)
+    return Picture(f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}", *image.size)
 
 
 class RunPage:
@@ -37,8 +141,6 @@ class RunPage:
         self.verdict = Verdict(run)
         self.samples = read_samples(run.folder)
         self.galleries = read_kept(run.folder)
-        self.recipe_difference = difference_to_shipped(run.recipe)
-        self.config = config_text(run.folder)
 
     @cached_property
     def seconds(self) -> list[tuple[str, float, float]]:
@@ -47,16 +149,7 @@ class RunPage:
         found = {title: sum(max(row.get(key, 0.0), 0.0) for row in rows) for key, title in PHASES.items()}
         found["Updates"] = max(sum(row["time/iteration_s"] for row in rows) - sum(found.values()), 0.0)
         whole = sum(found.values())
-        return [(title, own, own / whole) for title, own in found.items() if own >= 0.0005 * whole > 0]
-
-    @cached_property
-    def passes(self) -> list[tuple[str, int]]:
-        """Images through the network, by phase of training."""
-        found: Counter[str] = Counter()
-        for name, value in self.run.iterations[-1].metrics.items() if self.run.iterations else ():
-            if name.startswith("passes/"):
-                found[name.removeprefix("passes/").rpartition("_with")[0].replace("_", " ")] += round(value)
-        return found.most_common()
+        return [(title, part, part / whole) for title, part in found.items() if part >= 0.0005 * whole > 0]
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -68,50 +161,26 @@ class RunPage:
             "Device": summary.get("device"),
             "Processes": summary.get("world_size"),
             "Peak memory": memory and f"{memory / 1e9:.1f} GB",
-            "Training": wording.duration(self.run.total("seconds")),
+            "Training": verdict.duration(self.run.total("seconds")),
             "Optimizer steps": summary.get("optimizer_steps"),
             "Seed": summary.get("seed", self.run.recipe.get("seed_everything")),
             **summary.get("versions", {}),
         }
         return [(name, str(value)) for name, value in found.items() if value is not None]
 
-    @property
-    def commands(self) -> list[tuple[str, str]]:
-        """Next steps with the run, and their commands; none without a recipe."""
-        folder = self.run.folder
-        if not self.run.recipe:
-            return []
-        config, run = quote(str(folder / CONFIG_NAME)), quote(str(folder))
-        prompt = quote([*self.samples.prompts, "a red circle"][0])
-        return [
-            ("Reproduce, in a new folder", f"lightning run {config} run_dir={quote(f'{folder}-again')}"),
-            ("Resume", f"lightning run {config} --resume"),
-            ("Evaluate, with intervals", f"lightning eval {run} --reference"),
-            ("Sample", f"lightning sample {run} --prompt {prompt}"),
-            ("Export for diffusers", f"lightning export {run} --to {quote(f'{folder.name}-export')}"),
-        ]
-
-
-class Page:
-    """Input of the templates.
-
-    Args:
-        runs: the runs, one or several.
-        live: the page is served, and reloads when a run has new rows.
-    """
-
-    def __init__(self, runs: Sequence[RunData], live: bool = False) -> None:
-        self.runs = [RunPage(run) for run in runs]
-        self.title = ", ".join(run.name for run in runs)
-        self.live = live
-        self.plots = plots(runs)
-        self.axes = {axis: title for axis, title in AXES.items() if any(axis in plot.drawings for plot in self.plots)}
-        self.recipe_rows = differences([run.recipe for run in runs])
-
 
 def render(runs: Sequence[RunData], live: bool = False) -> str:
-    """Return the report of one run or several as HTML."""
-    return environment().get_template("page.html.j2").render(page=Page(runs, live), mark=MARK)
+    """Return the report of one run or several as HTML; ``live``: a page that reloads when a run has new rows."""
+    drawn = plots(runs)
+    page = {
+        "runs": [RunPage(run) for run in runs],
+        "title": ", ".join(run.name for run in runs),
+        "live": live,
+        "plots": drawn,
+        "axes": {axis: title for axis, title in AXES.items() if any(axis in plot.drawings for plot in drawn)},
+        "recipe_rows": differences([run.recipe for run in runs]),
+    }
+    return environment().get_template("page.html.j2").render(page=page, mark=MARK)
 
 
 @cache
@@ -124,7 +193,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals["say"] = wording
+    made.globals["say"] = verdict
     return made
 
 

@@ -1,10 +1,11 @@
-"""Data of a run that its report shows, read once from the files in its folder."""
+"""Data of a run that its report shows, read once from the files in its folder, and differences between recipes."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lit_vgrpo.config.recipe import loaded
 from lit_vgrpo.errors import UserError
-from lit_vgrpo.metrics.bootstrap import bootstrap_interval
+from lit_vgrpo.metrics import bootstrap_interval
 from lit_vgrpo.system.paths import CONFIG_NAME
 from lit_vgrpo.training.loggers import read_table
 from lit_vgrpo.training.resume import read_summary
@@ -21,14 +22,20 @@ REPORT_NAME = "report.html"
 KEPT = "report"
 """Folder in the run folder with the scores and images that a run keeps for its report."""
 SCORES_NAME, IMAGES_NAME = "scores.jsonl", "images.json"
-AXES = {
-    "iterations": "Iterations",
-    "images": "Images",
-    "seconds": "Minutes of training",
-    "passes": "Network passes",
-}
+LAYOUT, TO_EDIT = "layout", "to edit"
+"""In a sample grid's PNG, the text with the places of its images, and the label of the pictures that prompts edit."""
+AXES = {"iterations": "Iterations", "images": "Images", "seconds": "Minutes of training", "passes": "Network passes"}
 """Costs against which curves are drawn."""
 RUNNING, UNFINISHED = "running", "unfinished"
+ABSENT, HIDDEN = "not set", "(hidden)"
+SECRET = re.compile(
+    r"^([ -]*[\w-]*(?:token|secret|password|passwd|api_?key|authorization|credentials?)\"?'?: +)"
+    r"(?!null *$|true *$|false *$|[\d.]+ *$)\S.*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+PASSWORD_IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
+NOT_COMPARED = ("name", "run_dir", "ckpt_path", "allow_changes", "trainer.default_root_dir")
+"""Settings of this machine or of the command."""
 PromptSums = dict[str, list[tuple[float, int]]]
 """By reward, the sum and the number of each prompt's scores."""
 
@@ -63,7 +70,6 @@ class RunData:
     """A run, finished or not.
 
     Attributes:
-        folder: the run folder.
         recipe: its ``config.yaml`` as plain values; empty for a run that was not started from a recipe.
         summary: ``summary.json``; empty if the run has not ended, or has continued since it was written.
         iterations: one point per training iteration.
@@ -85,8 +91,13 @@ class RunData:
         return self.folder.resolve().name
 
     @property
+    def config(self) -> str:
+        """``config.yaml`` without values that look secret; empty if there is none."""
+        file = self.folder / CONFIG_NAME
+        return without_secrets(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else ""
+
+    @property
     def outcome(self) -> str:
-        """State of the run, in a word or two."""
         return RUNNING if self.is_running else str(self.summary.get("outcome", UNFINISHED))
 
     @property
@@ -164,7 +175,7 @@ def _read_points(table: Path) -> tuple[dict[int, Point], dict[int, Point]]:
             passes = sum(value for name, value in values.items() if name.startswith("passes/"))
             costs = {"images": values.get("cost/images"), "seconds": values.get("cost/train_s"), "passes": passes}
             iterations[done] = Point(_numbers({"iterations": done, **costs}), values)
-        if heldout := {name[len("heldout/") :]: own for name, own in values.items() if name.startswith("heldout/")}:
+        if heldout := {name[len("heldout/") :]: value for name, value in values.items() if name.startswith("heldout/")}:
             evaluations[done] = Point({}, heldout)
     for done, point in evaluations.items():
         costs_then = iterations[done].costs if done in iterations else {"iterations": done}
@@ -194,7 +205,7 @@ def read_scores(run: Path) -> dict[int, PromptSums]:
             entry = json.loads(line)
         except ValueError:  # cut off when the run was killed
             continue
-        found = {before: own for before, own in found.items() if before < entry["iteration"]}
+        found = {done: scores for done, scores in found.items() if done < entry["iteration"]}
         found[entry["iteration"]] = entry["scores"]
     return found
 
@@ -215,3 +226,45 @@ def difference(before: list[tuple[float, int]] | None, after: list[tuple[float, 
     if not before or not after or len(before) != len(after):
         return None
     return interval([(b / n - a / m, 1) for (a, m), (b, n) in zip(before, after, strict=True) if m and n])
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def differences(recipes: Sequence[Mapping[Any, Any]]) -> list[tuple[str, list[str]]]:
+    """Return the settings in which several recipes differ, with the value of each."""
+    settings = [_settings(recipe) for recipe in recipes]
+    rows = [
+        (key, [each.get(key, ABSENT) for each in settings]) for key in dict.fromkeys(k for s in settings for k in s)
+    ]
+    return [(key, texts) for key, texts in rows if len(set(texts)) > 1]
+
+
+def _settings(node: Any, key: str = "") -> dict[str, str]:
+    """Return each setting's value as text, by its key as a user types it."""
+    found: dict[str, str] = {}
+    if isinstance(node, Mapping):
+        if "class_path" in node:
+            found[key] = _text(node["class_path"])
+            node = node.get("init_args") or {}
+        for name, value in node.items():
+            found |= _settings(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list) and any(isinstance(entry, Mapping | str) for entry in node):
+        for number, entry in enumerate(node):
+            found |= _settings(entry, f"{key}[{number}]")
+    elif key not in NOT_COMPARED:
+        found[key] = without_secrets(f"{key.rpartition('.')[2]}: {_text(node)}").partition(": ")[2]
+    return found
+
+
+def _text(value: Any) -> str:
+    """Return a value as in YAML; classes by their short names."""
+    if isinstance(value, str):
+        return re.sub(r"^(?:lit_vgrpo|lightning\.pytorch)\.(?:\w+\.)*", "", value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{value:.10g}" if is_number else json.dumps(value, default=str)
+
+
+def without_secrets(text: str) -> str:
+    """Hide the values of keys such as ``token``, and passwords in addresses, in a recipe's text."""
+    return PASSWORD_IN_ADDRESS.sub(rf"\g<1>{HIDDEN}@", SECRET.sub(rf"\g<1>{HIDDEN}", text))

@@ -7,7 +7,6 @@ import socket
 
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
 from lit_vgrpo.apps.serve.options import ServeOptions
-from lit_vgrpo.config.arguments import subcommand
 from lit_vgrpo.errors import UserError, counted, say
 
 MEGABYTE = 1_000_000
@@ -16,7 +15,6 @@ SHUTDOWN_S = 5
 BACKLOG = 256
 
 
-@subcommand(ServeOptions)
 def serve(options: ServeOptions) -> int:
     """Serve a reward: ``RECIPE_OR_CLASS [key=value ...] [--host 127.0.0.1] [--port 8000] ...``.
 
@@ -40,7 +38,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions) -> int:
 
     from lit_vgrpo.apps.serve.app import Worker, make_app
     from lit_vgrpo.apps.serve.page import serve_page
-    from lit_vgrpo.launch.reward_spec import build_reward
+    from lit_vgrpo.launch.build import build_reward
 
     reward = build_reward(options.words)
     errors = reward.check()

@@ -6,17 +6,16 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lit_vgrpo.apps.curriculum.curriculum import is_curriculum
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
-from lit_vgrpo.apps.serve.options import LOOPBACK, MOST_PORT, read_token
-from lit_vgrpo.config.arguments import Options, flag, option, subcommand, whole
+from lit_vgrpo.apps.serve.options import LOOPBACK
 from lit_vgrpo.config.recipe import Command
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import train_recipe
@@ -27,7 +26,6 @@ from lit_vgrpo.system.process import is_first_process
 from lit_vgrpo.training.folder import find_run
 from lit_vgrpo.training.resume import SUMMARY_NAME, read_summary
 
-PORT = 8009
 UNFINISHED = ("interrupted", "failed")
 LAST_LOOK_S = 1.5
 """Time for pages, which ask once a second, to learn that training has ended."""
@@ -35,36 +33,29 @@ NOT_ASKED = "does not ask people. Set model.reward=VoteReward, and model.heldout
 
 
 @dataclass(kw_only=True)
-class VoteOptions(Options):
-    """Options of ``lightning vote``; the words are a run folder, or a recipe with overrides.
+class VoteOptions:
+    """Options of ``lightning vote``, whose help describes the first ones.
 
     Attributes:
-        host: Address to listen on; only this machine by default.
-        port: Port of the page; 0 takes a free one.
-        token: Environment variable with the secret in the page's address for other machines; drawn by default.
-        resume: Continue the recipe's run in its folder.
+        words: A run folder, or a recipe with overlays and overrides.
         run: The run folder; ``None`` for a recipe.
         command: The recipe; ``None`` for a run folder.
     """
 
-    subcommand: ClassVar[str] = "vote"
-    takes_overrides: ClassVar[bool] = True
-
-    host: str = option(LOOPBACK)
-    port: int = whole(PORT, least=0, most=MOST_PORT)
-    token: str | None = option(None, read_token, name="token_env")
-    resume: bool = flag()
+    words: Sequence[str]
+    host: str = LOOPBACK
+    port: int = 8009
+    token: str | None = None
+    resume: bool = False
     run: Path | None = field(init=False, default=None)
     command: Command | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if not self.words:
-            raise UserError("No run or recipe given. Try: lightning vote runs/my_run")
         require_packages()
         if not is_loopback(self.host):
             self.token = self.token or secrets.token_urlsafe(16)
         if not Path(self.words[0]).expanduser().is_dir():
-            self.command = Command.parse([*self.words, *(["--resume"] if self.resume else [])])
+            self.command = Command.parse(self.words, self.resume)
             if is_curriculum(self.command.recipe):
                 raise UserError(f"{self.words[0]} is a curriculum. Run it, and vote on each run: lightning vote RUN")
             return
@@ -73,7 +64,6 @@ class VoteOptions(Options):
             raise UserError(f"{self.run} is a run folder and takes no settings. To train it, give its config.yaml.")
 
 
-@subcommand(VoteOptions)
 def vote(options: VoteOptions) -> int:
     """Serve the voting page of a run, or train a recipe with it: ``RUN|RECIPE [key=value ...] [--port 8009] ...``.
 

@@ -8,9 +8,8 @@ import time
 
 import pytest
 import yaml
+from commands import compare, compare_options
 
-from lit_vgrpo.apps.compare.command import compare
-from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.apps.compare.plan import entrants, runs_of
 from lit_vgrpo.apps.compare.runner import is_finished, last_error, locked, prepare_run_folder
 
@@ -35,7 +34,7 @@ def overlay(folder, name, init_args, data=None, sweep=None):
 
 
 def planned(recipe, *words):
-    options = CompareOptions.parse([str(recipe), *words])
+    options = compare_options([str(recipe), *words])
     return runs_of(options, entrants(options))
 
 
@@ -73,6 +72,8 @@ def test_two_methods_race_one_fails_and_a_second_call_runs_nothing(tiny_recipe, 
     assert "2 of 2 runs are finished already." in capsys.readouterr().err
 
     saved = json.loads((race / "compare.json").read_text())
+    assert {"method", "settings", "seed", "final"} <= saved["final"][0].keys()  # as benchmarks/gpu.py reads them
+    assert {"method", "settings", "target"} <= saved["costs"][0].keys()
     first, second = (run["evaluations"] for run in saved["runs"])
     assert [e["iteration"] for e in first] == [e["iteration"] for e in second] == [0, 1, 2]
     assert first[0]["reward"] == second[0]["reward"]  # the same start, prompts and noise

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
+from commands import compare_options
 
-from lit_vgrpo.apps.compare.options import CompareOptions
 from lit_vgrpo.errors import UserError
 
 
 def parsed(*words):
-    return CompareOptions.parse(["tiny_shapes", *words])
+    return compare_options(["tiny_shapes", *words])
 
 
 def test_all_options():
@@ -67,7 +67,7 @@ def test_prompts_that_the_command_line_sets_stay_in_a_sweep():
 def test_a_share_that_the_recipe_holds_out_itself_stays(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("data: {train: prompts.txt, heldout_fraction: 0.1}\n")
-    options = CompareOptions.parse([str(path), "--sweep"])
+    options = compare_options([str(path), "--sweep"])
     assert options.base["data"]["heldout_fraction"] == 0.1
     assert options.prompts == "held-out prompts"
 

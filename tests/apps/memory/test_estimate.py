@@ -6,23 +6,22 @@ import shutil
 import pytest
 import torch
 from all_methods import METHODS, VARIANTS
+from commands import check
 from helpers import repeating
 from real_architectures import FLUX_DEV, SD35_MEDIUM, write_architecture
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory.estimate import Pass, estimate, peak_of_pass
-from lit_vgrpo.apps.memory.meta import AutocastOnMeta, NotHere, policy_on_meta
-from lit_vgrpo.cli.check import check
+from lit_vgrpo.apps.memory.meta import AutocastOnMeta, NotEstimated, policy_on_meta
+from lit_vgrpo.apps.memory.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.core.sizes import Sizes
 from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.core.types import RolloutRequest
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.objectives.base import PrepareContext
 from lit_vgrpo.policies import FluxPolicy, SD3Policy, SDXLPolicy, UNetPolicy
-from lit_vgrpo.training.fsdp2 import FSDP2
 from lit_vgrpo.training.memory_passes import LiveMemory, demand
-from lit_vgrpo.training.memory_shares import bytes_of, shares, tensors_of
-from lit_vgrpo.training.zero import ZeRO
+from lit_vgrpo.training.sharded import FSDP2, ZeRO
 
 FAMILIES = {"sd3": SD3Policy, "unet": UNetPolicy, "sdxl": SDXLPolicy, "flux": FluxPolicy}
 
@@ -35,18 +34,9 @@ OPTIONS = [
     {"gradient_checkpointing": True},
     {"lora_rank": 4, "gradient_checkpointing": True},
 ]
-FIRST = {"sd3": (0, 1, 2, 3), "unet": (0, 3), "sdxl": (1, 2), "flux": (1,)}
+EVERY = [(family, number) for family in FAMILIES for number in range(len(OPTIONS))]
+FIRST = [*EVERY[:4], ("unet", 0), ("unet", 3), ("sdxl", 1), ("sdxl", 2), ("flux", 1)]
 """Each option on a transformer and on a UNet, each family once; the other cases are slow."""
-CASES = [
-    pytest.param(
-        family,
-        options,
-        id=f"{family}-{' '.join(options) or 'full'}",
-        marks=[] if number in FIRST[family] else [pytest.mark.slow],
-    )
-    for family in FAMILIES
-    for number, options in enumerate(OPTIONS)
-]
 
 
 @pytest.fixture
@@ -71,9 +61,10 @@ def real_pass(policy, rows):
     return live.peak
 
 
-@pytest.mark.parametrize(("family", "options"), CASES)
-def test_a_step_takes_what_a_real_one_takes(make, family, options):
+@pytest.mark.parametrize(("family", "number"), repeating(EVERY, slow=[case for case in EVERY if case not in FIRST]))
+def test_a_step_takes_what_a_real_one_takes(make, family, number):
     """Weights, gradients and moments to the byte; activations within 5 %."""
+    options = OPTIONS[number]
     twin, policy = policy_on_meta(make(family, **options), "cpu"), make(family, **options).load()
     assert {p.device.type for p in twin.parameters()} == {"meta"}
     assert peak_of_pass(twin, Pass(4, 1.0, True)) == pytest.approx(real_pass(policy, 4), rel=0.05)
@@ -198,7 +189,7 @@ def test_what_a_folder_names_beside_its_libraries_is_not_imported(tiny_sd3, tmp_
     (tmp_path / "trap_of_a_folder.py").write_text("open('sprung', 'w').close()")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NotHere):
+    with pytest.raises(NotEstimated):
         policy_on_meta(SD3Policy(str(folder)))
     assert not (tmp_path / "sprung").exists()
 

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from commands import check
 
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory import estimate as stages
-from lit_vgrpo.apps.memory.estimate import estimate
+from lit_vgrpo.apps.memory.estimate import estimate, scorers
 from lit_vgrpo.apps.memory.meta import policy_on_meta
 from lit_vgrpo.apps.memory.room import memory_report
-from lit_vgrpo.apps.memory.scorers import scorers
-from lit_vgrpo.cli.check import check
+from lit_vgrpo.apps.memory.shares import bytes_of, shares, tensors_of
 from lit_vgrpo.launch.build import build
 from lit_vgrpo.policies import SD3Policy
 from lit_vgrpo.rewards import (
@@ -21,8 +21,7 @@ from lit_vgrpo.rewards import (
     Reward,
     ShapesReward,
 )
-from lit_vgrpo.training.memory_shares import bytes_of, shares, tensors_of
-from lit_vgrpo.training.zero import ZeRO
+from lit_vgrpo.training.sharded import ZeRO
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -12,12 +12,10 @@ from lit_vgrpo.core.snapshots import trainable_parameters
 from lit_vgrpo.policies.acceleration import block_linears
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.trained import quantised_bytes
-from lit_vgrpo.training.fsdp2 import FSDP2, blocks_of
+from lit_vgrpo.training.micro_batch import moments
 from lit_vgrpo.training.optimizer import CustomOptimizer, OptimizerConfig
-from lit_vgrpo.training.zero import ZeRO
+from lit_vgrpo.training.sharded import FSDP2, ZeRO, blocks_of
 
-SMALLEST_8BIT = 4096
-"""Smallest number of elements for which 8-bit Adam stores a tensor's moments in 8 bits."""
 LIVE_PARAMETERS = 10**9
 """Elements that ZeRO-3 keeps gathered at once: DeepSpeed's ``stage3_max_live_parameters``."""
 
@@ -109,12 +107,6 @@ def _gathered(network: nn.Module, stage: int) -> int:
     return whole - sum(blocks) + 2 * max(blocks, default=0)
 
 
-def moments(trained: Iterable[Tensor], optimizer: OptimizerConfig | CustomOptimizer) -> int:
-    """Return the bytes of AdamW's two moments, an upper bound for most other optimizers."""
-    narrow = optimizer.kind == "adamw8bit"
-    return sum(p.numel() * (2 if narrow and p.numel() >= SMALLEST_8BIT else 8) for p in trained)
-
-
 def tensors_of(module: nn.Module) -> list[Tensor]:
     """Return a module's parameters and buffers."""
     return [*module.parameters(), *module.buffers()]
@@ -123,8 +115,3 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the total bytes of unsharded tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def shown(size: int) -> str:
-    """Format a number of bytes."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

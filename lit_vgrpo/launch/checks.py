@@ -1,19 +1,45 @@
-"""Prompts that the rewards cannot score, found before anything is loaded."""
+"""Checks of a recipe's callbacks and prompts before anything is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning.pytorch import Callback
+
+from lit_vgrpo.callbacks import FID, RewardHackAlarm
 from lit_vgrpo.core.pictures import PICTURE, picture_size
+from lit_vgrpo.data.module import PromptDataModule
 from lit_vgrpo.errors import suggestion
+from lit_vgrpo.module import VGRPOModule
 from lit_vgrpo.policies.base import Policy
 from lit_vgrpo.policies.prompt_encoder import size_error
 from lit_vgrpo.rewards import Weighted
 from lit_vgrpo.rewards.combine import ROW_FIELD
+from lit_vgrpo.training.settings import unfit_callbacks
+
+OFTEN_WANTED = ("heldout/reward", "reward/mean", "policy/loss", "cost/train_s", "time/iteration_s")
+LOGGED = ("heldout/", "reward/", "policy/", "cost/", "time/", "passes/", "scouts/", "surrogate/", "train/", "lr-")
+"""Prefixes of all metrics that a run logs."""
 
 FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a table are not read)"
+
+
+def callback_errors(callbacks: Sequence[Callback], model: VGRPOModule, data: PromptDataModule) -> list[str]:
+    """Return all errors of the recipe's own callbacks, given in its order."""
+    errors = unfit_callbacks(callbacks)
+    for number, callback in enumerate(callbacks):
+        found = callback.check() if isinstance(callback, FID) else []
+        if isinstance(callback, RewardHackAlarm):
+            found = callback.check(model, data)
+        errors += [f"trainer.callbacks[{number}].{error}" if "=" in error.split()[0] else error for error in found]
+        metric = getattr(callback, "monitor", None)
+        # Lightning finds out after the first evaluation or checkpoint.
+        if type(callback).__module__.startswith("lightning.") and metric and not metric.startswith(LOGGED):
+            name = f"trainer.callbacks[{number}].monitor={metric}"
+            errors.append(f"{name}: no metric of a run has that name. {suggestion(metric, OFTEN_WANTED)}")
+    return errors
 
 
 def picture_errors(

@@ -7,8 +7,8 @@ from helpers import make_data, make_module, make_trainer, weights
 
 from lit_vgrpo import VGRPO, RolloutSpec
 from lit_vgrpo.callbacks import EMA, RewardLogger
-from lit_vgrpo.core.nonfinite import MOST_IN_A_ROW, NonFiniteGuard
 from lit_vgrpo.module import VGRPOModule
+from lit_vgrpo.training.update_guard import MOST_IN_A_ROW, UpdateGuard
 
 GOOD, BAD = torch.tensor([1.0, -2.0]), torch.tensor([1.0, math.inf])
 
@@ -31,7 +31,7 @@ def beside_a_rank_with(loss, gradient):
     ],
 )
 def test_stop_says_what_where_and_what_to_do(loss, gradient, others, message):
-    guard = NonFiniteGuard()
+    guard = UpdateGuard()
     guard.watch(torch.tensor(1.0))
     guard.watch(torch.tensor(loss))
     with pytest.raises(FloatingPointError, match="model.non_finite=skip") as stopped:
@@ -40,7 +40,7 @@ def test_stop_says_what_where_and_what_to_do(loss, gradient, others, message):
 
 
 def test_skip_counts_and_gives_up_at_last():
-    guard = NonFiniteGuard("skip")
+    guard = UpdateGuard("skip")
     assert guard.refuses([BAD], alone, "now")
     assert not guard.refuses([GOOD], alone, "now")
     for _ in range(MOST_IN_A_ROW - 1):
@@ -55,7 +55,7 @@ def test_a_finite_norm_is_enough_and_any_other_is_looked_into():
         raise AssertionError("every gradient was looked at")
         yield
 
-    guard, infinite = NonFiniteGuard("skip"), torch.tensor(math.inf)
+    guard, infinite = UpdateGuard("skip"), torch.tensor(math.inf)
     guard.watch(torch.tensor(1.0))
     assert not guard.refuses(untouched(), alone, "now", norm=torch.tensor(2.0))
     large = torch.tensor([3e38, -3e38])  # its squares overflow

@@ -1,4 +1,4 @@
-"""Small runs with an alarm and with weights that break, on one rank of two: ``guard_worker.py SPEC.json``."""
+"""Small runs with callbacks that look at all ranks' images: ``rank_worker.py SPEC.json``."""
 
 import json
 import math
@@ -12,13 +12,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import lightning as L
 import torch
 from helpers import Brightness, make_data, make_module, make_trainer
+from processes import small_strategy
 
 from lit_vgrpo import OptimizerConfig
-from lit_vgrpo.callbacks import CollapseStop, RewardHackAlarm
+from lit_vgrpo.callbacks import EMA, FID, CollapseStop, RewardHackAlarm
 from lit_vgrpo.callbacks.report import KeptImages
 from lit_vgrpo.core.sharding import local
 from lit_vgrpo.launch.train import leave_together
 from lit_vgrpo.rewards import JPEGCompressibility, Weighted
+from lit_vgrpo.training import strategies as _  # noqa: F401  known to Lightning by name from here on
 from lit_vgrpo.training.checkpoint import RunCheckpoint
 
 
@@ -61,7 +63,8 @@ def run(spec, name, callbacks, **options):
     }
 
 
-def main(spec):
+def guard(spec):
+    """Runs with an alarm, and on two ranks with weights that break on one; each rank writes what it found."""
     alarm = OnOneRank(metric=None, diversity="pixels", action="stop")
     found = {
         "alarm": run(spec, "alarm", [alarm]),
@@ -72,6 +75,35 @@ def main(spec):
     Path(spec["out"], f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 
+class Witness(L.Callback):
+    """Keeps what every evaluation found."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_start(self, trainer, pl_module):
+        self.found.append(dict(pl_module.evaluator.latest))
+
+    def on_validation_end(self, trainer, pl_module):
+        self.found.append(dict(pl_module.evaluator.latest))
+
+
+def fid(spec):
+    """Runs with FID and KID, one under each strategy; each rank writes what it found."""
+    for strategy in spec["strategies"]:
+        torch.manual_seed(0)
+        module = make_module(spec["sd3"], optimizer=OptimizerConfig(lr=1e-3))
+        witness = Witness()
+        callbacks = [EMA(0.5), FID(spec["real"], features=spec["script"], kid=True), witness]
+        data = make_data(heldout_limit=7, heldout_images_per_prompt=3, eval_batch_size=4)
+        parallel = {"devices": 2, "strategy": small_strategy(strategy)} if strategy else {}
+        trainer = make_trainer(spec["out"], 1, callbacks, **parallel)
+        trainer.fit(module, datamodule=data)
+        Path(spec["out"], f"{strategy}-{trainer.global_rank}.json").write_text(json.dumps(witness.found))
+
+
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    guard(spec["guard"])
+    fid(spec["fid"])
     leave_together()

@@ -1,4 +1,4 @@
-"""The alarm, the stop, the best checkpoint and the images kept for the report on two ranks."""
+"""The alarm, the stop, the best checkpoint, the images kept for the report, and FID on two ranks."""
 
 import json
 import runpy
@@ -12,17 +12,25 @@ from processes import run_ranks
 
 from lit_vgrpo.apps.report.run_data import read_scores
 
-WORKER = Path(__file__).with_name("guard_worker.py")
+WORKER = Path(__file__).with_name("rank_worker.py")
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory, tiny_sd3):
+def spec(tmp_path_factory, tiny_sd3, script, real):
+    return {"sd3": str(tiny_sd3), "out": str(tmp_path_factory.mktemp("ranks")), "script": script, "real": real}
+
+
+@pytest.fixture(scope="module")
+def ranks(spec):
     """Results of two ranks, and their folder."""
-    out = tmp_path_factory.mktemp("ranks")
-    spec = out / "spec.json"
-    spec.write_text(json.dumps({"sd3": str(tiny_sd3), "out": str(out), "devices": 2, "strategy": "ddp"}))
-    run_ranks(WORKER, spec, world=2, logs=out)
+    out = Path(spec["out"])
+    parts = {
+        "guard": {**spec, "devices": 2, "strategy": "ddp"},
+        "fid": {**spec, "strategies": ["ddp", "zero3"]},
+    }
+    (out / "spec.json").write_text(json.dumps(parts))
+    run_ranks(WORKER, out / "spec.json", world=2, logs=out)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)], out
 
 
@@ -39,7 +47,7 @@ def test_both_stop_where_one_rank_says_so(ranks):
 def alone(tmp_path_factory, tiny_sd3):
     """What one process found that did the same, and its folder."""
     out = tmp_path_factory.mktemp("alone")
-    runpy.run_path(str(WORKER))["main"]({"sd3": str(tiny_sd3), "out": str(out), "devices": 1})
+    runpy.run_path(str(WORKER))["guard"]({"sd3": str(tiny_sd3), "out": str(out), "devices": 1})
     return json.loads((out / "0.json").read_text()), out
 
 
@@ -85,3 +93,18 @@ def test_weights_that_break_on_one_rank_stop_both_before_anything_is_saved(ranks
         saved = torch.load(path, weights_only=True)
         assert saved["global_step"] == 1
         assert all(value.isfinite().all() for value in saved["state_dict"].values())
+
+
+def test_fid_of_two_ranks_is_that_of_one(spec, ranks):
+    """21 held-out images do not divide by two; KID's subsets are of the same images."""
+    _, out = ranks
+    runpy.run_path(str(WORKER))["fid"]({**spec, "strategies": [None]})
+    one = json.loads((out / "None-0.json").read_text())
+    keys = ["heldout/fid@21", "heldout/kid@21"]
+    for strategy in ("ddp", "zero3"):
+        first, second = (json.loads((out / f"{strategy}-{rank}.json").read_text()) for rank in range(2))
+        assert first == second
+        assert len(one) == len(first) == 2
+        for expected, found, tolerance in zip(one, first, (1e-4, 1e-3), strict=True):  # trained weights are rounded
+            assert expected.keys() == found.keys()
+            assert [found[key] for key in keys] == pytest.approx([expected[key] for key in keys], rel=tolerance)

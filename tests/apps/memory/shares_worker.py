@@ -1,4 +1,4 @@
-"""A short run under each strategy, and the bytes of it that are alive: ``memory_worker.py SPEC.json``.
+"""A short run under each strategy, and the bytes of it that are alive: ``shares_worker.py SPEC.json``.
 
 A run is ``{name, strategy, policy}``; rank 0 leaves ``NAME.json`` with what was counted and what was estimated.
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 import lightning as L
 import torch
@@ -20,15 +20,16 @@ from torch.distributed.tensor import DTensor
 from lit_vgrpo import OptimizerConfig
 from lit_vgrpo.apps.memory.estimate import Pass, peak_of_pass
 from lit_vgrpo.apps.memory.meta import policy_on_meta
+from lit_vgrpo.apps.memory.shares import shares, tensors_of
 from lit_vgrpo.training.memory_passes import LiveMemory
-from lit_vgrpo.training.memory_shares import shares, tensors_of
 from lit_vgrpo.training.strategies import FSDP2, ZeRO
 
 BUCKET = 100_000
 STRATEGIES = {
     "ddp": lambda: "ddp",
     "fsdp2": FSDP2,
-    **{f"zero{stage}": lambda stage=stage: ZeRO(stage, bucket_size=BUCKET) for stage in (1, 2, 3)},
+    **{f"zero{stage}": lambda stage=stage: ZeRO(stage, bucket_size=BUCKET) for stage in (1, 2)},
+    "zero3": lambda: ZeRO(3, bucket_size=BUCKET, zero_options={"stage3_max_reuse_distance": 0}),
 }
 
 
@@ -46,14 +47,14 @@ class Count(L.Callback):
     """Counts the storages of an update of two micro-batches, without encoders, the embeddings kept of them, and VAE."""
 
     def __init__(self, live):
-        self.live = live
+        self.live, self._offset = live, 0
         self.seen = {}
         self._old = storages()  # DeepSpeed leaves some of a run before; kept, so that no new one gets their place
 
     def _alive(self, module):
         pipeline = module.policy.pipeline
         apart = [t for part in (*module.policy.encoders(), pipeline.vae) for t in tensors_of(part)]
-        apart += [t for row in module.policy.prompt_encoder._recent.rows.values() for t in row.values()]
+        apart += [t for row in module.policy.prompt_encoder._recent.values() for t in row.values()]
         left_out = self._old.keys() | {tensor.untyped_storage()._cdata for tensor in apart}
         gc.collect()  # what an earlier run left in cycles
         found = {place: seen() for place, seen in self.live._storages.items()}  # what only C++ holds, too
@@ -63,14 +64,16 @@ class Count(L.Callback):
         )
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.seen[f"before {batch_idx}"] = start = self._alive(pl_module)
-        self.live.peak, self._offset = self.live.live, start - self.live.live
+        if trainer.current_epoch == 1 and batch.is_last:
+            start = self._alive(pl_module)
+            self.live.peak, self._offset = self.live.live, start - self.live.live
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.seen["peak"] = self._offset + self.live.peak
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen[f"after {batch_idx}"] = self._alive(pl_module)
+        if trainer.current_epoch == 1 and batch.is_first:
+            self.seen["after 0"] = self._alive(pl_module)
 
 
 def estimated(run, sd3):
@@ -93,6 +96,7 @@ def train(run, folder, module, twin, activations):
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what was imported, which would be looked through again and again
     spec = json.loads(Path(sys.argv[1]).read_text())
     prepared = [estimated(each, spec["sd3"]) for each in spec["runs"]]  # before ZeRO-3 patches torch, for good
     for each in spec["runs"]:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lit_vgrpo.core.noise import image_generators
-from lit_vgrpo.core.pass_counter import PassLedger
+from lit_vgrpo.core.records import PassLedger
 from lit_vgrpo.core.sampling import sample
 from lit_vgrpo.core.types import RolloutSpec
 from lit_vgrpo.policies import SD3Policy

@@ -1,0 +1,213 @@
+"""Statistics of sets of images: FID, KID, diversity, and the confidence interval of a mean."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Hashable, Sequence
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_vgrpo.core.gather import rows_of_all_ranks, sum_over_ranks
+
+Distance = Literal["cosine", "euclidean"]
+Key = TypeVar("Key", bound=Hashable)
+RESAMPLES_AT_ONCE = 100
+"""Limits memory: scipy holds the indices of a whole batch of resamples."""
+
+
+class FeatureMoments:
+    """Mean and covariance of the features of images that come in batches, in float64 on the CPU.
+
+    Args:
+        dimension: length D of a feature vector.
+
+    Attributes:
+        count: number of images: this rank's, or those of all ranks after :meth:`add_up_ranks`.
+    """
+
+    def __init__(self, dimension: int) -> None:
+        self.count = 0
+        self._sum = torch.zeros(dimension, dtype=torch.float64)
+        self._products = torch.zeros(dimension, dimension, dtype=torch.float64)
+
+    def update(self, features: Tensor) -> None:
+        """Add features ``(B, D)``."""
+        rows = features.detach().cpu().double()
+        self.count += len(rows)
+        self._sum += rows.sum(dim=0)
+        self._products += rows.T @ rows
+
+    def add_up_ranks(self) -> None:
+        """Add the sums of all ranks; every rank must call it, with or without images."""
+        self.count = int(sum_over_ranks(torch.tensor(self.count)))
+        self._sum, self._products = sum_over_ranks(self._sum), sum_over_ranks(self._products)
+
+    def mean_and_cov(self) -> tuple[Tensor, Tensor]:
+        """Return the mean ``(D,)`` and the covariance ``(D, D)``; not finite for fewer than two images."""
+        mean = self._sum / self.count
+        return mean, (self._products - self.count * torch.outer(mean, mean)) / (self.count - 1)
+
+
+def frechet_distance(mean: Tensor, cov: Tensor, other_mean: Tensor, other_cov: Tensor) -> float:
+    """Return the Frechet distance between two Gaussians, as torchmetrics computes FID.
+
+    Args:
+        mean, other_mean: shape ``(D,)``, float64.
+        cov, other_cov: shape ``(D, D)``, float64.
+
+    Returns:
+        At least 0; NaN if a moment is not finite.
+
+    Source:
+        arXiv 1706.08500.
+    """
+    product = cov @ other_cov
+    if not all(values.isfinite().all() for values in (mean, other_mean, product)):
+        return math.nan  # LAPACK may not converge
+    overlap = torch.linalg.eigvals(product).sqrt().real.sum()
+    distance = (mean - other_mean).square().sum() + cov.trace() + other_cov.trace() - 2 * overlap
+    return max(0.0, float(distance))  # equal sets differ by rounding
+
+
+class KeptFeatures:
+    """Features of one rank's images and the images' numbers, kept on the CPU in float32.
+
+    KID needs all of them: 10,000 images with Inception's 2048 features are 82 MB, gathered on every rank.
+
+    Args:
+        dimension: length D of a feature vector.
+    """
+
+    def __init__(self, dimension: int) -> None:
+        self._features = [torch.zeros(0, dimension)]
+        self._numbers: list[int] = []
+
+    def add(self, features: Tensor, numbers: list[int]) -> None:
+        """Keep features ``(B, D)`` of the images with these numbers."""
+        self._features.append(features.detach().float().cpu())
+        self._numbers += numbers
+
+    def gathered(self) -> Tensor:
+        """Return all ranks' features ``(N, D)``, sorted by image number; every rank must call it."""
+        features = rows_of_all_ranks(torch.cat(self._features))
+        numbers = rows_of_all_ranks(torch.tensor(self._numbers, dtype=torch.int64))
+        return features[numbers.argsort(stable=True)]
+
+
+def kernel_distance(
+    features: Tensor, reference: Tensor, subsets: int = 100, subset_size: int = 1000, seed: int = 0
+) -> float:
+    """Return torchmetrics' KID in float64, the mean over random subsets, as in clean-fid.
+
+    Args:
+        features: shape ``(n, D)``.
+        reference: shape ``(m, D)``.
+        subsets: number of subsets.
+        subset_size: images per subset, at most as many as there are on either side.
+        seed: seed of the subsets; torch's global random state stays as it is.
+
+    Returns:
+        About 0 for two samples of one distribution, possibly slightly below; NaN for fewer than two images on a side.
+
+    Source:
+        arXiv 1801.01401.
+    """
+    from torchmetrics.image.kid import KernelInceptionDistance
+
+    size = min(len(features), len(reference), subset_size)
+    if size < 2:
+        return math.nan
+    if size == len(features) == len(reference):
+        subsets = 1  # every subset is the whole set
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*will save all extracted features")
+        metric = KernelInceptionDistance(torch.nn.Identity(), subsets, size, sync_on_compute=False)
+    metric.update(features.double(), real=False)
+    metric.update(reference.to(features.device).double(), real=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        mean, _ = metric.compute()
+    return float(mean)
+
+
+def diversity(features: Tensor, prompts: Sequence[Key], distance: Distance = "cosine") -> dict[Key, float]:
+    """Return the mean distance between two images of one prompt, in float64, for each prompt.
+
+    Args:
+        features: shape ``(N, D)``.
+        prompts: each image's prompt, or its number; length N.
+        distance: ``cosine`` (0 for equal directions, 2 for opposite ones) or ``euclidean``.
+
+    Returns:
+        One value per prompt, in order of first appearance; NaN for a prompt with one image.
+
+    >>> diversity(torch.eye(3), ["a cat"] * 3)
+    {'a cat': 1.0}
+    """
+    members: dict[Key, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        members.setdefault(prompt, []).append(index)
+    found = {}
+    for prompt, rows in members.items():
+        values = features[rows].double()
+        if distance == "cosine":
+            unit = torch.nn.functional.normalize(values, dim=-1)
+            first, second = torch.triu_indices(len(rows), len(rows), offset=1)
+            pairs = (1 - unit @ unit.T)[first, second].clamp(min=0)
+        else:
+            pairs = torch.pdist(values)
+        found[prompt] = float(pairs.mean())
+    return found
+
+
+def bootstrap_interval(
+    values: Sequence[float] | Tensor,
+    clusters: Sequence[int] | Sequence[str] | Tensor | None = None,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of the mean, ignoring NaN values.
+
+    Images of one prompt are correlated, so resampling images would make the interval too narrow. With ``clusters``,
+    whole prompts are resampled instead.
+
+    Args:
+        values: one score per image.
+        clusters: the cluster of each value, such as its prompt; ``None`` resamples single values.
+        level: confidence level, in (0, 1).
+        resamples: number of bootstrap samples.
+        seed: seed of the resampling.
+
+    Returns:
+        The lower and the upper end; NaN if there are no values.
+
+    >>> bootstrap_interval([2.0, 2.0, math.nan])
+    (2.0, 2.0)
+    """
+    scores = np.asarray(values, dtype=np.float64)
+    labels = np.arange(len(scores)) if clusters is None else np.asarray(clusters)
+    found = ~np.isnan(scores)
+    _, cluster_of = np.unique(labels[found], return_inverse=True)
+    sums, counts = np.bincount(cluster_of, scores[found]), np.bincount(cluster_of)
+    if len(sums) < 2:  # scipy refuses to resample a single cluster
+        mean = float(sums[0] / counts[0]) if len(sums) else math.nan
+        return mean, mean
+    from scipy.stats import bootstrap  # its import takes half a second
+
+    interval = bootstrap(
+        (sums, counts),
+        lambda sums, counts, axis: sums.sum(axis) / counts.sum(axis),
+        n_resamples=resamples,
+        batch=RESAMPLES_AT_ONCE,
+        vectorized=True,
+        paired=True,
+        confidence_level=level,
+        method="percentile",
+        rng=seed,
+    ).confidence_interval
+    return float(interval.low), float(interval.high)
