@@ -9,12 +9,10 @@ import json
 import random
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from math import ceil
 from pathlib import Path
 
 import torch
@@ -32,12 +30,12 @@ TOLERANCE = 1e-10
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS images (id TEXT PRIMARY KEY, png BLOB)",
     "CREATE TABLE IF NOT EXISTS groups (id INTEGER PRIMARY KEY, key TEXT UNIQUE, prompt TEXT, images TEXT,"
-    " owner INTEGER, is_open INTEGER, shown INTEGER, voters INTEGER)",
-    "CREATE TABLE IF NOT EXISTS comparisons (id INTEGER PRIMARY KEY, group_id INTEGER, images TEXT)",
+    " owner INTEGER, is_open INTEGER, voters INTEGER)",
+    "CREATE TABLE IF NOT EXISTS comparisons (id INTEGER PRIMARY KEY, group_id INTEGER, images TEXT,"
+    " UNIQUE (group_id, images))",
     "CREATE TABLE IF NOT EXISTS votes (id INTEGER PRIMARY KEY AUTOINCREMENT, comparison INTEGER, voter TEXT,"
     " image TEXT, time REAL, UNIQUE (comparison, voter))",
     "CREATE INDEX IF NOT EXISTS open_groups ON groups (is_open)",
-    "CREATE INDEX IF NOT EXISTS group_comparisons ON comparisons (group_id)",
 )
 
 
@@ -78,7 +76,6 @@ class Group:
     """A group, and its comparisons with the choice of each voter.
 
     Attributes:
-        shown: images of a comparison.
         voters: people who answer each comparison.
         comparisons: images by number.
         votes: by comparison and voter the chosen image; None for a skip.
@@ -87,15 +84,9 @@ class Group:
     id: int
     prompt: str
     images: list[str]
-    shown: int
     voters: int
     comparisons: dict[int, list[str]]
     votes: dict[int, dict[str, str | None]]
-
-    @property
-    def needed(self) -> int:
-        """The fewest comparisons that connect all images."""
-        return 0 if len(self.images) < 2 else ceil((len(self.images) - 1) / (self.shown - 1))
 
     @property
     def given(self) -> int:
@@ -113,21 +104,15 @@ class Group:
         ]
         return dict(zip(self.images, choice_scores(choices, len(self.images)).tolist(), strict=True))
 
-    def next_images(self) -> list[str]:
-        """Return the images of a new comparison.
 
-        One of those shown least, then images that no comparison connects to it, those shown least, and those of the
-        closest scores.
-        """
-        times = Counter(image for images in self.comparisons.values() for image in images)
-        score = self.scores()
-        draw = random.Random(f"{self.id}-{len(self.comparisons)}")
-        first, *rest = sorted(self.images, key=lambda image: (times[image], draw.random()))
-        linked, sets = {first}, [set(images) for images in self.comparisons.values()]
-        for _ in sets:
-            linked = linked.union(*(images for images in sets if images & linked))
-        rest.sort(key=lambda image: (image in linked, times[image], abs(score[image] - score[first]), draw.random()))
-        return sorted([first, *rest[: self.shown - 1]])
+def comparisons(images: Sequence[str], size: int) -> list[Sequence[str]]:
+    """Return the fewest overlapping parts of at most ``size`` images that connect all of them.
+
+    >>> comparisons("abcdef", 4)
+    ['abcd', 'cdef']
+    """
+    last = max(0, len(images) - size)
+    return [images[min(start, last) :][:size] for start in range(0, len(images) - 1, size - 1)]
 
 
 class VoteStore:
@@ -174,13 +159,18 @@ class VoteStore:
             for prompt, images in groups.items():
                 db.executemany("INSERT OR REPLACE INTO images VALUES (?, ?)", images.items())
                 key = sha256("\n".join([prompt, *sorted(images)]).encode()).hexdigest()
+                order = random.Random(key).sample(sorted(images), len(images))
                 added = db.execute(
-                    "INSERT INTO groups (is_open, key, prompt, images, owner, shown, voters)"
-                    " VALUES (1, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET is_open = 1, owner = excluded.owner,"
-                    " shown = excluded.shown, voters = excluded.voters RETURNING id",
-                    (key, prompt, json.dumps(sorted(images)), owner, min(images_per_vote, len(images)), voters),
+                    "INSERT INTO groups (is_open, key, prompt, images, owner, voters) VALUES (1, ?, ?, ?, ?, ?)"
+                    " ON CONFLICT (key) DO UPDATE SET is_open = 1, owner = excluded.owner, voters = excluded.voters"
+                    " RETURNING id",
+                    (key, prompt, json.dumps(order), owner, voters),
                 )
                 numbers.append(int(added.fetchone()[0]))
+                db.executemany(
+                    "INSERT OR IGNORE INTO comparisons (group_id, images) VALUES (?, ?)",
+                    [(numbers[-1], json.dumps(shown)) for shown in comparisons(order, images_per_vote)],
+                )
         return numbers
 
     def scores(self, numbers: Sequence[int]) -> list[dict[str, float]]:
@@ -201,7 +191,7 @@ class VoteStore:
             groups = _groups(db, numbers)
         return Progress(
             given=sum(group.given for group in groups),
-            needed=sum(group.needed * group.voters for group in groups),
+            needed=sum(len(group.comparisons) * group.voters for group in groups),
             skipped=sum(list(votes.values()).count(None) for group in groups for votes in group.votes.values()),
         )
 
@@ -211,18 +201,12 @@ class VoteStore:
         Groups with the fewest votes come first; among equals each voter has another order.
         """
         with self._transaction() as db:
-            groups = [group for group in _groups(db) if group.given < group.needed * group.voters]
-            groups.sort(key=lambda group: (group.given, random.Random(f"{voter}/{group.id}").random()))
-            for group in groups:
-                for number, images in group.comparisons.items():
-                    if len(group.votes[number]) < group.voters and voter not in group.votes[number]:
-                        return Comparison(number, group.prompt, images)
-                if len(group.comparisons) < group.needed:
-                    images = group.next_images()
-                    added = db.execute(
-                        "INSERT INTO comparisons (group_id, images) VALUES (?, ?)", (group.id, json.dumps(images))
-                    )
-                    return Comparison(int(added.lastrowid or 0), group.prompt, images)
+            groups = _groups(db)
+        groups.sort(key=lambda group: (group.given, random.Random(f"{voter}/{group.id}").random()))
+        for group in groups:
+            for number, images in group.comparisons.items():
+                if len(group.votes[number]) < group.voters and voter not in group.votes[number]:
+                    return Comparison(number, group.prompt, images)
         return None
 
     def vote(self, number: int, voter: str, image: str | None) -> None:
@@ -297,18 +281,18 @@ def _groups(db: sqlite3.Connection, numbers: Sequence[int] | None = None) -> lis
         numbers = [number for (number,) in db.execute("SELECT id FROM groups WHERE is_open ORDER BY id")]
     groups = []
     for number in numbers:
-        query = "SELECT prompt, images, shown, voters FROM groups WHERE id = ?"
-        prompt, images, most, voters = db.execute(query, (number,)).fetchone()
+        query = "SELECT prompt, images, voters FROM groups WHERE id = ?"
+        prompt, images, voters = db.execute(query, (number,)).fetchone()
         shown = db.execute("SELECT id, images FROM comparisons WHERE group_id = ? ORDER BY id", (number,))
-        comparisons = {comparison: json.loads(text) for comparison, text in shown}
-        votes: dict[int, dict[str, str | None]] = {comparison: {} for comparison in comparisons}
+        compared = {comparison: json.loads(text) for comparison, text in shown}
+        votes: dict[int, dict[str, str | None]] = {comparison: {} for comparison in compared}
         for comparison, voter, image in db.execute(
             "SELECT comparison, voter, votes.image FROM votes JOIN comparisons ON comparisons.id = comparison"
             " WHERE group_id = ? ORDER BY votes.id",
             (number,),
         ):
             votes[comparison][voter] = image
-        groups.append(Group(number, prompt, json.loads(images), most, voters, comparisons, votes))
+        groups.append(Group(number, prompt, json.loads(images), voters, compared, votes))
     return groups
 
 

@@ -229,13 +229,13 @@ def test_a_client_that_goes_away_is_no_server_error(logged):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("JPEGCompressibility --port 70000", "less than or equal to 65535"),
-        ("JPEGCompressibility --max-megapixels 100", "less than or equal to 85"),
+        ("JPEGCompressibility --port 70000", "--port': Input should be less than or equal to 65535"),
+        ("JPEGCompressibility --max-megapixels 100", "--max-megapixels': Input should be less than or equal to 85"),
         ("JPEGCompressibility --token-env NOT_SET_ANYWHERE", "export NOT_SET_ANYWHERE="),
         ("JPEGCompressibility --port 0 --host 203.0.113.77", "203.0.113.77"),
         ("JPEGCompressibility --port 0 --device gpu9", "gpu9"),
         ("JPEGCompresibility --port 0", "Did you mean JPEGCompressibility?"),
-        ("--port 0", "REWARD"),
+        ("--port 0", "Missing argument 'REWARD'"),
     ],
 )
 def test_a_mistake_in_the_command_is_one_line(capsys, words, said):

@@ -246,7 +246,7 @@ def test_a_run_is_attached_to_and_ctrl_c_ends_both(tiny_recipe):
 def test_what_cannot_be_voted_on_is_said_in_one_line(tiny_recipe, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for words, line in [
-        ([], "Missing argument"),
+        ([], "Missing argument 'RUN|RECIPE'"),
         (["empty"], "empty is not a run folder: it has no config.yaml."),
         (["tiny.yml"], "tiny.yml is not a recipe: no such file, and not a shipped name."),
         (["tiny.yaml"], "The reward of tiny.yaml does not ask people. Set model.reward=VoteReward"),

@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -164,25 +162,3 @@ def test_a_prompt_without_text_is_an_error_and_a_failure(line_reward, prompt, ro
     assert line_reward.failure == error
     line_reward(image, ['"cat"'], [{}])
     assert line_reward.failure is None
-
-
-@pytest.mark.slow
-def test_nothing_is_loaded_early_logged_or_fetched(tmp_path):
-    """In a process whose sockets refuse to open."""
-    image = tmp_path / "open.png"
-    Image.fromarray((drawn("Open", size=40, shape=(128, 128))[0].permute(1, 2, 0) * 255).byte().numpy()).save(image)
-    code = f"""
-import socket, sys
-def refuse(*args, **kwargs): raise RuntimeError("a socket was opened")
-socket.socket.connect = socket.create_connection = refuse
-import numpy as np, torch
-from PIL import Image
-from lit_vgrpo.rewards.ocr import OCRReward
-pixels = torch.from_numpy(np.array(Image.open({str(image)!r}))).permute(2, 0, 1)[None] / 255
-page, line = OCRReward(), OCRReward(detect=False)
-print(page.check(), "rapidocr" in sys.modules)
-print(page.read(pixels), line.read(pixels), page.read(pixels * 0))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stderr == ""
-    assert done.stdout == "[] False\n['Open'] ['Open'] ['']\n"

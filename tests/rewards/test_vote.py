@@ -78,17 +78,6 @@ def test_the_fewest_comparisons_show_and_connect_every_image(store, size, shown,
         assert connected == [{f"a{number}" for number in range(size)}]
 
 
-def test_the_closest_of_the_least_shown_meet(store):
-    store.publish(groups(4, "a"), 2)
-    winners = []
-    for _ in range(2):  # every image once
-        comparison = store.next_comparison("ann")
-        winners.append(comparison.images[0])
-        store.vote(comparison.id, "ann", comparison.images[0])
-    last = store.next_comparison("ann")
-    assert set(last.images) in (set(winners), {f"a{number}" for number in range(4)} - set(winners))
-
-
 def test_voters_get_different_comparisons_and_none_twice(store):
     store.publish(groups(2, "a", "b"), 2, voters=2)
     for voter in ("ann", "bob"):
