@@ -50,7 +50,6 @@ class ForwardObjective(Objective):
         training_guidance: guidance scale of the policy during training; null is 1, or the rollout's scale where the
             network embeds it, as FLUX.1-dev's does.
         reference_guidance: guidance scale of the starting weights; null takes the training's.
-
     """
 
     needs_ode: ClassVar[bool] = True
