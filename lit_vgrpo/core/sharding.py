@@ -58,7 +58,7 @@ def _forget_gathered(parameters: Iterable[Any]) -> None:
             from deepspeed.accelerator import get_accelerator
 
             get_accelerator().synchronize()
-            parameter.forget_gathered()  # of the whole model; distributed/zero.py sets it
+            parameter.forget_gathered()  # of the whole model; training/sharded.py sets it
             return
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,19 +18,6 @@ from lit_vgrpo.core.advantages import group_statistics
 from lit_vgrpo.core.noise import unit_noise
 
 ERROR_FLOOR = 1e-6
-
-
-class TimePool(Protocol):
-    """Where times are drawn from."""
-
-    def draw(self, number: int, stratified: bool, generator: torch.Generator) -> Tensor:
-        """Return N times ``(N,)``, float32.
-
-        Args:
-            number: how many to draw.
-            stratified: draw one from each of N parts of the pool, instead of N independent ones.
-            generator: a CPU generator.
-        """
 
 
 def draw_levels(number: int, stratified: bool, generator: torch.Generator) -> Tensor:
@@ -67,9 +53,14 @@ class SamplerTimes:
         return SamplerTimes(self.times[: number + int(rest * progress + 1e-9)])
 
     def draw(self, number: int, stratified: bool, generator: torch.Generator) -> Tensor:
-        """Draw from N parts that differ by at most one time (``tensor_split``), where there are N times or more.
+        """Return N times ``(N,)``, float32.
 
         Fewer times than draws are repeated as evenly as possible.
+
+        Args:
+            number: how many to draw.
+            stratified: draw one from each of N parts, which differ by at most one time (``tensor_split``).
+            generator: a CPU generator.
         """
         size = len(self.times)
         if not stratified or number > size:
@@ -117,8 +108,12 @@ class ContinuousTimes:
         return replace(self, stop=self.first + share + (width - share) * progress)
 
     def draw(self, number: int, stratified: bool, generator: torch.Generator) -> Tensor:
+        """Return N times as :meth:`SamplerTimes.draw`, from equal parts of the levels."""
         u = 1 - (self.first + (self.stop - self.first) * draw_levels(number, stratified, generator))
         return self.shift * u / (1 + (self.shift - 1) * u)
+
+
+TimePool = SamplerTimes | ContinuousTimes
 
 
 @dataclass

@@ -48,7 +48,6 @@ class ChainObjective(Objective):
         reference_guidance: guidance scale of the starting weights; null takes the training's.
         recompute_old: recompute the old log-probabilities in the training's batches, in separate passes. In 16-bit
             precision those of the rollout's batches round differently, so the ratio is not exactly 1 before an update.
-
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)

@@ -56,16 +56,11 @@ def group_weights(
         Shape of ``losses``, in (0, 1).
     """
     gains = expand(advantages, losses) * (losses.detach() - reference_losses) / expand(group_size, losses)
-    same = _same_group(group_ids)
+    same = group_ids[:, None] == group_ids
     # Not by unique and index_add, which wait for a GPU and are not deterministic there, nor by a matrix product, which
     # autocast would round.
     sums = (same.reshape(*same.shape, *[1] * (gains.ndim - 1)) * gains).sum(dim=1)
     return torch.sigmoid(beta * sums)
-
-
-def _same_group(ids: Tensor) -> Tensor:
-    """Return which images are of one group, ``(B, B)``, bool."""
-    return ids[:, None] == ids
 
 
 def joined(micros: Sequence[Experience], name: str) -> Tensor:
@@ -80,7 +75,7 @@ def groups_of(micros: Sequence[Experience]) -> tuple[Tensor, Tensor]:
 
 def are_whole(ids: Tensor, sizes: Tensor) -> Tensor:
     """Return whether no group is cut, ``()``, bool; without waiting for a GPU."""
-    return (_same_group(ids).sum(dim=1) == sizes).all()
+    return ((ids[:, None] == ids).sum(dim=1) == sizes).all()
 
 
 @checked

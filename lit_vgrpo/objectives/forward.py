@@ -50,7 +50,6 @@ class ForwardObjective(Objective):
         training_guidance: guidance scale of the policy during training; null is 1, or the rollout's scale where the
             network embeds it, as FLUX.1-dev's does.
         reference_guidance: guidance scale of the starting weights; null takes the training's.
-
     """
 
     needs_ode: ClassVar[bool] = True
@@ -84,7 +83,7 @@ class ForwardObjective(Objective):
         if not 0 < self.times_per_image <= most:
             errors.append(
                 f"{type(self).__name__} trains each image at {self.times_per_image} of the sampler's {most} times. Set "
-                "model.objective.num_times to 1 or more of them, or use more rollout.steps."
+                "model.objective.num_times to less, or model.objective.noisiest to more with as many rollout.steps."
             )
         if self.needs_ode and spec.is_sde:
             errors.append(

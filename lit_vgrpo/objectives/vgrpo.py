@@ -19,15 +19,6 @@ from lit_vgrpo.objectives.forward import DrawnTimesObjective
 from lit_vgrpo.objectives.pairs import Sharing, distance_to_copy, old_values, rollout_pairs
 from lit_vgrpo.policies.base import Policy
 
-
-def prediction_distance(prediction: Tensor, stored: Tensor, scale: Tensor) -> Tensor:
-    """Return ``m((x_hat_theta - sg(x_hat_old))^2)``, the KL to a stored policy on its pairs; ``(B, N, ...) -> (B, N)``.
-
-    Both estimates start from the same noisy latent, so they differ by ``scale`` times the predictions' difference.
-    """
-    return mean_over_pixels((scale * (prediction - stored)).square(), 2)
-
-
 KLTarget = Literal["reference", "behaviour"]
 
 
@@ -142,7 +133,7 @@ class VGRPO(DrawnTimesObjective):
         if "kl_prediction" in micro.extras:
             stored = old_values(micro, "kl_prediction", prediction)
             if self._has_kl_to("behaviour"):
-                per_pair = prediction_distance(prediction, stored, scale)
+                per_pair = mean_over_pixels((scale * (prediction - stored)).square(), 2)
             else:
                 per_pair = distance_to_copy(prediction, stored, error, scale)
             distance = surrogate(per_pair)

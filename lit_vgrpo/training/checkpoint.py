@@ -303,7 +303,6 @@ class RunCheckpoint(Checkpoint):
         return self.unsaved
 
     def _write(self, trainer: Trainer, checkpoint: dict[str, Any], path: Path) -> str | None:
-        """Write the file; return an error message if that fails."""
         draft = path.with_name(DRAFT_PREFIX + path.name)
         try:
             trainer.strategy.save_checkpoint(checkpoint, draft)

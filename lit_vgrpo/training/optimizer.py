@@ -210,5 +210,4 @@ class Optimization:
 
 
 def _ramp(steps: int, step: int) -> float:
-    """Return a factor that rises linearly to 1 over a number of steps."""
     return min(1.0, (step + 1) / steps)

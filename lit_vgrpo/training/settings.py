@@ -75,7 +75,6 @@ def errors_under(module: Any, strategy: Any, sizes: Sizes, ranks: int, has_heldo
 
 
 def _people_errors(module: Any, sizes: Sizes, ranks: int, has_heldout: bool) -> list[str]:
-    """Return one line for each setting that a reward from people cannot be used with."""
     if not module.reward.asks_people:
         return []
     errors = []
@@ -106,7 +105,6 @@ def _evaluation_errors(module: Any) -> list[str]:
 
 
 def _quantisation_errors(module: Any) -> list[str]:
-    """Return one line if images are to be sampled in 8 bits by a network that is quantised already."""
     if module.policy.quantisation is None:
         return []
     specs = {"model.objective.rollout": module.objective.rollout_spec(0), "model.evaluation": module.evaluation}
@@ -119,7 +117,6 @@ def _quantisation_errors(module: Any) -> list[str]:
 
 
 def _guidance_errors(module: Any) -> list[str]:
-    """Return one line if the policy refuses guidance and a setting asks for it."""
     error = module.policy.guidance_error()
     if error is None:
         return []
