@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # A slow file's tests share launches of several processes, so one worker takes them all.
-PYTEST_SLOW := $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST_SLOW := $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 2
 COVERAGE := --cov --cov-report=term --cov-fail-under=85
 export OMP_NUM_THREADS ?= 1
 # Without bytecode every worker compiles, and rewrites the asserts of, every test file again.

@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 MOST_LINES_PER_FILE, MOST_LINES_PER_RECIPE = 400, 60
-MOST_LINES, MOST_FILES, MOST_TEST_LINES = 30_800, 236, 25_900
-"""What the tree has now: lower them whenever it shrinks. The aims are 29,000, 200 and 24,000."""
+MOST_LINES, MOST_FILES, MOST_TEST_LINES = 27_000, 188, 23_600
+"""What the tree has now. Lower them whenever it shrinks; raise them with a feature that pays for its lines."""
 MOST_FAST_PROCESSES = 12
 """Test functions that start a process and are not marked slow: importing torch and Lightning takes 7 s."""
 STARTERS = {"subprocess.run", "subprocess.Popen", "run_ranks", "run_command"}

@@ -140,9 +140,9 @@ def image_metrics(cli: RecipeCLI, options: EvaluateOptions) -> tuple[list[FID], 
     """
     fids = callbacks_of(cli.trainer, FID)
     if fids and (options.fid_reference or options.features):
-        changed: dict[str, Any] = {"features": options.features, "size": None} if options.features else {}
+        changed: dict[str, Any] = {"features": options.features} if options.features else {}
         reference = options.fid_reference or fids[0].reference
-        fids = [replace(fids[0], reference=reference, every_n_evaluations=1, **changed)]
+        fids = [replace(fids[0], reference=reference, **changed)]
     elif options.fid_reference:  # a file of statistics need not hold the features that KID needs
         kid = not options.fid_reference.endswith(STATISTICS_SUFFIX)
         fids = [FID(options.fid_reference, options.features or INCEPTION, kid=kid)]
