@@ -71,7 +71,7 @@ def _parser_error(text: str, tree: Mapping[str, Any], root: Any) -> str:
         owner, group = _imported(classes[-1]) if classes else root, unknown[1] or ""
         for step in filter(None, group.split(".")):
             owner = _member(owner, step)
-        full = ".".join(filter(None, (key, group, unknown[2]))).replace(".init_args", "")
+        full = ".".join(filter(None, (key, group, unknown[2].partition(".")[0]))).replace(".init_args", "")
         options = options_of_class(owner) if inspect.isclass(owner) else [*(owner or ())]
         return unknown_option(full, getattr(owner, "__name__", "a recipe"), options)
     if message := OF_CONSTRUCTOR.search(text):
