@@ -115,7 +115,7 @@ def _report_outcome(cli: RecipeCLI) -> int:
             made = [name for name in WRITTEN if (cli.folder / name).exists()]
             say(f"Everything is in {cli.folder}: {', '.join(made)}.")
             if not stopped and "report.html" in made:
-                say(f"The result, and the commands for what comes next: {cli.folder / 'report.html'}")
+                say(f"The result: {cli.folder / 'report.html'}")
         if stopped:
             word = "Terminated" if status != 128 + signal.SIGINT else "Interrupted"
             path = checkpoints.saved

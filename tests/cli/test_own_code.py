@@ -112,8 +112,7 @@ def test_the_end_names_what_was_written(recipe, capsys):
     """A try with fast_dev_run has no loggers."""
     assert run([recipe, "trainer.fast_dev_run=true"]) == 0
     assert capsys.readouterr().out.endswith(
-        "Everything is in runs/tiny: report.html, summary.json, checkpoints.\n"
-        "The result, and the commands for what comes next: runs/tiny/report.html\n"
+        "Everything is in runs/tiny: report.html, summary.json, checkpoints.\nThe result: runs/tiny/report.html\n"
     )
     written = {"config.yaml", "report", "report.html", "summary.json", "checkpoints"}
     assert {path.name for path in Path("runs/tiny").iterdir()} == written
