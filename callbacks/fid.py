@@ -35,11 +35,11 @@ class FID(L.Callback):
     distances depend on N: compare equal N only.
 
     Args:
-        reference: folder of real images, or the ``.npz`` file of their statistics that
+        reference: Folder of real images, or the ``.npz`` file of their statistics that
             ``python -m lit_vgrpo.metrics`` writes.
         features: ``inception`` (clean-fid's), a TorchScript file, or a folder or hub name of a vision model of
             transformers.
-        kid: log KID too, which keeps the features of all images on every rank: 8 kB per image with Inception.
+        kid: Log KID too, which keeps the features of all images on every rank: 8 kB per image with Inception.
     """
 
     reference: str

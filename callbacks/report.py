@@ -54,8 +54,8 @@ class Report(L.Callback):
     ``lightning run`` adds it after all other callbacks, since it shows what they have written.
 
     Args:
-        when: write it at every held-out evaluation and at the end, only at the end, or never.
-        kept_images: best held-out images to keep of an evaluation; as many worst ones, and as many on which two rewards
+        when: Write it at every held-out evaluation and at the end, only at the end, or never.
+        kept_images: Best held-out images to keep of an evaluation; as many worst ones, and as many on which two rewards
             disagree; 0 keeps none.
 
     Raises:
@@ -114,7 +114,7 @@ class KeptImages:
     """Writes ``RUN/report/`` at every held-out evaluation: each prompt's scores, and a few images.
 
     Args:
-        number: best images to keep; as many worst ones, and as many on which two rewards disagree.
+        number: Best images to keep; as many worst ones, and as many on which two rewards disagree.
     """
 
     def __init__(self, number: int) -> None:
@@ -202,10 +202,10 @@ def choose(
     """Choose the best and worst images and those on which rewards disagree, of different prompts if there are enough.
 
     Args:
-        scores: by reward, one score per image, NaN if it has none; ``reward`` is the weighted sum.
-        prompts: one per image, in any form that tells them apart.
-        available: places of the images whose pixels are there.
-        number: images per reason, at most.
+        scores: By reward, one score per image, NaN if it has none; ``reward`` is the weighted sum.
+        prompts: One per image, in any form that tells them apart.
+        available: Places of the images whose pixels are there.
+        number: Images per reason, at most.
 
     >>> choose({"reward": [0.5, 1.0, 0.0]}, ["a", "b", "c"], [0, 1, 2], 1)
     [(1, 'best', None), (2, 'worst', None)]

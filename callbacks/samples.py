@@ -38,10 +38,10 @@ class SampleGrid(L.Callback):
     EMA's weights if that callback is used.
 
     Args:
-        num_prompts: number of rows.
-        images_per_prompt: number of columns after the reference's.
-        every_n_iterations: sample every N iterations of training.
-        min_pixels: smaller images are enlarged to this width.
+        num_prompts: Number of rows.
+        images_per_prompt: Number of columns after the reference's.
+        every_n_iterations: Sample every N iterations of training.
+        min_pixels: Smaller images are enlarged to this width.
     """
 
     num_prompts: Annotated[int, Range(1, 10_000)] = 6
@@ -108,8 +108,8 @@ def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels:
     cells' ``left`` and ``top`` edges in pixels.
 
     Args:
-        labels: labels above the first columns.
-        min_pixels: smaller images are enlarged without smoothing.
+        labels: Labels above the first columns.
+        min_pixels: Smaller images are enlarged without smoothing.
     """
     rows, columns, _, height, width = images.shape
     zoom = max(1, -(-min_pixels // width))

@@ -47,29 +47,29 @@ class VGRPOModule(L.LightningModule):
     micro-batch, so Lightning accumulates, clips and steps as usual.
 
     Args:
-        policy: the denoising model; its weights are loaded in ``configure_model``.
-        objective: the training method.
-        reward: scores the images; ``Weighted`` combines several.
+        policy: The denoising model; its weights are loaded in ``configure_model``.
+        objective: The training method.
+        reward: Scores the images; ``Weighted`` combines several.
         optimizer: AdamW's settings, or any other optimizer by ``class_path`` or as a function of the weights.
-        heldout_reward: scores held-out images in addition to the reward; never trained on.
-        advantage_std: divide advantages by the std of the whole iteration, of the group, or by none; null follows the
+        heldout_reward: Scores held-out images in addition to the reward; never trained on.
+        advantage_std: Divide advantages by the std of the whole iteration, of the group, or by none; null follows the
             method's paper.
-        advantage_aggregate: with several rewards, sum the rewards and normalise the sum, or normalise each and sum the
+        advantage_aggregate: With several rewards, sum the rewards and normalise the sum, or normalise each and sum the
             advantages; null follows the method's paper.
-        evaluation: how held-out images are sampled, by an ODE; null uses the objective's rollout without noise.
-        rollout_batch_size: images per forward pass while sampling, the last batch padded; null takes all at once.
-        rollout_device: where an iteration's latents, pairs and embeddings are kept; cpu saves device memory.
-        failed_images: leave images that a reward failed to score out of their group, or stop with the reason.
-        evaluate_at_start: evaluate on the held-out prompts before training.
-        non_finite: stop at an update whose loss or gradient is not finite on any rank, or skip it on all ranks.
-        seed: seed of all rollout noise, pairs and held-out noise.
-        lr_scheduler: any of torch's schedules, by ``class_path`` or as a function of the optimizer, stepped after every
+        evaluation: How held-out images are sampled, by an ODE; null uses the objective's rollout without noise.
+        rollout_batch_size: Images per forward pass while sampling, the last batch padded; null takes all at once.
+        rollout_device: Where an iteration's latents, pairs and embeddings are kept; cpu saves device memory.
+        failed_images: Leave images that a reward failed to score out of their group, or stop with the reason.
+        evaluate_at_start: Evaluate on the held-out prompts before training.
+        non_finite: Stop at an update whose loss or gradient is not finite on any rank, or skip it on all ranks.
+        seed: Seed of all rollout noise, pairs and held-out noise.
+        lr_scheduler: Any of torch's schedules, by ``class_path`` or as a function of the optimizer, stepped after every
             update; null keeps the rate constant after the warm-up.
 
     Attributes:
-        evaluator: samples and scores held-out images; usable without a trainer.
-        ledger: forward passes, images and time of the run so far.
-        record: metrics of the current or last iteration, for callbacks.
+        evaluator: Samples and scores held-out images; usable without a trainer.
+        ledger: Forward passes, images and time of the run so far.
+        record: Metrics of the current or last iteration, for callbacks.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class VGRPOModule(L.LightningModule):
         """Roll out, score, compare within groups, and prepare what the updates need.
 
         Raises:
-            RewardError: every image failed, or any with ``failed_images="stop"``.
+            RewardError: Every image failed, or any with ``failed_images="stop"``.
         """
         parts: list[Rollout] = []
         with self.scores.collecting(), closing(self.sampler.batches(batch)) as sampled:
@@ -338,7 +338,7 @@ class VGRPOModule(L.LightningModule):
         """Return the module with a checkpoint's weights; the other arguments are the constructor's.
 
         Raises:
-            RuntimeError: the file is damaged, or a weight is not finite.
+            RuntimeError: The file is damaged, or a weight is not finite.
         """
         try:
             read_sound(Path(checkpoint_path))

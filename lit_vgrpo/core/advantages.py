@@ -20,8 +20,8 @@ def group_statistics(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor
     """Return mean, population std and number of valid images of each image's group.
 
     Args:
-        rewards: shape ``(B,)``; NaN marks a failed image, which is left out.
-        group_ids: shape ``(B,)``, int64, any values.
+        rewards: Shape ``(B,)``; NaN marks a failed image, which is left out.
+        group_ids: Shape ``(B,)``, int64, any values.
 
     Returns:
         ``mean (B,)``, ``std (B,)``, ``count (B,)`` of each image's group, float64, and the group's index ``(B,)``.
@@ -45,8 +45,8 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, std: AdvantageStd = "gl
     statistics and gets 0.
 
     Args:
-        rewards: total reward of every image of the iteration over all ranks, shape ``(B,)``.
-        group_ids: shape ``(B,)``, int64.
+        rewards: Total reward of every image of the iteration over all ranks, shape ``(B,)``.
+        group_ids: Shape ``(B,)``, int64.
         std: ``s`` is the population std over the whole iteration (``"global"``) or over the image's group; ``"none"``
             does not divide.
 
@@ -87,11 +87,11 @@ def combined_advantages(
     """Return advantages of several rewards: of their weighted sum, or the weighted sum of their advantages.
 
     Args:
-        rewards: the weighted sum of the parts, ``(B,)``; NaN where one of them failed.
-        parts: each reward's scores, ``(B,)``.
-        weights: the weight of each part.
-        group_ids: shape ``(B,)``, int64.
-        std: as in :func:`group_advantages`.
+        rewards: The weighted sum of the parts, ``(B,)``; NaN where one of them failed.
+        parts: Each reward's scores, ``(B,)``.
+        weights: The weight of each part.
+        group_ids: Shape ``(B,)``, int64.
+        std: As in :func:`group_advantages`.
         aggregate: ``"rewards"`` normalises the sum; ``"advantages"`` normalises each reward before summing, so that a
             reward with a wide range does not dominate.
 
@@ -142,7 +142,7 @@ def extremes(rewards: Tensor, keep: int) -> Tensor:
 
     Args:
         rewards: ``(P, S)``, one row per group.
-        keep: number per group, at most S.
+        keep: Number per group, at most S.
 
     Returns:
         Indices ``(P, keep)``, int64, ascending, so that an image's place says nothing about its reward.
@@ -171,7 +171,7 @@ def rank_correlation(first: Tensor, second: Tensor) -> float | None:
 
     Args:
         first: ``(P, G)``, one row per group; a NaN leaves the image out of both.
-        second: shaped like it.
+        second: Shaped like it.
 
     Returns:
         ``None`` where no group has a spread of both.

@@ -29,8 +29,8 @@ class Snapshot:
     rank has its own shard of the copy, and only :meth:`state_dict` needs the other ranks.
 
     Args:
-        module: the module with the weights.
-        device: where the copy is stored; ``None`` uses the weights' device.
+        module: The module with the weights.
+        device: Where the copy is stored; ``None`` uses the weights' device.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | str | None = None) -> None:

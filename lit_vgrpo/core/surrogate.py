@@ -58,9 +58,9 @@ class SamplerTimes:
         Fewer times than draws are repeated as evenly as possible.
 
         Args:
-            number: how many to draw.
-            stratified: draw one from each of N parts, which differ by at most one time (``tensor_split``).
-            generator: a CPU generator.
+            number: How many to draw.
+            stratified: Draw one from each of N parts, which differ by at most one time (``tensor_split``).
+            generator: A CPU generator.
         """
         size = len(self.times)
         if not stratified or number > size:
@@ -85,9 +85,9 @@ class ContinuousTimes:
     """A part of the continuous schedule ``t = s u / (1 + (s - 1) u)`` with ``u = 1 - level`` uniform in (0, 1].
 
     Attributes:
-        shift: resolution shift s (arXiv 2403.03206); 1 for none.
-        first: level of the noisiest time that is drawn, in [0, 1).
-        stop: level of the cleanest.
+        shift: Resolution shift s (arXiv 2403.03206); 1 for none.
+        first: Level of the noisiest time that is drawn, in [0, 1).
+        stop: Level of the cleanest.
     """
 
     shift: float = 1.0
@@ -121,9 +121,9 @@ class Pairs:
     """Monte-Carlo pairs ``(t_j, eps_j)`` and which of their rows each image uses.
 
     Attributes:
-        times: shape ``(K, N)``, float32 in (0, 1].
-        noise: shape ``(K, N, ...)``, float32.
-        rows: shape ``(B,)``, int64 in ``0 .. K-1``.
+        times: Shape ``(K, N)``, float32 in (0, 1].
+        noise: Shape ``(K, N, ...)``, float32.
+        rows: Shape ``(B,)``, int64 in ``0 .. K-1``.
     """
 
     times: Tensor
@@ -160,11 +160,11 @@ def draw_pairs(
 
     Args:
         generators: K generators; the row of pairs depends on its own generator alone.
-        rows: shape ``(B,)``: the row of each image, e.g. its group's position.
+        rows: Shape ``(B,)``: the row of each image, e.g. its group's position.
         num_pairs: N_MC.
         latent_shape: ``(C, h, w)``.
-        times: where times are drawn from.
-        stratified: draw one time from each of N_MC parts of it.
+        times: Where times are drawn from.
+        stratified: Draw one time from each of N_MC parts of it.
     """
     drawn = torch.stack([times.draw(num_pairs, stratified, generator) for generator in generators])
     return Pairs(drawn.float(), unit_noise(generators, (num_pairs, *latent_shape)), rows)
@@ -180,7 +180,7 @@ def denoising_error(error: Tensor, self_normalised: bool) -> Tensor:
 
     Args:
         error: ``x_hat - o`` (or the equivalent in another space), shape ``(B, N, ...)``.
-        self_normalised: the adaptive weighting ``m(e^2) / sg(m(|e|))``; the denominator is floored, since an exact
+        self_normalised: The adaptive weighting ``m(e^2) / sg(m(|e|))``; the denominator is floored, since an exact
             prediction would give 0/0.
 
     Returns:
@@ -217,9 +217,9 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float | None)
     """Return PPO's surrogate, to be maximised.
 
     Args:
-        log_ratio: log of new over old likelihood, shape ``(B, ...)``, float32; carries grad.
-        advantages: broadcastable to ``log_ratio``, unitless, zero-mean in each group.
-        clip: half-width of the trust region around ratio 1; ``None`` switches it off.
+        log_ratio: Log of new over old likelihood, shape ``(B, ...)``, float32; carries grad.
+        advantages: Broadcastable to ``log_ratio``, unitless, zero-mean in each group.
+        clip: Half-width of the trust region around ratio 1; ``None`` switches it off.
 
     Returns:
         Shape of ``log_ratio``.

@@ -29,14 +29,14 @@ def read_prompts(source: str | Path | PromptSource) -> Rows:
     """Read prompts into rows ``{"prompt": str, **fields}``.
 
     Args:
-        source: a ``.txt`` file with one prompt per line; a ``.jsonl`` file with one object per line that has a "prompt"
+        source: A ``.txt`` file with one prompt per line; a ``.jsonl`` file with one object per line that has a "prompt"
             string and any fields for rewards; a ``.csv`` file with a header; a ``.parquet`` file; a folder or a hub
             dataset, see :class:`PromptSource`. Text is UTF-8; blank lines are skipped; ``shipped:`` paths are resolved.
 
     Raises:
         PromptError: (a ValueError) it is missing, of another kind, not UTF-8, empty or malformed. The one-line message
             names the file and the line or row.
-        ModuleNotFoundError: it needs the extra ``data``.
+        ModuleNotFoundError: It needs the extra ``data``.
     """
     return list(open_prompts(as_source(source)))
 
@@ -45,8 +45,8 @@ def open_prompts(source: PromptSource) -> Rows | TableRows:
     """Open a source's rows: text files in memory, parquet files, folders and hub datasets on disk.
 
     Raises:
-        PromptError: as in :func:`read_prompts`; rows on disk are read on access.
-        ModuleNotFoundError: it needs the extra ``data``.
+        PromptError: As in :func:`read_prompts`; rows on disk are read on access.
+        ModuleNotFoundError: It needs the extra ``data``.
     """
     kind = kind_of(source)
     rows = _read_text(source, kind) if kind in _PARSERS else TableRows(source, _open_table(source, kind))
@@ -82,7 +82,7 @@ def _checked_row(row: Mapping[str, Any], source: PromptSource, where: str) -> Ro
     """Validate a row of a source, ``where`` in it, and return it as ``{"prompt": str, **fields}``.
 
     Raises:
-        PromptError: the prompt is missing or not text, or the picture that it edits cannot be read.
+        PromptError: The prompt is missing or not text, or the picture that it edits cannot be read.
     """
     _check_column(row, source, where)
     fields = dict(row)
@@ -178,12 +178,12 @@ class TableRows:
     """Rows of a dataset that stays on disk, read on access.
 
     Args:
-        source: its options.
-        table: a ``datasets.Dataset``.
-        numbers: the selected rows, shape ``(N,)``; all by default.
+        source: Its options.
+        table: A ``datasets.Dataset``.
+        numbers: The selected rows, shape ``(N,)``; all by default.
 
     Raises:
-        PromptError: the dataset lacks the prompt's column; on access: the row is invalid.
+        PromptError: The dataset lacks the prompt's column; on access: the row is invalid.
     """
 
     def __init__(self, source: PromptSource, table: Any, numbers: NDArray[np.int64] | None = None) -> None:
@@ -227,8 +227,8 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
     """Open a parquet file, a folder or a hub dataset as a ``datasets.Dataset``.
 
     Raises:
-        PromptError: it cannot be read.
-        ModuleNotFoundError: the ``datasets`` package is missing.
+        PromptError: It cannot be read.
+        ModuleNotFoundError: The ``datasets`` package is missing.
     """
     try:
         import datasets

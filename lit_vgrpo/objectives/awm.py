@@ -58,18 +58,18 @@ class AWM(DrawnTimesObjective):
     large as the latents times ``num_times``.
 
     Args:
-        num_times: times per image, one in each equal part of the schedule, shared by the images of a micro-batch.
-        weighting: see :func:`log_likelihood`.
-        power: exponent of the power weighting; the others do not use it.
-        clip: half-width of the ratio's trust region; null for none. 1.0, nearly no bound, is what the public code sets.
-        advantage_clip: bound on the advantages, before they are divided; null for none.
-        advantage_scale: advantages are divided by this.
-        kl_weight: weight of the squared distance to the start's velocity: 3e-3 in the public code's OCR run, 1e-3 for
+        num_times: Times per image, one in each equal part of the schedule, shared by the images of a micro-batch.
+        weighting: See :func:`log_likelihood`.
+        power: Exponent of the power weighting; the others do not use it.
+        clip: Half-width of the ratio's trust region; null for none. 1.0, nearly no bound, is what the public code sets.
+        advantage_clip: Bound on the advantages, before they are divided; null for none.
+        advantage_scale: Advantages are divided by this.
+        kl_weight: Weight of the squared distance to the start's velocity: 3e-3 in the public code's OCR run, 1e-3 for
             GenEval (3e-3 in its first version), 1e-4 for PickScore; 0 saves the reference's passes.
-        ema_weight: weight of the squared distance to the moving copy's velocity; 0 saves its passes.
+        ema_weight: Weight of the squared distance to the moving copy's velocity; 0 saves its passes.
         ema_decay_rate: ``copy <- d copy + (1 - d) theta`` after an iteration, with n gradient steps done
             ``d = min(max, rate n)``.
-        ema_decay_max: the bound of that.
+        ema_decay_max: The bound of that.
 
     The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective` and
     :class:`~lit_vgrpo.objectives.forward.DrawnTimesObjective`. The default of ten sampling steps is that of the other

@@ -30,12 +30,12 @@ class PrepareContext:
     """An iteration's images, and what a method needs to pass them through the network before the first update.
 
     Attributes:
-        policy: the weights as they are before the first update.
-        rollout: this rank's images.
+        policy: The weights as they are before the first update.
+        rollout: This rank's images.
         advantages: ``(B,)``, float32.
-        micro_batch_size: images per forward pass; the same as in the updates, since kernels round by batch size.
-        updates: gradient steps of this iteration; from the second on the policy has moved.
-        ledger: where extra network passes are booked.
+        micro_batch_size: Images per forward pass; the same as in the updates, since kernels round by batch size.
+        updates: Gradient steps of this iteration; from the second on the policy has moved.
+        ledger: Where extra network passes are booked.
         later: ``(K,)``, int64: the images that the first update does not train on, where every update takes its own
             share; ``None`` where all updates train on all images.
     """
@@ -78,16 +78,16 @@ class Objective(ABC):
     :meth:`after_iteration`.
 
     Attributes:
-        copies: the copies of the trained weights that the method keeps, by name; part of the checkpoint, but for
+        copies: The copies of the trained weights that the method keeps, by name; part of the checkpoint, but for
             ``"reference"``, which is that of the start.
-        num_updates: gradient steps done, over all iterations; the clock of whatever decays by steps.
-        all_ranks: concatenates every rank's ``(B, ...)`` in rank order; the trainer's module sets it.
-        rollout_device: where an iteration's tensors are kept; ``None`` keeps them where the network is.
+        num_updates: Gradient steps done, over all iterations; the clock of whatever decays by steps.
+        all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; the trainer's module sets it.
+        rollout_device: Where an iteration's tensors are kept; ``None`` keeps them where the network is.
 
     Args:
-        training_guidance: guidance of the network while it is trained, and of the copies it is compared with; ``None``
+        training_guidance: Guidance of the network while it is trained, and of the copies it is compared with; ``None``
             takes the rollout's where the method trains on the sampling steps or the network embeds the scale, else 1.
-        reference_guidance: guidance of the weights of the start; ``None`` takes the training's.
+        reference_guidance: Guidance of the weights of the start; ``None`` takes the training's.
 
     A method that overrides :meth:`check`, :meth:`setup` or :meth:`after_iteration` calls those of this class: they keep
     the anchor, for which a method declares the options ``anchor_weight`` and ``anchor_decay``.
@@ -170,7 +170,7 @@ class Objective(ABC):
         """Return network passes per image by phase of the ledger; guidance counts twice, a backward is not counted.
 
         Args:
-            policy: whose network it is; ``None`` stands for one that embeds no guidance scale.
+            policy: Whose network it is; ``None`` stands for one that embeds no guidance scale.
         """
         spec = self.rollout_spec(0)
         guided = _guidance_factor(spec.guidance, policy)
@@ -215,7 +215,7 @@ class Objective(ABC):
         """Sample the images of a request with the weights that act, one forward batch at a time.
 
         Args:
-            spec: how to sample them; ``None`` uses :meth:`rollout_spec`.
+            spec: How to sample them; ``None`` uses :meth:`rollout_spec`.
         """
         means = self.records_means and spec is None
         spec = spec or self.rollout_spec(request.iteration)
@@ -289,7 +289,7 @@ class Objective(ABC):
         """Take over what :meth:`state_dict` gave.
 
         Raises:
-            RuntimeError: the checkpoint was written with another method, or other settings of it.
+            RuntimeError: The checkpoint was written with another method, or other settings of it.
         """
         copies = self._moving_copies()
         if state["copies"].keys() != copies.keys():

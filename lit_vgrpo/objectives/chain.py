@@ -36,17 +36,17 @@ class ChainObjective(Objective):
     The old log-probabilities are those of the rollout, so there are no extra passes for them by default.
 
     Args:
-        rollout: how images are sampled; an SDE of the policy's path. Null takes the method's published one.
-        anchor_weight: weight of the pull to the anchor, :func:`step_kl` to its means of the trained steps; 0 saves its
+        rollout: How images are sampled; an SDE of the policy's path. Null takes the method's published one.
+        anchor_weight: Weight of the pull to the anchor, :func:`step_kl` to its means of the trained steps; 0 saves its
             passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
-        clip: half-width of the ratio's trust region; null for none.
-        advantage_clip: bound on the advantages; null for none.
-        kl_weight: weight of the KL of each step to the starting weights; 0 switches it and its passes off.
-        training_guidance: guidance scale of the policy during training; null takes the rollout's. With any other scale
+        clip: Half-width of the ratio's trust region; null for none.
+        advantage_clip: Bound on the advantages; null for none.
+        kl_weight: Weight of the KL of each step to the starting weights; 0 switches it and its passes off.
+        training_guidance: Guidance scale of the policy during training; null takes the rollout's. With any other scale
             the old log-probabilities are recomputed, in separate passes.
-        reference_guidance: guidance scale of the starting weights; null takes the training's.
-        recompute_old: recompute the old log-probabilities in the training's batches, in separate passes. In 16-bit
+        reference_guidance: Guidance scale of the starting weights; null takes the training's.
+        recompute_old: Recompute the old log-probabilities in the training's batches, in separate passes. In 16-bit
             precision those of the rollout's batches round differently, so the ratio is not exactly 1 before an update.
     """
 

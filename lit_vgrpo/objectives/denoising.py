@@ -34,12 +34,12 @@ class Denoising(Objective):
     """The ELBO of images that are given: how the tiny models are pre-trained.
 
     Args:
-        images: where images and captions come from.
-        rollout: how held-out images are sampled.
-        num_mc_samples: pairs (t, eps) per image.
-        space: where the denoising error is measured.
-        self_normalise: divide each squared error by its own detached absolute error.
-        time_shift: resolution shift of the continuous schedule, from which times are drawn.
+        images: Where images and captions come from.
+        rollout: How held-out images are sampled.
+        num_mc_samples: Pairs (t, eps) per image.
+        space: Where the denoising error is measured.
+        self_normalise: Divide each squared error by its own detached absolute error.
+        time_shift: Resolution shift of the continuous schedule, from which times are drawn.
     """
 
     needs_reward: ClassVar[bool] = False

@@ -93,17 +93,17 @@ class DGPO(ForwardObjective):
     multiple of ``group_size`` saves that.
 
     Args:
-        num_times: times of an iteration, the same for all images and ranks.
-        noisiest: of how many of the sampler's noisiest times they are drawn, without repetition; null for all.
+        num_times: Times of an iteration, the same for all images and ranks.
+        noisiest: Of how many of the sampler's noisiest times they are drawn, without repetition; null for all.
         beta: 100 (OCR, GenEval) or 10 (PickScore): how soon a satisfied group stops pulling.
-        advantage_clip: bound on the advantages; null for none. Where it acts, a group's no longer sum to 0.
-        kl_weight: weight of the squared distance to the reference's predictions: 0.02, or 0.001.
-        clip: how far an image's likelihood may move from the old policy before its gradient is dropped: 1e-2, or 5e-2.
-        reference: the preference's and the KL's reference: the start, or the slowly moving old policy, which needs no
+        advantage_clip: Bound on the advantages; null for none. Where it acts, a group's no longer sum to 0.
+        kl_weight: Weight of the squared distance to the reference's predictions: 0.02, or 0.001.
+        clip: How far an image's likelihood may move from the old policy before its gradient is dropped: 1e-2, or 5e-2.
+        reference: The preference's and the KL's reference: the start, or the slowly moving old policy, which needs no
             further passes.
         old_decay_rate: ``old <- d old + (1 - d) theta`` after each of n gradient steps, ``d = min(max, rate n)``.
-        old_decay_max: the bound of that.
-        behaviour_from_step: gradient step from which the old policy rolls out: 200 (500 for GenEval).
+        old_decay_max: The bound of that.
+        behaviour_from_step: Gradient step from which the old policy rolls out: 200 (500 for GenEval).
 
     The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The paper samples with
     DPM-Solver++ in 10 steps.

@@ -20,8 +20,8 @@ def exact_policy_gradient(log_p: Tensor, old_log_p: Tensor, advantages: Tensor, 
     """Return ``-sg(rho) A log p``, or ``-sg(rho (A - log rho)) log p`` where ``proximal``, to be minimised.
 
     Args:
-        log_p: log-likelihood of one image at one time, ``(B, N)``; carries grad.
-        old_log_p: the same under the policy that rolled out; ``rho = p / p_old``.
+        log_p: Log-likelihood of one image at one time, ``(B, N)``; carries grad.
+        old_log_p: The same under the policy that rolled out; ``rho = p / p_old``.
         advantages: ``A``, ``(B,)``.
         proximal: PEPG, whose gradient is that of the reward less the KL to the policy that rolled out.
 
@@ -50,7 +50,7 @@ class EPG(LaggedObjective):
 
     Args:
         proximal: PEPG instead of EPG; the same where the policy is the one that rolled out.
-        advantage_scale: advantages are divided by this: the public code takes ``0.1 (R - mean)``, not divided by any
+        advantage_scale: Advantages are divided by this: the public code takes ``0.1 (R - mean)``, not divided by any
             std (``model.advantage_std: none``, the default here). With a single update and EPG, Adam hardly feels it;
             in PEPG it says how far the policy may move.
 

@@ -38,11 +38,11 @@ class FlowGRPO(ChainObjective):
     """Flow-GRPO, with its later variants: Fast, CPS (choose ``rollout.solver=cps``) and GRPO-Guard.
 
     Args:
-        clip: half-width of the ratio's trust region; null takes the solver's published one (1e-4, cps 1e-5).
-        kl_weight: weight of the KL to the starting weights; published: 0.04 (OCR, GenEval) and 0.01 (PickScore).
-        fast: add noise only in a short window, and train that window alone; its place is drawn for each iteration, from
+        clip: Half-width of the ratio's trust region; null takes the solver's published one (1e-4, cps 1e-5).
+        kl_weight: Weight of the KL to the starting weights; published: 0.04 (OCR, GenEval) and 0.01 (PickScore).
+        fast: Add noise only in a short window, and train that window alone; its place is drawn for each iteration, from
             all that leave the last step out.
-        fast_window: steps of that window.
+        fast_window: Steps of that window.
         guard: GRPO-Guard's ratio, and each step's surrogate divided by its ``h``.
 
     The other options are those of :class:`~lit_vgrpo.objectives.chain.ChainObjective`.

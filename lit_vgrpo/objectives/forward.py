@@ -39,17 +39,17 @@ class ForwardObjective(Objective):
     """Base of the methods that train on pairs (t, eps); holds the options that all of them have.
 
     Args:
-        rollout: how images are sampled; any ODE solver. Null takes the method's published one.
-        anchor_weight: weight of the pull to the anchor, :func:`~lit_vgrpo.objectives.pairs.distance_to_copy`; 0 saves
+        rollout: How images are sampled; any ODE solver. Null takes the method's published one.
+        anchor_weight: Weight of the pull to the anchor, :func:`~lit_vgrpo.objectives.pairs.distance_to_copy`; 0 saves
             its passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
-        time_range: the least and the largest time that is trained at, in [0, 1] with 1 as pure noise; null for all.
-        noisiest: train only at the noisiest times, as many as this of the sampler's own; null for all. On the
+        time_range: The least and the largest time that is trained at, in [0, 1] with 1 as pure noise; null for all.
+        noisiest: Train only at the noisiest times, as many as this of the sampler's own; null for all. On the
             continuous schedule they are the same share of it.
-        widen_over: iterations over which the noisiest times widen linearly to all of them; null stays at them.
-        training_guidance: guidance scale of the policy during training; null is 1, or the rollout's scale where the
+        widen_over: Iterations over which the noisiest times widen linearly to all of them; null stays at them.
+        training_guidance: Guidance scale of the policy during training; null is 1, or the rollout's scale where the
             network embeds it, as FLUX.1-dev's does.
-        reference_guidance: guidance scale of the starting weights; null takes the training's.
+        reference_guidance: Guidance scale of the starting weights; null takes the training's.
     """
 
     needs_ode: ClassVar[bool] = True
@@ -141,7 +141,7 @@ class ForwardObjective(Objective):
         """Return a loss and its metrics with the pull to the anchor, or unchanged without one.
 
         Args:
-            predicted: what :meth:`predict` returned.
+            predicted: What :meth:`predict` returned.
         """
         if "anchor_prediction" not in micro.extras:
             return loss, metrics
@@ -156,9 +156,9 @@ class DrawnTimesObjective(ForwardObjective):
     """Base of the methods that draw their times from the sampler's or from the continuous schedule.
 
     Args:
-        times: draw from the sampler's own times, or from the continuous schedule.
-        time_shift: resolution shift of the continuous schedule.
-        antithetic: draw half as many pairs and use each with its noise and the negative of it, at one time.
+        times: Draw from the sampler's own times, or from the continuous schedule.
+        time_shift: Resolution shift of the continuous schedule.
+        antithetic: Draw half as many pairs and use each with its noise and the negative of it, at one time.
     """
 
     _: KW_ONLY
@@ -198,7 +198,7 @@ def nft_decay(decay_type: Literal[0, 1, 2], num_updates: int) -> float:
     Args:
         decay_type: 0 always takes the policy over; 1 slows down from the start; 2 is on-policy for 75 steps and then
             slows down to nearly a standstill.
-        num_updates: gradient steps done.
+        num_updates: Gradient steps done.
 
     >>> [nft_decay(1, n) for n in (0, 100, 900)]
     [0.0, 0.1, 0.5]
@@ -215,12 +215,12 @@ class LaggedObjective(ForwardObjective):
     """Base of the methods whose images come from a slowly moving copy; holds the options that all of them have.
 
     Args:
-        decay_type: how fast the copy that rolls out follows, see :func:`nft_decay`. With 0 and one update per iteration
+        decay_type: How fast the copy that rolls out follows, see :func:`nft_decay`. With 0 and one update per iteration
             the copy is the policy itself, and needs no passes.
-        num_times: times per image, drawn from the sampler's own (or its ``noisiest``) without repetition; null takes
+        num_times: Times per image, drawn from the sampler's own (or its ``noisiest``) without repetition; null takes
             all but one.
-        kl_weight: weight of the squared distance to the start's predictions; 0 saves the reference's passes.
-        scale_cap: bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Ours.
+        kl_weight: Weight of the squared distance to the start's predictions; 0 saves the reference's passes.
+        scale_cap: Bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Ours.
     """
 
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec(steps=10)

@@ -64,11 +64,11 @@ def snr_by_time(
     neither images nor noise. Images of a group share their noise where the method's pairs are shared.
 
     Args:
-        micros: this rank's, of one iteration.
-        group_ids: groups of all their images, ``(B,)``.
+        micros: This rank's, of one iteration.
+        group_ids: Groups of all their images, ``(B,)``.
         times: ``(K,)``, in (0, 1].
-        draws: groups at each time, at most; the first ones.
-        seed: of the draws' noise.
+        draws: Groups at each time, at most; the first ones.
+        seed: Of the draws' noise.
 
     Returns:
         A ratio for each time; none where there are fewer than two groups.

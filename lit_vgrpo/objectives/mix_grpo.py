@@ -25,18 +25,18 @@ class MixGRPO(ChainObjective):
     last step.
 
     Args:
-        window_size: steps that take noise and are trained.
+        window_size: Steps that take noise and are trained.
         window_strategy: ``progressive`` moves by ``window_stride`` every ``window_interval`` iterations and starts over
             at the end; ``decay`` does so with shorter stays at later places, ``max(1, tau0 exp(-k relu(l - l0)))``
             iterations at place ``l`` (our reading of the paper's schedule, rounded to whole ones); ``random`` draws a
             place for each iteration; ``frozen`` stays at the noisiest steps.
-        window_stride: steps the window moves by.
-        window_interval: iterations the window stays, tau0.
+        window_stride: Steps the window moves by.
+        window_interval: Iterations the window stays, tau0.
         decay_rate: k of ``decay``, per step.
         decay_from: l0 of ``decay``, the place from which the stays get shorter.
-        flash: sample what follows the window with DPM-Solver++ 2M in fewer steps. The cost of a rollout then grows as
+        flash: Sample what follows the window with DPM-Solver++ 2M in fewer steps. The cost of a rollout then grows as
             the window moves.
-        flash_share: share of those steps that is kept.
+        flash_share: Share of those steps that is kept.
 
     The other options are those of :class:`~lit_vgrpo.objectives.chain.ChainObjective`; the paper has no KL.
     """

@@ -26,9 +26,9 @@ def contrastive_error(error: Tensor, old_error: Tensor, share: Tensor, beta: flo
 
     Args:
         error: ``x_hat_theta - x`` (up to its sign), ``(B, N, ...)``; carries grad.
-        old_error: the same of the old policy.
+        old_error: The same of the old policy.
         share: ``r``, ``(B,)`` in [0, 1].
-        beta: how far the implicit positive policy lies from the old one towards the new.
+        beta: How far the implicit positive policy lies from the old one towards the new.
 
     Returns:
         Shape ``(B, N)``.
@@ -60,7 +60,7 @@ class DiffusionNFT(LaggedObjective):
 
     Args:
         beta: 1.0 (the paper's for GenEval, PickScore and HPS); 0.1 for OCR and for several rewards.
-        advantage_clip: bound of the advantages, and weight of the loss, so that an image's weight is its advantage.
+        advantage_clip: Bound of the advantages, and weight of the loss, so that an image's weight is its advantage.
 
     The other options are those of :class:`~lit_vgrpo.objectives.forward.LaggedObjective` and
     :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The paper samples 10 steps without guidance.

@@ -44,11 +44,11 @@ def rollout_pairs(
 
     Args:
         num_pairs: N, even where ``antithetic``.
-        shared: which images share a row; True stands for those of a group.
-        stratified: draw one time from each of N parts of the times, or of N / 2 where ``antithetic``.
-        times: where times are drawn from.
-        shift: resolution shift of the continuous schedule, for ``times="uniform"``.
-        antithetic: draw N / 2 pairs, and repeat them with the negative noise.
+        shared: Which images share a row; True stands for those of a group.
+        stratified: Draw one time from each of N parts of the times, or of N / 2 where ``antithetic``.
+        times: Where times are drawn from.
+        shift: Resolution shift of the continuous schedule, for ``times="uniform"``.
+        antithetic: Draw N / 2 pairs, and repeat them with the negative noise.
     """
     rollout = context.rollout
     if times == "sampler":
@@ -73,7 +73,7 @@ def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool | Sharing) 
 
     Args:
         times: ``(N,)`` for all images, or ``(K, N)``: a row for each group when ``shared``, else for each image.
-        shared: one row of noise for each group, in the order of the groups' numbers, or one for each image.
+        shared: One row of noise for each group, in the order of the groups' numbers, or one for each image.
     """
     rollout = context.rollout
     owners, rows = pair_owners(rollout, shared)
@@ -102,10 +102,10 @@ def predict_pairs(
     """Run the network on every pair of a micro-batch, in one pass of ``M N`` rows.
 
     Args:
-        micro: on any device; the results come back to it.
-        space: where the error is measured.
-        cap: bound on the factor from the prediction's own error to that space, where it diverges.
-        guidance: guidance scale of the network.
+        micro: On any device; the results come back to it.
+        space: Where the error is measured.
+        cap: Bound on the factor from the prediction's own error to that space, where it diverges.
+        guidance: Guidance scale of the network.
 
     Returns:
         The network's own predictions ``(M, N, ...)``, the error ``estimate - truth`` in ``space`` (up to its sign)
@@ -165,9 +165,9 @@ def distance_to_copy(prediction: Tensor, stored: Tensor, error: Tensor, scale: T
     the absolute error, the distance has the unit of the self-normalised surrogate, so that one weight fits every time.
 
     Args:
-        prediction: the network's own; carries grad.
-        stored: that of the copy.
-        error: the policy's error in the space of the method's loss.
-        scale: factor ``s`` from an error of the prediction to one in that space, ``(B, N, 1...)``.
+        prediction: The network's own; carries grad.
+        stored: That of the copy.
+        error: The policy's error in the space of the method's loss.
+        scale: Factor ``s`` from an error of the prediction to one in that space, ``(B, N, 1...)``.
     """
     return mean_over_pixels((scale * (prediction - stored)).square(), 2) / absolute_error(error)

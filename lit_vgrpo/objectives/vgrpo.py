@@ -28,18 +28,18 @@ class VGRPO(DrawnTimesObjective):
     """V-GRPO with its three variance reductions and three controls of the gradient step, each switchable.
 
     Args:
-        num_mc_samples: pairs (t, eps) per image (N_MC).
-        share_pairs: one set of pairs for all images of a group (variance reduction 1), or of an iteration over all
+        num_mc_samples: Pairs (t, eps) per image (N_MC).
+        share_pairs: One set of pairs for all images of a group (variance reduction 1), or of an iteration over all
             ranks. True and false stand for group and none.
-        stratify: one time from each of N_MC equal parts of the times (variance reduction 2). As in the authors' code,
+        stratify: One time from each of N_MC equal parts of the times (variance reduction 2). As in the authors' code,
             parts of the sampler's times differ in size by at most one, larger first.
-        space: where the denoising error is measured; x with ``self_normalise`` is the adaptive weighting.
-        self_normalise: divide each squared error by its own detached absolute error (variance reduction 3).
-        scale_cap: bound on ``b/a``, by which an eps-network's error grows in x-space; null for none.
-        clip: half-width of the ratio's trust region; null for none. Has an effect from the second update on.
-        soft_clip: bound eta of the advantages; null for none.
-        kl_weight: weight beta of the KL, a distance between predictions.
-        kl_to: the other side of it: the behaviour policy as in the paper (null), or the reference (the starting
+        space: Where the denoising error is measured; x with ``self_normalise`` is the adaptive weighting.
+        self_normalise: Divide each squared error by its own detached absolute error (variance reduction 3).
+        scale_cap: Bound on ``b/a``, by which an eps-network's error grows in x-space; null for none.
+        clip: Half-width of the ratio's trust region; null for none. Has an effect from the second update on.
+        soft_clip: Bound eta of the advantages; null for none.
+        kl_weight: Weight beta of the KL, a distance between predictions.
+        kl_to: The other side of it: the behaviour policy as in the paper (null), or the reference (the starting
             weights), to which the distance is divided by the surrogate's own absolute error.
 
     The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective` and

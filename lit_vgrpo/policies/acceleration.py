@@ -33,11 +33,11 @@ def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor"
     compilation, after which all predictions were equal bit for bit.
 
     Args:
-        network: a diffusers model.
-        backend: of ``torch.compile``; tests use a faster one.
+        network: A diffusers model.
+        backend: Of ``torch.compile``; tests use a faster one.
 
     Raises:
-        LoadError: the network has no repeated blocks.
+        LoadError: The network has no repeated blocks.
     """
     blocks = repeated_blocks(network)
     if not blocks:
@@ -75,9 +75,9 @@ def set_attention_backend(network: Any, name: str) -> None:
     """Use one of diffusers' backends in all attention layers of this network, and of no other.
 
     Raises:
-        LoadError: the backend has no backward pass.
-        ImportError: its package is not installed.
-        ValueError: diffusers has no such backend.
+        LoadError: The backend has no backward pass.
+        ImportError: Its package is not installed.
+        ValueError: Diffusers has no such backend.
     """
     from diffusers.models.attention_dispatch import attention_backend
 
@@ -130,7 +130,7 @@ class FoldedNetwork:
     Use it only where predictions enter no likelihood ratio: merged and unmerged layers round differently.
 
     Args:
-        policy: a loaded policy with an adapter on float32 linear or convolutional layers.
+        policy: A loaded policy with an adapter on float32 linear or convolutional layers.
     """
 
     def __init__(self, policy: PipelinePolicy) -> None:
@@ -168,8 +168,8 @@ class QuantisedNetwork:
     does not depend on its batch. A LoRA adapter is not quantised, and is shared with the policy's network.
 
     Args:
-        policy: a loaded policy.
-        kind: the 8-bit type, ``int8`` or ``fp8``.
+        policy: A loaded policy.
+        kind: The 8-bit type, ``int8`` or ``fp8``.
     """
 
     def __init__(self, policy: PipelinePolicy, kind: str) -> None:

@@ -64,10 +64,10 @@ class Policy(PipelinePolicy):
         """Check, load the weights and add the adapter; a second call does nothing.
 
         Args:
-            put_start: replaces the trained weights by those of the run that ``start_from`` names.
+            put_start: Replaces the trained weights by those of the run that ``start_from`` names.
 
         Raises:
-            LoadError: the checkpoint is missing, damaged or of another family, or an option does not fit it.
+            LoadError: The checkpoint is missing, damaged or of another family, or an option does not fit it.
             RuntimeError: ``start_from`` is given, which :func:`lit_vgrpo.training.saved_weights.load_policy` knows.
         """
         for error in self.check():
@@ -83,10 +83,10 @@ class Policy(PipelinePolicy):
         """Use the network of a diffusers pipeline that is already in memory; ``checkpoint`` is then only a name.
 
         Args:
-            put_start: as in :meth:`load`.
+            put_start: As in :meth:`load`.
 
         Raises:
-            LoadError: the pipeline or an option does not fit the family.
+            LoadError: The pipeline or an option does not fit the family.
             RuntimeError: ``start_from`` is given, but no ``put_start``.
         """
         if self.start_from is not None and put_start is None:
@@ -230,10 +230,10 @@ class Policy(PipelinePolicy):
         """Return prompt embeddings, one row per prompt, float32, on the network's device; cached if possible.
 
         Args:
-            references: the pictures that the prompts edit, ``(3, H, W)``, uint8, for a family that edits.
+            references: The pictures that the prompts edit, ``(3, H, W)``, uint8, for a family that edits.
 
         Raises:
-            ValueError: a family that edits has no pictures, or another has some.
+            ValueError: A family that edits has no pictures, or another has some.
         """
         return self.prompt_encoder.encode(prompts, references)
 
@@ -243,7 +243,7 @@ class Policy(PipelinePolicy):
         """Return the embeddings of the distinct prompts, each encoded once, and the row of each prompt ``(B,)``.
 
         Args:
-            references: as in :meth:`encode`; prompts with different pictures are distinct.
+            references: As in :meth:`encode`; prompts with different pictures are distinct.
         """
         digests = [""] * len(prompts) if references is None else [picture_digest(picture) for picture in references]
         texts = list(zip(prompts, digests, strict=True))
@@ -278,7 +278,7 @@ class Policy(PipelinePolicy):
             z: ``(B, C, h, w)``, float32.
             t: ``(B,)`` in [0, 1], float32.
             cond: B rows.
-            guidance: classifier-free guidance scale; 1.0 runs one pass instead of two.
+            guidance: Classifier-free guidance scale; 1.0 runs one pass instead of two.
         """
         if guidance != 1.0 and (error := self.guidance_error()) is not None:
             raise ValueError(error)
@@ -305,7 +305,7 @@ class Policy(PipelinePolicy):
         Swap weights before entering, not inside.
 
         Args:
-            spec: its accelerators change how the network computes; ``None`` has none.
+            spec: Its accelerators change how the network computes; ``None`` has none.
         """
         quantise, cache = (None, None) if spec is None else (spec.quantise, spec.cache)
         self._cached = None
@@ -354,9 +354,9 @@ class Policy(PipelinePolicy):
         LoRA: a folder for ``pipe.load_lora_weights``. Full weights: a folder for ``DiffusionPipeline.from_pretrained``.
 
         Args:
-            folder: destination.
-            weights: the full trained tensors by their names in the network, if the network itself holds shards.
-            dtype: of everything written, because the parts of a pipeline must match.
+            folder: Destination.
+            weights: The full trained tensors by their names in the network, if the network itself holds shards.
+            dtype: Of everything written, because the parts of a pipeline must match.
         """
         save_policy(self, Path(folder), weights, dtype)
         return Path(folder)

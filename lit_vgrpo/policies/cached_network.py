@@ -30,8 +30,8 @@ class CachedNetwork:
     """A view of a policy's network with one of diffusers' block caches.
 
     Args:
-        policy: a loaded policy whose network is a transformer.
-        cache: the cache and its settings.
+        policy: A loaded policy whose network is a transformer.
+        cache: The cache and its settings.
     """
 
     def __init__(self, policy: PipelinePolicy, cache: BlockCache) -> None:
@@ -104,7 +104,7 @@ class _CountedBlock(_Counter):
     returns, so it returns the tokens that it was given instead.
 
     Args:
-        compiles: compile the block, but not the cache's hook around it, whose decisions torch cannot trace.
+        compiles: Compile the block, but not the cache's hook around it, whose decisions torch cannot trace.
     """
 
     def __init__(self, compiles: bool) -> None:

@@ -33,7 +33,7 @@ def save_merged(policy: PipelinePolicy, folder: Path, dtype: torch.dtype = torch
     Weights are added in float32, which represents the frozen weights exactly whatever their type.
 
     Args:
-        dtype: of everything written; a 16-bit type loses small updates by rounding.
+        dtype: Of everything written; a 16-bit type loses small updates by rounding.
     """
     policy.network.float()
     policy.network.fuse_lora()

@@ -25,10 +25,10 @@ class FlowPolicy(Policy, ABC):
     """A ``transformer`` whose pipeline passes its scheduler equally spaced sigmas.
 
     Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: tokens of a prompt that the network sees, the chat template included. Longer prompts are
+        checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
+        max_sequence_length: Tokens of a prompt that the network sees, the chat template included. Longer prompts are
             cut, shorter ones padded, and masked if the pipeline has masks.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
+        **options: See :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     network_name: ClassVar[str] = "transformer"
@@ -96,15 +96,15 @@ def flow_scheduler(
     """Return a scheduler for a rectified flow: ``euler`` (the pipeline's), ``dpm++`` (2M) or ``unipc``.
 
     Args:
-        base: the pipeline's scheduler, whose sigma shift all solvers use.
-        steps: number of network calls.
-        image_tokens: tokens per image in the network, for a dynamic shift.
-        euler_sigmas: unshifted sigmas that the pipeline passes to its scheduler, ``(steps,)``; ``None`` for the
+        base: The pipeline's scheduler, whose sigma shift all solvers use.
+        steps: Number of network calls.
+        image_tokens: Tokens per image in the network, for a dynamic shift.
+        euler_sigmas: Unshifted sigmas that the pipeline passes to its scheduler, ``(steps,)``; ``None`` for the
             scheduler's default.
-        mu: the dynamic shift's logarithm, where it depends on more than the tokens; ``None`` computes it from these.
+        mu: The dynamic shift's logarithm, where it depends on more than the tokens; ``None`` computes it from these.
 
     Raises:
-        ValueError: the path does not have this solver.
+        ValueError: The path does not have this solver.
     """
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 

@@ -55,7 +55,7 @@ def read_pipeline(policy: PipelinePolicy) -> Any:
     """Load a policy's pipeline with its weights, in the types that the policy trains and computes in.
 
     Raises:
-        LoadError: it cannot be downloaded or is damaged.
+        LoadError: It cannot be downloaded or is damaged.
     """
     import diffusers
 

@@ -52,7 +52,7 @@ def put_lora(policy: PipelinePolicy, file: Path) -> None:
     with B matrices of 0. The adapter is then the file's LoRA, exactly but for the rounding of that quotient.
 
     Raises:
-        LoadError: the file is no LoRA, or not of this network, or the policy does not train all of its layers.
+        LoadError: The file is no LoRA, or not of this network, or the policy does not train all of its layers.
     """
     kind = type(policy.network)
     with torch.device("meta"):
@@ -74,9 +74,9 @@ def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
     """Return a LoRA file's updates by the names of the network's layers.
 
     Args:
-        policy: need not be loaded.
-        file: safetensors, under the names of diffusers, kohya's trainer or ai-toolkit.
-        network: a diffusers model without weights to compare with, to which an adapter is added.
+        policy: Need not be loaded.
+        file: Safetensors, under the names of diffusers, kohya's trainer or ai-toolkit.
+        network: A diffusers model without weights to compare with, to which an adapter is added.
     """
     tensors, header = _read(policy, file)
     layers = _converted(policy, tensors, network)

@@ -23,10 +23,10 @@ def choose_trained(policy: PipelinePolicy, unused: Sequence[str] = ()) -> None:
     """Freeze and cast a policy's network: trained weights in float32, all others in the policy's dtype.
 
     Args:
-        unused: shell-style patterns of weights that are never trained.
+        unused: Shell-style patterns of weights that are never trained.
 
     Raises:
-        LoadError: a name pattern or a LoRA target matches nothing.
+        LoadError: A name pattern or a LoRA target matches nothing.
     """
     network: nn.Module = policy.network
     if policy.lora_rank is not None:
@@ -100,9 +100,9 @@ class QuantisedLinear(nn.Linear):
     """A frozen linear layer that keeps its weight in 4 or 8 bits and multiplies in the type of its input.
 
     Args:
-        layer: what it replaces.
+        layer: What it replaces.
         kind: ``nf4``: 4-bit NormalFloat. ``int8``: bitsandbytes' 8-bit numbers, spaced more closely around 0.
-        dtype: of the bias.
+        dtype: Of the bias.
     """
 
     absmax: Tensor

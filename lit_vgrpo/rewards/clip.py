@@ -124,11 +124,11 @@ class CLIPScore(CLIPReward):
     prompt keeps its end token here; without it CLIP would embed only the start token.
 
     Args:
-        checkpoint: hub name or local folder of a ``CLIPModel``; torchmetrics' default.
-        processor: hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
-        batch_size: images per forward pass; smaller batches are padded.
-        dtype: of the weights; scores are float32.
-        device: where the model runs; ``"auto"`` follows the images.
+        checkpoint: Hub name or local folder of a ``CLIPModel``; torchmetrics' default.
+        processor: Hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
+        batch_size: Images per forward pass; smaller batches are padded.
+        dtype: Of the weights; scores are float32.
+        device: Where the model runs; ``"auto"`` follows the images.
 
     Source:
         arXiv 2104.08718, which uses a factor of 2.5; torchmetrics and most tables use 100.
@@ -150,12 +150,12 @@ class PickScore(CLIPReward):
     The model is trained on human preferences between two images. Papers often report the cosine instead, about 0.2.
 
     Args:
-        checkpoint: hub name or local folder of a ``CLIPModel``.
-        processor: hub name or local folder of its ``CLIPProcessor``; None uses the published one for the published
+        checkpoint: Hub name or local folder of a ``CLIPModel``.
+        processor: Hub name or local folder of its ``CLIPProcessor``; None uses the published one for the published
             checkpoint, else ``checkpoint``.
-        batch_size: images per forward pass; smaller batches are padded.
-        dtype: of the weights; scores are float32.
-        device: where the model runs; ``"auto"`` follows the images.
+        batch_size: Images per forward pass; smaller batches are padded.
+        dtype: Of the weights; scores are float32.
+        device: Where the model runs; ``"auto"`` follows the images.
 
     Source:
         arXiv 2305.01569; the division by 26 as in Flow-GRPO (arXiv 2505.05470).
@@ -183,11 +183,11 @@ class CLIPImageSimilarity(CLIPReward):
     An unchanged copy scores 1. Use it with a reward for the edit, such as CLIPScore, to preserve the rest.
 
     Args:
-        checkpoint: hub name or local folder of a ``CLIPModel``.
-        processor: hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
-        batch_size: images per forward pass; smaller batches are padded.
-        dtype: of the weights; scores are float32.
-        device: where the model runs; ``"auto"`` follows the images.
+        checkpoint: Hub name or local folder of a ``CLIPModel``.
+        processor: Hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
+        batch_size: Images per forward pass; smaller batches are padded.
+        dtype: Of the weights; scores are float32.
+        device: Where the model runs; ``"auto"`` follows the images.
     """
 
     name = "clip_image"
@@ -217,11 +217,11 @@ class AestheticScore(ModelReward):
     forgets its prompts.
 
     Args:
-        checkpoint: of the head: hub name, local folder with ``sac+logos+ava1-l14-linearMSE.pth``, or that file.
-        clip: hub name or local folder of the ``CLIPModel`` that the head was trained on, with its processor.
-        batch_size: images per forward pass; smaller batches are padded.
-        dtype: of CLIP's weights; the head and the scores are float32.
-        device: where the model runs; ``"auto"`` follows the images.
+        checkpoint: Of the head: hub name, local folder with ``sac+logos+ava1-l14-linearMSE.pth``, or that file.
+        clip: Hub name or local folder of the ``CLIPModel`` that the head was trained on, with its processor.
+        batch_size: Images per forward pass; smaller batches are padded.
+        dtype: Of CLIP's weights; the head and the scores are float32.
+        device: Where the model runs; ``"auto"`` follows the images.
 
     Source:
         github.com/christophschuhmann/improved-aesthetic-predictor, simple_inference.py.

@@ -30,11 +30,11 @@ class PythonReward(Reward):
 
     Args:
         function: ``my_module:my_function``.
-        images: the format passed to the function: a float32 tensor ``(B, 3, H, W)`` in [0, 1], a list of RGB PIL
+        images: The format passed to the function: a float32 tensor ``(B, 3, H, W)`` in [0, 1], a list of RGB PIL
             images, or a uint8 array ``(B, H, W, 3)``.
-        name: the key of its score; null for the function's name.
-        concurrent: call it in a thread while the next images are sampled.
-        options: further keyword arguments.
+        name: The key of its score; null for the function's name.
+        concurrent: Call it in a thread while the next images are sampled.
+        options: Further keyword arguments.
 
     Raises:
         ValueError: ``images`` is unknown.
@@ -66,7 +66,7 @@ class PythonReward(Reward):
         """Import the function.
 
         Raises:
-            RewardError: it cannot be imported, or does not accept the arguments.
+            RewardError: It cannot be imported, or does not accept the arguments.
         """
         self._call  # noqa: B018  the property imports
 

@@ -45,9 +45,9 @@ class OCRReward(Reward):
     count, not only the first, and full-width or curly characters equal the plain ones.
 
     Args:
-        detect: find lines of text in the image and read them from top to bottom, left to right; ``False`` reads the
+        detect: Find lines of text in the image and read them from top to bottom, left to right; ``False`` reads the
             image as one line, which is much faster and enough for small images of one word.
-        allow_extra: score 1 if the text occurs anywhere in what is read, as in Flow-GRPO's code.
+        allow_extra: Score 1 if the text occurs anywhere in what is read, as in Flow-GRPO's code.
         threads: CPU threads of each model, at most the machine's; more are faster but cost more CPU time in total.
 
     Source:
@@ -76,7 +76,7 @@ class OCRReward(Reward):
         """Load detector and recogniser.
 
         Raises:
-            LoadError: rapidocr or onnxruntime is not installed.
+            LoadError: Rapidocr or onnxruntime is not installed.
         """
         if self._engine is not None:
             return
@@ -115,7 +115,7 @@ class OCRReward(Reward):
         """Return the text in each image, lines joined by a space; empty if there is none.
 
         Args:
-            images: shape ``(B, 3, H, W)``, float in [0, 1].
+            images: Shape ``(B, 3, H, W)``, float in [0, 1].
         """
         if not len(images):
             return []

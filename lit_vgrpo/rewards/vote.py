@@ -32,12 +32,12 @@ class VoteReward(Reward):
     their votes. Held-out images are never shown to people; set ``model.heldout_reward`` for those.
 
     Args:
-        images_per_vote: images shown at a time, 2 to 4.
-        voters: people who answer each comparison.
-        name: key of the score.
+        images_per_vote: Images shown at a time, 2 to 4.
+        voters: People who answer each comparison.
+        name: Key of the score.
 
     Raises:
-        ValueError: a setting is outside its range.
+        ValueError: A setting is outside its range.
 
     Source:
         The scores: Bradley and Terry, Biometrika 39 (1952).
@@ -63,7 +63,7 @@ class VoteReward(Reward):
         """Open the votes of a run.
 
         Raises:
-            RewardOutage: they cannot be read or written.
+            RewardOutage: They cannot be read or written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -75,8 +75,8 @@ class VoteReward(Reward):
         """Ask people and wait for their votes; images of the same prompt are compared.
 
         Raises:
-            RewardError: there is no run.
-            RewardOutage: the votes cannot be stored.
+            RewardError: There is no run.
+            RewardOutage: The votes cannot be stored.
         """
         if self._store is None:
             raise RewardError("VoteReward asks people about the images of a run. Start one: lightning vote RECIPE")

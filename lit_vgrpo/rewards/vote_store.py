@@ -61,9 +61,9 @@ class Progress:
     """Votes on groups.
 
     Attributes:
-        given: votes including skipped comparisons; no more than needed.
-        needed: votes that the groups need.
-        skipped: votes without a choice.
+        given: Votes including skipped comparisons; no more than needed.
+        needed: Votes that the groups need.
+        skipped: Votes without a choice.
     """
 
     given: int
@@ -76,9 +76,9 @@ class Group:
     """A group, and its comparisons with the choice of each voter.
 
     Attributes:
-        voters: people who answer each comparison.
-        comparisons: images by number.
-        votes: by comparison and voter the chosen image; None for a skip.
+        voters: People who answer each comparison.
+        comparisons: Images by number.
+        votes: By comparison and voter the chosen image; None for a skip.
     """
 
     id: int
@@ -121,10 +121,10 @@ class VoteStore:
     Any number of processes and threads may use one file.
 
     Args:
-        path: the file; created if it is missing.
+        path: The file; created if it is missing.
 
     Raises:
-        VoteStoreError: the file is damaged or cannot be written. So does every other call.
+        VoteStoreError: The file is damaged or cannot be written. So does every other call.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,11 +144,11 @@ class VoteStore:
         """Open groups for voting, and close the others of this owner; votes on the same images are kept.
 
         Args:
-            groups: by prompt, the images as PNG files by their ids.
-            images_per_vote: images of a comparison.
-            voters: people who answer each comparison.
-            owner: the rank that asks.
-            num_owners: number of ranks; groups of further ones, from an earlier part of the run, are closed.
+            groups: By prompt, the images as PNG files by their ids.
+            images_per_vote: Images of a comparison.
+            voters: People who answer each comparison.
+            owner: The rank that asks.
+            num_owners: Number of ranks; groups of further ones, from an earlier part of the run, are closed.
 
         Returns:
             The groups' numbers.
@@ -213,11 +213,11 @@ class VoteStore:
         """Store a vote; the same vote again does nothing.
 
         Args:
-            number: the comparison.
-            image: the best image; ``None`` for no preference.
+            number: The comparison.
+            image: The best image; ``None`` for no preference.
 
         Raises:
-            VoteRefused: there is no such comparison or image, the voting is over, or the voter has voted otherwise.
+            VoteRefused: There is no such comparison or image, the voting is over, or the voter has voted otherwise.
         """
         with self._transaction() as db:
             found = db.execute(
@@ -243,7 +243,7 @@ class VoteStore:
         """Delete a voter's last vote and return its comparison.
 
         Raises:
-            VoteRefused: there is none, or the run has used it.
+            VoteRefused: There is none, or the run has used it.
         """
         with self._transaction() as db:
             last = db.execute(
@@ -304,9 +304,9 @@ def choice_scores(choices: Sequence[tuple[int, Sequence[int]]], size: int, prior
     makes their mean 0.
 
     Args:
-        choices: the chosen item and the items it was chosen from, itself included, by number.
-        size: number of items.
-        prior_std: standard deviation of the prior, in logits.
+        choices: The chosen item and the items it was chosen from, itself included, by number.
+        size: Number of items.
+        prior_std: Standard deviation of the prior, in logits.
 
     Returns:
         Shape ``(size,)``, float64, in logits.

@@ -31,12 +31,12 @@ class Iteration:
     """One iteration on this rank, from its rollout to its last update.
 
     Attributes:
-        experience: this rank's images, in the order of the updates.
-        image_ids: global index of each image, ``(B,)``, in that order.
-        record: the metrics that callbacks read.
-        micros: the experience in micro-batches.
-        num_updates: optimizer steps of the iteration.
-        updates_done: those taken or left out so far.
+        experience: This rank's images, in the order of the updates.
+        image_ids: Global index of each image, ``(B,)``, in that order.
+        record: The metrics that callbacks read.
+        micros: The experience in micro-batches.
+        num_updates: Optimizer steps of the iteration.
+        updates_done: Those taken or left out so far.
     """
 
     experience: Experience
@@ -64,7 +64,7 @@ class Iteration:
         """Return the iteration with what the loss needs of this rank's images, in the order of the batch's updates.
 
         Args:
-            advantages: of this rank's images, ``(B,)``, in rollout order as are the record's groups.
+            advantages: Of this rank's images, ``(B,)``, in rollout order as are the record's groups.
         """
         context = PrepareContext(
             policy, rollout, advantages, batch.micro_batch_size, batch.updates, ledger, batch.later
@@ -107,7 +107,7 @@ class Iteration:
         """Return all ranks' images as CPU tensors, so that any number of ranks can continue.
 
         Args:
-            all_ranks: concatenates every rank's ``(B, ...)`` in rank order; collective.
+            all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; collective.
         """
         own = self.experience
         state: dict[str, Any] = {
@@ -130,7 +130,7 @@ class Iteration:
         """Return this rank's share of a saved iteration; its metrics cover the remaining updates.
 
         Raises:
-            RuntimeError: the state is of another iteration, or of other sizes.
+            RuntimeError: The state is of another iteration, or of other sizes.
         """
         _, wanted = group_layout(batch.slots, batch.group_size, batch.members)
         if batch.order is not None:
@@ -207,7 +207,7 @@ class Continuation:
         """Return this rank's share of the iteration on the first call, then ``None``.
 
         Raises:
-            RuntimeError: the recipe has other prompts or sizes than the checkpoint's.
+            RuntimeError: The recipe has other prompts or sizes than the checkpoint's.
         """
         saved, self._saved = self._saved, None
         return None if saved is None else Iteration.restored(saved, batch, device)

@@ -33,9 +33,9 @@ class Sampler:
     """Samples the images of an iteration with an objective's rollout.
 
     Args:
-        ledger: counts the forward passes, under ``rollout``.
-        seed: the run's seed.
-        batch_size: images per forward pass; ``None`` samples all at once.
+        ledger: Counts the forward passes, under ``rollout``.
+        seed: The run's seed.
+        batch_size: Images per forward pass; ``None`` samples all at once.
     """
 
     def __init__(

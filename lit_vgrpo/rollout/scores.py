@@ -41,13 +41,13 @@ class ScoreCollector:
     A reward that runs in a thread scores a batch while the next one is sampled.
 
     Args:
-        policy: decodes the latents.
-        queue: scores the images; ``None`` for a method without a reward.
-        all_ranks: concatenates every rank's ``(B, ...)`` in rank order; collective.
-        any_failure: refuse a result in which any image failed, not only one in which all failed.
+        policy: Decodes the latents.
+        queue: Scores the images; ``None`` for a method without a reward.
+        all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; collective.
+        any_failure: Refuse a result in which any image failed, not only one in which all failed.
 
     Attributes:
-        seconds: wall time of the iteration by phase: ``decode``, ``reward`` and ``reward_overlapped``, which is the
+        seconds: Wall time of the iteration by phase: ``decode``, ``reward`` and ``reward_overlapped``, which is the
             time that threads scored during other phases.
     """
 
@@ -89,10 +89,10 @@ class ScoreCollector:
         """Wait for the scores and return those of all ranks' images, in rank order.
 
         Args:
-            what: the images, for the message, such as ``images of iteration 3``.
+            what: The images, for the message, such as ``images of iteration 3``.
 
         Raises:
-            RewardError: every image failed, or any with ``any_failure``; on every rank.
+            RewardError: Every image failed, or any with ``any_failure``; on every rank.
         """
         if self.queue is None:
             return gathered(Scores.empty(self._submitted), self.all_ranks)
@@ -114,10 +114,10 @@ class ScoreCollector:
         """Return the record of an iteration whose updates are still to come.
 
         Args:
-            rollout: this rank's images.
-            scores: those of all ranks' images, whose groups are ``group_ids (B,)``.
-            advantages: of all ranks' images, ``(B,)``.
-            sampler: sampled the images.
+            rollout: This rank's images.
+            scores: Those of all ranks' images, whose groups are ``group_ids (B,)``.
+            advantages: Of all ranks' images, ``(B,)``.
+            sampler: Sampled the images.
         """
         group_size = int((rollout.group_ids == rollout.group_ids[0]).sum())
         return IterationRecord(
@@ -163,7 +163,7 @@ def compare(
     """Compare every image with its group: advantages ``(B,)``.
 
     Args:
-        scores: those of all ranks' images, whose groups are ``group_ids (B,)``.
+        scores: Those of all ranks' images, whose groups are ``group_ids (B,)``.
     """
     shaped = {name: reward.shaped(name, scores.parts) for name in scores.parts}
     return combined_advantages(scores.total, shaped, reward.weight_of, group_ids, std=std, aggregate=aggregate)
@@ -218,7 +218,7 @@ class CopyGuard:
         NaN without any; ``copies``, 1 for a copy of the picture and 0 for others.
 
         Args:
-            group_size: consecutive images that belong to one group.
+            group_size: Consecutive images that belong to one group.
         """
         if not self._images:
             return {}

@@ -49,7 +49,7 @@ def loading(checkpoint: str, remedy: str) -> Iterator[None]:
     """Turn any error of a library in loading a checkpoint into one line.
 
     Raises:
-        LoadError: with the library's message, shortened, and the remedy.
+        LoadError: With the library's message, shortened, and the remedy.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def local_folder(checkpoint: str) -> Path | None:
     A name that is both means the folder, as in diffusers and transformers. A path need not exist.
 
     Raises:
-        ValueError: a ``shipped:`` path that leaves the installed folder.
+        ValueError: A ``shipped:`` path that leaves the installed folder.
     """
     path = resolve_path(checkpoint)
     looks_local = checkpoint.startswith((SHIPPED_PREFIX, "/", ".", "~")) or not _HUB_NAME.fullmatch(checkpoint)
@@ -100,10 +100,10 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
     ``HF_HUB_OFFLINE`` is set.
 
     Args:
-        checkpoint: a local folder, a ``shipped:`` path or a hub name ``owner/name``.
-        filename: a file that every such checkpoint has, such as ``model_index.json``.
-        what_to_set: the recipe's key of the checkpoint, for the message.
-        revision: branch, tag or commit of a hub repository; ``None`` is its main branch.
+        checkpoint: A local folder, a ``shipped:`` path or a hub name ``owner/name``.
+        filename: A file that every such checkpoint has, such as ``model_index.json``.
+        what_to_set: The recipe's key of the checkpoint, for the message.
+        revision: Branch, tag or commit of a hub repository; ``None`` is its main branch.
     """
     try:
         folder = local_folder(checkpoint)

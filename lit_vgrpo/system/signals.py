@@ -52,8 +52,8 @@ class StopRequests(ABC):
     therefore also writes each signal's number to a socket, which a thread reads.
 
     Attributes:
-        signals: the requests received. Signals within :data:`REPEAT_S` count as one, except the first two of Ctrl-C.
-        is_urgent: the main thread must stop immediately.
+        signals: The requests received. Signals within :data:`REPEAT_S` count as one, except the first two of Ctrl-C.
+        is_urgent: The main thread must stop immediately.
     """
 
     def __init__(self) -> None:

@@ -49,8 +49,8 @@ def render(word: str, generator: torch.Generator) -> Tensor:
     """Render a word near the centre, in one of five dark colours on light grey.
 
     Args:
-        word: the word to render; three letters fill the image.
-        generator: source of colour, grey and position.
+        word: The word to render; three letters fill the image.
+        generator: Source of colour, grey and position.
 
     Returns:
         Shape ``(3, 16, 40)``, float32 in [0, 1].
@@ -81,7 +81,7 @@ class WordImages:
     They show random letters, independent of the rows; words, held-out or not, only appear by chance.
 
     Args:
-        caption_noise: probability, for each letter independently, that the caption is wrong. A model trained on such
+        caption_noise: Probability, for each letter independently, that the caption is wrong. A model trained on such
             pairs misspells, which leaves room for RL to improve it.
     """
 

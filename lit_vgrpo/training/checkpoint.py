@@ -45,8 +45,8 @@ class NewestEvaluation:
         """Return ``True`` once for each evaluation of the current weights.
 
         Args:
-            heldout_step: optimizer steps at the newest evaluation, -1 before the first one.
-            global_step: optimizer steps now.
+            heldout_step: Optimizer steps at the newest evaluation, -1 before the first one.
+            global_step: Optimizer steps now.
         """
         if heldout_step in (-1, self._seen_step) or heldout_step != global_step:
             return False
@@ -59,13 +59,13 @@ class BestEvaluation:
     """The highest value of a held-out metric so far; NaN is never the best.
 
     Args:
-        metric: its key; ``auto`` takes the untrained reward if there is one, else the trained one.
-        name: the metric of ``value``; ``None`` before the first evaluation.
-        value: the best value.
-        iteration: iterations done at that evaluation.
+        metric: Its key; ``auto`` takes the untrained reward if there is one, else the trained one.
+        name: The metric of ``value``; ``None`` before the first evaluation.
+        value: The best value.
+        iteration: Iterations done at that evaluation.
 
     Raises:
-        ValueError: a metric that is better when lower.
+        ValueError: A metric that is better when lower.
     """
 
     metric: str = AUTO
@@ -103,17 +103,17 @@ class RunCheckpoint(Checkpoint):
     checkpoints as they were, and training continues.
 
     Args:
-        every_n_iterations: iterations between saves of ``last.ckpt``; 0 leaves them to another callback.
-        keep_previous: keep the last but one as ``previous.ckpt``, in case ``last.ckpt`` gets damaged.
-        best: held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` is the untrained reward if
+        every_n_iterations: Iterations between saves of ``last.ckpt``; 0 leaves them to another callback.
+        keep_previous: Keep the last but one as ``previous.ckpt``, in case ``last.ckpt`` gets damaged.
+        best: Held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` is the untrained reward if
             the recipe has one, else the trained one, or none where another callback saves. null keeps none.
 
     Attributes:
         interrupted: Ctrl-C was pressed.
         terminated: SIGTERM, SIGHUP or torchrun's SIGINT came.
-        status: exit status for the signals that came, as in a shell; ``None`` without one.
-        saved: checkpoint of the current state; ``None`` once training has continued.
-        unsaved: why the latest save failed; ``None`` if it succeeded.
+        status: Exit status for the signals that came, as in a shell; ``None`` without one.
+        saved: Checkpoint of the current state; ``None`` once training has continued.
+        unsaved: Why the latest save failed; ``None`` if it succeeded.
 
     Raises:
         ValueError: ``every_n_iterations`` is negative, or ``best`` is better when lower.
@@ -144,7 +144,7 @@ class RunCheckpoint(Checkpoint):
         """Handle SIGINT, SIGTERM and SIGHUP inside the block, and restore the handlers after it.
 
         Args:
-            watch: knows which ranks have died, and ends this process where the main thread cannot.
+            watch: Knows which ranks have died, and ends this process where the main thread cannot.
         """
         requests = _Requests(self, watch or Watch())
         with requests.listening():

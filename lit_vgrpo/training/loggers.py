@@ -23,8 +23,8 @@ class MetricsTable(Logger):
     Lightning's CSVLogger deletes the file when a run is resumed.
 
     Args:
-        folder: the run folder.
-        keep: predicate for the existing rows to keep; ``None`` starts a new table.
+        folder: The run folder.
+        keep: Predicate for the existing rows to keep; ``None`` starts a new table.
     """
 
     name = version = ""
@@ -119,7 +119,7 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Return a table's columns and rows, without lines that were cut off when a run was killed.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: It cannot be read.
     """
     text = path.read_text(encoding="utf-8-sig", errors="replace").replace("\0", "")
     lines = text.splitlines(keepends=True)

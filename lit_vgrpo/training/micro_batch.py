@@ -33,7 +33,7 @@ def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
     """Set the trainer's ``accumulate_grad_batches`` to the micro-batches of an update.
 
     Raises:
-        ValueError: the recipe sets another number.
+        ValueError: The recipe sets another number.
     """
     needed, asked = sizes.plan(trainer.world_size).micro_batches_per_update, trainer.accumulate_grad_batches
     if asked not in (1, needed):
@@ -47,7 +47,7 @@ def settle(module: Any, optimizer: OptimizerConfig | CustomOptimizer) -> None:
     """Choose the micro-batch size if it is ``"auto"``, the same on all ranks, and report it.
 
     Raises:
-        RuntimeError: not even one image fits.
+        RuntimeError: Not even one image fits.
     """
     trainer: Any = module.trainer
     sizes: Sizes = trainer.datamodule.sizes
@@ -78,11 +78,11 @@ def largest_that_fits(sizes: list[int], room: int, taken: Callable[[int], int]) 
     it: a size for which even that line exceeds ``room`` is not tried.
 
     Args:
-        sizes: ascending.
-        taken: bytes of a trial; ``TOO_MUCH`` where it failed.
+        sizes: Ascending.
+        taken: Bytes of a trial; ``TOO_MUCH`` where it failed.
 
     Raises:
-        RuntimeError: not even the first fits.
+        RuntimeError: Not even the first fits.
 
     >>> largest_that_fits([1, 2, 3, 4, 6, 12], 70, lambda size: 10 * size + 5)
     (6, 65)
@@ -109,8 +109,8 @@ class Trial:
     """Trial steps of the method on dummy images, without effect on weights, method and counts.
 
     Args:
-        plan: the plan with one image per micro-batch.
-        prompt: prompt whose embedding is used for all images.
+        plan: The plan with one image per micro-batch.
+        prompt: Prompt whose embedding is used for all images.
     """
 
     module: Any

@@ -52,9 +52,9 @@ class ResumeGuard(Callback):
     The command compares them before it resumes; with any other Trainer, changed input files are a warning.
 
     Attributes:
-        recipe: plain values, defaults filled in, with a hash in place of what comes from the environment; empty
+        recipe: Plain values, defaults filled in, with a hash in place of what comes from the environment; empty
             outside of the command.
-        inputs: hashes of the input files.
+        inputs: Hashes of the input files.
     """
 
     def __init__(self) -> None:
@@ -106,14 +106,14 @@ def refuse_changes(
     """Compare a checkpoint's recipe and input files with the current ones, and return the allowed changes.
 
     Args:
-        checkpoint: its content.
-        now: the current recipe, as in :func:`changes`; ``texts`` likewise.
-        inputs: the current hashes, see :func:`inputs_of`.
-        allowed: value of ``allow_changes``.
-        what: the checkpoint's name in messages.
+        checkpoint: Its content.
+        now: The current recipe, as in :func:`changes`; ``texts`` likewise.
+        inputs: The current hashes, see :func:`inputs_of`.
+        allowed: Value of ``allow_changes``.
+        what: The checkpoint's name in messages.
 
     Raises:
-        UserError: with every difference, unless they are allowed.
+        UserError: With every difference, unless they are allowed.
     """
     saved = checkpoint.get(INPUTS_KEY, {})
     of_recipe = changes(checkpoint[RECIPE_KEY], now, texts) if RECIPE_KEY in checkpoint else []
@@ -132,9 +132,9 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Pla
     """Return one line for each setting that must be the same and is not.
 
     Args:
-        saved: the checkpoint's recipe, plain values with the defaults filled in.
-        now: the current one.
-        texts: values from the environment as written, which are not shown.
+        saved: The checkpoint's recipe, plain values with the defaults filled in.
+        now: The current one.
+        texts: Values from the environment as written, which are not shown.
 
     >>> changes({"model": {"lr": 0.001}, "name": "a"}, {"model": {"lr": 0.0003}, "name": "b"})
     ['model.lr: 0.001 in the checkpoint, 0.0003 now']
@@ -178,8 +178,8 @@ def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
     where they are used.
 
     Args:
-        module: need not be loaded.
-        data: the data module with the training prompts.
+        module: Need not be loaded.
+        data: The data module with the training prompts.
     """
     found: Inputs = {}
     unreadable = suppress(OSError, ValueError, RuntimeError, ImportError)

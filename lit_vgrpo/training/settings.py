@@ -40,7 +40,7 @@ def set_up(module: Any) -> None:
     """Check the settings of a :class:`~lit_vgrpo.module.VGRPOModule` and let its trainer take whole iterations.
 
     Raises:
-        ValueError: two settings do not fit each other.
+        ValueError: Two settings do not fit each other.
     """
     trainer, sizes = module.trainer, sizes_of(module.trainer)
     has_heldout = trainer.datamodule.has_heldout
@@ -140,7 +140,7 @@ def sizes_of(trainer: Any) -> Sizes:
     """Return the sizes of an iteration from the trainer's data module.
 
     Raises:
-        RuntimeError: there is no PromptDataModule.
+        RuntimeError: There is no PromptDataModule.
     """
     sizes: Sizes | None = getattr(getattr(trainer, "datamodule", None), "sizes", None)
     if sizes is None:

@@ -48,9 +48,9 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
 
     Args:
         stage: 1 shards the optimizer state, 2 also gradients, 3 also the weights, frozen ones included.
-        offload: keep the optimizer state, and in stage 3 the weights, in CPU memory.
-        bucket_size: elements per reduction or gathering.
-        zero_options: further entries of DeepSpeed's ``zero_optimization``.
+        offload: Keep the optimizer state, and in stage 3 the weights, in CPU memory.
+        bucket_size: Elements per reduction or gathering.
+        zero_options: Further entries of DeepSpeed's ``zero_optimization``.
     """
 
     def __init__(

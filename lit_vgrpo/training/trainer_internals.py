@@ -57,8 +57,8 @@ def hand_over_children(strategy: Strategy, take: Callable[[list[Child]], None], 
     """Replace Lightning's observer of the ranks that rank 0 starts, which silently kills rank 0 too.
 
     Args:
-        take: called with their processes, and with none once Lightning itself kills them.
-        environment: variables to set before they start.
+        take: Called with their processes, and with none once Lightning itself kills them.
+        environment: Variables to set before they start.
     """
     launcher = script_launcher(strategy)
     assert launcher is not None

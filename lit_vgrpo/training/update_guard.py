@@ -24,12 +24,12 @@ class UpdateGuard:
     overflow itself, and occasional overflows are how it chooses its scale.
 
     Args:
-        action: stop the run with the reason, or skip the update; ten consecutive skips also stop the run.
+        action: Stop the run with the reason, or skip the update; ten consecutive skips also stop the run.
 
     Attributes:
-        norm: of the last update's gradient over all ranks, before clipping; ``None`` where the strategy keeps
+        norm: Of the last update's gradient over all ranks, before clipping; ``None`` where the strategy keeps
             the gradients elsewhere, as ZeRO does.
-        skipped: number of updates left out since the start.
+        skipped: Number of updates left out since the start.
     """
 
     def __init__(self, action: NonFinite = "stop") -> None:
@@ -55,13 +55,13 @@ class UpdateGuard:
         """Return whether to skip this update; called once per update, on every rank.
 
         Args:
-            gradients: this rank's gradients, or its shards of them.
-            all_ranks: concatenates every rank's ``(B, ...)`` in rank order.
-            when: the position in the run, for the message.
-            norm: a norm of theirs; they are looked at only where it is not finite, since squares may overflow.
+            gradients: This rank's gradients, or its shards of them.
+            all_ranks: Concatenates every rank's ``(B, ...)`` in rank order.
+            when: The position in the run, for the message.
+            norm: A norm of theirs; they are looked at only where it is not finite, since squares may overflow.
 
         Raises:
-            FloatingPointError: on every rank, if the action is to stop.
+            FloatingPointError: On every rank, if the action is to stop.
         """
         losses, self._losses = self._losses, []
         loss_is_bad, norm_is_bad = _are_bad(losses, norm)
@@ -90,11 +90,11 @@ class UpdateGuard:
         """Check an update's losses and gradients before its step, and drop the gradients to skip it.
 
         Args:
-            all_ranks: concatenates every rank's ``(B, ...)`` in rank order.
-            when: the current update, for the message.
+            all_ranks: Concatenates every rank's ``(B, ...)`` in rank order.
+            when: The current update, for the message.
 
         Raises:
-            FloatingPointError: on every rank, where the action is to stop.
+            FloatingPointError: On every rank, where the action is to stop.
         """
         self._scale = _loss_scale(trainer)
         gradients = [weight.grad for weight in weights if weight.grad is not None]

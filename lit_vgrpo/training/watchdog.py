@@ -37,10 +37,10 @@ class Watch:
     Rank 0, or the first rank of another machine, watches the ranks that it started. These watch rank 0, or torchrun.
 
     Args:
-        folder: returns the run folder.
-        first_rank: this process's rank; the children's follow.
-        parent: process id and name of the process that started this rank; ``None`` watches none.
-        speaks: report deaths.
+        folder: Returns the run folder.
+        first_rank: This process's rank; the children's follow.
+        parent: Process id and name of the process that started this rank; ``None`` watches none.
+        speaks: Report deaths.
     """
 
     def __init__(

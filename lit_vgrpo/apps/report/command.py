@@ -74,7 +74,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
     """Return the data of runs that a report can show together.
 
     Raises:
-        UserError: a run cannot be read, or the runs have different rewards or held-out prompts.
+        UserError: A run cannot be read, or the runs have different rewards or held-out prompts.
     """
     runs = [read_run(folder) for folder in folders]
     tasks = [{f"data.{key}": (run.recipe.get("data") or {}).get(key) for key in TASK_KEYS} for run in runs]

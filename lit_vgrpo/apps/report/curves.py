@@ -55,8 +55,8 @@ class Series:
     """A curve.
 
     Attributes:
-        xs: by the names of :data:`AXES`, as long as ``ys``; NaN where unknown.
-        band: lower and upper ends of the intervals, NaN if missing; ``None`` for a curve of training.
+        xs: By the names of :data:`AXES`, as long as ``ys``; NaN where unknown.
+        band: Lower and upper ends of the intervals, NaN if missing; ``None`` for a curve of training.
     """
 
     label: str

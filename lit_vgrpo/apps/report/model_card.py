@@ -40,13 +40,13 @@ def add_card(
     """Write the model card into an export; a failure is only reported, since the weights are what counts.
 
     Args:
-        folder: the export, perhaps still under the name of a draft.
-        run: the run folder.
-        written: what diffusers loads, under its final name: folder of a pipeline or an adapter, or file of an adapter.
-        variant: set of weights, ``trained`` or ``EMA``.
-        iterations: iterations after which they were saved.
-        dtype: of what was written.
-        merged: an adapter was merged into the weights.
+        folder: The export, perhaps still under the name of a draft.
+        run: The run folder.
+        written: What diffusers loads, under its final name: folder of a pipeline or an adapter, or file of an adapter.
+        variant: Set of weights, ``trained`` or ``EMA``.
+        iterations: Iterations after which they were saved.
+        dtype: Of what was written.
+        merged: An adapter was merged into the weights.
 
     Returns:
         The kind of weights, such as ``LoRA of rank 32, float32``, and the lines of Python that load them.
@@ -79,10 +79,10 @@ def card(run: RunData, base: str, base_card: Path | None, is_adapter: bool, **sh
     """Return the card's text, with the metadata that hubs read in front.
 
     Args:
-        base: hub name or folder of the model that training started from.
-        base_card: its model card, if it is on this machine.
-        is_adapter: the export is loaded on top of the base model.
-        shown: further values for the template.
+        base: Hub name or folder of the model that training started from.
+        base_card: Its model card, if it is on this machine.
+        is_adapter: The export is loaded on top of the base model.
+        shown: Further values for the template.
     """
     licence = base_licence(base_card)
     is_on_hub = not Path(base).exists() and base.count("/") == 1
@@ -138,7 +138,7 @@ def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path
     """Return the line of Python that loads a policy's pipeline from a folder or hub name.
 
     Args:
-        index: folder with the pipeline's index, if the source is not there yet.
+        index: Folder with the pipeline's index, if the source is not there yet.
     """
     optional = type(policy.pipeline)._optional_components
     is_start = source == source_of(policy.checkpoint)

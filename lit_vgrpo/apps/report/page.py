@@ -201,9 +201,9 @@ def write_report(folder: Path, out: Path, is_running: bool = False) -> None:
     """Write the report of a run folder to a file, atomically.
 
     Args:
-        is_running: called by the run itself, while it trains.
+        is_running: Called by the run itself, while it trains.
 
     Raises:
-        UserError: the run cannot be read, or the file cannot be written.
+        UserError: The run cannot be read, or the file cannot be written.
     """
     write_atomically(out, render([read_run(folder, is_running)]))

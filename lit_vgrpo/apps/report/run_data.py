@@ -53,8 +53,8 @@ class Point:
     """Metrics after a number of iterations, and the cost of training until then.
 
     Attributes:
-        costs: by the names of :data:`AXES`; unknown ones are missing.
-        metrics: by name; finite numbers only.
+        costs: By the names of :data:`AXES`; unknown ones are missing.
+        metrics: By name; finite numbers only.
     """
 
     costs: dict[str, float]
@@ -70,12 +70,12 @@ class RunData:
     """A run, finished or not.
 
     Attributes:
-        recipe: its ``config.yaml`` as plain values; empty for a run that was not started from a recipe.
+        recipe: Its ``config.yaml`` as plain values; empty for a run that was not started from a recipe.
         summary: ``summary.json``; empty if the run has not ended, or has continued since it was written.
-        iterations: one point per training iteration.
-        evaluations: one point per held-out evaluation, metrics without the prefix ``heldout/``.
-        scores: each prompt's scores, by iteration; empty for a run that kept none.
-        is_running: the run itself writes this report.
+        iterations: One point per training iteration.
+        evaluations: One point per held-out evaluation, metrics without the prefix ``heldout/``.
+        scores: Each prompt's scores, by iteration; empty for a run that kept none.
+        is_running: The run itself writes this report.
     """
 
     folder: Path
@@ -128,8 +128,8 @@ def read_run(folder: Path, is_running: bool = False) -> RunData:
     """Return the data of a run folder; a killed or resumed run has what its files hold.
 
     Args:
-        folder: the run folder.
-        is_running: called by the run itself, whose summary is of an earlier part.
+        folder: The run folder.
+        is_running: Called by the run itself, whose summary is of an earlier part.
 
     Raises:
         UserError: ``config.yaml`` or ``metrics.csv`` cannot be read.

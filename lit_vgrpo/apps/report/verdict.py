@@ -21,8 +21,8 @@ class Change:
 
     Attributes:
         start: ``None`` if the first evaluation lacks it.
-        intervals: of both; ``None`` for a run that kept no scores.
-        difference: mean change over the prompts, with its interval.
+        intervals: Of both; ``None`` for a run that kept no scores.
+        difference: Mean change over the prompts, with its interval.
     """
 
     name: str

@@ -46,8 +46,8 @@ def bounded_server(app: Any, shutdown_s: int, keep_alive_s: int = 5) -> uvicorn.
     """Return a server of an ASGI application with at most ``CONNECTIONS`` connections.
 
     Args:
-        shutdown_s: seconds that active requests get when it ends.
-        keep_alive_s: seconds that a connection may be idle.
+        shutdown_s: Seconds that active requests get when it ends.
+        keep_alive_s: Seconds that a connection may be idle.
     """
     config = uvicorn.Config(
         app,

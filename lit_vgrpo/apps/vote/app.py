@@ -42,9 +42,9 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
     """Return the page and its server. FastAPI refuses votes that are not sent as JSON, so no other site can send one.
 
     Args:
-        store: the votes.
-        token: secret in the address that opens the page; ``None`` serves this machine only.
-        is_over: returns True once training has ended.
+        store: The votes.
+        token: Secret in the address that opens the page; ``None`` serves this machine only.
+        is_over: Returns True once training has ended.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=MAX_BODY)
 

@@ -104,7 +104,7 @@ def _page_during(options: VoteOptions, listener: socket.socket, cli: RecipeCLI) 
     """Return a context that serves the page while a recipe trains.
 
     Raises:
-        UserError: the recipe does not ask people.
+        UserError: The recipe does not ask people.
     """
     if not any(reward.asks_people for reward in cli.model.reward.rewards):
         raise UserError(f"The reward of {options.words[0]} {NOT_ASKED}.")
