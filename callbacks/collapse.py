@@ -28,7 +28,7 @@ class StopsRun(L.Callback):
     """Looks at each evaluation once, and ends a run with a one-line reason, which ``summary.json`` repeats.
 
     Attributes:
-        outcome: How the run ended, in a word or two; ``None`` unless this callback ended it.
+        outcome: Short description of how the run ended; ``None`` unless this callback ended it.
         reason: The reason.
     """
 

@@ -239,7 +239,7 @@ def _of_many_prompts(places: Sequence[int], prompts: Sequence[Hashable]) -> list
 
 def _ranks(scores: Sequence[float]) -> npt.NDArray[np.float64]:
     """Return each score's rank in [0, 1], equal for equal scores, NaN for NaN; all NaN if the known ones are equal."""
-    from scipy.stats import rankdata  # its import takes half a second
+    from scipy.stats import rankdata  # importing it takes 0.5 s
 
     known = np.isfinite(scores)
     ranks = np.full(len(scores), np.nan)

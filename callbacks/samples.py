@@ -104,7 +104,7 @@ def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
 def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels: int) -> Image.Image:
     """Return a labelled image of ``images (rows, columns, 3, H, W)`` in [0, 1], a prompt above each row.
 
-    Its ``info["layout"]`` says as JSON where the images are: ``prompts``, ``labels``, ``zoom``, ``size``, and the
+    Its ``info["layout"]`` gives the places of the images as JSON: ``prompts``, ``labels``, ``zoom``, ``size``, and the
     cells' ``left`` and ``top`` edges in pixels.
 
     Args:

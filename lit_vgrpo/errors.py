@@ -116,6 +116,6 @@ def say(text: object, error: bool = False) -> None:
     """Print text, some of which may come from a server, a file or a reward, without control characters.
 
     Args:
-        error: On stderr.
+        error: Output on stderr.
     """
     print(without_controls(text), file=sys.stderr if error else sys.stdout, flush=True)

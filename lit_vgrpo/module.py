@@ -56,13 +56,13 @@ class VGRPOModule(L.LightningModule):
             method's paper.
         advantage_aggregate: With several rewards, sum the rewards and normalise the sum, or normalise each and sum the
             advantages; null follows the method's paper.
-        evaluation: How held-out images are sampled, by an ODE; null uses the objective's rollout without noise.
+        evaluation: Sampling of held-out images, by an ODE; null uses the objective's rollout without noise.
         rollout_batch_size: Images per forward pass while sampling, the last batch padded; null takes all at once.
         rollout_device: Where an iteration's latents, pairs and embeddings are kept; cpu saves device memory.
         failed_images: Leave images that a reward failed to score out of their group, or stop with the reason.
         evaluate_at_start: Evaluate on the held-out prompts before training.
         non_finite: Stop at an update whose loss or gradient is not finite on any rank, or skip it on all ranks.
-        seed: Seed of all rollout noise, pairs and held-out noise.
+        seed: Seed of rollout noise, pairs and held-out noise.
         lr_scheduler: Any of torch's schedules, by ``class_path`` or as a function of the optimizer, stepped after every
             update; null keeps the rate constant after the warm-up.
 
@@ -115,10 +115,10 @@ class VGRPOModule(L.LightningModule):
         self.guard = UpdateGuard(non_finite)
         self.record: IterationRecord | None = None
         self.reference: Snapshot | None = None
-        self.iteration: Iteration | Any = None  # between two iterations there is none
+        self.iteration: Iteration | Any = None  # None between iterations
         self._continuation: Continuation | None = None
         self._stops = False
-        # Checkpoints hold only what is trained; the frozen rest comes from the policy's own checkpoint.
+        # Checkpoints hold only trained weights; the frozen ones come from the policy's checkpoint.
         self.strict_loading = False
 
     # --- Algorithm 1 -----------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class VGRPOModule(L.LightningModule):
     def is_idle(self) -> bool:
         """``True`` in an iteration without advantages, which takes no step.
 
-        Otherwise the KL's rounding error would move the weights: Adam makes whole steps of it.
+        Without this, Adam would turn the KL's rounding error into full-size steps.
         """
         return self.iteration is not None and not self.iteration.record.has_advantage
 
@@ -197,7 +197,7 @@ class VGRPOModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         self.ledger.stopwatch.stop(waits=batch.is_last)
-        # After max_time, finish the iteration first: its images are paid for.
+        # After max_time, finish the iteration first: its images are already sampled.
         self._stops |= self.trainer.should_stop
         self.trainer.should_stop = self._stops and batch.is_last
 
@@ -233,7 +233,7 @@ class VGRPOModule(L.LightningModule):
         self.evaluator.start_predicting()
 
     def predict_step(self, batch: PromptBatch | Sequence[str], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Return images ``(B, 3, H, W)`` in [0, 1] of a batch of prompts, on the CPU.
+        """Return images of a batch of prompts, ``(B, 3, H, W)`` in [0, 1], on the CPU.
 
         The data module's held-out prompts give the images of the evaluation. In any other loader, whose batches are
         lists of texts, prompt n starts from noise n on any number of ranks.
@@ -252,7 +252,7 @@ class VGRPOModule(L.LightningModule):
         """``True`` while the module is attached to a trainer."""
         try:
             return self.trainer is not None
-        except RuntimeError:  # raised by Lightning when there is none
+        except RuntimeError:  # Lightning raises this if there is no trainer
             return False
 
     def all_ranks(self, values: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ class VGRPOModule(L.LightningModule):
         self.ledger.attach(self.policy.network, self.trainer.world_size if self.has_trainer else 1)
         self.objective.connect(self.all_ranks, self.rollout_device)
         self.objective.setup(self.policy)
-        # One copy of the start is enough where the method has it already.
+        # One copy of the start is enough if the method already has it.
         self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")
 
     def configure_callbacks(self) -> list[L.Callback]:
@@ -312,7 +312,7 @@ class VGRPOModule(L.LightningModule):
             "evaluations": self.evaluator.state_dict(),
             **self.guard.state_dict(),
             "objective": self.objective.state_dict(),
-            # With the images of an unfinished iteration, so that no rollout is paid for twice.
+            # Include the images of an unfinished iteration, so that no rollout is repeated.
             "iteration": self.iteration.state_dict(self.all_ranks) if self.iteration is not None else None,
         }
 

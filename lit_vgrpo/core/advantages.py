@@ -91,7 +91,7 @@ def combined_advantages(
         parts: Each reward's scores, ``(B,)``.
         weights: The weight of each part.
         group_ids: Shape ``(B,)``, int64.
-        std: As in :func:`group_advantages`.
+        std: See :func:`group_advantages`.
         aggregate: ``"rewards"`` normalises the sum; ``"advantages"`` normalises each reward before summing, so that a
             reward with a wide range does not dominate.
 
@@ -121,7 +121,7 @@ def soft_clip(advantages: Tensor, limit: float | None) -> Tensor:
 
 
 def clamped(advantages: Tensor, limit: float | None) -> Tensor:
-    """Bound advantages at ``limit``; ``None`` leaves them as they are."""
+    """Bound advantages at ``limit``; ``None`` leaves them unchanged."""
     return advantages if limit is None else advantages.clamp(-limit, limit)
 
 
@@ -166,15 +166,15 @@ def extremes(rewards: Tensor, keep: int) -> Tensor:
 def rank_correlation(first: Tensor, second: Tensor) -> float | None:
     """Return Spearman's rank correlation of two scores within groups, in [-1, 1], over all groups together.
 
-    Ranks are those within a group, with ties averaged, less the group's mean rank. Differences between groups, which
-    choose nothing, do not count.
+    Ranks are those within a group, with ties averaged, less the group's mean rank. Differences between
+    groups do not count, because they choose nothing.
 
     Args:
         first: ``(P, G)``, one row per group; a NaN leaves the image out of both.
-        second: Shaped like it.
+        second: Same shape as ``first``.
 
     Returns:
-        ``None`` where no group has a spread of both.
+        ``None`` if no group has a spread in both.
 
     >>> rank_correlation(torch.tensor([[0.1, 0.2, 0.9]]), torch.tensor([[1.0, 3.0, 2.0]]))
     0.5

@@ -48,7 +48,7 @@ def picture_size(path: str | Path) -> tuple[int, int]:
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[Image.Image]:
-    """Open an image file; what fails in it or in the block is a ValueError with a line for the user."""
+    """Open an image file; failures in it or in the block become a ValueError with a line for the user."""
     try:
         with Image.open(path) as opened:
             if opened.format == PROGRAM_FORMAT:
@@ -60,7 +60,7 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
 
 
 def picture_error(prompt: str, row: Mapping[str, Any]) -> str | None:
-    """Return that a prompt has no picture, in one line, or ``None``."""
+    """Return a one-line error if a prompt has no picture, else ``None``."""
     return None if PICTURE in row else f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
 
 

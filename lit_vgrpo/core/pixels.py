@@ -40,7 +40,7 @@ def centre_cropped(images: Tensor, size: int) -> Tensor:
 
     Args:
         images: Shape ``(b, 3, H, W)``, uint8, on the CPU.
-        size: Of the square's side, pixels.
+        size: Side of the square, pixels.
 
     Returns:
         Shape ``(b, 3, size, size)``, float32.
@@ -57,7 +57,7 @@ def letterboxed(images: Tensor, size: int) -> Tensor:
 
     Args:
         images: Shape ``(b, 3, H, W)``, uint8.
-        size: Of the square's side, pixels.
+        size: Side of the square, pixels.
 
     Returns:
         Shape ``(b, 3, size, size)``, float32.

@@ -27,7 +27,7 @@ class IterationRecord:
         rewards: Total reward of every image over all ranks, NaN = failed, ``(B_global,)``.
         group_ids: ``(B_global,)``.
         parts: By reward, over all ranks: ``mean`` and ``std`` of its scores, ``no_spread``, ``failed``,
-            ``seconds_per_image``, and its own counts.
+            ``seconds_per_image``, and the reward's counts.
         errors: Reward name to its last failure message.
         local_group_ids: Groups of this rank's images, ``(B_local,)``.
         images: Number of images, over all ranks.
@@ -38,7 +38,7 @@ class IterationRecord:
         has_advantage: Some image is better or worse than its group; otherwise no step is taken.
         updates: Optimizer steps taken so far, without skipped ones.
         blocks_run: Share of the network's blocks that ran in this rank's rollout; ``None`` without a cache.
-        scouts: Their metrics, over all ranks; empty without scouts.
+        scouts: The scouts' metrics, over all ranks; empty without scouts.
         edits: By name, each image's similarity to the picture it edits and to its group, over all ranks,
             ``(B_global,)``; empty without pictures.
         is_whole: False if the run resumed within the iteration: metrics and losses then cover only the rest.

@@ -33,7 +33,7 @@ def rollout_batches(
     Close the iterator if you do not exhaust it: accelerators are active until then.
 
     Args:
-        device: Where the images and embeddings are stored; ``None`` uses the network's device.
+        device: Device that stores the images and embeddings; ``None`` uses the network's device.
         record_means: Keep the mean of every SDE step.
 
     Yields:
@@ -204,7 +204,7 @@ def _integrate_tail(policy: Policy, cond: Conditioning, spec: RolloutSpec, z: Te
     """Integrate from ``z`` at ``times[0]`` to 0 with DPM-Solver++ 2M.
 
     Args:
-        times: On the CPU.
+        times: Times on the CPU.
     """
     steps = len(times) - 1
     scheduler = policy.scheduler("dpm++", steps)

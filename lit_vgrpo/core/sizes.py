@@ -1,4 +1,4 @@
-"""The sizes of an iteration, the plan that follows from them for a number of ranks, and the images of a rank."""
+"""The sizes of an iteration, the plan for a number of ranks, and the images of a rank."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Sizes:
         updates_per_iteration: Optimizer steps of one iteration.
         micro_batch_size: Maximum number of images in a rank's forward and backward pass; ``"auto"`` until a size is
             chosen.
-        split_updates: Every update uses its own share of the images, instead of all of them.
+        split_updates: Every update uses a different share of the images, instead of all of them.
     """
 
     prompts_per_iteration: int
@@ -113,7 +113,7 @@ class Sizes:
         return self
 
     def update_of(self, slot: int, member: int) -> int:
-        """Return the update that trains on image ``member`` of group ``slot``, if every update uses its own share.
+        """Return the update that trains on image ``member`` of group ``slot``, if every update uses a different share.
 
         Whole groups are assigned in turn if there are enough of them, else the images of each group, so that an update
         trains on the same images on any number of ranks.

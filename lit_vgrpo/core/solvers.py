@@ -157,7 +157,7 @@ def regrid(times: Tensor, steps: int) -> Tensor:
 
     Args:
         times: ``(R + 1,)``, decreasing, the last is 0.
-        steps: At most R.
+        steps: Number of steps, at most R.
 
     Returns:
         ``(steps + 1,)``: the first is ``times[0]``, the last exactly 0.

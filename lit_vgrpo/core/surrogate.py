@@ -30,7 +30,7 @@ def draw_levels(number: int, stratified: bool, generator: torch.Generator) -> Te
 
 @dataclass(frozen=True)
 class SamplerTimes:
-    """A contiguous part of the sampler's own times ``(n,)``, float32, noisiest first."""
+    """A contiguous part of the sampler's times ``(n,)``, float32, noisiest first."""
 
     times: Tensor
 
@@ -58,7 +58,7 @@ class SamplerTimes:
         Fewer times than draws are repeated as evenly as possible.
 
         Args:
-            number: How many to draw.
+            number: Number to draw.
             stratified: Draw one from each of N parts, which differ by at most one time (``tensor_split``).
             generator: A CPU generator.
         """
@@ -87,7 +87,7 @@ class ContinuousTimes:
     Attributes:
         shift: Resolution shift s (arXiv 2403.03206); 1 for none.
         first: Level of the noisiest time that is drawn, in [0, 1).
-        stop: Level of the cleanest.
+        stop: Level of the cleanest time.
     """
 
     shift: float = 1.0
@@ -159,12 +159,12 @@ def draw_pairs(
     """Draw one row of pairs for each generator.
 
     Args:
-        generators: K generators; the row of pairs depends on its own generator alone.
+        generators: K generators; a row of pairs depends only on its generator.
         rows: Shape ``(B,)``: the row of each image, e.g. its group's position.
         num_pairs: N_MC.
         latent_shape: ``(C, h, w)``.
-        times: Where times are drawn from.
-        stratified: Draw one time from each of N_MC parts of it.
+        times: Schedule to draw the times from.
+        stratified: Draw one time from each of N_MC parts of the schedule.
     """
     drawn = torch.stack([times.draw(num_pairs, stratified, generator) for generator in generators])
     return Pairs(drawn.float(), unit_noise(generators, (num_pairs, *latent_shape)), rows)

@@ -19,7 +19,7 @@ MASK = "mask"
 """The conditioning's tensor ``(B, L)`` that is 1 at a prompt's tokens and 0 at padding."""
 
 REFERENCE = "reference"
-"""How the names of the conditioning's tensors of pictures start, one row per prompt, which have no prompt's tokens."""
+"""Prefix of the names of the conditioning's tensors of pictures. They have one row per prompt, and no tokens."""
 
 
 def lengthened(value: Tensor, length: int, dim: int = 1) -> Tensor:
@@ -56,7 +56,7 @@ class Conditioning:
         return Conditioning({name: value.to(device) for name, value in self.tensors.items()})
 
     def padded_to(self, length: int) -> Conditioning:
-        """Return prompts of ``length`` tokens, at least the present ones; the mask is 0 at the new ones.
+        """Return prompts of ``length`` tokens, at least the current ones; the mask is 0 at the new ones.
 
         Raises:
             ValueError: There is no mask, so the network would read the padding as tokens.
@@ -220,7 +220,7 @@ class RolloutSpec:
 
     @property
     def of_scouts(self) -> RolloutSpec:
-        """The settings by which the scouts are sampled; there must be scouts."""
+        """Return the scouts' sampling settings; there must be scouts."""
         assert self.scouts is not None
         scouts = self.scouts
         return replace(self, solver=scouts.solver or self.solver, steps=scouts.steps, cache=scouts.cache, scouts=None)
@@ -304,11 +304,11 @@ class Rollout:
         image_ids: Shape ``(B,)``, int64: the image's global index in the iteration.
         conditioning: One row per group; ``rows`` maps images to rows.
         rows: Shape ``(B,)``, int64.
-        schedule: The sampler's own times ``(S,)``, float32 in (0, 1], noisiest first.
+        schedule: The sampler's times ``(S,)``, float32 in (0, 1], noisiest first.
         iteration: Number of the iteration, from 0.
         seed: The run's seed.
         group_size: Images of a whole group, some of which may be on other ranks.
-        spec: How the images were sampled.
+        spec: Settings that the images were sampled with.
         trajectory: The SDE steps, for a method that trains on them.
         blocks_run: Share of the network's blocks that ran; ``None`` without a cache.
     """

@@ -28,7 +28,7 @@ class PromptBatch:
         slots: Training: the group's number over all ranks, 0..P-1 (the group id); held-out: the image's number over
             all ranks.
         group_size: Images of a group over all ranks; 1 for held-out batches.
-        images: In the whole iteration, or the whole held-out set, over all ranks; 0 if unknown.
+        images: Number in the whole iteration or held-out set, over all ranks; 0 if unknown.
         members: Images of each group that this rank samples: all of them, unless groups are split over ranks.
         updates: Optimizer steps of the iteration; 0 for held-out batches.
         order: Order in which this rank's images are divided among optimizer steps; None if each step uses all.

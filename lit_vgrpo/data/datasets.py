@@ -114,9 +114,9 @@ class GroupSampler(DistributedSampler[Any]):
 
     Args:
         dataset: The training dataset, whose length is the number of steps.
-        num_replicas: Ranks.
+        num_replicas: Number of ranks.
         rank: This rank.
-        first_step: Where the first iteration continues if it was interrupted; later ones start at 0.
+        first_step: Step at which an interrupted first iteration continues; later iterations start at 0.
     """
 
     def __init__(self, dataset: Dataset[Any], num_replicas: int = 1, rank: int = 0, first_step: int = 0) -> None:

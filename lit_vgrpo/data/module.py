@@ -156,7 +156,7 @@ class PromptDataModule(L.LightningDataModule):
     predict_dataloader = test_dataloader
 
     def transfer_batch_to_device(self, batch: PromptBatch, device: torch.device, dataloader_idx: int) -> PromptBatch:
-        """Return the batch as it is: it holds no tensors, and Lightning would walk through every prompt and row."""
+        """Return the batch unchanged: it holds no tensors, and Lightning would walk through every prompt and row."""
         return batch
 
     def heldout_prompts(self) -> list[str]:

@@ -128,10 +128,10 @@ def prompt_keys(prompts: Iterable[str]) -> Keys:
 def is_held_out(keys: Keys, fraction: float) -> NDArray[np.bool_]:
     """Return a mask of the held-out prompts: those with keys in the lowest ``fraction`` of all possible keys.
 
-    A prompt keeps its side whatever else is in its file, and a larger fraction holds out the same prompts and more.
+    A prompt keeps its side regardless of the rest of its file. A larger fraction holds out the same prompts and more.
 
     Args:
-        keys: From :func:`prompt_keys`, shape ``(N,)``.
+        keys: Result of :func:`prompt_keys`, shape ``(N,)``.
         fraction: Between 0 and 1.
 
     Returns:
@@ -163,9 +163,9 @@ def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -
 
     Args:
         seed: Seed of the order.
-        position: From 0, without end.
+        position: Position in the endless sequence, from 0.
         dataset_size: Number of prompts.
-        source: Number of the dataset among several, so that each has a different order.
+        source: Index of the dataset among several, so that each has a different order.
     """
     pass_index, offset = divmod(position, dataset_size)
     key = f"prompts {seed} {pass_index}" + (f" source {source}" if source else "")
@@ -173,7 +173,7 @@ def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -
 
 
 def place_in_mixture(position: int, weights: Sequence[int | Fraction]) -> tuple[int, int]:
-    """Return the source for a position in the endless prompt sequence, and how many earlier positions it had.
+    """Return the source for a position in the endless prompt sequence, and the number of its earlier positions.
 
     Sources are split in halves recursively; each half gets its rounded share of the positions. Any prefix is therefore
     within half a position per split of the exact shares, without keeping state.
@@ -182,7 +182,7 @@ def place_in_mixture(position: int, weights: Sequence[int | Fraction]) -> tuple[
     [0, 0, 1, 0, 0, 0, 1, 0]
 
     Args:
-        position: From 0.
+        position: Position in the endless sequence, from 0.
         weights: Shares; exact numbers, since positions have no end.
     """
     first, last = 0, len(weights)
@@ -201,8 +201,8 @@ class PromptMixture:
     """A mixture of training prompt sources, each shuffled and repeated independently.
 
     Args:
-        sources: Their rows.
-        weights: Their shares; equal by default.
+        sources: Rows of each source.
+        weights: Share of each source; equal by default.
     """
 
     def __init__(self, sources: Sequence[Rows | TableRows], weights: Sequence[float] | None = None) -> None:

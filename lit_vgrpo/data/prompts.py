@@ -34,9 +34,9 @@ def read_prompts(source: str | Path | PromptSource) -> Rows:
             dataset, see :class:`PromptSource`. Text is UTF-8; blank lines are skipped; ``shipped:`` paths are resolved.
 
     Raises:
-        PromptError: (a ValueError) it is missing, of another kind, not UTF-8, empty or malformed. The one-line message
-            names the file and the line or row.
-        ModuleNotFoundError: It needs the extra ``data``.
+        PromptError: The source is missing, of another kind, not UTF-8, empty or malformed. The message is one line with
+            the file and the line or row. It is a ValueError.
+        ModuleNotFoundError: The source needs the extra ``data``.
     """
     return list(open_prompts(as_source(source)))
 
@@ -45,8 +45,8 @@ def open_prompts(source: PromptSource) -> Rows | TableRows:
     """Open a source's rows: text files in memory, parquet files, folders and hub datasets on disk.
 
     Raises:
-        PromptError: As in :func:`read_prompts`; rows on disk are read on access.
-        ModuleNotFoundError: It needs the extra ``data``.
+        PromptError: See :func:`read_prompts`; rows on disk are read on access.
+        ModuleNotFoundError: The source needs the extra ``data``.
     """
     kind = kind_of(source)
     rows = _read_text(source, kind) if kind in _PARSERS else TableRows(source, _open_table(source, kind))
@@ -71,7 +71,7 @@ def prompt_errors(*given: object) -> list[str]:
 
 
 def text_of(row: Row) -> str:
-    """Return what distinguishes a row from others: its prompt, and a hash of the picture that the prompt edits."""
+    """Return the text that identifies a row: its prompt, and a hash of the picture that the prompt edits."""
     return row[PROMPT] if PICTURE not in row else f"{row[PROMPT]}\n{file_sha256(Path(row[PICTURE]))}"
 
 
@@ -178,7 +178,7 @@ class TableRows:
     """Rows of a dataset that stays on disk, read on access.
 
     Args:
-        source: Its options.
+        source: The dataset's options.
         table: A ``datasets.Dataset``.
         numbers: The selected rows, shape ``(N,)``; all by default.
 

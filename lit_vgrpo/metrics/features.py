@@ -34,11 +34,11 @@ class FeatureNetwork(ABC):
     """A frozen network that extracts features of images; its weights are loaded on first use.
 
     Args:
-        source: Where the weights are.
+        source: Location of the weights.
 
     Attributes:
         side: Images are resized to ``side`` x ``side`` pixels.
-        device: Where the network runs.
+        device: Device of the network.
     """
 
     def __init__(self, source: str) -> None:

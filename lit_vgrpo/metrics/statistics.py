@@ -197,7 +197,7 @@ def bootstrap_interval(
     if len(sums) < 2:  # scipy refuses to resample a single cluster
         mean = float(sums[0] / counts[0]) if len(sums) else math.nan
         return mean, mean
-    from scipy.stats import bootstrap  # its import takes half a second
+    from scipy.stats import bootstrap  # importing it takes 0.5 s
 
     interval = bootstrap(
         (sums, counts),

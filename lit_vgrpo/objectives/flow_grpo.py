@@ -18,7 +18,7 @@ DEFAULT_CLIP = 1e-4
 
 
 def guarded_log_ratio(log_ratio: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
-    """``(dlogp + m((mean - mean_old)^2) / (2 std^2)) std``: centred on 0, and of one size at every step.
+    """Return ``(dlogp + m((mean - mean_old)^2) / (2 std^2)) std``: centred on 0, with one scale for all steps.
 
     Args:
         log_ratio: ``(B, K)``.
@@ -40,8 +40,8 @@ class FlowGRPO(ChainObjective):
     Args:
         clip: Half-width of the ratio's trust region; null takes the solver's published one (1e-4, cps 1e-5).
         kl_weight: Weight of the KL to the starting weights; published: 0.04 (OCR, GenEval) and 0.01 (PickScore).
-        fast: Add noise only in a short window, and train that window alone; its place is drawn for each iteration, from
-            all that leave the last step out.
+        fast: Add noise and train only in a short window; its place is drawn for each iteration, and never includes the
+            last step.
         fast_window: Steps of that window.
         guard: GRPO-Guard's ratio, and each step's surrogate divided by its ``h``.
 

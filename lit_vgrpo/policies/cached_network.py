@@ -74,7 +74,7 @@ class CachedNetwork:
             self._forget()
 
     def start_batch(self) -> None:
-        """Forget the steps of the last batch."""
+        """Reset the cache for a new batch."""
         self._forget()
         # The rows of guidance's two branches share each pass, so one context holds both.
         self._context.enter_context(CacheMixin.cache_context(self.network, "rollout"))
@@ -100,8 +100,8 @@ class _Counter(ModelHook):
 class _CountedBlock(_Counter):
     """Runs a block inside the cache's hook.
 
-    The last block of SD3 returns None for its text tokens, which nothing reads. The caches compute with what a block
-    returns, so it returns the tokens that it was given instead.
+    The last block of SD3 returns None for its text tokens, which are not used. The caches compute with a block's
+    outputs, so it returns its input tokens instead.
 
     Args:
         compiles: Compile the block, but not the cache's hook around it, whose decisions torch cannot trace.

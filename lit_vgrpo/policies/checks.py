@@ -252,7 +252,7 @@ def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Con
     network = policy.network
     try:
         with quiet_libraries(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # from peft, about a second adapter
+            warnings.simplefilter("ignore", UserWarning)  # peft warns of another adapter
             policy.pipeline.load_lora_weights(str(folder), adapter_name="read_back")
         network.set_adapter("read_back")
         return policy(*given)

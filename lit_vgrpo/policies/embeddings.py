@@ -37,7 +37,7 @@ class EmbeddingCache:
     key, so a look-up opens one file and needs no index. A missing, damaged or unreadable file counts as absent.
 
     Args:
-        folder: Created on first write; if it cannot be written, nothing is cached, with a warning.
+        folder: Created on first write; if it is not writable, a warning is given and nothing is cached.
         max_bytes: Maximum size of the folder over all encoders; the least recently used files are deleted first.
             Concurrent writers may exceed it by 1 % each.
         encoder: Fingerprint of the encoders; rows of other encoders are never returned.

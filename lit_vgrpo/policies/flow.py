@@ -39,7 +39,7 @@ class FlowPolicy(Policy, ABC):
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
-    """The attention of images and text together, which most families have."""
+    """The joint attention of images and text, as in most families."""
     packed: ClassVar[int] = 1
     """Latents per side in one of the network's ``in_channels`` inputs."""
 
@@ -101,10 +101,10 @@ def flow_scheduler(
         image_tokens: Tokens per image in the network, for a dynamic shift.
         euler_sigmas: Unshifted sigmas that the pipeline passes to its scheduler, ``(steps,)``; ``None`` for the
             scheduler's default.
-        mu: The dynamic shift's logarithm, where it depends on more than the tokens; ``None`` computes it from these.
+        mu: Logarithm of the dynamic shift, if it depends on more than the tokens; ``None`` computes it from them.
 
     Raises:
-        ValueError: The path does not have this solver.
+        ValueError: The path has no such solver.
     """
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 

@@ -142,15 +142,15 @@ class PipelinePolicy(nn.Module):
             self.network = original
 
     def ignore_start(self) -> None:
-        """Load without the run of ``start_from``, since a checkpoint's weights come after."""
+        """Load without the run of ``start_from``, since a checkpoint's weights replace it."""
         self.start_from = None
 
     def ignore_quantisation(self) -> None:
-        """Load the frozen weights whole, since they are written or merged into."""
+        """Load the frozen weights unquantised, since they are written or merged into."""
         self.quantisation = None
 
     def ignore_speed(self) -> None:
-        """Load without ``compile`` and ``attention_backend``, which take long to start and were chosen elsewhere."""
+        """Load without ``compile`` and ``attention_backend``, which start slowly and were chosen elsewhere."""
         self.compile_network, self.attention_backend = False, None
 
     @property
@@ -181,7 +181,7 @@ class PipelinePolicy(nn.Module):
         return {name: None for name, value in index.items() if isinstance(value, list) and value[:1] == [None]}
 
     def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
-        """Return autocast to a precision, the network's by default, whatever the trainer's is.
+        """Return autocast to a precision, by default the network's, regardless of the trainer's.
 
         The cache of 16-bit weights is off: it lives as long as the outermost autocast and would outlast a swap of the
         weights, or a pass without gradient. A pass uses each weight only once.
@@ -212,7 +212,7 @@ class PipelinePolicy(nn.Module):
         """Return the VAE's latents along height and width.
 
         Args:
-            default: Latents along a side that is ``None``.
+            default: Latents along a side whose size is ``None``.
             patch_size: Latents per patch.
 
         Raises:

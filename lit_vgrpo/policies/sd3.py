@@ -19,7 +19,7 @@ class SD3Policy(FlowPolicy):
     Args:
         checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
         max_sequence_length: Length of the T5 block in tokens; without T5 it is a block of zeros of that length.
-        use_t5: ``False`` leaves the T5 encoder out and saves its memory.
+        use_t5: ``False`` omits the T5 encoder and saves its memory.
         **options: See :class:`~lit_vgrpo.policies.base.Policy`.
     """
 

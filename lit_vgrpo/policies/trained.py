@@ -1,4 +1,4 @@
-"""Choice of the weights that are trained, a LoRA adapter, all or some by name, and of how the others are stored."""
+"""Choice of the trained weights (a LoRA adapter, all, or some by name) and of the storage of the others."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def name_in_block(name: str) -> str:
 
 # --- a frozen base in 4 or 8 bits ------------------------------------------------------------------------------------
 # bitsandbytes (read in 0.50.2) has kernels for CPU and CUDA. Its layers are not used: some of their kernels run only
-# without gradient, and a pass without gradient must equal one with it, or the ratio is not 1 before an update.
+# without gradient, and a pass without gradient must equal one with it, or the ratio is not 1 before the update.
 
 
 def quantised_bytes(kind: Literal["nf4", "int8"], weights: int) -> int:
@@ -100,9 +100,9 @@ class QuantisedLinear(nn.Linear):
     """A frozen linear layer that keeps its weight in 4 or 8 bits and multiplies in the type of its input.
 
     Args:
-        layer: What it replaces.
+        layer: Layer that it replaces.
         kind: ``nf4``: 4-bit NormalFloat. ``int8``: bitsandbytes' 8-bit numbers, spaced more closely around 0.
-        dtype: Of the bias.
+        dtype: Dtype of the bias.
     """
 
     absmax: Tensor
@@ -143,7 +143,7 @@ class QuantisedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """The layer's output; the weight is restored again in the backward pass instead of kept."""
+    """Autograd function of the layer's output; the backward pass restores the weight again instead of keeping it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:

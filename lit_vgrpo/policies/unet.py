@@ -100,7 +100,7 @@ def vp_scheduler(solver: str, base: Any) -> Any:
     """Return a variance-preserving scheduler: ``ddim`` (eta 0) or ``dpm++`` (2M), with the pipeline's betas.
 
     Raises:
-        ValueError: The path does not have this solver.
+        ValueError: The path has no such solver.
     """
     from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 

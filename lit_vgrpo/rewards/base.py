@@ -18,7 +18,7 @@ from lit_vgrpo.errors import RewardError
 
 
 class RewardOutage(RewardError):
-    """A reward that can score nothing any more. It ends the run; other errors only fail their images."""
+    """A reward cannot score anything any more. This ends the run; other errors only fail their images."""
 
 
 class Reward(ABC):
@@ -30,8 +30,8 @@ class Reward(ABC):
         name: Key of its score in the logs.
         concurrent: Call it in a thread while the next images are sampled, for rewards that wait for a server or compute
             on the CPU. It is then only called from that thread, batch after batch.
-        asks_people: It compares images of a group, and a call may take hours. It is called once per rollout with all of
-            a rank's images, and never with held-out images.
+        asks_people: People compare images of a group, and a call may take hours. It is called once per rollout with
+            all of a rank's images, and never with held-out images.
         failure: One line on why images of the last call got NaN, if the reward knows.
         key: The reward's key in a recipe, such as ``model.reward``; empty if options are typed without a prefix.
     """

@@ -127,8 +127,8 @@ class CLIPScore(CLIPReward):
         checkpoint: Hub name or local folder of a ``CLIPModel``; torchmetrics' default.
         processor: Hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
         batch_size: Images per forward pass; smaller batches are padded.
-        dtype: Of the weights; scores are float32.
-        device: Where the model runs; ``"auto"`` follows the images.
+        dtype: Dtype of the weights; scores are float32.
+        device: Device of the model; ``"auto"`` follows the images.
 
     Source:
         arXiv 2104.08718, which uses a factor of 2.5; torchmetrics and most tables use 100.
@@ -154,8 +154,8 @@ class PickScore(CLIPReward):
         processor: Hub name or local folder of its ``CLIPProcessor``; None uses the published one for the published
             checkpoint, else ``checkpoint``.
         batch_size: Images per forward pass; smaller batches are padded.
-        dtype: Of the weights; scores are float32.
-        device: Where the model runs; ``"auto"`` follows the images.
+        dtype: Dtype of the weights; scores are float32.
+        device: Device of the model; ``"auto"`` follows the images.
 
     Source:
         arXiv 2305.01569; the division by 26 as in Flow-GRPO (arXiv 2505.05470).
@@ -186,8 +186,8 @@ class CLIPImageSimilarity(CLIPReward):
         checkpoint: Hub name or local folder of a ``CLIPModel``.
         processor: Hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
         batch_size: Images per forward pass; smaller batches are padded.
-        dtype: Of the weights; scores are float32.
-        device: Where the model runs; ``"auto"`` follows the images.
+        dtype: Dtype of the weights; scores are float32.
+        device: Device of the model; ``"auto"`` follows the images.
     """
 
     name = "clip_image"
@@ -217,11 +217,11 @@ class AestheticScore(ModelReward):
     forgets its prompts.
 
     Args:
-        checkpoint: Of the head: hub name, local folder with ``sac+logos+ava1-l14-linearMSE.pth``, or that file.
+        checkpoint: The head: hub name, local folder with ``sac+logos+ava1-l14-linearMSE.pth``, or that file.
         clip: Hub name or local folder of the ``CLIPModel`` that the head was trained on, with its processor.
         batch_size: Images per forward pass; smaller batches are padded.
-        dtype: Of CLIP's weights; the head and the scores are float32.
-        device: Where the model runs; ``"auto"`` follows the images.
+        dtype: Dtype of CLIP's weights; the head and the scores are float32.
+        device: Device of the model; ``"auto"`` follows the images.
 
     Source:
         github.com/christophschuhmann/improved-aesthetic-predictor, simple_inference.py.

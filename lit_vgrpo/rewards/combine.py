@@ -49,13 +49,13 @@ class Weighted(Reward):
     names none of the weighted rewards, all of those apply; the same holds for the rewards of weight 0.
 
     Args:
-        rewards: At least one.
+        rewards: The rewards, at least one.
         weights: One per reward, not all zero; None for the mean. A reward of weight 0 is only logged.
         clips: For each reward the range ``[low, high]`` its scores are clipped to, or null; either end may be null.
         overlap: Score in threads while the next images are sampled, where a reward allows it; scores do not change.
 
     Raises:
-        ValueError: Lists of different lengths, weights that are all 0, or an empty range.
+        ValueError: Lists have different lengths, all weights are 0, or a range is empty.
     """
 
     name = "weighted"

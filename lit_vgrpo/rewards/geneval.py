@@ -58,11 +58,11 @@ class GenEval(ModelReward):
         threshold: Minimum confidence of an object.
         counting_threshold: The same for rows with the tag ``counting``.
         batch_size: Images or crops per forward pass; smaller batches are padded.
-        dtype: Of the weights.
-        device: Where the models run; ``"auto"`` follows the images.
+        dtype: Dtype of the weights.
+        device: Device of the models; ``"auto"`` follows the images.
 
     Raises:
-        ValueError: An argument out of range.
+        ValueError: An argument is out of range.
 
     Source:
         arXiv 2310.11513 and its evaluation code; the shares after arXiv 2505.05470 (Flow-GRPO).
@@ -135,7 +135,7 @@ class GenEval(ModelReward):
         return [judge(one, row) for one, row in zip(objects, rows, strict=True)]
 
     def _colored(self, images: Tensor, objects: list[Objects], rows: list[dict[str, Any]]) -> list[Objects]:
-        """Return the objects, with a colour where the rows ask for it."""
+        """Return the objects, with a colour if the rows ask for it."""
         asked = [objects_to_color(one, row) for one, row in zip(objects, rows, strict=True)]
         pictures = {i: to_pil(images[i : i + 1])[0] for i, detections in enumerate(asked) if detections}
         todo = [(pictures[i], detection) for i, detections in enumerate(asked) for detection in detections]
@@ -170,7 +170,7 @@ class ObjectDetector:
 
     Args:
         checkpoint: Hub name or local folder of an object detection model, or of an instance ``Mask2Former``.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
         what_to_set: The recipe's key of the checkpoint, for messages.
 
     Raises:

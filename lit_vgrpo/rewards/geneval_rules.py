@@ -94,8 +94,8 @@ def judge(objects: Objects, row: dict[str, Any]) -> float:
     """Return the share of a row's requirements that is met, in [0, 1]; 1 exactly where GenEval's result is true.
 
     Args:
-        objects: Those of :func:`objects_by_class`; those of :func:`objects_to_color` with their colour.
-        row: With ``include`` and optionally ``exclude``, see :func:`row_error`.
+        objects: Result of :func:`objects_by_class`; those of :func:`objects_to_color` have their colour.
+        row: The metadata, with ``include`` and optionally ``exclude``, see :func:`row_error`.
 
     Source:
         arXiv 2310.11513 and its evaluation code.

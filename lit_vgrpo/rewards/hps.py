@@ -27,8 +27,8 @@ class HPSv2(ModelReward):
             ``HPS_v2_compressed.pt`` also works.
         model: The checkpoint's architecture, an open_clip name.
         batch_size: Images per forward pass; smaller batches are padded.
-        dtype: Of the weights; scores are float32.
-        device: Where the model runs; ``"auto"`` follows the images.
+        dtype: Dtype of the weights; scores are float32.
+        device: Device of the model; ``"auto"`` follows the images.
 
     Source:
         arXiv 2306.09341; github.com/tgxs002/HPSv2, hpsv2/img_score.py and hpsv2/src/open_clip/transform.py.

@@ -57,8 +57,8 @@ class ScoreRequest(BaseModel):
     Attributes:
         images: PNG files in base64.
         prompts: One per image.
-        rows: One per image; by default they hold the prompt alone. They lose the paths of their pictures: on the client
-            these name its files, and a server that read them would open any of its files that a stranger names.
+        rows: One per image; by default they hold only the prompt. Paths of pictures are removed: they name files of the
+            client, and a server that read them would open any of its files that a stranger names.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -82,8 +82,8 @@ class ScoreAnswer(BaseModel):
     """The scores of a request.
 
     Attributes:
-        scores: One per image; null where it could not be scored, never 0.
-        errors: For each image why its score is null, or null; may be left out.
+        scores: One per image; null if it could not be scored, never 0.
+        errors: For each image the reason that its score is null, or null; optional.
     """
 
     model_config = ConfigDict(strict=True)
@@ -165,7 +165,7 @@ class RequestError(Exception):
 
     Args:
         reason: One line that starts with the address.
-        is_permanent: Another attempt cannot help.
+        is_permanent: True if another attempt cannot help.
         retry_after_s: Seconds that the server asks the client to wait.
     """
 

@@ -47,8 +47,8 @@ class ImageReward(ModelReward):
         checkpoint: Hub name, local folder with ``ImageReward.pt``, or such a file, which determines the sizes.
         tokenizer: Hub name or local folder of BERT's tokenizer.
         batch_size: Images per forward pass; smaller batches are padded.
-        dtype: Of BLIP's weights; the head and the scores are float32.
-        device: Where the model runs; ``"auto"`` follows the images.
+        dtype: Dtype of BLIP's weights; the head and the scores are float32.
+        device: Device of the model; ``"auto"`` follows the images.
 
     Source:
         arXiv 2304.05977; github.com/THUDM/ImageReward, ImageReward/ImageReward.py; github.com/salesforce/BLIP,

@@ -27,19 +27,19 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 @checked
 @dataclass(eq=False)
 class ModelReward(Reward):
-    """A reward from a frozen model, loaded once; each distinct prompt of a call is encoded once, by itself.
+    """A reward from a frozen model, loaded once; each distinct prompt of a call is encoded once, separately.
 
     A subclass defines :meth:`_build`, :meth:`_score` and, if it uses the prompt, :meth:`_read`.
 
     Args:
         checkpoint: Hub name or local path.
         batch_size: Images per forward pass; smaller batches are padded, so that a score does not depend on its batch.
-        dtype: Of the model's weights; scores are float32.
-        device: Where the model runs; ``"auto"`` follows the images. With ``"cpu"`` it does not compete with the policy,
+        dtype: Dtype of the model's weights; scores are float32.
+        device: Device of the model; ``"auto"`` follows the images. With ``"cpu"`` it does not compete with the policy,
             so it may run in a thread.
 
     Raises:
-        ValueError: An argument out of range.
+        ValueError: An argument is out of range.
     """
 
     weight_files: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -160,7 +160,7 @@ class ScoreHead(nn.Module):
     Identities replace the originals' dropout so that the weights keep their numbers: ``layers.0, 2, 4, 6, 7``.
 
     Args:
-        width: Of the embedding.
+        width: Width of the embedding.
 
     Source:
         github.com/christophschuhmann/improved-aesthetic-predictor, simple_inference.py; also used by

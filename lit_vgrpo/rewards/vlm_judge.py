@@ -26,7 +26,7 @@ Judge how well the image was made from its caption. Look at two things.
 Name each element of the caption and whether the image shows it, as 'element (type): 1', or 0 where it does not. Then \
 give one score from 1 to 5 for the image as a whole, in a last line 'Final Score: x'.
 Text Caption: [{prompt}]"""
-"""Asks the same as UnifiedReward's pointwise prompt, for the same answer format, in our words."""
+"""Our wording of UnifiedReward's pointwise prompt, with the same answer format."""
 
 
 class _Message(BaseModel):
@@ -60,7 +60,7 @@ class VLMJudge(RemoteReward):
             ``"score": *(-?[0-9.]+)``.
         score_range: Lowest and highest valid score; null for any.
         max_tokens: Length limit of an answer.
-        temperature: Of sampling; 0 is greedy.
+        temperature: Sampling temperature; 0 is greedy.
         extra_body: Additional fields of the request, such as ``{chat_template_kwargs: {enable_thinking: false}}``; they
             replace the fields above, and ``seed``, which is 0.
         connection: Timeouts, retries, simultaneous requests, and the token.

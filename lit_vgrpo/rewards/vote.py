@@ -24,7 +24,7 @@ POLL_S = 0.25
 
 @checked
 class VoteReward(Reward):
-    """Scores from people: the strengths, within the images of one prompt, that explain their choices best.
+    """Scores from people: the strengths of one prompt's images that best explain their choices.
 
     The images of an iteration are shown on the page of ``lightning vote RUN``, a few of one prompt at a time, in the
     fewest comparisons that connect all images of the prompt; a voter chooses the best, or skips. Votes are kept in
@@ -63,7 +63,7 @@ class VoteReward(Reward):
         """Open the votes of a run.
 
         Raises:
-            RewardOutage: They cannot be read or written.
+            RewardOutage: The votes cannot be read or written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -102,7 +102,7 @@ class VoteReward(Reward):
         return counts
 
     def close(self) -> None:
-        """End the waiting in another thread."""
+        """End a wait in another thread."""
         self._is_closed.set()
 
     def _wait(self, store: VoteStore, announces: bool) -> None:

@@ -22,9 +22,9 @@ from lit_vgrpo.errors import one_line
 
 FILE_NAME = "votes.sqlite3"
 BUSY_S = 30.0
-"""Patience with another process that is writing."""
+"""Time to wait for another process that is writing."""
 PRIOR_STD = 1.5
-"""Of a score in logits: an image that wins its only comparison of two gets +0.63 and the other -0.63."""
+"""Prior standard deviation of a score, in logits: the winner of a single pair gets +0.63, the other -0.63."""
 MAX_STEPS = 100
 TOLERANCE = 1e-10
 _TABLES = (
@@ -78,7 +78,7 @@ class Group:
     Attributes:
         voters: People who answer each comparison.
         comparisons: Images by number.
-        votes: By comparison and voter the chosen image; None for a skip.
+        votes: The chosen image by comparison and voter; None for a skip.
     """
 
     id: int
@@ -196,7 +196,7 @@ class VoteStore:
         )
 
     def next_comparison(self, voter: str) -> Comparison | None:
-        """Return what a voter is to compare next, or ``None``.
+        """Return a voter's next comparison, or ``None``.
 
         Groups with the fewest votes come first; among equals each voter has another order.
         """
@@ -243,7 +243,7 @@ class VoteStore:
         """Delete a voter's last vote and return its comparison.
 
         Raises:
-            VoteRefused: There is none, or the run has used it.
+            VoteRefused: There is no vote, or the run has used it.
         """
         with self._transaction() as db:
             last = db.execute(

@@ -36,7 +36,7 @@ class Iteration:
         record: The metrics that callbacks read.
         micros: The experience in micro-batches.
         num_updates: Optimizer steps of the iteration.
-        updates_done: Those taken or left out so far.
+        updates_done: Updates taken or skipped so far.
     """
 
     experience: Experience
@@ -61,10 +61,10 @@ class Iteration:
         batch: PromptBatch,
         ledger: PassLedger,
     ) -> Iteration:
-        """Return the iteration with what the loss needs of this rank's images, in the order of the batch's updates.
+        """Return the iteration with the loss's inputs for this rank's images, in the order of the batch's updates.
 
         Args:
-            advantages: Of this rank's images, ``(B,)``, in rollout order as are the record's groups.
+            advantages: Advantages of this rank's images, ``(B,)``, in rollout order.
         """
         context = PrepareContext(
             policy, rollout, advantages, batch.micro_batch_size, batch.updates, ledger, batch.later
@@ -98,7 +98,7 @@ class Iteration:
         return self.micros[batch.step % len(self.micros)]
 
     def end_update(self, took_step: bool) -> None:
-        """Count an update; the record counts only those that took their step."""
+        """Count an update; the record counts only those that took a step."""
         self.updates_done += 1
         if took_step:
             self.record.add_update()
@@ -130,7 +130,7 @@ class Iteration:
         """Return this rank's share of a saved iteration; its metrics cover the remaining updates.
 
         Raises:
-            RuntimeError: The state is of another iteration, or of other sizes.
+            RuntimeError: The state belongs to another iteration or other sizes.
         """
         _, wanted = group_layout(batch.slots, batch.group_size, batch.members)
         if batch.order is not None:
@@ -183,7 +183,7 @@ class Continuation:
     """The unfinished iteration of a checkpoint, until training continues it on any number of ranks.
 
     Args:
-        saved: :meth:`Iteration.state_dict`; ``None`` where the checkpoint was saved between two iterations.
+        saved: :meth:`Iteration.state_dict`; ``None`` if the checkpoint was saved between iterations.
         progress: ``epoch_loop.batch_progress`` in the checkpoint, before the trainer loads it.
     """
 
@@ -197,7 +197,7 @@ class Continuation:
             return
         updates_done = 0 if self._saved is None else self._saved["updates_done"]
         steps = updates_done * datamodule.sizes.plan(world_size).micro_batches_per_update
-        # The sampler starts at the right step, which Lightning does not know.
+        # Lightning does not know that the sampler starts at the right step.
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
         progress["current"] = dict.fromkeys(progress["current"], steps)
         progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])

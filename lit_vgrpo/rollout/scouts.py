@@ -1,4 +1,4 @@
-"""Scouts: a sampler around the sampler, which draws many cheap images and samples the best and worst again in full."""
+"""Scouts: a sampler around the sampler, which draws many cheap images and resamples the best and worst at full cost."""
 
 from __future__ import annotations
 

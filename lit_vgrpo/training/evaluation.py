@@ -38,12 +38,12 @@ class Evaluator:
     Call :meth:`add` for every batch, then :meth:`means`.
 
     Args:
-        policy: Its weights are loaded.
+        policy: The policy, with loaded weights.
         reward: The trained reward.
-        untrained: A reward that is only measured.
-        spec: How images are sampled; an ODE.
+        untrained: A reward that is only measured, not trained on.
+        spec: Sampling of the images; an ODE.
         batch_size: Images per forward pass, the last batch padded; ``None`` uses one batch.
-        seed: With an image's number, determines its noise.
+        seed: Seed that, with an image's number, determines its noise.
         ledger: Counts the forward passes, under ``evaluation``.
         queue: Queue of the training images, whose threads are shared.
 
@@ -171,7 +171,7 @@ class Evaluator:
             self.add(batch)
 
     def finish(self, module: Any, iteration: int, step: int) -> None:
-        """Store the means of what was added, and what training had cost until then.
+        """Store the means of the added batches, and the cost of training until then.
 
         Args:
             module: Passed to the observers.

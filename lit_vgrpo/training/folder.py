@@ -118,7 +118,7 @@ def find_run(text: str) -> tuple[Path, Path | None]:
         text: A run folder, its config.yaml, or one of its checkpoints.
 
     Raises:
-        UserError: It is none of these.
+        UserError: The path is none of these.
     """
     path = Path(text).expanduser()
     if (path / CONFIG_NAME).is_file():
@@ -151,5 +151,5 @@ def find_checkpoint(text: str, run: Path) -> Path:
 
 
 def no_checkpoint(run: Path) -> str:
-    """Return the message for a run that has not saved anything."""
+    """Return the error message for a run without checkpoints."""
     return f"{run} holds no checkpoint yet. Train it: lightning run {run / CONFIG_NAME} --resume"

@@ -53,7 +53,7 @@ class OptimizerConfig:
         """Return the optimizer; a checkpoint restores its moments, not its settings.
 
         Raises:
-            ModuleNotFoundError: Bitsandbytes is not installed.
+            ModuleNotFoundError: The package bitsandbytes is not installed.
         """
         settings: dict[str, Any] = {key: getattr(self, key) for key in ("lr", "betas", "weight_decay", "eps")}
         if self.kind == "adamw8bit":
@@ -96,7 +96,7 @@ class CustomOptimizer:
         """Return the optimizer; a checkpoint restores its state, not its settings.
 
         Raises:
-            ValueError: It cannot be built, or needs the loss several times per step.
+            ValueError: The optimizer cannot be built, or needs the loss several times per step.
         """
         try:
             optimizer = self.make(list(parameters))
@@ -169,7 +169,7 @@ class Optimization:
         self._asked: dict[str, Any] = {}
 
     def check(self) -> list[str]:
-        """Return why the two do not fit each other: at most one line."""
+        """Return why optimizer and schedule are incompatible: at most one line."""
         if self.make_schedule is None or not self.optimizer.warmup_steps:
             return []
         return [
@@ -197,7 +197,7 @@ class Optimization:
         return {"optimizer": optimizer, "lr_scheduler": config}
 
     def resume(self, scheduler: Any) -> None:
-        """Continue a schedule from a checkpoint with the recipe's learning rate; warn of settings that stay the old.
+        """Continue a checkpoint's schedule with the recipe's learning rate; warn of settings that keep the old values.
 
         Args:
             scheduler: The schedule in use, with its state loaded; ``None`` if there is none.

@@ -27,7 +27,7 @@ class Progress:
         optimizer_steps: Finished updates.
         images: Images sampled, over all ranks.
         batches: Micro-batches, unfinished iterations included.
-        logged: Iterations with a row in the loggers: one more than finished ones where only the end is missing.
+        logged: Iterations with a row in the loggers: one more than finished ones if only the end is missing.
     """
 
     iterations: int
@@ -124,7 +124,7 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
 
     Args:
         folder: The run folder.
-        say: Called with a line for every file that is skipped.
+        say: Called with a line for every skipped file.
 
     Raises:
         UserError: There are checkpoints, but none is sound: starting from the beginning would overwrite them.
@@ -159,7 +159,7 @@ def last_good(run: Path, say: Callable[[str], None]) -> Path:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint that was written last, sound or not."""
+    """Return the last written checkpoint, sound or not."""
     files = [path for path in _files(folder) if path.is_file()]
     return max(files, key=lambda path: path.stat().st_mtime, default=None)
 

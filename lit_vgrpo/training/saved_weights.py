@@ -54,7 +54,7 @@ class SavedWeights:
         """Read and verify a checkpoint; its tensors are memory-mapped.
 
         Raises:
-            UserError: It is damaged, holds weights that are not finite, or is no checkpoint of a run.
+            UserError: The file is damaged, holds non-finite weights, or is not a checkpoint of a run.
         """
         try:
             saved = read_sound(path)
@@ -98,7 +98,7 @@ class SavedWeights:
 
 
 def trained_only(policy: Policy, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trained tensors of a module's state; the frozen ones come from the policy's own checkpoint."""
+    """Return the trained tensors of a module's state; the frozen ones come from the policy's checkpoint."""
     trained = {f"{_OF_MODULE}{name}" for name in trainable_parameters(policy)}
     return {name: tensor for name, tensor in state_dict.items() if name in trained}
 
@@ -233,7 +233,7 @@ def start_hash(policy: Policy) -> str | None:
     """Return a hash of the file that a policy starts from, whose weights are the reference in a resumed run too.
 
     Raises:
-        LoadError: It cannot be read.
+        LoadError: The file cannot be read.
     """
     if policy.start_from is None:
         return None

@@ -244,7 +244,7 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's own ``state_dict``, whole on rank 0; all ranks must call it."""
+        """Return the optimizer's ``state_dict``, whole on rank 0; all ranks must call it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         saved = optimizer.state_dict()

@@ -1,4 +1,4 @@
-"""Changes to Lightning's Trainer that have no public way; private names are those of lightning 2.6.6."""
+"""Changes to Lightning's Trainer that have no public API; private names are those of lightning 2.6.6."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def move_root_dir(trainer: Trainer, folder: str) -> None:
 
 
 def count_iterations(trainer: Trainer, iterations: int) -> None:
-    """Let ``fast_dev_run``, which counts batches, run this many whole epochs."""
+    """Make ``fast_dev_run``, which counts batches, run this number of whole epochs."""
     trainer.limit_train_batches = 1.0
     trainer.fit_loop.max_epochs = iterations
     trainer.fit_loop.epoch_loop.max_steps = -1
 
 
 def call_train_hooks_at_end(trainer: Trainer) -> None:
-    """Let ``fit`` call ``on_train_start`` and ``on_train_end`` where no epoch is left; Lightning's loop skips them."""
+    """Make ``fit`` call ``on_train_start`` and ``on_train_end`` if no epoch is left; Lightning's loop skips them."""
     loop = trainer.fit_loop
     run = loop.run
 

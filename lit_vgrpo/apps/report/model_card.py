@@ -45,7 +45,7 @@ def add_card(
         written: What diffusers loads, under its final name: folder of a pipeline or an adapter, or file of an adapter.
         variant: Set of weights, ``trained`` or ``EMA``.
         iterations: Iterations after which they were saved.
-        dtype: Of what was written.
+        dtype: Dtype of what was written.
         merged: An adapter was merged into the weights.
 
     Returns:

@@ -21,7 +21,7 @@ class Change:
 
     Attributes:
         start: ``None`` if the first evaluation lacks it.
-        intervals: Of both; ``None`` for a run that kept no scores.
+        intervals: Intervals of both; ``None`` for a run that kept no scores.
         difference: Mean change over the prompts, with its interval.
     """
 
