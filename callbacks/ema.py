@@ -29,7 +29,7 @@ class EMA(L.Callback):
         warmup: Increase the decay as ``(1 + n) / (10 + n)`` up to ``decay``, to forget the initial weights sooner.
 
     Raises:
-        ValueError: A decay outside [0, 1).
+        ValueError: The decay is outside [0, 1).
     """
 
     def __init__(self, decay: Annotated[float, Range(least=0, below=1)] = 0.99, warmup: bool = True) -> None:

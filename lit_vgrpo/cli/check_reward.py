@@ -33,10 +33,10 @@ def check_reward(words: Sequence[str], folder: str | None = None, num_prompts: i
         words: A recipe, overlays and overrides.
         folder: File or folder of images to score; ``None`` takes images of the recipe's policy.
         num_prompts: Training prompts to score images of.
-        each: Images per prompt.
+        each: Number of images per prompt.
 
     Returns:
-        0; 1 where a reward is constant or failed; 2 for an error in the recipe; 130 after Ctrl-C.
+        0; 1 if a reward is constant or failed; 2 for an error in the recipe; 130 after Ctrl-C.
     """
     cli = build([*words, *OVERRIDES], make_folder=False)
     files = find_images([folder], num_prompts * each) if folder is not None else []

@@ -369,7 +369,7 @@ def serve_reward(
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Show that imports take time, and collect no garbage during them: they make a million objects that stay."""
+    """Announce slow imports, and disable garbage collection during them: they create a million permanent objects."""
     if "torch" in sys.modules:
         yield
         return

@@ -108,7 +108,7 @@ def kernel_distance(
         reference: Shape ``(m, D)``.
         subsets: Number of subsets.
         subset_size: Images per subset, at most as many as there are on either side.
-        seed: Seed of the subsets; torch's global random state stays as it is.
+        seed: Seed of the subsets; torch's global random state is unchanged.
 
     Returns:
         About 0 for two samples of one distribution, possibly slightly below; NaN for fewer than two images on a side.

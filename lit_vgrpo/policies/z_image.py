@@ -50,7 +50,7 @@ class ZImagePolicy(FlowPolicy):
         return masked_rows([self._encoded(prompt) for prompt in prompts])
 
     def _encoded(self, prompt: str) -> Tensor:
-        """Return the last but one hidden states of a prompt's tokens, ``(L, D)``; the encoder never sees padding."""
+        """Return the penultimate layer's hidden states of a prompt's tokens, ``(L, D)``; the encoder never sees padding."""
         ids = self.pipeline.tokenizer(
             self._templated(prompt), max_length=self.max_sequence_length, truncation=True, return_tensors="pt"
         )["input_ids"]

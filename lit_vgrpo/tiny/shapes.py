@@ -84,7 +84,7 @@ def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor, size: int = IMAGE_S
         shape: One of `SHAPES`.
         x: Horizontal centroid in pixels, shape ``(B,)``.
         y: Vertical centroid in pixels, downwards, shape ``(B,)``.
-        area: In square pixels, shape ``(B,)``.
+        area: Area in square pixels, shape ``(B,)``.
         size: Side of the square image in pixels.
 
     Returns:

@@ -69,7 +69,7 @@ def render(word: str, generator: torch.Generator) -> Tensor:
 
 
 def random_letters(generator: torch.Generator) -> str:
-    """Return uniform random letters, as many as a word of the task has."""
+    """Return uniform random letters, the length of one of the task's words."""
     picks = torch.randint(len(LETTERS), (WORD_LENGTH,), generator=generator, device=generator.device)
     return "".join(LETTERS[i] for i in picks.tolist())
 

@@ -104,7 +104,7 @@ class RunCheckpoint(Checkpoint):
 
     Args:
         every_n_iterations: Iterations between saves of ``last.ckpt``; 0 leaves them to another callback.
-        keep_previous: Keep the last but one as ``previous.ckpt``, in case ``last.ckpt`` gets damaged.
+        keep_previous: Keep the one before it as ``previous.ckpt``, in case ``last.ckpt`` gets damaged.
         best: Held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` is the untrained reward if
             the recipe has one, else the trained one, or none if another callback saves. null keeps none.
 

@@ -105,7 +105,7 @@ def make_app(folders: Sequence[Path]) -> FastAPI:
         headers = {"Cache-Control": "no-store", "X-Frame-Options": "DENY"}
         try:
             return HTMLResponse(render(read_runs(folders), live=True), headers=headers)
-        except UserError as error:  # a file is being written just now, or is damaged
+        except UserError as error:  # a file is being written, or is damaged
             return HTMLResponse(str(error), 503, headers={**headers, "Refresh": "3", "Content-Type": "text/plain"})
 
     @app.get("/version", response_class=PlainTextResponse)

@@ -1,4 +1,4 @@
-"""Result of a run: the held-out reward before and after, its cost, and what to check; and numbers as text."""
+"""Result of a run: the held-out reward before and after, its cost and problems; numbers as text."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Worker:
     """Scores requests in order of arrival, in one thread.
 
     Args:
-        reward: Called only from the worker's thread.
+        reward: The reward, called only from the worker's thread.
         batch_size: Images per call of the reward.
         device: Device of the images.
 
@@ -70,7 +70,7 @@ def make_app(
     Args:
         worker: Scores the requests.
         name: The reward's name, shown at ``/health``.
-        token: Required as ``Authorization: Bearer`` everywhere but at ``/health``; None requires none.
+        token: Required as ``Authorization: Bearer`` except at ``/health``; None requires no token.
         max_request_bytes: A larger request is refused with 413 while it is read.
         max_images: Images per request.
         max_pixels: Pixels per image.

@@ -43,7 +43,7 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
 
     Args:
         store: The votes.
-        token: Secret in the address that opens the page; ``None`` serves this machine only.
+        token: Secret in the page's address; ``None`` serves only this machine.
         is_over: Returns True once training has ended.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=MAX_BODY)
