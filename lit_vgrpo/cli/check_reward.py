@@ -32,7 +32,7 @@ def check_reward(words: Sequence[str], folder: str | None = None, num_prompts: i
     Args:
         words: A recipe, overlays and overrides.
         folder: File or folder of images to score; ``None`` takes images of the recipe's policy.
-        num_prompts: Training prompts to score images of.
+        num_prompts: Number of training prompts to use.
         each: Number of images per prompt.
 
     Returns:
