@@ -51,12 +51,12 @@ Choice = tuple[int, str, tuple[str, str] | None]
 class Report(L.Callback):
     """Writes ``RUN/report.html``, a page that needs no other file, and keeps its images in ``RUN/report/``.
 
-    ``lightning run`` adds it after all other callbacks, since it shows what they have written.
+    ``lightning run`` adds it after all other callbacks, since it shows their results.
 
     Args:
         when: Write it at every held-out evaluation and at the end, only at the end, or never.
-        kept_images: Best held-out images to keep of an evaluation; as many worst ones, and as many on which two rewards
-            disagree; 0 keeps none.
+        kept_images: Best held-out images to keep per evaluation, plus the same number of worst ones and of ones on
+            which two rewards disagree; 0 keeps none.
 
     Raises:
         ValueError: ``kept_images`` is out of range.
@@ -114,7 +114,7 @@ class KeptImages:
     """Writes ``RUN/report/`` at every held-out evaluation: each prompt's scores, and a few images.
 
     Args:
-        number: Best images to keep; as many worst ones, and as many on which two rewards disagree.
+        number: Best images to keep, plus the same number of worst ones and of ones on which two rewards disagree.
     """
 
     def __init__(self, number: int) -> None:

@@ -58,7 +58,7 @@ class VGRPOModule(L.LightningModule):
             advantages; null follows the method's paper.
         evaluation: Sampling of held-out images, by an ODE; null uses the objective's rollout without noise.
         rollout_batch_size: Images per forward pass while sampling, the last batch padded; null takes all at once.
-        rollout_device: Where an iteration's latents, pairs and embeddings are kept; cpu saves device memory.
+        rollout_device: Device of an iteration's latents, pairs and embeddings; cpu saves device memory.
         failed_images: Leave images that a reward failed to score out of their group, or stop with the reason.
         evaluate_at_start: Evaluate on the held-out prompts before training.
         non_finite: Stop at an update whose loss or gradient is not finite on any rank, or skip it on all ranks.

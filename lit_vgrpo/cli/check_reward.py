@@ -105,7 +105,7 @@ class PartTrial:
     """Result of one reward, or of the weighted sum, whose weight is ``None``.
 
     Attributes:
-        scores: ``(n,)``, of the images that the reward applies to; NaN where it failed.
+        scores: ``(n,)``, of the images that the reward applies to; NaN if it failed.
         groups: ``(n,)``, index of each image's prompt.
         seconds: Wall time for all images, after a warm-up.
         error: The last failure, if any.

@@ -24,7 +24,7 @@ START, TRAIN, LOOK, SHARE = "Start", "Train", "Look", "Share"
 
 
 class Commands(TyperGroup):
-    """Commands of which each may be stopped by Ctrl-C."""
+    """Command group that handles Ctrl-C in every command."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

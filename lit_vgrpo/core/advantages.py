@@ -87,7 +87,7 @@ def combined_advantages(
     """Return advantages of several rewards: of their weighted sum, or the weighted sum of their advantages.
 
     Args:
-        rewards: The weighted sum of the parts, ``(B,)``; NaN where one of them failed.
+        rewards: The weighted sum of the parts, ``(B,)``; NaN if one of them failed.
         parts: Each reward's scores, ``(B,)``.
         weights: The weight of each part.
         group_ids: Shape ``(B,)``, int64.
@@ -138,7 +138,7 @@ def extremes(rewards: Tensor, keep: int) -> Tensor:
     """Return the scouts of each group that are redrawn: the ``keep // 2`` best, the rest the worst.
 
     Equal scouts are taken in order of their index, the lower one as the better. A failed scout (NaN) is taken only
-    where its group has fewer than ``keep`` others.
+    if its group has fewer than ``keep`` others.
 
     Args:
         rewards: ``(P, S)``, one row per group.
@@ -186,7 +186,7 @@ def rank_correlation(first: Tensor, second: Tensor) -> float | None:
 
 
 def _centred_ranks(values: Tensor, valid: Tensor) -> Tensor:
-    """Return ranks within each row minus their mean, float64; 0 where invalid."""
+    """Return ranks within each row minus their mean, float64; 0 if invalid."""
     difference = torch.sign(values.unsqueeze(2) - values.unsqueeze(1)).double()
     both = valid.unsqueeze(2) & valid.unsqueeze(1)
     return difference.masked_fill(~both, 0).sum(dim=2) / 2

@@ -78,7 +78,7 @@ class IterationRecord:
         return torch.cat(self.metrics[name])[: len(self.local_group_ids)]
 
     def means(self) -> dict[str, Tensor]:
-        """Return the loss's and every metric's mean over all steps, where the network is."""
+        """Return the loss's and every metric's mean over all steps, on the network's device."""
         means = {name: torch.cat(values).mean() for name, values in self.metrics.items()}
         return {"loss": torch.stack(self.losses).mean(), **means} if self.losses else means
 

@@ -94,7 +94,7 @@ class Sizes:
 
     @property
     def later_share(self) -> float:
-        """Share of the images that an iteration's first update does not train on, in [0, 1]; 1 where all updates do."""
+        """Share of the images that an iteration's first update does not train on, in [0, 1]; 1 if all updates do."""
         return (self._shares - 1) / self._shares if self._shares > 1 else 1.0
 
     def images_per_share(self, world_size: int) -> int:

@@ -48,7 +48,7 @@ class SamplerTimes:
         return SamplerTimes(kept)
 
     def noisiest(self, number: int, progress: float = 0.0) -> SamplerTimes:
-        """Keep the noisiest ``number`` times, or more of them as ``progress`` goes from 0 to 1, where all are kept."""
+        """Keep the noisiest ``number`` times, or more as ``progress`` goes from 0 to 1, at which all are kept."""
         rest = max(0, len(self.times) - number)
         return SamplerTimes(self.times[: number + int(rest * progress + 1e-9)])
 

@@ -76,7 +76,7 @@ class Conditioning:
 
 
 def is_of_prompt(name: str) -> bool:
-    """Return whether the conditioning's tensor of this name comes from the prompt alone."""
+    """Return whether the conditioning's tensor of this name comes only from the prompt."""
     return not name.startswith(REFERENCE)
 
 
@@ -235,7 +235,7 @@ class Trajectory:
         log_probs: ``(B, n)``, float32: the log-probability of each step under the weights that rolled out.
         means: ``(B, n, C, h, w)``, the mean of each step's distribution, or ``None`` if not requested.
         times: ``(n + 1,)``, float32, the steps' times and the one after the last.
-        second_time: The second time of the whole schedule, used where a formula diverges at ``t = 1``.
+        second_time: The second time of the whole schedule, used if a formula diverges at ``t = 1``.
     """
 
     states: Tensor

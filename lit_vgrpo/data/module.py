@@ -192,7 +192,7 @@ class PromptDataModule(L.LightningDataModule):
         return {"file": name, "sha256": sha256(prompts.encode()).hexdigest()}
 
     def describe(self) -> list[str]:
-        """Return a line about what was read, and one per warning, to print before a run."""
+        """Return a line about the prompts read, and one per warning, to print before a run."""
         return self._loaded().describe()
 
     def fingerprint(self) -> str:

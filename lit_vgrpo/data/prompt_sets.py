@@ -84,7 +84,7 @@ class PromptSets:
             yield from islice(rows, CHECKED_ROWS) if isinstance(rows, TableRows) else rows
 
     def describe(self) -> list[str]:
-        """Return a line about what was read, and a warning of held-out prompts among the training prompts."""
+        """Return a line about the prompts read, and a warning of held-out prompts among the training prompts."""
         lengths = " + ".join(f"{len(rows):,}" for rows in self.training.sources)
         line = f"Prompts: {lengths} to train on, {len(self.heldout or ()):,} held out."
         warning = f"{self.shared:,} training prompts are also held-out prompts. Set data.deduplicate=true to drop them."

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 Rows = list[Row]
 PROMPT = "prompt"
 SAVED_MARKS = ("dataset_dict.json", "state.json")
-"""Files of which a folder written by ``save_to_disk`` has one."""
+"""Files that identify a folder written by ``save_to_disk``."""
 
 
 def read_prompts(source: str | Path | PromptSource) -> Rows:
@@ -210,7 +210,7 @@ class TableRows:
         return TableRows(self.source, self.table, self.numbers[indices])
 
     def texts(self) -> Iterator[str]:
-        """Yield the rows' texts as in :func:`text_of`, without reading other columns where possible."""
+        """Yield the rows' texts as in :func:`text_of`, without reading other columns if possible."""
         if PICTURE in self.table.column_names:
             yield from map(text_of, self)
             return

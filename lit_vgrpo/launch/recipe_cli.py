@@ -192,7 +192,7 @@ class RecipeCLI(LightningCLI):
         others = [callback for callback in chosen if callback not in reports]
         added = [cls() for kind, cls in wanted.items() if not any(isinstance(callback, kind) for callback in chosen)]
         callbacks: list[Callback] = [RunFolder(self.ckpt_path), self.guard, *others, *added]
-        callbacks += reports or [our_callbacks.Report()]  # it shows what the others have written
+        callbacks += reports or [our_callbacks.Report()]  # it shows the others' results
         own = [callback for callback in chosen if isinstance(callback, RunCheckpoint)]
         if own:
             self.checkpoints = own[0]

@@ -107,7 +107,7 @@ def kernel_distance(
         features: Shape ``(n, D)``.
         reference: Shape ``(m, D)``.
         subsets: Number of subsets.
-        subset_size: Images per subset, at most as many as there are on either side.
+        subset_size: Images per subset, at most the size of the smaller side.
         seed: Seed of the subsets; torch's global random state is unchanged.
 
     Returns:

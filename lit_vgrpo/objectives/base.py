@@ -1,7 +1,7 @@
 """Contract of a training method: its rollout, what it keeps, and its loss.
 
 Files with methods have no ``from __future__ import annotations``: a recipe's parser reads the type hints of dataclasses
-from the module of the last class, where a string from a base class would mean nothing.
+from the module of the last class, where a string from a base class is undefined.
 """
 
 import math
@@ -35,7 +35,7 @@ class PrepareContext:
         advantages: ``(B,)``, float32.
         micro_batch_size: Images per forward pass; the same as in the updates, since kernels round by batch size.
         updates: Gradient steps of this iteration; the policy has moved from the second on.
-        ledger: Ledger that counts extra network passes.
+        ledger: Counter of extra network passes.
         later: ``(K,)``, int64: the images that the first update does not train on, if every update takes a
             separate share; ``None`` if all updates train on all images.
     """
@@ -82,11 +82,11 @@ class Objective(ABC):
             ``"reference"``, the copy of the start.
         num_updates: Gradient steps done, over all iterations; decays by steps count these.
         all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; the trainer's module sets it.
-        rollout_device: Where an iteration's tensors are kept; ``None`` keeps them where the network is.
+        rollout_device: Device of an iteration's tensors; ``None`` keeps them on the network's device.
 
     Args:
         training_guidance: Guidance of the network while it is trained, and of the copies it is compared with; ``None``
-            takes the rollout's where the method trains on the sampling steps or the network embeds the scale, else 1.
+            takes the rollout's if the method trains on the sampling steps or the network embeds the scale, else 1.
         reference_guidance: Guidance of the weights of the start; ``None`` takes the training's.
 
     A method that overrides :meth:`check`, :meth:`setup` or :meth:`after_iteration` must call ``super()``: this class
@@ -236,7 +236,7 @@ class Objective(ABC):
 
     @abstractmethod
     def prepare(self, context: PrepareContext) -> Experience:
-        """Compute what the loss needs again, before the first update."""
+        """Compute the fixed inputs of the loss before the first update."""
 
     @abstractmethod
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:

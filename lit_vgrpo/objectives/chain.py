@@ -31,7 +31,7 @@ class ChainObjective(Objective):
     """Base of the methods whose actions are the SDE steps of a rollout; holds their common options.
 
     An experience's ``extras`` hold for each image its ``K`` trained steps: ``before`` and ``after (B, K, C, h, w)``,
-    ``t``, ``t_next``, ``second_time`` and ``log_prob (B, K)``, and where needed ``old_mean``, ``reference_mean`` and
+    ``t``, ``t_next``, ``second_time`` and ``log_prob (B, K)``, and if needed ``old_mean``, ``reference_mean`` and
     ``anchor_mean``.
     The old log-probabilities are those of the rollout, so there are no extra passes for them by default.
 

@@ -64,7 +64,7 @@ class Policy(PipelinePolicy):
         """Check, load the weights and add the adapter; a second call does nothing.
 
         Args:
-            put_start: Replaces the trained weights by those of the run that ``start_from`` names.
+            put_start: Replaces the trained weights with those of the run that ``start_from`` names.
 
         Raises:
             LoadError: The checkpoint is missing, damaged or of another family, or an option does not fit it.

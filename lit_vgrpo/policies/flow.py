@@ -118,7 +118,7 @@ def flow_scheduler(
         scheduler.set_timesteps(steps, **given)
         return scheduler
     # Every setting that matters is given: from_config of another class silently falls back to epsilon prediction and
-    # unshifted sigmas. Timesteps stay on the CPU, since some schedulers branch on them at each step.
+    # unshifted sigmas. Timesteps stay on the CPU, since some schedulers branch on them at every step.
     shared = {
         "num_train_timesteps": base.config.num_train_timesteps,
         "prediction_type": "flow_prediction",

@@ -84,7 +84,7 @@ class Reward(ABC):
         """Load the weights, if any; a second call does nothing."""
 
     def enter_run(self, folder: Path) -> None:  # noqa: B027
-        """Open what is kept in a run folder; called on every rank before training."""
+        """Open the reward's files in a run folder; called on every rank before training."""
 
     def take_counts(self) -> dict[str, int]:
         """Return counts of events since the last call, such as retries by cause."""
@@ -99,11 +99,11 @@ class Scores:
     """The scores of B images, by one reward or by a weighted sum.
 
     Args:
-        total: Shape ``(B,)``, float32: the weighted sum; NaN where a reward of non-zero weight failed.
-        parts: Scores of each reward by name, shape ``(B,)``, float32; NaN where it failed or does not apply.
-        ok: Shape ``(B,)``, bool: where ``total`` is a number.
+        total: Shape ``(B,)``, float32: the weighted sum; NaN if a reward of non-zero weight failed.
+        parts: Scores of each reward by name, shape ``(B,)``, float32; NaN if it failed or does not apply.
+        ok: Shape ``(B,)``, bool: True if ``total`` is a number.
         errors: By name, the last failure of each reward that failed on any image.
-        applies: By name, shape ``(B,)``, bool: where the reward applies; everywhere if a name is missing.
+        applies: By name, shape ``(B,)``, bool: True if the reward applies; all True if a name is missing.
         seconds: By name, the reward's wall time.
         counts: By name, events that the reward counted, such as retries by cause.
     """
@@ -120,7 +120,7 @@ class Scores:
         return len(self.total)
 
     def applies_to(self, name: str) -> Tensor:
-        """Return where the reward applies, ``(B,)``, bool."""
+        """Return a mask of the images that the reward applies to, ``(B,)``, bool."""
         return self.applies.get(name, torch.ones_like(self.ok))
 
     @classmethod

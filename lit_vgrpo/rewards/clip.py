@@ -211,7 +211,7 @@ class CLIPImageSimilarity(CLIPReward):
 @checked
 @dataclass(eq=False)
 class AestheticScore(ModelReward):
-    """A predicted rating of the image alone, about 1 to 10; most images of diffusion models get 5 to 7.
+    """A predicted rating of the image without its prompt, about 1 to 10; most images of diffusion models get 5 to 7.
 
     A linear network on the normalised CLIP image embedding. It never sees the prompt, so a policy trained on it alone
     forgets its prompts.

@@ -52,7 +52,7 @@ class Weighted(Reward):
         rewards: The rewards, at least one.
         weights: One per reward, not all zero; None for the mean. A reward of weight 0 is only logged.
         clips: For each reward the range ``[low, high]`` its scores are clipped to, or null; either end may be null.
-        overlap: Score in threads while the next images are sampled, where a reward allows it; scores do not change.
+        overlap: Score in threads while the next images are sampled, if a reward allows it; scores do not change.
 
     Raises:
         ValueError: Lists have different lengths, all weights are 0, or a range is empty.
@@ -181,7 +181,7 @@ class Weighted(Reward):
 
     @torch.no_grad()
     def score_part(self, part: Part, batch: ImageBatch) -> Scores:
-        """Return the scores of one reward, before shaping; NaN where it does not apply."""
+        """Return the scores of one reward, before shaping; NaN if it does not apply."""
         start = time.perf_counter()
         applies = self._mask(part, batch.rows)
         chosen = (applies & batch.is_finite).nonzero().flatten().tolist()
@@ -222,7 +222,7 @@ class Weighted(Reward):
         )
 
     def total(self, parts: Mapping[str, Tensor], applies: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted sum, ``(B,)``; NaN where an applicable reward of non-zero weight failed."""
+        """Return the weighted sum, ``(B,)``; NaN if an applicable reward of non-zero weight failed."""
         total = torch.zeros_like(parts[self.parts[0].name])
         for part in self.parts:
             if part.weight:

@@ -47,7 +47,7 @@ class GenEval(ModelReward):
     ``score="strict"`` is the official 0 or 1. Most images of an untrained model then score 0, and a group of equal
     scores gives no gradient. The default ``"partial"`` averages over the requirements the share that is met (of the
     requested objects; colours and positions once all objects are present), and subtracts a share for each object in
-    excess of ``exclude``. It is 1 exactly where the strict score is. Flow-GRPO's score is similar, but penalises every
+    excess of ``exclude``. It is 1 exactly when the strict score is. Flow-GRPO's score is similar, but penalises every
     surplus object, even if the row does not exclude it.
 
     Args:

@@ -91,7 +91,7 @@ def objects_to_color(objects: Objects, row: dict[str, Any]) -> list[Detection]:
 
 
 def judge(objects: Objects, row: dict[str, Any]) -> float:
-    """Return the share of a row's requirements that is met, in [0, 1]; 1 exactly where GenEval's result is true.
+    """Return the share of a row's requirements that is met, in [0, 1]; 1 exactly when GenEval's result is true.
 
     Args:
         objects: Result of :func:`objects_by_class`; those of :func:`objects_to_color` have their colour.

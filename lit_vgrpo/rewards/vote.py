@@ -117,4 +117,4 @@ class VoteReward(Reward):
                 say(f"Waiting for {left} on {store.path}. The page to vote: lightning vote {store.path.parent}")
                 self._was_announced = True
             if self._is_closed.wait(POLL_S) or is_stop_requested():
-                raise KeyboardInterrupt  # people may take hours: the run is saved as it is, and asks again
+                raise KeyboardInterrupt  # people may take hours: save the run and ask again on resume

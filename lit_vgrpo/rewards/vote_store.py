@@ -49,7 +49,7 @@ class VoteRefused(ValueError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Images of one prompt, of which a voter chooses the best."""
+    """Images of one prompt from which a voter chooses the best."""
 
     id: int
     prompt: str
@@ -148,7 +148,7 @@ class VoteStore:
             images_per_vote: Images of a comparison.
             voters: People who answer each comparison.
             owner: The rank that asks.
-            num_owners: Number of ranks; groups of further ones, from an earlier part of the run, are closed.
+            num_owners: Number of ranks; groups of ranks beyond it, from an earlier part of the run, are closed.
 
         Returns:
             The groups' numbers.
@@ -300,7 +300,7 @@ def choice_scores(choices: Sequence[tuple[int, Sequence[int]]], size: int, prior
     r"""Return the scores under which the choices are most likely.
 
     The probability of choosing item w from a set S is ``exp(s_w) / sum_{j in S} exp(s_j)``, which for two items is the
-    model of Bradley and Terry. A normal prior keeps the scores finite where an item always wins or is never shown, and
+    model of Bradley and Terry. A normal prior keeps the scores finite if an item always wins or is never shown, and
     makes their mean 0.
 
     Args:

@@ -129,7 +129,7 @@ class Evaluator:
     def of_images(self, name: str) -> Tensor | None:
         """Return a metric of the last evaluation per image over all ranks, ``(N,)``, ordered by image number.
 
-        NaN where an image has none; ``None`` for a metric that is not defined per image.
+        NaN if an image has none; ``None`` for a metric that is not defined per image.
         """
         return self._of_images.get(name)
 

@@ -166,7 +166,7 @@ class Trial:
                 with measured_memory() as use:
                     self.run(images)
                 return use.gpu or 0
-            # Not resident memory: what the first trial has freed is reused by the next.
+            # Not resident memory: later trials reuse what the first has freed.
             with LiveMemory() as live:
                 self.run(images)
             return live.peak

@@ -215,7 +215,7 @@ def local_gradients(parameters: Iterable[Any]) -> Iterator[Tensor]:
 
             gradient = safe_get_local_grad(parameter)
         elif hasattr(parameter, "_hp_mapping"):  # ZeRO-1 and 2, which have public access only to whole gradients
-            part = parameter._hp_mapping  # None where all of it belongs to other ranks
+            part = parameter._hp_mapping  # None if all of it belongs to other ranks
             gradient = part and part.get_lp_grad_fragment(parameter._index_in_param_group)
         elif parameter.grad is not None:
             gradient = local(parameter.grad)

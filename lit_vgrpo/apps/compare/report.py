@@ -122,7 +122,7 @@ def cost_of(evaluations: Sequence[Mapping[str, Any]], target: float) -> dict[str
 
 
 def costs_by_seed(curves: Iterable[Curve], targets: Iterable[float]) -> pd.DataFrame:
-    """Return a row per target and run with its :data:`COSTS`, NaN where it did not reach the target."""
+    """Return a row per target and run with its :data:`COSTS`, NaN if it did not reach the target."""
     pairs = itertools.product(targets, curves)
     rows = [{**c.labels, "target": target, **cost_of(c.evaluations, target)} for target, c in pairs]
     return pd.DataFrame(rows, columns=[*ENTRANT, "target", "seed", *COSTS])
@@ -203,7 +203,7 @@ def evaluation_table(curves: Iterable[Curve]) -> pd.DataFrame:
 
 
 def sweep_points(found: Sequence[Entrant], curves: Sequence[Curve], targets: Iterable[float]) -> pd.DataFrame:
-    """Return a row per point: means over its seeds, NaN where a seed failed or did not reach a target.
+    """Return a row per point: means over its seeds, NaN if a seed failed or did not reach a target.
 
     ``to TARGET`` is the :data:`RANKING_COST` to reach that target.
     """

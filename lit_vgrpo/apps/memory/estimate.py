@@ -1,4 +1,4 @@
-"""Memory that a recipe needs on a rank, from configuration files alone, without reading weights."""
+"""Memory that a recipe needs on a rank, from configuration files only, without reading weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PUBLISHED = {
     "ViT-H-14": 986_109_441,
     "vision of openai/clip-vit-large-patch14": 303_966_208 + 927_969,
 }
-"""Parameter counts of the default checkpoints and open_clip models; the last is what the aesthetic score keeps."""
+"""Parameter counts of the default checkpoints and open_clip models; the last is the part kept by the aesthetic score."""
 
 
 @dataclass(frozen=True)

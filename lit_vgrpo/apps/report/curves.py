@@ -55,7 +55,7 @@ class Series:
     """A curve.
 
     Attributes:
-        xs: By the names of :data:`AXES`, as long as ``ys``; NaN where unknown.
+        xs: By the names of :data:`AXES`, as long as ``ys``; NaN if unknown.
         band: Lower and upper ends of the intervals, NaN if missing; ``None`` for a curve of training.
     """
 

@@ -45,7 +45,7 @@ def add_card(
         written: Final name of what diffusers loads: folder of a pipeline or an adapter, or file of an adapter.
         variant: Set of weights, ``trained`` or ``EMA``.
         iterations: Iterations after which they were saved.
-        dtype: Dtype of what was written.
+        dtype: Dtype of the written files.
         merged: True if an adapter was merged into the weights.
 
     Returns:

@@ -69,7 +69,7 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
         return JSONResponse({"detail": str(error)}, 409 if isinstance(error, VoteRefused) else 503)
 
     def state(voter: str, again: Comparison | None = None) -> dict[str, Any]:
-        """Return what a voter sees: a comparison, if there is one, the progress, and whether training is over."""
+        """Return the voter's page data: a comparison, if any, the progress, and whether training is over."""
         comparison = again or store.next_comparison(voter)
         seen = None
         if comparison is not None:
