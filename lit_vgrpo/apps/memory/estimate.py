@@ -46,7 +46,7 @@ PUBLISHED = {
     "ViT-H-14": 986_109_441,
     "vision of openai/clip-vit-large-patch14": 303_966_208 + 927_969,
 }
-"""Parameter counts of the default checkpoints and open_clip models; the last is the part kept by the aesthetic score."""
+"""Parameter counts of the default checkpoints and open_clip models; the last is the part of the aesthetic score."""
 
 
 @dataclass(frozen=True)
