@@ -28,8 +28,8 @@ class StopsRun(L.Callback):
     """Looks at each evaluation once, and ends a run with a one-line reason, which ``summary.json`` repeats.
 
     Attributes:
-        outcome: how the run ended, in a word or two; ``None`` unless this callback ended it.
-        reason: the reason.
+        outcome: Short description of how the run ended; ``None`` unless this callback ended it.
+        reason: The reason.
     """
 
     outcome: str | None = None
@@ -66,13 +66,13 @@ class CollapseStop(StopsRun):
     contains non-finite weights. In the other two cases the iteration ends and saves, as in an early stop.
 
     Args:
-        patience: consecutive iterations without reward spread in any group; null allows any number.
-        drop: maximum fall of the held-out reward below its best, in standard deviations of the first iteration's
+        patience: Consecutive iterations without reward spread in any group; null allows any number.
+        drop: Maximum fall of the held-out reward below its best, in standard deviations of the first iteration's
             rewards (which follow the reward's scale); null allows any fall.
-        patience_evaluations: consecutive evaluations below that bound.
+        patience_evaluations: Consecutive evaluations below that bound.
 
     Raises:
-        ValueError: a number is too small.
+        ValueError: A number is too small.
     """
 
     patience: PositiveInt | None = 10

@@ -31,10 +31,10 @@ class SurrogateDiagnostics(L.Callback):
     :func:`~lit_vgrpo.objectives.gradient_noise.snr_by_time` at ``t = 0.89``, before the iteration's first update.
 
     Args:
-        every_n_iterations: log every N iterations.
-        snr_every_n_iterations: measure the gradient every N iterations; null for never. It costs ``snr_draws`` groups
+        every_n_iterations: Log every N iterations.
+        snr_every_n_iterations: Measure the gradient every N iterations; null for never. It costs ``snr_draws`` groups
             with one pair per image, forward and backward, at each of at most ten times.
-        snr_draws: groups per rank on which the gradient is measured; more give a more precise ratio.
+        snr_draws: Groups per rank on which the gradient is measured; more give a more precise ratio.
     """
 
     every_n_iterations: PositiveInt = 1

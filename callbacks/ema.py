@@ -25,11 +25,11 @@ class EMA(L.Callback):
     strategy shards the weights, the average is sharded in the same way.
 
     Args:
-        decay: share of the old average kept at each optimizer step.
-        warmup: increase the decay as ``(1 + n) / (10 + n)`` up to ``decay``, to forget the initial weights sooner.
+        decay: Share of the old average kept at each optimizer step.
+        warmup: Increase the decay as ``(1 + n) / (10 + n)`` up to ``decay``, to forget the initial weights sooner.
 
     Raises:
-        ValueError: a decay outside [0, 1).
+        ValueError: The decay is outside [0, 1).
     """
 
     def __init__(self, decay: Annotated[float, Range(least=0, below=1)] = 0.99, warmup: bool = True) -> None:

@@ -26,10 +26,10 @@ class Export(L.Callback):
     the checkpoint, which is saved afterwards, has the same weights.
 
     Args:
-        folder: destination; relative paths are inside the run folder.
+        folder: Destination; relative paths are inside the run folder.
 
     Raises:
-        ValueError: the folder is not a separate folder, such as ``..``.
+        ValueError: The folder is not a separate folder, such as ``..``.
     """
 
     def __init__(self, folder: str = "export") -> None:

@@ -32,14 +32,14 @@ class FID(L.Callback):
     """Logs ``heldout/fid@N`` and ``heldout/kid@N`` of N held-out images, generated with EMA weights if there are any.
 
     Each rank sums the features of its images in float64, so the result does not depend on the number of ranks. Both
-    distances depend on N: compare equal N only.
+    distances depend on N: compare only equal N.
 
     Args:
-        reference: folder of real images, or the ``.npz`` file of their statistics that
+        reference: Folder of real images, or the ``.npz`` file of their statistics that
             ``python -m lit_vgrpo.metrics`` writes.
         features: ``inception`` (clean-fid's), a TorchScript file, or a folder or hub name of a vision model of
             transformers.
-        kid: log KID too, which keeps the features of all images on every rank: 8 kB per image with Inception.
+        kid: Log KID too, which keeps the features of all images on every rank: 8 kB per image with Inception.
     """
 
     reference: str
@@ -68,7 +68,7 @@ class FID(L.Callback):
         self._prepare(pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: VGRPOModule) -> None:
-        self._sums = None  # of an evaluation that was interrupted
+        self._sums = None  # from an interrupted evaluation
         self._prepare(pl_module)
 
     on_test_start = on_validation_start  # type: ignore[assignment]

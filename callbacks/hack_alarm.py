@@ -37,16 +37,16 @@ class RewardHackAlarm(StopsRun):
     and two standard errors of the per-image differences. The warning is given once, until the divergence ends.
 
     Args:
-        metric: the held-out metric that must not fall while ``heldout/reward`` rises; null uses only diversity.
-        patience: consecutive evaluations.
-        min_change: minimum rise and fall, as a share of the previous value.
+        metric: The held-out metric that must not fall while ``heldout/reward`` rises; null uses only diversity.
+        patience: Consecutive evaluations.
+        min_change: Minimum rise and fall, as a share of the previous value.
         diversity: ``pixels``, or a feature network as for FID; null leaves it out. See ``HeldOutDiversity``.
-        min_diversity_drop: minimum fall of the diversity, as a share; large, since learning to follow a prompt also
+        min_diversity_drop: Minimum fall of the diversity, as a share; large, since learning to follow a prompt also
             makes its images more alike.
-        action: warn and continue, or stop the run.
+        action: Warn and continue, or stop the run.
 
     Raises:
-        ValueError: a number or action is invalid, or there is nothing to compare.
+        ValueError: A number or action is invalid, or there is nothing to compare.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class Divergence:
     values, two standard errors.
 
     Args:
-        min_rise: minimum rise of the trained score, as a share of its absolute value.
-        min_drop: minimum fall of the watched score, likewise.
+        min_rise: Minimum rise of the trained score, as a share of its absolute value.
+        min_drop: Minimum fall of the watched score, likewise.
     """
 
     def __init__(self, min_rise: float, min_drop: float) -> None:
@@ -212,7 +212,7 @@ class HeldOutDiversity:
         features: ``pixels``, or a feature network as for :class:`lit_vgrpo.callbacks.FID`.
 
     Attributes:
-        of_prompts: diversity of each prompt at the last evaluation; NaN if fewer than two of its images are finite.
+        of_prompts: Diversity of each prompt at the last evaluation; NaN if fewer than two of its images are finite.
     """
 
     def __init__(self, features: str = PIXELS) -> None:

@@ -25,7 +25,7 @@ class ProgressBar(LightningProgressBar):
     """Bar of the iterations with the current rewards, speed and time left; without a terminal, lines at intervals.
 
     Args:
-        lines: number of lines printed over a run without a terminal.
+        lines: Number of lines printed over a run without a terminal.
     """
 
     def __init__(self, lines: PositiveInt = 20) -> None:

@@ -51,12 +51,12 @@ Choice = tuple[int, str, tuple[str, str] | None]
 class Report(L.Callback):
     """Writes ``RUN/report.html``, a page that needs no other file, and keeps its images in ``RUN/report/``.
 
-    ``lightning run`` adds it after all other callbacks, since it shows what they have written.
+    ``lightning run`` adds it after all other callbacks, since it shows their results.
 
     Args:
-        when: write it at every held-out evaluation and at the end, only at the end, or never.
-        kept_images: best held-out images to keep of an evaluation; as many worst ones, and as many on which two rewards
-            disagree; 0 keeps none.
+        when: Write it at every held-out evaluation and at the end, only at the end, or never.
+        kept_images: Best held-out images to keep per evaluation, plus the same number of worst ones and of ones on
+            which two rewards disagree; 0 keeps none.
 
     Raises:
         ValueError: ``kept_images`` is out of range.
@@ -114,7 +114,7 @@ class KeptImages:
     """Writes ``RUN/report/`` at every held-out evaluation: each prompt's scores, and a few images.
 
     Args:
-        number: best images to keep; as many worst ones, and as many on which two rewards disagree.
+        number: Best images to keep, plus the same number of worst ones and of ones on which two rewards disagree.
     """
 
     def __init__(self, number: int) -> None:
@@ -202,10 +202,10 @@ def choose(
     """Choose the best and worst images and those on which rewards disagree, of different prompts if there are enough.
 
     Args:
-        scores: by reward, one score per image, NaN if it has none; ``reward`` is the weighted sum.
-        prompts: one per image, in any form that tells them apart.
-        available: places of the images whose pixels are there.
-        number: images per reason, at most.
+        scores: By reward, one score per image, NaN if it has none; ``reward`` is the weighted sum.
+        prompts: One per image, in any form that tells them apart.
+        available: Places of the images whose pixels are there.
+        number: Images per reason, at most.
 
     >>> choose({"reward": [0.5, 1.0, 0.0]}, ["a", "b", "c"], [0, 1, 2], 1)
     [(1, 'best', None), (2, 'worst', None)]
@@ -239,7 +239,7 @@ def _of_many_prompts(places: Sequence[int], prompts: Sequence[Hashable]) -> list
 
 def _ranks(scores: Sequence[float]) -> npt.NDArray[np.float64]:
     """Return each score's rank in [0, 1], equal for equal scores, NaN for NaN; all NaN if the known ones are equal."""
-    from scipy.stats import rankdata  # its import takes half a second
+    from scipy.stats import rankdata  # importing it takes 0.5 s
 
     known = np.isfinite(scores)
     ranks = np.full(len(scores), np.nan)

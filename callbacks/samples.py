@@ -38,10 +38,10 @@ class SampleGrid(L.Callback):
     EMA's weights if that callback is used.
 
     Args:
-        num_prompts: number of rows.
-        images_per_prompt: number of columns after the reference's.
-        every_n_iterations: sample every N iterations of training.
-        min_pixels: smaller images are enlarged to this width.
+        num_prompts: Number of rows.
+        images_per_prompt: Number of columns after the reference's.
+        every_n_iterations: Sample every N iterations of training.
+        min_pixels: Smaller images are enlarged to this width.
     """
 
     num_prompts: Annotated[int, Range(1, 10_000)] = 6
@@ -104,12 +104,12 @@ def generate(module: VGRPOModule, rows: Rows, ids: list[int]) -> Tensor:
 def draw_grid(images: Tensor, prompts: list[str], labels: list[str], min_pixels: int) -> Image.Image:
     """Return a labelled image of ``images (rows, columns, 3, H, W)`` in [0, 1], a prompt above each row.
 
-    Its ``info["layout"]`` says as JSON where the images are: ``prompts``, ``labels``, ``zoom``, ``size``, and the
+    Its ``info["layout"]`` gives the places of the images as JSON: ``prompts``, ``labels``, ``zoom``, ``size``, and the
     cells' ``left`` and ``top`` edges in pixels.
 
     Args:
-        labels: labels above the first columns.
-        min_pixels: smaller images are enlarged without smoothing.
+        labels: Labels above the first columns.
+        min_pixels: Smaller images are enlarged without smoothing.
     """
     rows, columns, _, height, width = images.shape
     zoom = max(1, -(-min_pixels // width))

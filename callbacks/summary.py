@@ -29,7 +29,7 @@ class RunSummary(L.Callback):
     """Writes ``RUN/summary.json`` at the end of training, even if it was interrupted or failed.
 
     Attributes:
-        unwritten: why it could not be written; ``None`` if it was.
+        unwritten: Reason that it could not be written; ``None`` if it was.
     """
 
     def __init__(self) -> None:

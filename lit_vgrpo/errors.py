@@ -1,4 +1,4 @@
-"""Errors of the user in one line each, and printing of text that may come from elsewhere."""
+"""One-line errors for the user, and printing of untrusted text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RewardError(RuntimeError):
 
 
 def without_controls(text: object) -> str:
-    """Return the text with ``?`` for control characters other than line ends and tabs, which a terminal would obey.
+    """Return the text with ``?`` for control characters except line ends and tabs, which a terminal would interpret.
 
     >>> without_controls("a\\x1b[31mb\\r\\n")
     'a?[31mb?\\n'
@@ -38,7 +38,7 @@ def without_controls(text: object) -> str:
 
 
 def one_line(text: object) -> str:
-    """Return the text with every run of white space turned into one blank, and without control characters.
+    """Return the text with each run of white space replaced by one space, and without control characters.
 
     >>> one_line("two\\n   lines")
     'two lines'
@@ -57,7 +57,7 @@ def printable(body: bytes, most: int) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that was probably meant, or ``None``; capitals may differ."""
+    """Return the known word that was probably meant, or ``None``; case is ignored."""
     known = list(known)
     folded = {**{name.lower(): name for name in known}, **{name: name for name in known}}
     if close := get_close_matches(word, known, n=1, cutoff=0.6):
@@ -88,7 +88,7 @@ def unknown_option(key: str, owner: str, options: Iterable[str]) -> str:
 
 
 def error_in_user_code(error: BaseException) -> str | None:
-    """Return where the user's code raised an error, in a line; ``None`` if no file outside of packages did."""
+    """Return the place in the user's code that raised an error, in one line; ``None`` if only packages are involved."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}."
     package = Path(__file__).parent
@@ -116,6 +116,6 @@ def say(text: object, error: bool = False) -> None:
     """Print text, some of which may come from a server, a file or a reward, without control characters.
 
     Args:
-        error: on stderr.
+        error: Output on stderr.
     """
     print(without_controls(text), file=sys.stderr if error else sys.stdout, flush=True)

@@ -47,29 +47,29 @@ class VGRPOModule(L.LightningModule):
     micro-batch, so Lightning accumulates, clips and steps as usual.
 
     Args:
-        policy: the denoising model; its weights are loaded in ``configure_model``.
-        objective: the training method.
-        reward: scores the images; ``Weighted`` combines several.
+        policy: The denoising model; its weights are loaded in ``configure_model``.
+        objective: The training method.
+        reward: Scores the images; ``Weighted`` combines several.
         optimizer: AdamW's settings, or any other optimizer by ``class_path`` or as a function of the weights.
-        heldout_reward: scores held-out images in addition to the reward; never trained on.
-        advantage_std: divide advantages by the std of the whole iteration, of the group, or by none; null follows the
+        heldout_reward: Scores held-out images in addition to the reward; never trained on.
+        advantage_std: Divide advantages by the std of the whole iteration, of the group, or by none; null follows the
             method's paper.
-        advantage_aggregate: with several rewards, sum the rewards and normalise the sum, or normalise each and sum the
+        advantage_aggregate: With several rewards, sum the rewards and normalise the sum, or normalise each and sum the
             advantages; null follows the method's paper.
-        evaluation: how held-out images are sampled, by an ODE; null uses the objective's rollout without noise.
-        rollout_batch_size: images per forward pass while sampling, the last batch padded; null takes all at once.
-        rollout_device: where an iteration's latents, pairs and embeddings are kept; cpu saves device memory.
-        failed_images: leave images that a reward failed to score out of their group, or stop with the reason.
-        evaluate_at_start: evaluate on the held-out prompts before training.
-        non_finite: stop at an update whose loss or gradient is not finite on any rank, or skip it on all ranks.
-        seed: seed of all rollout noise, pairs and held-out noise.
-        lr_scheduler: any of torch's schedules, by ``class_path`` or as a function of the optimizer, stepped after every
+        evaluation: Sampling of held-out images, by an ODE; null uses the objective's rollout without noise.
+        rollout_batch_size: Images per forward pass while sampling, the last batch padded; null takes all at once.
+        rollout_device: Device of an iteration's latents, pairs and embeddings; cpu saves device memory.
+        failed_images: Leave images that a reward failed to score out of their group, or stop with the reason.
+        evaluate_at_start: Evaluate on the held-out prompts before training.
+        non_finite: Stop at an update whose loss or gradient is not finite on any rank, or skip it on all ranks.
+        seed: Seed of rollout noise, pairs and held-out noise.
+        lr_scheduler: Any of torch's schedules, by ``class_path`` or as a function of the optimizer, stepped after every
             update; null keeps the rate constant after the warm-up.
 
     Attributes:
-        evaluator: samples and scores held-out images; usable without a trainer.
-        ledger: forward passes, images and time of the run so far.
-        record: metrics of the current or last iteration, for callbacks.
+        evaluator: Samples and scores held-out images; usable without a trainer.
+        ledger: Forward passes, images and time of the run so far.
+        record: Metrics of the current or last iteration, for callbacks.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class VGRPOModule(L.LightningModule):
         self.guard = UpdateGuard(non_finite)
         self.record: IterationRecord | None = None
         self.reference: Snapshot | None = None
-        self.iteration: Iteration | Any = None  # between two iterations there is none
+        self.iteration: Iteration | Any = None  # None between iterations
         self._continuation: Continuation | None = None
         self._stops = False
-        # Checkpoints hold only what is trained; the frozen rest comes from the policy's own checkpoint.
+        # Checkpoints hold only trained weights; the frozen ones come from the policy's checkpoint.
         self.strict_loading = False
 
     # --- Algorithm 1 -----------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class VGRPOModule(L.LightningModule):
         """Roll out, score, compare within groups, and prepare what the updates need.
 
         Raises:
-            RewardError: every image failed, or any with ``failed_images="stop"``.
+            RewardError: Every image failed, or any with ``failed_images="stop"``.
         """
         parts: list[Rollout] = []
         with self.scores.collecting(), closing(self.sampler.batches(batch)) as sampled:
@@ -164,7 +164,7 @@ class VGRPOModule(L.LightningModule):
     def is_idle(self) -> bool:
         """``True`` in an iteration without advantages, which takes no step.
 
-        Otherwise the KL's rounding error would move the weights: Adam makes whole steps of it.
+        Without this, Adam would turn the KL's rounding error into full-size steps.
         """
         return self.iteration is not None and not self.iteration.record.has_advantage
 
@@ -197,7 +197,7 @@ class VGRPOModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         self.ledger.stopwatch.stop(waits=batch.is_last)
-        # After max_time, finish the iteration first: its images are paid for.
+        # After max_time, finish the iteration first: its images are already sampled.
         self._stops |= self.trainer.should_stop
         self.trainer.should_stop = self._stops and batch.is_last
 
@@ -233,7 +233,7 @@ class VGRPOModule(L.LightningModule):
         self.evaluator.start_predicting()
 
     def predict_step(self, batch: PromptBatch | Sequence[str], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Return images ``(B, 3, H, W)`` in [0, 1] of a batch of prompts, on the CPU.
+        """Return images of a batch of prompts, ``(B, 3, H, W)`` in [0, 1], on the CPU.
 
         The data module's held-out prompts give the images of the evaluation. In any other loader, whose batches are
         lists of texts, prompt n starts from noise n on any number of ranks.
@@ -252,7 +252,7 @@ class VGRPOModule(L.LightningModule):
         """``True`` while the module is attached to a trainer."""
         try:
             return self.trainer is not None
-        except RuntimeError:  # raised by Lightning when there is none
+        except RuntimeError:  # Lightning raises this if there is no trainer
             return False
 
     def all_ranks(self, values: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ class VGRPOModule(L.LightningModule):
         self.ledger.attach(self.policy.network, self.trainer.world_size if self.has_trainer else 1)
         self.objective.connect(self.all_ranks, self.rollout_device)
         self.objective.setup(self.policy)
-        # One copy of the start is enough where the method has it already.
+        # One copy of the start is enough if the method already has it.
         self.reference = self.objective.copies.get("reference") or Snapshot(self.policy, device="cpu")
 
     def configure_callbacks(self) -> list[L.Callback]:
@@ -312,7 +312,7 @@ class VGRPOModule(L.LightningModule):
             "evaluations": self.evaluator.state_dict(),
             **self.guard.state_dict(),
             "objective": self.objective.state_dict(),
-            # With the images of an unfinished iteration, so that no rollout is paid for twice.
+            # Include the images of an unfinished iteration, so that no rollout is repeated.
             "iteration": self.iteration.state_dict(self.all_ranks) if self.iteration is not None else None,
         }
 
@@ -338,7 +338,7 @@ class VGRPOModule(L.LightningModule):
         """Return the module with a checkpoint's weights; the other arguments are the constructor's.
 
         Raises:
-            RuntimeError: the file is damaged, or a weight is not finite.
+            RuntimeError: The file is damaged, or a weight is not finite.
         """
         try:
             read_sound(Path(checkpoint_path))

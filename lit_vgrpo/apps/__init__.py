@@ -1,1 +1,1 @@
-"""What stands next to training: each folder is complete with its command and can be deleted."""
+"""Applications around training: each folder includes its command and can be deleted."""

@@ -19,7 +19,7 @@ from lit_vgrpo.system.paths import resolve_path
 
 SMALLEST_NEED = 100 * 2**20
 CHECKPOINTS_AT_ONCE = 4
-"""The last one, the one before it, the best one, and the one being written."""
+"""The last, previous and best checkpoint, and the one being written."""
 COPIES_OF_WEIGHTS = 4
 """Weights, Adam's two moments and the average, in the checkpoint of a fully trained network."""
 
@@ -31,7 +31,7 @@ def check_command(command: Command, gpu_memory: int | None) -> int:
         gpu_memory: Size of the GPU to compare with, in bytes; ``None`` takes this machine's.
 
     Raises:
-        UserError: With the errors in keys, values, sizes, files, free disk and memory.
+        UserError: There are errors in keys, values, sizes, files, free disk or memory.
     """
     if is_curriculum(command.recipe):
         return _check_stages(Curriculum.of(command), gpu_memory)
@@ -67,7 +67,7 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> int:
         except UserError as error:
             errors += [message for message in error.errors if message not in errors]
         except NotEstimated as reason:
-            if not errors:  # of which one may well be the reason
+            if not errors:  # one of them may be the reason
                 say(f"memory: not estimated, {reason}")
     if errors:
         raise UserError(*errors)
@@ -79,7 +79,7 @@ def _check_recipe(command: Command, gpu_memory: int | None) -> int:
 
 
 def _evidence(command: Command) -> list[str]:
-    """Return the line on what the recipe's settings rest on, if its header has one."""
+    """Return the line on the evidence for the recipe's settings, if its header has one."""
     level = Header.of_file(command.recipe).evidence
     changed = " (before your changes)" if command.overlays or command.overrides else ""
     return [f"Evidence{changed}: {level}."] if level else []

@@ -32,11 +32,11 @@ def check_reward(words: Sequence[str], folder: str | None = None, num_prompts: i
     Args:
         words: A recipe, overlays and overrides.
         folder: File or folder of images to score; ``None`` takes images of the recipe's policy.
-        num_prompts: Training prompts to score images of.
-        each: Images per prompt.
+        num_prompts: Number of training prompts to use.
+        each: Number of images per prompt.
 
     Returns:
-        0; 1 where a reward is constant or failed; 2 for an error in the recipe; 130 after Ctrl-C.
+        0; 1 if a reward is constant or failed; 2 for an error in the recipe; 130 after Ctrl-C.
     """
     cli = build([*words, *OVERRIDES], make_folder=False)
     files = find_images([folder], num_prompts * each) if folder is not None else []
@@ -105,7 +105,7 @@ class PartTrial:
     """Result of one reward, or of the weighted sum, whose weight is ``None``.
 
     Attributes:
-        scores: ``(n,)``, of the images that the reward applies to; NaN where it failed.
+        scores: ``(n,)``, of the images that the reward applies to; NaN if it failed.
         groups: ``(n,)``, index of each image's prompt.
         seconds: Wall time for all images, after a warm-up.
         error: The last failure, if any.

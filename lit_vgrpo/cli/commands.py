@@ -24,7 +24,7 @@ START, TRAIN, LOOK, SHARE = "Start", "Train", "Look", "Share"
 
 
 class Commands(TyperGroup):
-    """Commands of which each may be stopped by Ctrl-C."""
+    """Command group that handles Ctrl-C in every command."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -91,7 +91,7 @@ def _options(
 
 
 @app.command(rich_help_panel=START)
-def init(folder: Annotated[str, Argument(help="New folder; its name becomes the run's.")]) -> int:
+def init(folder: Annotated[str, Argument(help="New folder; its name becomes the run name.")]) -> int:
     """Write a recipe, prompts and a reward to start from."""
     from lit_vgrpo.cli.init import write_starter
 
@@ -100,7 +100,7 @@ def init(folder: Annotated[str, Argument(help="New folder; its name becomes the 
 
 @app.command(rich_help_panel=START)
 def recipes(
-    names: Annotated[list[str] | None, Argument(help="By default all.", autocompletion=_recipes)] = None,
+    names: Annotated[list[str] | None, Argument(help="Recipes; all by default.", autocompletion=_recipes)] = None,
 ) -> int:
     """List the shipped recipes with their needs and evidence."""
     from lit_vgrpo.cli.recipes import list_recipes
@@ -148,14 +148,14 @@ def compare(
     methods: Annotated[str | None, Option(help="Shipped overlays or files, separated by commas.")] = None,
     seeds: Annotated[int | None, Option(min=1, help="Seeds per method; 3 by default, 1 in a sweep.")] = None,
     first_seed: Annotated[int | None, Option(min=0, help="First seed.")] = None,
-    target: Annotated[str | None, Option(help="Held-out rewards whose cost to report, such as 0.6,0.7.")] = None,
-    base: Annotated[str | None, Option(help="Method that the others' costs are divided by.")] = None,
+    target: Annotated[str | None, Option(help="Held-out rewards to report the cost of, such as 0.6,0.7.")] = None,
+    base: Annotated[str | None, Option(help="Method to divide the others' costs by.")] = None,
     settings: Annotated[str | None, Option(help="published, tuned or both, separated by a comma.")] = None,
     iterations: Annotated[int | None, Option(min=1, help="Iterations per run; by default the recipe's.")] = None,
     evaluate_every: Annotated[int, Option(min=1, help="Iterations between evaluations.")] = 5,
-    jobs: Annotated[int | None, Option(min=1, help="Runs at a time.")] = None,
+    jobs: Annotated[int | None, Option(min=1, help="Number of parallel runs.")] = None,
     out: Out = None,
-    sweep: Annotated[bool, Option("--sweep", help="Search each method's best settings instead.")] = False,
+    sweep: Annotated[bool, Option("--sweep", help="Search for each method's best settings instead.")] = False,
 ) -> int:
     """Race training methods on one task, or continue a race."""
     with _loading():
@@ -248,7 +248,7 @@ def sample(
     ema: Ema = False,
     checkpoint: Checkpoint = None,
     steps: Annotated[int | None, Option(min=1, help="Sampling steps; by default the recipe's.")] = None,
-    guidance: Annotated[float | None, Option(min=1, max=1000, help="Guidance scale; 1 is none.")] = None,
+    guidance: Annotated[float | None, Option(min=1, max=1000, help="Guidance scale; 1 disables it.")] = None,
     out: Out = None,
 ) -> int:
     """Generate images with a run's weights."""
@@ -295,7 +295,7 @@ def check_reward(
     recipe: RecipeArg,
     words: Words = None,
     images: Annotated[str | None, Option(help="Images to score; by default the policy's.")] = None,
-    num_prompts: Annotated[int, Option(min=1, help="Training prompts to score images of.")] = 4,
+    num_prompts: Annotated[int, Option(min=1, help="Number of training prompts to use.")] = 4,
     images_per_prompt: Annotated[int, Option(min=1, help="Images per prompt.")] = 2,
 ) -> int:
     """Try a recipe's rewards on a few images."""
@@ -311,7 +311,7 @@ def export(
     words: Settings = None,
     format: Annotated[Literal["diffusers", "kohya"], Option(help="File format of a LoRA.")] = "diffusers",
     ema: Ema = False,
-    merge: Annotated[bool, Option("--merge", help="Add the LoRA to the weights under it.")] = False,
+    merge: Annotated[bool, Option("--merge", help="Merge the LoRA into the base weights.")] = False,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], Option(help="Dtype of the files.")] = "float32",
     checkpoint: Checkpoint = None,
     public: Annotated[bool, Option("--public", help="With hub:, create a public repository.")] = False,
@@ -345,9 +345,9 @@ def serve_reward(
     token_env: Token = None,
     device: Annotated[str | None, Option(help="cpu or cuda:0; by default a GPU if there is one.")] = None,
     batch_size: Annotated[int, Option(min=1, help="Images per call of the reward.")] = 32,
-    max_request_mb: Annotated[int, Option(min=1, help="Largest request.")] = 64,
-    max_images: Annotated[int, Option(min=1, help="Most images per request.")] = 256,
-    max_megapixels: Annotated[int, Option(min=1, max=85, help="Largest image.")] = 4,
+    max_request_mb: Annotated[int, Option(min=1, help="Maximum size of a request in MB.")] = 64,
+    max_images: Annotated[int, Option(min=1, help="Maximum images per request.")] = 256,
+    max_megapixels: Annotated[int, Option(min=1, max=85, help="Maximum size of an image in megapixels.")] = 4,
 ) -> int:
     """Score images over HTTP for other machines."""
     with _loading():
@@ -369,7 +369,7 @@ def serve_reward(
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Show that imports take time, and collect no garbage during them: they make a million objects that stay."""
+    """Announce slow imports, and disable garbage collection during them: they create a million permanent objects."""
     if "torch" in sys.modules:
         yield
         return

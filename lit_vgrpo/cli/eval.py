@@ -34,7 +34,7 @@ from lit_vgrpo.training.settings import module_errors
 from lit_vgrpo.training.trainer_internals import callbacks_of
 
 OVERRIDES = ("trainer.logger=false", "ckpt_path=null", "trainer.inference_mode=false")
-"""Nothing is logged or resumed, and weights and images are not inference tensors, as in training."""
+"""Disables logging, resuming and inference mode, so that tensors are as in training."""
 LEVEL, RESAMPLES = 0.95, 2000
 
 
@@ -192,7 +192,7 @@ def results(scores: Mapping[str, ImageScores], images_per_prompt: int) -> dict[s
 
 
 def _measured(scores: ImageScores, images_per_prompt: int) -> dict[str, pd.Series]:
-    """Return the values of each metric, indexed by the number of each one's prompt."""
+    """Return the values of each metric by prompt number."""
     images = scores.images.set_index(scores.images["image"] // images_per_prompt)
     found = {name: images[name] for name in images.columns.drop(["prompt", "image"])}
     if scores.features is not None:
@@ -223,7 +223,7 @@ def _plain(value: Any) -> Any:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the table for the terminal: one line per metric, one column per set of weights."""
+    """Return the terminal's table: one line per metric, one column per set of weights."""
     variants = report["variants"].values()
     differences = report.get("difference_to_reference", {}).values()
     lines: dict[str, list[str]] = {}

@@ -81,7 +81,7 @@ class HeldOutEvaluation(VGRPOModule):
         network: FeatureNetwork | None,
     ) -> None:
         spec = module.evaluation or module.objective.rollout_spec(0).as_ode()
-        # VGRPO keeps no copies of the weights, which other objectives may, and which an evaluation does not need.
+        # VGRPO keeps no copies of the weights. Other objectives may, but an evaluation does not need them.
         super().__init__(
             module.policy,
             VGRPO(spec),

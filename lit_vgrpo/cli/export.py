@@ -23,14 +23,14 @@ HUB_PREFIX = "hub:"
 
 
 class Target(NamedTuple):
-    """Where an export goes: a folder, from where it is uploaded if there is a repository."""
+    """Destination of an export: a folder, and the repository to upload it to, if any."""
 
     folder: Path
     repository: str | None = None
 
 
 def read_target(text: str) -> Target:
-    """Return the target that ``--to`` names: a vacant folder, or a repository as ``hub:owner/name``."""
+    """Return the target that ``--to`` names: an empty folder, or a repository as ``hub:owner/name``."""
     if not text.startswith(HUB_PREFIX):
         return Target(vacant_folder(text))
     name = text.removeprefix(HUB_PREFIX)
@@ -90,7 +90,7 @@ def export(options: ExportOptions) -> int:
 
 
 def check_login(options: ExportOptions) -> None:
-    """Raise UserError where an upload could not be confirmed, or there is no token, before anything is written."""
+    """Raise UserError before anything is written if an upload could not be confirmed, or there is no token."""
     from huggingface_hub import get_token
 
     if not options.yes and not sys.stdin.isatty():
@@ -100,7 +100,7 @@ def check_login(options: ExportOptions) -> None:
 
 
 def upload(folder: Path, repository: str, options: ExportOptions) -> bool:
-    """List an export's files, and upload them in one commit if that is confirmed.
+    """List an export's files, and upload them in one commit after confirmation.
 
     Returns:
         False if it was not confirmed.

@@ -1,4 +1,4 @@
-"""Image files as rewards take them: found, read and batched by size; tables of scores."""
+"""Image files for rewards: finding, reading and batching by size; tables of scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def find_images(words: Sequence[str], limit: int | None = None) -> list[Path]:
     """Return the first ``limit`` of the named files, and of the images of the named folders, sorted within each.
 
     Raises:
-        UserError: With each path that has no images, and with each file that cannot be read as an image.
+        UserError: A path has no images, or a file cannot be read as an image; the message lists all.
     """
     if not words:
         raise UserError("No image given. Name files or folders, for example: lightning score PickScore cat.png")

@@ -16,10 +16,10 @@ NAME = "my_run"
 
 
 def write_starter(text: str) -> int:
-    """Write a recipe, prompts and a reward that run as they are on a tiny pipeline.
+    """Write a recipe, prompts and a reward that run unchanged on a tiny pipeline.
 
     Args:
-        text: The folder to write, new or empty; its name must be fit for a run.
+        text: The folder to write, new or empty; its name must be a valid run name.
     """
     name = Path(text).expanduser().absolute().name
     if not re.fullmatch(r"\w[\w.-]*", name):

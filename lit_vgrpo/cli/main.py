@@ -20,7 +20,7 @@ from lit_vgrpo.system.process import ignore_broken_pipes, is_first_process
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 EXPECTED_ERRORS = (UserError, ValueError, ImportError, OSError)
-"""Errors whose message is enough; others are bugs and show a traceback."""
+"""Errors shown as a message only; others are bugs and show a traceback."""
 
 COMMANDS = [
     (command.name or command.callback.__name__).replace("_", "-")
@@ -30,13 +30,13 @@ COMMANDS = [
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command, or hand an unknown one over to the Lightning SDK's command if that is installed.
+    """Run a command, or pass an unknown one to the Lightning SDK's command if it is installed.
 
     Args:
         argv: Arguments after the program's name; ``None`` reads ``sys.argv`` and manages the process's streams and end.
 
     Returns:
-        Exit status: 0, 1 if training failed, 2 for a mistake of the user, 130 after Ctrl-C, 143 after SIGTERM, 129
+        Exit status: 0, 1 if training failed, 2 for a user error, 130 after Ctrl-C, 143 after SIGTERM, 129
         after SIGHUP.
     """
     args = sys.argv[1:] if argv is None else list(argv)
@@ -68,7 +68,7 @@ def _answer(args: list[str], debug: bool) -> int:
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             where = f" {error.filename}" if error.filename else ""
             advice = "Free some space, or write to another disk (run_dir, TMPDIR)."
-            report([f"Cannot write{where}: {error.strerror}. {advice}"])  # on any rank: each may have its own disk
+            report([f"Cannot write{where}: {error.strerror}. {advice}"])  # on any rank: each may have a separate disk
             return 1
         is_usage = hasattr(error, "format_message")
         if not is_usage and not isinstance(error, EXPECTED_ERRORS):

@@ -112,13 +112,13 @@ def spec_of(recipe: dict[str, Any], options: SampleOptions) -> RolloutSpec:
 
 
 def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
-    """Sample an image ``(3, H, W)`` in [0, 1] that depends on its row, its seed and the weights alone.
+    """Sample an image ``(3, H, W)`` in [0, 1] that depends only on its row, its seed and the weights.
 
     The noise is what the family's pipeline draws with a CPU generator of the seed. Each image is sampled alone,
     since a batch rounds differently.
 
     Raises:
-        UserError: It holds NaN or infinite values, which a file would show as black.
+        UserError: The image holds NaN or infinite values, which a file would show as black.
     """
     prompt = row["prompt"]
     cond = policy.encode([prompt], references_of([row]))
@@ -134,7 +134,7 @@ def image_of(policy: Policy, spec: RolloutSpec, row: Row, seed: int) -> Tensor:
 
 
 def write_png(image: Tensor, path: Path) -> None:
-    """Write an image ``(3, H, W)`` in [0, 1] as a whole file or not at all; raise UserError if it cannot be written."""
+    """Write an image ``(3, H, W)`` in [0, 1] to a file atomically; raise UserError if it cannot be written."""
     draft = path.with_name(DRAFT_PREFIX + path.name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_vgrpo import objectives, policies  # noqa: F401  imported so that their classes go by short names
+from lit_vgrpo import objectives, policies  # noqa: F401  registers the short names of their classes
 from lit_vgrpo.config.parts import built_part
 from lit_vgrpo.config.recipe import Command, read_recipe
 from lit_vgrpo.errors import UserError
@@ -65,7 +65,7 @@ def saved_weights(run: Path, checkpoint: Path | None, *variants: str) -> SavedWe
     """Read a checkpoint of a run, by default the last good one.
 
     Raises:
-        UserError: There is none, or it does not hold the variants.
+        UserError: There is no checkpoint, or it does not hold the variants.
     """
     saved = SavedWeights.read(checkpoint or last_good(run, report_on_first))
     for variant in variants:
@@ -74,13 +74,13 @@ def saved_weights(run: Path, checkpoint: Path | None, *variants: str) -> SavedWe
 
 
 def build_policy(recipe: dict[str, Any]) -> Policy:
-    """Build a recipe's policy without loading it; raise UserError with every error that can be found so."""
+    """Build a recipe's policy without loading it; raise UserError with all errors found without the weights."""
     policy: Policy = built_part(recipe, "model.policy", Policy)
     return policy
 
 
 def load_saved_policy(policy: Policy, saved: SavedWeights | None, variant: str) -> Policy:
-    """Load a policy and its saved weights, which the reference has none of.
+    """Load a policy and its saved weights; the reference has none.
 
     Raises:
         UserError: Something cannot be loaded, or the checkpoint belongs to another policy.

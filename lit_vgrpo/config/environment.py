@@ -70,7 +70,7 @@ def unchanged_texts(texts: Mapping[Place, str], before: Any, after: Any) -> dict
 
 
 def with_fingerprints(recipe: Any, texts: Mapping[Place, str]) -> Any:
-    """Return a resolved recipe with a short hash in place of each text from the environment; numbers are no secrets.
+    """Return a resolved recipe with a short hash in place of each text from the environment; numbers are not secret.
 
     >>> with_fingerprints({"url": "http://me:password@host"}, {("url",): "${oc.env:URL}"})
     {'url': '${oc.env:URL} (value #69905c)'}
@@ -93,7 +93,7 @@ def is_same_value(saved: Any, value: Any) -> bool:
 
 
 def _fingerprint(value: Any) -> str:
-    # Six digits tell a change, and are too few to find out a password.
+    # Six digits detect a change, and are too few to reveal a password.
     return f" (value #{hashlib.sha256(str(value).encode()).hexdigest()[:6]})"
 
 

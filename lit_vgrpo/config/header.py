@@ -1,4 +1,4 @@
-"""The comment at the top of a recipe: what it does, what it needs, and the evidence for its settings."""
+"""The comment at the top of a recipe: its purpose, needs, and the evidence for its settings."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MARK, COMMAND = "#", "#   "
 
 @dataclass(frozen=True)
 class Header:
-    """Header of a recipe; a part it lacks is empty.
+    """Header of a recipe; missing parts are empty.
 
     Attributes:
-        title: Its first line.
+        title: First line of the header.
         commands: Example commands.
-        evidence: Where its settings come from and whether they were measured, one of ``LEVELS``.
+        evidence: Origin of the settings and whether they were measured, one of ``LEVELS``.
         needs: Weights, extras and memory.
-        expect: What a run reaches.
+        expect: Expected result of a run.
     """
 
     title: str = ""

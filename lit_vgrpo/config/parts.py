@@ -37,7 +37,7 @@ def built_part(tree: Mapping[str, Any], key: str, hint: Any) -> Any:
         hint: Type hint of the part, usually its base class.
 
     Raises:
-        UserError: With the first error in the part.
+        UserError: The part has an error; the message is the first one.
     """
     node: Any = tree
     for part in key.split("."):

@@ -1,4 +1,4 @@
-"""Command line of a recipe, the files it names, and the recipe they make."""
+"""Command line of a recipe, its files, and the resulting recipe."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Command:
         return cls(find_recipe(files[0]), [find_overlay(name) for name in files[1:]], overrides, resume)
 
     def in_folder(self, run: Path) -> Self:
-        """Return the command that resumes a run folder from its own recipe."""
+        """Return the command that resumes a run folder from the recipe in it."""
         settings = [*map(str, self.overlays), *(f"{key}={text}" for key, text in self.overrides)]
         return self.parse([str(run / CONFIG_NAME), *settings, f"run_dir={run}"], resume=True)
 
@@ -126,12 +126,12 @@ def find_overlay(text: str) -> Path:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return the recipes that are installed with the package, by name."""
+    """Return the recipes installed with the package, by name."""
     return {file.stem: file for file in sorted(shipped_root().glob("*.yaml"))}
 
 
 def shipped_overlays() -> dict[str, Path]:
-    """Return the overlays that are installed with the package, by ``folder/stem``."""
+    """Return the overlays installed with the package, by ``folder/stem``."""
     found = sorted(shipped_root().glob("*/*.yaml"))
     return {f"{file.parent.name}/{file.stem}": file for file in found if file.parent.name not in NO_OVERLAYS}
 
@@ -154,10 +154,10 @@ def _find(text: str, shipped: dict[str, Path], what: str, hint: str) -> Path:
 def read_recipe(command: Command) -> Recipe:
     """Read a recipe's files and apply its overrides and interpolations.
 
-    Another training method starts from its own defaults, and keeps only ``rollout`` of the recipe's objective.
+    Another training method starts from that method's defaults, and keeps only ``rollout`` of the recipe's objective.
 
     Raises:
-        UserError: It is not YAML or not a mapping, or an interpolation names a missing key.
+        UserError: A file is not YAML or not a mapping, or an interpolation names a missing key.
     """
     plain: dict[Any, Any] = {}
     for file in (command.recipe, *command.overlays):
@@ -167,7 +167,7 @@ def read_recipe(command: Command) -> Recipe:
         plain = merged(plain, expanded_recipe(content))
     swapped = None
     with _readable(command.recipe):
-        # The method first: its settings may be typed before it.
+        # The method first: its settings may precede it on the command line.
         for key, text in sorted(command.overrides, key=lambda override: override[0] not in OBJECTIVE_KEYS):
             old = _objective(plain)
             apply_override(plain, key, text)
@@ -196,7 +196,7 @@ def loaded(path: Path) -> dict[Any, Any]:
     """Return the plain values of a file, not resolved.
 
     Raises:
-        UserError: It cannot be read, is not YAML, or is not a mapping.
+        UserError: The file cannot be read, is not YAML, or is not a mapping.
     """
     with _readable(path):
         content = OmegaConf.load(path)

@@ -27,7 +27,7 @@ def leaves(tree: Any, opens: Callable[[Place, list[Any]], bool] | None = None) -
     """Yield every value of a tree with its place; an empty mapping or list counts as a value.
 
     Args:
-        opens: whether a list's entries are values too; by default they are.
+        opens: Predicate for the lists whose entries are values too; by default all lists.
 
     >>> dict(leaves({"a": {"b": 1}, "c": [2, {}]}))
     {('a', 'b'): 1, ('c', 0): 2, ('c', 1): {}}
@@ -53,8 +53,8 @@ def replaced(
     """Return a tree with the values at some places replaced.
 
     Args:
-        texts: by place.
-        replace: makes the new value from the text and the old value; by default it is the text.
+        texts: New texts by place.
+        replace: Returns the new value from the text and the old value; by default the text.
     """
     if place in texts:
         return replace(texts[place], node)

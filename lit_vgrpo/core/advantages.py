@@ -20,8 +20,8 @@ def group_statistics(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor
     """Return mean, population std and number of valid images of each image's group.
 
     Args:
-        rewards: shape ``(B,)``; NaN marks a failed image, which is left out.
-        group_ids: shape ``(B,)``, int64, any values.
+        rewards: Shape ``(B,)``; NaN marks a failed image, which is left out.
+        group_ids: Shape ``(B,)``, int64, any values.
 
     Returns:
         ``mean (B,)``, ``std (B,)``, ``count (B,)`` of each image's group, float64, and the group's index ``(B,)``.
@@ -45,8 +45,8 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, std: AdvantageStd = "gl
     statistics and gets 0.
 
     Args:
-        rewards: total reward of every image of the iteration over all ranks, shape ``(B,)``.
-        group_ids: shape ``(B,)``, int64.
+        rewards: Total reward of every image of the iteration over all ranks, shape ``(B,)``.
+        group_ids: Shape ``(B,)``, int64.
         std: ``s`` is the population std over the whole iteration (``"global"``) or over the image's group; ``"none"``
             does not divide.
 
@@ -87,11 +87,11 @@ def combined_advantages(
     """Return advantages of several rewards: of their weighted sum, or the weighted sum of their advantages.
 
     Args:
-        rewards: the weighted sum of the parts, ``(B,)``; NaN where one of them failed.
-        parts: each reward's scores, ``(B,)``.
-        weights: the weight of each part.
-        group_ids: shape ``(B,)``, int64.
-        std: as in :func:`group_advantages`.
+        rewards: The weighted sum of the parts, ``(B,)``; NaN if one of them failed.
+        parts: Each reward's scores, ``(B,)``.
+        weights: The weight of each part.
+        group_ids: Shape ``(B,)``, int64.
+        std: See :func:`group_advantages`.
         aggregate: ``"rewards"`` normalises the sum; ``"advantages"`` normalises each reward before summing, so that a
             reward with a wide range does not dominate.
 
@@ -121,7 +121,7 @@ def soft_clip(advantages: Tensor, limit: float | None) -> Tensor:
 
 
 def clamped(advantages: Tensor, limit: float | None) -> Tensor:
-    """Bound advantages at ``limit``; ``None`` leaves them as they are."""
+    """Bound advantages at ``limit``; ``None`` leaves them unchanged."""
     return advantages if limit is None else advantages.clamp(-limit, limit)
 
 
@@ -138,11 +138,11 @@ def extremes(rewards: Tensor, keep: int) -> Tensor:
     """Return the scouts of each group that are redrawn: the ``keep // 2`` best, the rest the worst.
 
     Equal scouts are taken in order of their index, the lower one as the better. A failed scout (NaN) is taken only
-    where its group has fewer than ``keep`` others.
+    if its group has fewer than ``keep`` others.
 
     Args:
         rewards: ``(P, S)``, one row per group.
-        keep: number per group, at most S.
+        keep: Number per group, at most S.
 
     Returns:
         Indices ``(P, keep)``, int64, ascending, so that an image's place says nothing about its reward.
@@ -166,15 +166,15 @@ def extremes(rewards: Tensor, keep: int) -> Tensor:
 def rank_correlation(first: Tensor, second: Tensor) -> float | None:
     """Return Spearman's rank correlation of two scores within groups, in [-1, 1], over all groups together.
 
-    Ranks are those within a group, with ties averaged, less the group's mean rank. Differences between groups, which
-    choose nothing, do not count.
+    Ranks are those within a group, with ties averaged, less the group's mean rank. Differences between
+    groups do not count, because they choose nothing.
 
     Args:
         first: ``(P, G)``, one row per group; a NaN leaves the image out of both.
-        second: shaped like it.
+        second: Same shape as ``first``.
 
     Returns:
-        ``None`` where no group has a spread of both.
+        ``None`` if no group has a spread in both.
 
     >>> rank_correlation(torch.tensor([[0.1, 0.2, 0.9]]), torch.tensor([[1.0, 3.0, 2.0]]))
     0.5
@@ -186,7 +186,7 @@ def rank_correlation(first: Tensor, second: Tensor) -> float | None:
 
 
 def _centred_ranks(values: Tensor, valid: Tensor) -> Tensor:
-    """Return ranks within each row minus their mean, float64; 0 where invalid."""
+    """Return ranks within each row minus their mean, float64; 0 if invalid."""
     difference = torch.sign(values.unsqueeze(2) - values.unsqueeze(1)).double()
     both = valid.unsqueeze(2) & valid.unsqueeze(1)
     return difference.masked_fill(~both, 0).sum(dim=2) / 2

@@ -33,9 +33,9 @@ def in_batches(of_batch: Callable[..., Tensor], size: int, *columns: Tensor) -> 
     a smaller last batch, the last bits of a row would depend on how rows are distributed over calls and ranks.
 
     Args:
-        of_batch: takes ``size`` rows of each column and returns as many rows.
-        size: rows per batch; the last one is padded.
-        columns: tensors with the same number of rows, at least one.
+        of_batch: Takes ``size`` rows of each column and returns as many rows.
+        size: Rows per batch; the last one is padded.
+        columns: Tensors with the same number of rows, at least one.
     """
     results = []
     for start in range(0, len(columns[0]), size):

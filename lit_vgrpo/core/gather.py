@@ -61,6 +61,6 @@ def _is_group() -> bool:
 
 
 def _device() -> torch.device:
-    # A process group with NCCL alone takes no CPU tensors.
+    # A process group with only NCCL takes no CPU tensors.
     is_cpu_able = "gloo" in str(dist.get_backend_config())
     return torch.device("cpu") if is_cpu_able else torch.device("cuda", torch.cuda.current_device())

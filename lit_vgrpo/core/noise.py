@@ -14,7 +14,7 @@ STREAM_ROLLOUT, STREAM_PAIRS, STREAM_HELDOUT, STREAM_DATA = 1, 2, 3, 4
 STREAM_GROUP_NOISE, STREAM_SDE, STREAM_TIMES, STREAM_STEPS = 5, 6, 7, 8
 
 WORTH_A_THREAD = 2**18
-"""Values below which one thread draws them sooner than several start: about a millisecond's work."""
+"""Number of values below which one thread is faster than several: about 1 ms of work."""
 
 
 def seeded_generator(*key: int) -> torch.Generator:
@@ -31,10 +31,10 @@ def image_generators(stream: int, seed: int, iteration: int, image_ids: Sequence
 def unit_noise(generators: Sequence[torch.Generator], shape: Sequence[int]) -> Tensor:
     """Return unit Gaussian noise ``(K, *shape)`` on the CPU, one row per generator.
 
-    The rows are drawn on as many threads as torch computes with, while the GPU waits; their values do not depend on
-    that. torch itself draws on one.
+    The GPU waits for the rows, so they are drawn on torch's number of threads, which does not affect their values.
+    torch itself uses one thread.
     """
-    with torch.inference_mode(False):  # which other threads do not know of
+    with torch.inference_mode(False):  # other threads do not inherit the mode
         noise = torch.empty(len(generators), *shape, device="cpu")
 
     def draw(row: Tensor, generator: torch.Generator) -> None:

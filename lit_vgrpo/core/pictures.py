@@ -25,7 +25,7 @@ def read_picture(path: str | Path) -> Tensor:
     """Return a picture ``(3, H, W)``, uint8, upright, on white where it is transparent.
 
     Raises:
-        ValueError: the file is missing, is not an image, or is truncated.
+        ValueError: The file is missing, is not an image, or is truncated.
     """
     with _opened(path) as opened:
         image = ImageOps.exif_transpose(opened)
@@ -39,7 +39,7 @@ def picture_size(path: str | Path) -> tuple[int, int]:
     """Return the height and width of an upright picture, from its file's header.
 
     Raises:
-        ValueError: the file is missing or is not an image.
+        ValueError: The file is missing or is not an image.
     """
     with _opened(path) as opened:
         width, height = opened.size
@@ -48,7 +48,7 @@ def picture_size(path: str | Path) -> tuple[int, int]:
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[Image.Image]:
-    """Open an image file; what fails in it or in the block is a ValueError with a line for the user."""
+    """Open an image file; failures in it or in the block become a ValueError with a line for the user."""
     try:
         with Image.open(path) as opened:
             if opened.format == PROGRAM_FORMAT:
@@ -60,7 +60,7 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
 
 
 def picture_error(prompt: str, row: Mapping[str, Any]) -> str | None:
-    """Return that a prompt has no picture, in one line, or ``None``."""
+    """Return a one-line error if a prompt has no picture, else ``None``."""
     return None if PICTURE in row else f'Prompt "{prompt}" has no picture to edit. Give its row an {PICTURE}.'
 
 
@@ -68,7 +68,7 @@ def references_of(rows: Sequence[Mapping[str, Any]]) -> list[Tensor] | None:
     """Return the pictures that the rows' prompts edit, ``(3, H, W)``, uint8; ``None`` if the rows have none.
 
     Raises:
-        ValueError: some rows have a picture and some have none, or one cannot be read.
+        ValueError: Some rows have a picture and some have none, or one cannot be read.
     """
     files = [row.get(PICTURE) for row in rows]
     if not any(files):
@@ -92,7 +92,7 @@ def stacked_references(rows: Sequence[Mapping[str, Any]]) -> Tensor | None:
     """Return the rows' pictures as one tensor ``(B, 3, H, W)``, float32 in [0, 1]; ``None`` if they have none.
 
     Raises:
-        ValueError: as in :func:`references_of`, or the pictures have different sizes.
+        ValueError: As in :func:`references_of`, or the pictures have different sizes.
     """
     pictures = references_of(rows)
     if pictures is None:

@@ -14,7 +14,7 @@ def to_uint8(images: Tensor) -> Tensor:
     """Round images to what a file can store.
 
     Args:
-        images: any shape, float in [0, 1], finite.
+        images: Any shape, float in [0, 1], finite.
 
     Returns:
         The same shape, uint8.
@@ -26,7 +26,7 @@ def to_pil(images: Tensor) -> list[Image.Image]:
     """Convert images to PIL RGB images, rounded as in a file.
 
     Args:
-        images: shape ``(B, 3, H, W)``, float in [0, 1], finite.
+        images: Shape ``(B, 3, H, W)``, float in [0, 1], finite.
     """
     pictures = to_uint8(images).permute(0, 2, 3, 1).contiguous().cpu().numpy()
     return [Image.fromarray(picture) for picture in pictures]
@@ -39,8 +39,8 @@ def centre_cropped(images: Tensor, size: int) -> Tensor:
     in floats, and 10 to 22 % of the pixels differ from PIL's, by up to 8 levels.
 
     Args:
-        images: shape ``(b, 3, H, W)``, uint8, on the CPU.
-        size: of the square's side, pixels.
+        images: Shape ``(b, 3, H, W)``, uint8, on the CPU.
+        size: Side of the square, pixels.
 
     Returns:
         Shape ``(b, 3, size, size)``, float32.
@@ -56,8 +56,8 @@ def letterboxed(images: Tensor, size: int) -> Tensor:
     """Return images with their longer side resized to ``size``, padded to a black square, normalised as for CLIP.
 
     Args:
-        images: shape ``(b, 3, H, W)``, uint8.
-        size: of the square's side, pixels.
+        images: Shape ``(b, 3, H, W)``, uint8.
+        size: Side of the square, pixels.
 
     Returns:
         Shape ``(b, 3, size, size)``, float32.

@@ -100,7 +100,7 @@ class VariancePreserving(ProbabilityPath):
     latent. The velocity is ``v = a eps - b x`` as in arXiv 2202.00512.
 
     Args:
-        alphas_cumprod: the schedule's ``abar``, shape ``(T,)``.
+        alphas_cumprod: The schedule's ``abar``, shape ``(T,)``.
         prediction: ``"eps"`` or ``"v"``.
     """
 

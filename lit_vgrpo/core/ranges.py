@@ -41,8 +41,8 @@ def checked(cls: T) -> T:
     """Make a class refuse numbers outside the ranges, and words not among the choices, that its constructor declares.
 
     Raises:
-        TypeError: by the constructor, for an argument of another type.
-        ValueError: by the constructor, for a number outside its range or not finite, or an unknown word.
+        TypeError: By the constructor, for an argument of another type.
+        ValueError: By the constructor, for a number outside its range or not finite, or an unknown word.
 
     >>> @checked
     ... class Timer:

@@ -23,23 +23,23 @@ class IterationRecord:
     """One iteration, from its rollout to its last update.
 
     Attributes:
-        iteration: number, from 0.
-        rewards: total reward of every image over all ranks, NaN = failed, ``(B_global,)``.
+        iteration: Number, from 0.
+        rewards: Total reward of every image over all ranks, NaN = failed, ``(B_global,)``.
         group_ids: ``(B_global,)``.
-        parts: by reward, over all ranks: ``mean`` and ``std`` of its scores, ``no_spread``, ``failed``,
-            ``seconds_per_image``, and its own counts.
-        errors: reward name to its last failure message.
-        local_group_ids: groups of this rank's images, ``(B_local,)``.
-        images: number of images, over all ranks.
-        metrics: for each loss metric the per-image values of every step, this rank's.
-        losses: loss of every step, this rank's.
-        seconds: wall time by phase (rollout, decode, reward, prepare); ``reward_overlapped`` is scoring in threads
+        parts: By reward, over all ranks: ``mean`` and ``std`` of its scores, ``no_spread``, ``failed``,
+            ``seconds_per_image``, and the reward's counts.
+        errors: Reward name to its last failure message.
+        local_group_ids: Groups of this rank's images, ``(B_local,)``.
+        images: Number of images, over all ranks.
+        metrics: For each loss metric the per-image values of every step, this rank's.
+        losses: Loss of every step, this rank's.
+        seconds: Wall time by phase (rollout, decode, reward, prepare); ``reward_overlapped`` is scoring in threads
             during these phases.
-        has_advantage: some image is better or worse than its group; otherwise no step is taken.
-        updates: optimizer steps taken so far, without skipped ones.
-        blocks_run: share of the network's blocks that ran in this rank's rollout; ``None`` without a cache.
-        scouts: their metrics, over all ranks; empty without scouts.
-        edits: by name, each image's similarity to the picture it edits and to its group, over all ranks,
+        has_advantage: Some image is better or worse than its group; otherwise no step is taken.
+        updates: Optimizer steps taken so far, without skipped ones.
+        blocks_run: Share of the network's blocks that ran in this rank's rollout; ``None`` without a cache.
+        scouts: The scouts' metrics, over all ranks; empty without scouts.
+        edits: By name, each image's similarity to the picture it edits and to its group, over all ranks,
             ``(B_global,)``; empty without pictures.
         is_whole: False if the run resumed within the iteration: metrics and losses then cover only the rest.
     """
@@ -78,7 +78,7 @@ class IterationRecord:
         return torch.cat(self.metrics[name])[: len(self.local_group_ids)]
 
     def means(self) -> dict[str, Tensor]:
-        """Return the loss's and every metric's mean over all steps, where the network is."""
+        """Return the loss's and every metric's mean over all steps, on the network's device."""
         means = {name: torch.cat(values).mean() for name, values in self.metrics.items()}
         return {"loss": torch.stack(self.losses).mean(), **means} if self.losses else means
 
@@ -143,10 +143,10 @@ class PassLedger:
     Backward passes and recomputation by activation checkpointing are not counted.
 
     Attributes:
-        ranks: number of ranks doing the same work; this rank's passes are multiplied by it.
-        current_phase: name under which passes are counted now.
-        images: images rolled out for training, over all ranks.
-        stopwatch: time of the training steps.
+        ranks: Number of ranks doing the same work; this rank's passes are multiplied by it.
+        current_phase: Name under which passes are counted now.
+        images: Images rolled out for training, over all ranks.
+        stopwatch: Time of the training steps.
     """
 
     def __init__(self) -> None:
@@ -212,13 +212,13 @@ class Evaluation:
     """The held-out reward at one evaluation, and the cost of training until then, over all ranks.
 
     Attributes:
-        iteration: iterations done; 0 is the start.
-        reward: mean held-out reward.
-        images: images rolled out for training.
-        passes: network passes of training, in images; a backward is not counted.
-        forward_equivalents: the same with each backward counted as two passes.
-        phases: those passes by phase, with and without gradient, see :class:`PassLedger`.
-        train_seconds: wall time of the training steps.
+        iteration: Iterations done; 0 is the start.
+        reward: Mean held-out reward.
+        images: Images rolled out for training.
+        passes: Network passes of training, in images; a backward is not counted.
+        forward_equivalents: The same with each backward counted as two passes.
+        phases: Those passes by phase, with and without gradient, see :class:`PassLedger`.
+        train_seconds: Wall time of the training steps.
         cpu_seconds: CPU time of this process in the training steps.
     """
 

@@ -33,8 +33,8 @@ def rollout_batches(
     Close the iterator if you do not exhaust it: accelerators are active until then.
 
     Args:
-        device: where the images and embeddings are stored; ``None`` uses the network's device.
-        record_means: keep the mean of every SDE step.
+        device: Device that stores the images and embeddings; ``None`` uses the network's device.
+        record_means: Keep the mean of every SDE step.
 
     Yields:
         The next ``request.batch_size`` images, in the order of ``request.layout()``.
@@ -93,10 +93,10 @@ def sample(
     """Integrate the policy from noise to clean latents with a diffusers scheduler.
 
     Args:
-        conditioning: one row per prompt.
+        conditioning: One row per prompt.
         rows: ``(B,)``: the conditioning row of each image.
         noise: ``z_1``, shape ``(B, C, h, w)``, on any device, which is also that of the result.
-        batch_size: images per forward pass; the last batch is padded. ``None`` uses one batch.
+        batch_size: Images per forward pass; the last batch is padded. ``None`` uses one batch.
 
     Returns:
         Latents ``(B, C, h, w)`` float32, and the times ``(S,)`` at which the network was called, float32.
@@ -145,8 +145,8 @@ def _chain_batches(
     Steps outside ``spec.sde_steps`` follow the ODE; steps after them are re-gridded if ``spec.tail`` is set.
 
     Args:
-        generators: one per image, the source of all its SDE noise, so that an image depends on no other.
-        record_means: also keep the mean of every step.
+        generators: One per image, the source of all its SDE noise, so that an image depends on no other.
+        record_means: Also keep the mean of every step.
     """
     scheduler = policy.scheduler(ODE_OF[spec.solver], spec.steps)
     schedule = policy.scheduler_times(scheduler).cpu()
@@ -204,7 +204,7 @@ def _integrate_tail(policy: Policy, cond: Conditioning, spec: RolloutSpec, z: Te
     """Integrate from ``z`` at ``times[0]`` to 0 with DPM-Solver++ 2M.
 
     Args:
-        times: on the CPU.
+        times: Times on the CPU.
     """
     steps = len(times) - 1
     scheduler = policy.scheduler("dpm++", steps)

@@ -51,7 +51,7 @@ def write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
 def _forget_gathered(parameters: Iterable[Any]) -> None:
     """Make ZeRO-3 gather again: it keeps small parameters gathered and prefetches others, both with old values.
 
-    DeepSpeed gathers on its own stream, which does not wait for writes on the default stream.
+    DeepSpeed gathers on a separate stream, without waiting for writes on the default stream.
     """
     for parameter in parameters:
         if _is_zero3(parameter):
@@ -77,7 +77,7 @@ def cut(parameter: Any, whole: Tensor) -> Tensor:
 def laid_out_as(parameter: DTensor, whole: Tensor) -> DTensor:
     """Return a whole tensor, which every rank has, sharded as the parameter is."""
     mesh = parameter.device_mesh
-    # None: every rank takes its own part, without communication.
+    # None: every rank takes its part, without communication.
     return distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
 
 

@@ -1,4 +1,4 @@
-"""The sizes of an iteration, the plan that follows from them for a number of ranks, and the images of a rank."""
+"""The sizes of an iteration, the plan for a number of ranks, and the images of a rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Plan:
         """Return the plan as aligned text.
 
         Args:
-            passes_per_image: network passes per image by phase, such as ``{"rollout": 10, "train": 4}``; each phase
+            passes_per_image: Network passes per image by phase, such as ``{"rollout": 10, "train": 4}``; each phase
                 adds a row with the passes of one iteration over all ranks.
         """
         groups = str(self.groups_per_rank) if self.ranks_per_group == 1 else f"1/{self.ranks_per_group}"
@@ -63,12 +63,12 @@ class Sizes:
     :class:`~lit_vgrpo.data.module.PromptDataModule` checks their ranges.
 
     Args:
-        prompts_per_iteration: prompts, hence groups, of one iteration over all ranks.
-        group_size: images per prompt, at least 2.
-        updates_per_iteration: optimizer steps of one iteration.
-        micro_batch_size: maximum number of images in a rank's forward and backward pass; ``"auto"`` until a size is
+        prompts_per_iteration: Prompts, hence groups, of one iteration over all ranks.
+        group_size: Images per prompt, at least 2.
+        updates_per_iteration: Optimizer steps of one iteration.
+        micro_batch_size: Maximum number of images in a rank's forward and backward pass; ``"auto"`` until a size is
             chosen.
-        split_updates: every update uses its own share of the images, instead of all of them.
+        split_updates: Every update uses a different share of the images, instead of all of them.
     """
 
     prompts_per_iteration: int
@@ -94,7 +94,7 @@ class Sizes:
 
     @property
     def later_share(self) -> float:
-        """Share of the images that an iteration's first update does not train on, in [0, 1]; 1 where all updates do."""
+        """Share of the images that an iteration's first update does not train on, in [0, 1]; 1 if all updates do."""
         return (self._shares - 1) / self._shares if self._shares > 1 else 1.0
 
     def images_per_share(self, world_size: int) -> int:
@@ -113,7 +113,7 @@ class Sizes:
         return self
 
     def update_of(self, slot: int, member: int) -> int:
-        """Return the update that trains on image ``member`` of group ``slot``, if every update uses its own share.
+        """Return the update that trains on image ``member`` of group ``slot``, if every update uses a different share.
 
         Whole groups are assigned in turn if there are enough of them, else the images of each group, so that an update
         trains on the same images on any number of ranks.
@@ -185,7 +185,7 @@ class Sizes:
         """Return the plan of an iteration on ``world_size`` ranks.
 
         Raises:
-            ValueError: the sizes do not fit this world size (the first of :meth:`errors`).
+            ValueError: The sizes do not fit this world size (the first of :meth:`errors`).
         """
         errors = self.errors(world_size)
         if errors:

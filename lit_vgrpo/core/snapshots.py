@@ -26,11 +26,11 @@ class Snapshot:
     """A float32 copy of a module's trainable weights, which can be averaged and temporarily swapped in.
 
     With LoRA, the initial copy is the frozen reference: its B matrices are zero. If a strategy shards the weights, each
-    rank has its own shard of the copy, and only :meth:`state_dict` needs the other ranks.
+    rank holds its shard of the copy, and only :meth:`state_dict` needs the other ranks.
 
     Args:
-        module: the module with the weights.
-        device: where the copy is stored; ``None`` uses the weights' device.
+        module: The module with the weights.
+        device: Device that stores the copy; ``None`` uses the weights' device.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | str | None = None) -> None:

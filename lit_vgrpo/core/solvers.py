@@ -47,7 +47,7 @@ def flow_sde_step(
     """Take a step with ``sigma = noise_level sqrt(t / (1 - t))``, the SDE with the marginals of the flow.
 
     Args:
-        second_time: the schedule's second time, used in the denominator at ``t = 1``.
+        second_time: The schedule's second time, used in the denominator at ``t = 1``.
 
     Source:
         arXiv 2505.05470.
@@ -118,7 +118,7 @@ def transition(
 
     Args:
         noise_level: ``None`` uses the solver's default; 0 gives the ODE step as the mean, with std 0.
-        second_time: the schedule's second time, a number or ``(B,)``; flow_sde needs it at ``t = 1``.
+        second_time: The schedule's second time, a number or ``(B,)``; flow_sde needs it at ``t = 1``.
     """
     level = DEFAULT_NOISE[solver] if noise_level is None else noise_level
     if solver == "ddim_sde":
@@ -157,7 +157,7 @@ def regrid(times: Tensor, steps: int) -> Tensor:
 
     Args:
         times: ``(R + 1,)``, decreasing, the last is 0.
-        steps: at most R.
+        steps: Number of steps, at most R.
 
     Returns:
         ``(steps + 1,)``: the first is ``times[0]``, the last exactly 0.

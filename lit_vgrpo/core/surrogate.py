@@ -30,7 +30,7 @@ def draw_levels(number: int, stratified: bool, generator: torch.Generator) -> Te
 
 @dataclass(frozen=True)
 class SamplerTimes:
-    """A contiguous part of the sampler's own times ``(n,)``, float32, noisiest first."""
+    """A contiguous part of the sampler's times ``(n,)``, float32, noisiest first."""
 
     times: Tensor
 
@@ -48,7 +48,7 @@ class SamplerTimes:
         return SamplerTimes(kept)
 
     def noisiest(self, number: int, progress: float = 0.0) -> SamplerTimes:
-        """Keep the noisiest ``number`` times, or more of them as ``progress`` goes from 0 to 1, where all are kept."""
+        """Keep the noisiest ``number`` times, or more as ``progress`` goes from 0 to 1, at which all are kept."""
         rest = max(0, len(self.times) - number)
         return SamplerTimes(self.times[: number + int(rest * progress + 1e-9)])
 
@@ -58,9 +58,9 @@ class SamplerTimes:
         Fewer times than draws are repeated as evenly as possible.
 
         Args:
-            number: how many to draw.
-            stratified: draw one from each of N parts, which differ by at most one time (``tensor_split``).
-            generator: a CPU generator.
+            number: Number to draw.
+            stratified: Draw one from each of N parts, which differ by at most one time (``tensor_split``).
+            generator: A CPU generator.
         """
         size = len(self.times)
         if not stratified or number > size:
@@ -85,9 +85,9 @@ class ContinuousTimes:
     """A part of the continuous schedule ``t = s u / (1 + (s - 1) u)`` with ``u = 1 - level`` uniform in (0, 1].
 
     Attributes:
-        shift: resolution shift s (arXiv 2403.03206); 1 for none.
-        first: level of the noisiest time that is drawn, in [0, 1).
-        stop: level of the cleanest.
+        shift: Resolution shift s (arXiv 2403.03206); 1 for none.
+        first: Level of the noisiest time that is drawn, in [0, 1).
+        stop: Level of the cleanest time.
     """
 
     shift: float = 1.0
@@ -121,9 +121,9 @@ class Pairs:
     """Monte-Carlo pairs ``(t_j, eps_j)`` and which of their rows each image uses.
 
     Attributes:
-        times: shape ``(K, N)``, float32 in (0, 1].
-        noise: shape ``(K, N, ...)``, float32.
-        rows: shape ``(B,)``, int64 in ``0 .. K-1``.
+        times: Shape ``(K, N)``, float32 in (0, 1].
+        noise: Shape ``(K, N, ...)``, float32.
+        rows: Shape ``(B,)``, int64 in ``0 .. K-1``.
     """
 
     times: Tensor
@@ -159,12 +159,12 @@ def draw_pairs(
     """Draw one row of pairs for each generator.
 
     Args:
-        generators: K generators; the row of pairs depends on its own generator alone.
-        rows: shape ``(B,)``: the row of each image, e.g. its group's position.
+        generators: K generators; a row of pairs depends only on its generator.
+        rows: Shape ``(B,)``: the row of each image, e.g. its group's position.
         num_pairs: N_MC.
         latent_shape: ``(C, h, w)``.
-        times: where times are drawn from.
-        stratified: draw one time from each of N_MC parts of it.
+        times: Schedule to draw the times from.
+        stratified: Draw one time from each of N_MC parts of the schedule.
     """
     drawn = torch.stack([times.draw(num_pairs, stratified, generator) for generator in generators])
     return Pairs(drawn.float(), unit_noise(generators, (num_pairs, *latent_shape)), rows)
@@ -180,7 +180,7 @@ def denoising_error(error: Tensor, self_normalised: bool) -> Tensor:
 
     Args:
         error: ``x_hat - o`` (or the equivalent in another space), shape ``(B, N, ...)``.
-        self_normalised: the adaptive weighting ``m(e^2) / sg(m(|e|))``; the denominator is floored, since an exact
+        self_normalised: The adaptive weighting ``m(e^2) / sg(m(|e|))``; the denominator is floored, since an exact
             prediction would give 0/0.
 
     Returns:
@@ -217,9 +217,9 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float | None)
     """Return PPO's surrogate, to be maximised.
 
     Args:
-        log_ratio: log of new over old likelihood, shape ``(B, ...)``, float32; carries grad.
-        advantages: broadcastable to ``log_ratio``, unitless, zero-mean in each group.
-        clip: half-width of the trust region around ratio 1; ``None`` switches it off.
+        log_ratio: Log of new over old likelihood, shape ``(B, ...)``, float32; carries grad.
+        advantages: Broadcastable to ``log_ratio``, unitless, zero-mean in each group.
+        clip: Half-width of the trust region around ratio 1; ``None`` switches it off.
 
     Returns:
         Shape of ``log_ratio``.

@@ -19,7 +19,7 @@ MASK = "mask"
 """The conditioning's tensor ``(B, L)`` that is 1 at a prompt's tokens and 0 at padding."""
 
 REFERENCE = "reference"
-"""How the names of the conditioning's tensors of pictures start, one row per prompt, which have no prompt's tokens."""
+"""Prefix of the names of the conditioning's tensors of pictures. They have one row per prompt, and no tokens."""
 
 
 def lengthened(value: Tensor, length: int, dim: int = 1) -> Tensor:
@@ -56,10 +56,10 @@ class Conditioning:
         return Conditioning({name: value.to(device) for name, value in self.tensors.items()})
 
     def padded_to(self, length: int) -> Conditioning:
-        """Return prompts of ``length`` tokens, at least the present ones; the mask is 0 at the new ones.
+        """Return prompts of ``length`` tokens, at least the current ones; the mask is 0 at the new ones.
 
         Raises:
-            ValueError: there is no mask, so the network would read the padding as tokens.
+            ValueError: There is no mask, so the network would read the padding as tokens.
         """
         if MASK not in self.tensors:
             raise ValueError(f"Prompts of different lengths need a tensor {MASK!r}. Pad all prompts to one length.")
@@ -76,7 +76,7 @@ class Conditioning:
 
 
 def is_of_prompt(name: str) -> bool:
-    """Return whether the conditioning's tensor of this name comes from the prompt alone."""
+    """Return whether the conditioning's tensor of this name comes only from the prompt."""
     return not name.startswith(REFERENCE)
 
 
@@ -90,10 +90,10 @@ class BlockCache:
             (arXiv 2503.06923), separately for each image. ``first_block`` runs the first block and adds what the others
             last added, as long as the first one's output has changed little since; it decides for a batch as a whole,
             so an image depends on its batch.
-        interval: with ``taylorseer``, steps from one full pass to the next after the warm-up.
-        warm_up: with ``taylorseer``, full passes before the first skipped step.
-        order: with ``taylorseer``, order of the extrapolation, 0 to repeat the last output.
-        threshold: with ``first_block``, largest relative change of the first block's output for which the others are
+        interval: With ``taylorseer``, steps from one full pass to the next after the warm-up.
+        warm_up: With ``taylorseer``, full passes before the first skipped step.
+        order: With ``taylorseer``, order of the extrapolation, 0 to repeat the last output.
+        threshold: With ``first_block``, largest relative change of the first block's output for which the others are
             skipped, 0 to skip none.
     """
 
@@ -110,10 +110,10 @@ class ScoutSpec:
     """Settings of the scouts, with the published ones as defaults.
 
     Args:
-        factor: scouts per image: a group of G images is chosen from ``factor * G`` scouts.
-        steps: sampling steps of a scout, fewer than the rollout's.
+        factor: Scouts per image: a group of G images is chosen from ``factor * G`` scouts.
+        steps: Sampling steps of a scout, fewer than the rollout's.
         solver: ODE solver of the scouts; null takes the rollout's.
-        cache: skip blocks of the network in some of the scouts' steps; null runs all.
+        cache: Skip blocks of the network in some of the scouts' steps; null runs all.
 
     Source:
         arXiv 2604.06916: 96 scouts with 6 of 10 steps for 24 images.
@@ -131,17 +131,17 @@ class RolloutSpec:
     """Sampling settings.
 
     Args:
-        solver: an ODE solver (a diffusers scheduler: euler, dpm++ or unipc on a rectified flow; ddim or dpm++ on a VP
+        solver: An ODE solver (a diffusers scheduler: euler, dpm++ or unipc on a rectified flow; ddim or dpm++ on a VP
             path) or an SDE whose steps have a likelihood (flow_sde, cps or dance_sde; ddim_sde on a VP path).
-        steps: number of sampling steps, one network pass each (two with guidance).
-        guidance: classifier-free guidance scale; 1.0 switches it off.
-        noise_level: strength of the SDE's noise; null uses the solver's published value.
-        shared_noise: start all images of a group from the same noise; requires an SDE to make them differ.
-        window: steps ``[first, stop)`` with SDE noise, the others follow the ODE; null is all except the last.
-        tail: re-grid the steps after the window to this share of them, with DPM-Solver++; null for no re-gridding.
-        cache: skip the network's blocks in some steps, approximately; requires an ODE and a transformer.
-        quantise: multiply in 8 bits in the network's blocks, approximately; requires an ODE and torchao.
-        scouts: choose each group's images among more cheap ones, ``{factor: 4, steps: 6}``; requires an ODE.
+        steps: Number of sampling steps, one network pass each (two with guidance).
+        guidance: Classifier-free guidance scale; 1.0 switches it off.
+        noise_level: Strength of the SDE's noise; null uses the solver's published value.
+        shared_noise: Start all images of a group from the same noise; requires an SDE to make them differ.
+        window: Steps ``[first, stop)`` with SDE noise, the others follow the ODE; null is all except the last.
+        tail: Re-grid the steps after the window to this share of them, with DPM-Solver++; null for no re-gridding.
+        cache: Skip the network's blocks in some steps, approximately; requires an ODE and a transformer.
+        quantise: Multiply in 8 bits in the network's blocks, approximately; requires an ODE and torchao.
+        scouts: Choose each group's images among more cheap ones, ``{factor: 4, steps: 6}``; requires an ODE.
     """
 
     solver: str = "euler"
@@ -192,7 +192,7 @@ class RolloutSpec:
         """Return why the accelerators cannot be used with an SDE, one line each.
 
         Args:
-            where: the key of these options, for the messages.
+            where: The key of these options, for the messages.
         """
         chosen = {"cache": self.cache and self.cache.kind, "quantise": self.quantise}
         return [
@@ -220,7 +220,7 @@ class RolloutSpec:
 
     @property
     def of_scouts(self) -> RolloutSpec:
-        """The settings by which the scouts are sampled; there must be scouts."""
+        """Return the scouts' sampling settings; there must be scouts."""
         assert self.scouts is not None
         scouts = self.scouts
         return replace(self, solver=scouts.solver or self.solver, steps=scouts.steps, cache=scouts.cache, scouts=None)
@@ -235,7 +235,7 @@ class Trajectory:
         log_probs: ``(B, n)``, float32: the log-probability of each step under the weights that rolled out.
         means: ``(B, n, C, h, w)``, the mean of each step's distribution, or ``None`` if not requested.
         times: ``(n + 1,)``, float32, the steps' times and the one after the last.
-        second_time: the second time of the whole schedule, used where a formula diverges at ``t = 1``.
+        second_time: The second time of the whole schedule, used if a formula diverges at ``t = 1``.
     """
 
     states: Tensor
@@ -260,16 +260,16 @@ class RolloutRequest:
     """The images that a rank samples in an iteration.
 
     Attributes:
-        prompts: one per group.
-        rows: the prompts' data rows, one per group.
-        slots: global number of each group in the iteration; with ``seed`` and ``iteration`` it fixes the noise.
-        group_size: images per group, over all ranks.
-        iteration: number of the iteration, from 0.
-        seed: the run's seed.
-        members: images of each group to sample, if other ranks sample the rest; ``None`` for all.
-        batch_size: images per forward pass; ``None`` uses one batch.
-        noise_ids: numbers that fix the images' noise, ``(B,)``; ``None`` takes their global indices.
-        conditioning: the prompts' embeddings, one row each; ``None`` encodes them.
+        prompts: One per group.
+        rows: The prompts' data rows, one per group.
+        slots: Global number of each group in the iteration; with ``seed`` and ``iteration`` it fixes the noise.
+        group_size: Images per group, over all ranks.
+        iteration: Number of the iteration, from 0.
+        seed: The run's seed.
+        members: Images of each group to sample, if other ranks sample the rest; ``None`` for all.
+        batch_size: Images per forward pass; ``None`` uses one batch.
+        noise_ids: Numbers that fix the images' noise, ``(B,)``; ``None`` takes their global indices.
+        conditioning: The prompts' embeddings, one row each; ``None`` encodes them.
     """
 
     prompts: Sequence[str]
@@ -299,18 +299,18 @@ class Rollout:
     """The images of one iteration on this rank, as final latents.
 
     Attributes:
-        latents: shape ``(B, C, h, w)``, float32, detached.
-        group_ids: shape ``(B,)``, int64: the prompt's global slot in the iteration.
-        image_ids: shape ``(B,)``, int64: the image's global index in the iteration.
-        conditioning: one row per group; ``rows`` maps images to rows.
-        rows: shape ``(B,)``, int64.
-        schedule: the sampler's own times ``(S,)``, float32 in (0, 1], noisiest first.
-        iteration: number of the iteration, from 0.
-        seed: the run's seed.
-        group_size: images of a whole group, some of which may be on other ranks.
-        spec: how the images were sampled.
-        trajectory: the SDE steps, for a method that trains on them.
-        blocks_run: share of the network's blocks that ran; ``None`` without a cache.
+        latents: Shape ``(B, C, h, w)``, float32, detached.
+        group_ids: Shape ``(B,)``, int64: the prompt's global slot in the iteration.
+        image_ids: Shape ``(B,)``, int64: the image's global index in the iteration.
+        conditioning: One row per group; ``rows`` maps images to rows.
+        rows: Shape ``(B,)``, int64.
+        schedule: The sampler's times ``(S,)``, float32 in (0, 1], noisiest first.
+        iteration: Number of the iteration, from 0.
+        seed: The run's seed.
+        group_size: Images of a whole group, some of which may be on other ranks.
+        spec: Settings that the images were sampled with.
+        trajectory: The SDE steps, for a method that trains on them.
+        blocks_run: Share of the network's blocks that ran; ``None`` without a cache.
     """
 
     latents: Tensor
@@ -349,10 +349,10 @@ class Experience:
     Attributes:
         latents: ``(B, C, h, w)``, the images' final latents ``o``.
         advantages: ``(B,)``, float32.
-        conditioning: one row per group.
+        conditioning: One row per group.
         rows: ``(B,)``, the conditioning row of each image.
         pairs: Monte-Carlo pairs, or ``None`` for an objective without.
-        extras: named tensors with one row per image (old surrogates, stored predictions).
+        extras: Named tensors with one row per image (old surrogates, stored predictions).
     """
 
     latents: Tensor

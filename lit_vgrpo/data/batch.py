@@ -20,20 +20,20 @@ class PromptBatch:
     micro-batches of it.
 
     Args:
-        iteration: number of the iteration, from 0; -1 for held-out batches.
-        step: position in the iteration; -1 for held-out batches.
-        num_steps: steps of the iteration; 0 for held-out batches.
-        prompts: training: one per group of this rank; held-out: one per image.
-        rows: the prompts' rows with their extra fields, as long as ``prompts``.
-        slots: training: the group's number over all ranks, 0..P-1 (the group id); held-out: the image's number over
+        iteration: Number of the iteration, from 0; -1 for held-out batches.
+        step: Position in the iteration; -1 for held-out batches.
+        num_steps: Steps of the iteration; 0 for held-out batches.
+        prompts: Training: one per group of this rank; held-out: one per image.
+        rows: The prompts' rows with their extra fields, as long as ``prompts``.
+        slots: Training: the group's number over all ranks, 0..P-1 (the group id); held-out: the image's number over
             all ranks.
-        group_size: images of a group over all ranks; 1 for held-out batches.
-        images: in the whole iteration, or the whole held-out set, over all ranks; 0 if unknown.
-        members: images of each group that this rank samples: all of them, unless groups are split over ranks.
-        updates: optimizer steps of the iteration; 0 for held-out batches.
-        order: order in which this rank's images are divided among optimizer steps; None if each step uses all.
-        micro_batches_per_update: micro-batches of one optimizer step; 0 for held-out batches.
-        micro_batch_size: images of one forward and backward pass; for held-out batches the largest number on any rank.
+        group_size: Images of a group over all ranks; 1 for held-out batches.
+        images: Number in the whole iteration or held-out set, over all ranks; 0 if unknown.
+        members: Images of each group that this rank samples: all of them, unless groups are split over ranks.
+        updates: Optimizer steps of the iteration; 0 for held-out batches.
+        order: Order in which this rank's images are divided among optimizer steps; None if each step uses all.
+        micro_batches_per_update: Micro-batches of one optimizer step; 0 for held-out batches.
+        micro_batch_size: Images of one forward and backward pass; for held-out batches the largest number on any rank.
     """
 
     iteration: int

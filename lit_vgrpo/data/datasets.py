@@ -113,10 +113,10 @@ class GroupSampler(DistributedSampler[Any]):
     through the same steps; the dataset maps them to the rank's prompts.
 
     Args:
-        dataset: the training dataset, whose length is the number of steps.
-        num_replicas: ranks.
-        rank: this rank.
-        first_step: where the first iteration continues if it was interrupted; later ones start at 0.
+        dataset: The training dataset, whose length is the number of steps.
+        num_replicas: Number of ranks.
+        rank: This rank.
+        first_step: Step at which an interrupted first iteration continues; later iterations start at 0.
     """
 
     def __init__(self, dataset: Dataset[Any], num_replicas: int = 1, rank: int = 0, first_step: int = 0) -> None:

@@ -30,27 +30,27 @@ class PromptDataModule(L.LightningDataModule):
     is a :class:`PromptBatch` with the same prompts and the next step.
 
     Args:
-        train: prompt file, folder or dataset, or a mapping of the options of
+        train: Prompt file, folder or dataset, or a mapping of the options of
             :class:`~lit_vgrpo.data.source.PromptSource`, or a list of these. Several are mixed by weight, and each is
             shuffled and repeated independently.
-        prompts_per_iteration: prompts of one iteration over all ranks.
-        group_size: images per prompt, at least 2.
-        heldout: prompts for evaluation; null for no evaluation, unless ``heldout_fraction`` is given.
-        updates_per_iteration: optimizer steps of one iteration.
-        micro_batch_size: maximum number of images in a rank's forward and backward pass; ``auto`` finds the largest
+        prompts_per_iteration: Prompts of one iteration over all ranks.
+        group_size: Images per prompt, at least 2.
+        heldout: Prompts for evaluation; null for no evaluation, unless ``heldout_fraction`` is given.
+        updates_per_iteration: Optimizer steps of one iteration.
+        micro_batch_size: Maximum number of images in a rank's forward and backward pass; ``auto`` finds the largest
             that fits into memory before training.
-        split_updates: every update uses a different share of the images, instead of all of them.
-        heldout_images_per_prompt: images per held-out prompt.
-        heldout_limit: use only the first N held-out prompts.
-        eval_batch_size: maximum number of held-out images in a rank's batch.
-        seed: seed of the order of the training prompts.
-        heldout_fraction: hold out this share of the training prompts for evaluation instead, chosen by hash.
-        deduplicate: keep only the first of equal prompts, and do not train on held-out prompts; prompts that differ
+        split_updates: Every update uses a different share of the images, instead of all of them.
+        heldout_images_per_prompt: Images per held-out prompt.
+        heldout_limit: Use only the first N held-out prompts.
+        eval_batch_size: Maximum number of held-out images in a rank's batch.
+        seed: Seed of the order of the training prompts.
+        heldout_fraction: Hold out this share of the training prompts for evaluation instead, chosen by hash.
+        deduplicate: Keep only the first of equal prompts, and do not train on held-out prompts; prompts that differ
             only in case or white space are equal.
 
     Raises:
-        TypeError: a number is not a whole number, or an option of a source is wrong.
-        ValueError: a number is too small, a fraction is invalid, or held-out prompts are given twice.
+        TypeError: A number is not a whole number, or an option of a source is wrong.
+        ValueError: A number is too small, a fraction is invalid, or held-out prompts are given twice.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class PromptDataModule(L.LightningDataModule):
         """Read the prompts.
 
         Raises:
-            ValueError: the first error of :meth:`check`.
+            ValueError: The first error of :meth:`check`.
         """
         if (self._sets is None or self.sizes.errors(self._world_size)) and (found := self.check(self._world_size)):
             raise ValueError(found[0])
@@ -146,7 +146,7 @@ class PromptDataModule(L.LightningDataModule):
         """Return this rank's share of the held-out images, as for validation.
 
         Raises:
-            ValueError: there are no held-out prompts.
+            ValueError: There are no held-out prompts.
         """
         loader = self.val_dataloader()
         if isinstance(loader, list):
@@ -156,7 +156,7 @@ class PromptDataModule(L.LightningDataModule):
     predict_dataloader = test_dataloader
 
     def transfer_batch_to_device(self, batch: PromptBatch, device: torch.device, dataloader_idx: int) -> PromptBatch:
-        """Return the batch as it is: it holds no tensors, and Lightning would walk through every prompt and row."""
+        """Return the batch unchanged: it holds no tensors, and Lightning would walk through every prompt and row."""
         return batch
 
     def heldout_prompts(self) -> list[str]:
@@ -174,8 +174,8 @@ class PromptDataModule(L.LightningDataModule):
         """Return the held-out prompts; reads the training prompts only if the held-out ones are split off from them.
 
         Raises:
-            ValueError: they cannot be read.
-            ModuleNotFoundError: a source needs the extra ``data``.
+            ValueError: They cannot be read.
+            ModuleNotFoundError: A source needs the extra ``data``.
         """
         if self._sets is None and self.choice.heldout is not None:
             return limited_heldout(read_prompts(self.choice.heldout), self.choice)
@@ -192,7 +192,7 @@ class PromptDataModule(L.LightningDataModule):
         return {"file": name, "sha256": sha256(prompts.encode()).hexdigest()}
 
     def describe(self) -> list[str]:
-        """Return a line about what was read, and one per warning, to print before a run."""
+        """Return a line about the prompts read, and one per warning, to print before a run."""
         return self._loaded().describe()
 
     def fingerprint(self) -> str:

@@ -38,13 +38,13 @@ class PromptSets:
     """A recipe's prompts.
 
     Attributes:
-        training: the training prompts.
-        heldout: the held-out prompts; None without any.
-        shared: number of training prompts that are also held-out prompts, and were kept.
+        training: The training prompts.
+        heldout: The held-out prompts; None without any.
+        shared: Number of training prompts that are also held-out prompts, and were kept.
 
     Raises:
-        PromptError: a source cannot be read, or no prompts remain on a side.
-        ModuleNotFoundError: a source needs the extra ``data``.
+        PromptError: A source cannot be read, or no prompts remain on a side.
+        ModuleNotFoundError: A source needs the extra ``data``.
     """
 
     def __init__(self, choice: PromptChoice) -> None:
@@ -84,7 +84,7 @@ class PromptSets:
             yield from islice(rows, CHECKED_ROWS) if isinstance(rows, TableRows) else rows
 
     def describe(self) -> list[str]:
-        """Return a line about what was read, and a warning of held-out prompts among the training prompts."""
+        """Return a line about the prompts read, and a warning of held-out prompts among the training prompts."""
         lengths = " + ".join(f"{len(rows):,}" for rows in self.training.sources)
         line = f"Prompts: {lengths} to train on, {len(self.heldout or ()):,} held out."
         warning = f"{self.shared:,} training prompts are also held-out prompts. Set data.deduplicate=true to drop them."
@@ -128,11 +128,11 @@ def prompt_keys(prompts: Iterable[str]) -> Keys:
 def is_held_out(keys: Keys, fraction: float) -> NDArray[np.bool_]:
     """Return a mask of the held-out prompts: those with keys in the lowest ``fraction`` of all possible keys.
 
-    A prompt keeps its side whatever else is in its file, and a larger fraction holds out the same prompts and more.
+    A prompt keeps its side regardless of the rest of its file. A larger fraction holds out the same prompts and more.
 
     Args:
-        keys: from :func:`prompt_keys`, shape ``(N,)``.
-        fraction: between 0 and 1.
+        keys: Result of :func:`prompt_keys`, shape ``(N,)``.
+        fraction: Between 0 and 1.
 
     Returns:
         Shape ``(N,)``.
@@ -162,10 +162,10 @@ def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -
     """Return the prompt at a position in consecutive shuffled passes over a dataset, in [0, dataset_size).
 
     Args:
-        seed: seed of the order.
-        position: from 0, without end.
-        dataset_size: number of prompts.
-        source: number of the dataset among several, so that each has a different order.
+        seed: Seed of the order.
+        position: Position in the endless sequence, from 0.
+        dataset_size: Number of prompts.
+        source: Index of the dataset among several, so that each has a different order.
     """
     pass_index, offset = divmod(position, dataset_size)
     key = f"prompts {seed} {pass_index}" + (f" source {source}" if source else "")
@@ -173,7 +173,7 @@ def prompt_index(seed: int, position: int, dataset_size: int, source: int = 0) -
 
 
 def place_in_mixture(position: int, weights: Sequence[int | Fraction]) -> tuple[int, int]:
-    """Return the source for a position in the endless prompt sequence, and how many earlier positions it had.
+    """Return the source for a position in the endless prompt sequence, and the number of its earlier positions.
 
     Sources are split in halves recursively; each half gets its rounded share of the positions. Any prefix is therefore
     within half a position per split of the exact shares, without keeping state.
@@ -182,8 +182,8 @@ def place_in_mixture(position: int, weights: Sequence[int | Fraction]) -> tuple[
     [0, 0, 1, 0, 0, 0, 1, 0]
 
     Args:
-        position: from 0.
-        weights: shares; exact numbers, since positions have no end.
+        position: Position in the endless sequence, from 0.
+        weights: Shares; exact numbers, since positions have no end.
     """
     first, last = 0, len(weights)
     while last - first > 1:
@@ -201,8 +201,8 @@ class PromptMixture:
     """A mixture of training prompt sources, each shuffled and repeated independently.
 
     Args:
-        sources: their rows.
-        weights: their shares; equal by default.
+        sources: Rows of each source.
+        weights: Share of each source; equal by default.
     """
 
     def __init__(self, sources: Sequence[Rows | TableRows], weights: Sequence[float] | None = None) -> None:

@@ -22,21 +22,21 @@ Row = dict[str, Any]
 Rows = list[Row]
 PROMPT = "prompt"
 SAVED_MARKS = ("dataset_dict.json", "state.json")
-"""Files of which a folder written by ``save_to_disk`` has one."""
+"""Files that identify a folder written by ``save_to_disk``."""
 
 
 def read_prompts(source: str | Path | PromptSource) -> Rows:
     """Read prompts into rows ``{"prompt": str, **fields}``.
 
     Args:
-        source: a ``.txt`` file with one prompt per line; a ``.jsonl`` file with one object per line that has a "prompt"
+        source: A ``.txt`` file with one prompt per line; a ``.jsonl`` file with one object per line that has a "prompt"
             string and any fields for rewards; a ``.csv`` file with a header; a ``.parquet`` file; a folder or a hub
             dataset, see :class:`PromptSource`. Text is UTF-8; blank lines are skipped; ``shipped:`` paths are resolved.
 
     Raises:
-        PromptError: (a ValueError) it is missing, of another kind, not UTF-8, empty or malformed. The one-line message
-            names the file and the line or row.
-        ModuleNotFoundError: it needs the extra ``data``.
+        PromptError: The source is missing, of another kind, not UTF-8, empty or malformed. The message is one line with
+            the file and the line or row. It is a ValueError.
+        ModuleNotFoundError: The source needs the extra ``data``.
     """
     return list(open_prompts(as_source(source)))
 
@@ -45,8 +45,8 @@ def open_prompts(source: PromptSource) -> Rows | TableRows:
     """Open a source's rows: text files in memory, parquet files, folders and hub datasets on disk.
 
     Raises:
-        PromptError: as in :func:`read_prompts`; rows on disk are read on access.
-        ModuleNotFoundError: it needs the extra ``data``.
+        PromptError: See :func:`read_prompts`; rows on disk are read on access.
+        ModuleNotFoundError: The source needs the extra ``data``.
     """
     kind = kind_of(source)
     rows = _read_text(source, kind) if kind in _PARSERS else TableRows(source, _open_table(source, kind))
@@ -71,7 +71,7 @@ def prompt_errors(*given: object) -> list[str]:
 
 
 def text_of(row: Row) -> str:
-    """Return what distinguishes a row from others: its prompt, and a hash of the picture that the prompt edits."""
+    """Return the text that identifies a row: its prompt, and a hash of the picture that the prompt edits."""
     return row[PROMPT] if PICTURE not in row else f"{row[PROMPT]}\n{file_sha256(Path(row[PICTURE]))}"
 
 
@@ -82,7 +82,7 @@ def _checked_row(row: Mapping[str, Any], source: PromptSource, where: str) -> Ro
     """Validate a row of a source, ``where`` in it, and return it as ``{"prompt": str, **fields}``.
 
     Raises:
-        PromptError: the prompt is missing or not text, or the picture that it edits cannot be read.
+        PromptError: The prompt is missing or not text, or the picture that it edits cannot be read.
     """
     _check_column(row, source, where)
     fields = dict(row)
@@ -181,12 +181,12 @@ class TableRows:
     """Rows of a dataset that stays on disk, read on access.
 
     Args:
-        source: its options.
-        table: a ``datasets.Dataset``.
-        numbers: the selected rows, shape ``(N,)``; all by default.
+        source: The dataset's options.
+        table: A ``datasets.Dataset``.
+        numbers: The selected rows, shape ``(N,)``; all by default.
 
     Raises:
-        PromptError: the dataset lacks the prompt's column; on access: the row is invalid.
+        PromptError: The dataset lacks the prompt's column; on access: the row is invalid.
     """
 
     def __init__(self, source: PromptSource, table: Any, numbers: NDArray[np.int64] | None = None) -> None:
@@ -213,7 +213,7 @@ class TableRows:
         return TableRows(self.source, self.table, self.numbers[indices])
 
     def texts(self) -> Iterator[str]:
-        """Yield the rows' texts as in :func:`text_of`, without reading other columns where possible."""
+        """Yield the rows' texts as in :func:`text_of`, without reading other columns if possible."""
         if PICTURE in self.table.column_names:
             yield from map(text_of, self)
             return
@@ -230,8 +230,8 @@ def _open_table(source: PromptSource, kind: Kind) -> Any:
     """Open a parquet file, a folder or a hub dataset as a ``datasets.Dataset``.
 
     Raises:
-        PromptError: it cannot be read.
-        ModuleNotFoundError: the ``datasets`` package is missing.
+        PromptError: It cannot be read.
+        ModuleNotFoundError: The ``datasets`` package is missing.
     """
     try:
         import datasets

@@ -28,17 +28,17 @@ class PromptSource:
     Args:
         path: ``.txt``, ``.jsonl``, ``.csv`` or ``.parquet`` file; a folder of such files or one that the ``datasets``
             library saved; a hub dataset, ``owner/name``; ``shipped:`` paths are resolved.
-        weight: share of the sampled prompts relative to other sources, independent of the source's size.
-        column: the prompt's column or field; "prompt" by default.
-        split: split of a dataset; "train" by default.
-        config: configuration of a dataset that has several.
-        rewards: names of the rewards that apply to these prompts, for rows without a field of that name; all by
+        weight: Share of the sampled prompts relative to other sources, independent of the source's size.
+        column: The prompt's column or field; "prompt" by default.
+        split: Split of a dataset; "train" by default.
+        config: Configuration of a dataset that has several.
+        rewards: Names of the rewards that apply to these prompts, for rows without a field of that name; all by
             default.
-        limit: use only the first N rows.
+        limit: Use only the first N rows.
 
     Raises:
-        TypeError: a weight or limit has the wrong type.
-        ValueError: a weight or limit is too small.
+        TypeError: A weight or limit has the wrong type.
+        ValueError: A weight or limit is too small.
     """
 
     path: str
@@ -63,8 +63,8 @@ def as_source(value: Source | Path) -> PromptSource:
     """Build a source from a path or from its options.
 
     Raises:
-        TypeError: an option is unknown, missing or has the wrong type.
-        ValueError: an option's value is invalid.
+        TypeError: An option is unknown, missing or has the wrong type.
+        ValueError: An option's value is invalid.
     """
     if isinstance(value, PromptSource):
         return value
@@ -82,7 +82,7 @@ def kind_of(source: PromptSource) -> Kind:
     """Return the kind of file, folder or dataset at the source's path.
 
     Raises:
-        ValueError: there is none, or an option does not apply to it.
+        ValueError: There is none, or an option does not apply to it.
     """
     path = resolve_path(source.path)
     suffix = path.suffix.lower().removeprefix(".")

@@ -47,7 +47,7 @@ def build_recipe(recipe: Recipe, make_folder: bool = True) -> RecipeCLI:
         make_folder: Create the run folder.
 
     Raises:
-        UserError: With the first error of the recipe.
+        UserError: The recipe has an error; the message is the first one.
     """
     # The run folder holds config.yaml before the loggers start.
     warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
@@ -110,13 +110,13 @@ def train_recipe(command: Command, context: Callable[[RecipeCLI], AbstractContex
     """Build and train a recipe.
 
     Args:
-        context: Makes a context manager from the built recipe, which is entered during training.
+        context: Returns a context manager for the built recipe, which is entered during training.
 
     Returns:
         Exit status.
 
     Raises:
-        UserError: With the errors of the recipe.
+        UserError: The recipe has errors; the message lists them.
     """
     cli = build_recipe(read_recipe(command))
     try:
@@ -146,7 +146,7 @@ def build_reward(words: Sequence[str]) -> Weighted:
             with overlays and overrides. A recipe's held-out reward becomes a part of weight 0.
 
     Raises:
-        UserError: With the first error in the words.
+        UserError: The words have an error; the message is the first one.
     """
     if not words:
         raise UserError(NO_REWARD)

@@ -27,7 +27,7 @@ FIX = f"Give each row the field {PICTURE} with a file's path (pictures inside a 
 
 
 def callback_errors(callbacks: Sequence[Callback], model: VGRPOModule, data: PromptDataModule) -> list[str]:
-    """Return all errors of the recipe's own callbacks, given in its order."""
+    """Return all errors of the recipe's callbacks, given in its order."""
     errors = unfit_callbacks(callbacks)
     for number, callback in enumerate(callbacks):
         found = callback.check() if isinstance(callback, FID) else []
@@ -35,7 +35,7 @@ def callback_errors(callbacks: Sequence[Callback], model: VGRPOModule, data: Pro
             found = callback.check(model, data)
         errors += [f"trainer.callbacks[{number}].{error}" if "=" in error.split()[0] else error for error in found]
         metric = getattr(callback, "monitor", None)
-        # Lightning finds out after the first evaluation or checkpoint.
+        # Lightning reports it only after the first evaluation or checkpoint.
         if type(callback).__module__.startswith("lightning.") and metric and not metric.startswith(LOGGED):
             name = f"trainer.callbacks[{number}].monitor={metric}"
             errors.append(f"{name}: no metric of a run has that name. {suggestion(metric, OFTEN_WANTED)}")
@@ -49,7 +49,7 @@ def picture_errors(
 
     Args:
         what: Kind of prompts, for the message.
-        fix: What to do about missing pictures.
+        fix: Advice on missing pictures, for the message.
     """
     name = type(policy).__name__
     for number, row in enumerate(rows, start=1):
@@ -110,7 +110,7 @@ class UnscorablePrompts:
         """Return the errors that stop a run from starting.
 
         Args:
-            any_failure: A single prompt that cannot be scored is an error; otherwise only all of them are.
+            any_failure: True if one prompt that cannot be scored is an error; otherwise only if none can be.
         """
         if any_failure:
             return [*self.unknown, *self.lines()]

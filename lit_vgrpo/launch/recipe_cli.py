@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lit_vgrpo import callbacks as our_callbacks
-from lit_vgrpo import objectives, policies, rewards  # noqa: F401  imported so that their classes go by short names
+from lit_vgrpo import objectives, policies, rewards  # noqa: F401  registers the short names of their classes
 from lit_vgrpo.config.environment import with_texts
 from lit_vgrpo.config.parts import CONSTRUCTOR_ERRORS, recipe_error, with_full_key
 from lit_vgrpo.config.recipe import Recipe
@@ -58,7 +58,7 @@ def _drawn_seed() -> int:
 
 
 def fixed_seed(seed_everything: bool | int) -> int:
-    """Return the seed of rollouts and prompts: a number as it is, a drawn one for ``true``, 0 for ``false``."""
+    """Return the seed of rollouts and prompts: a given number, a random one for ``true``, 0 for ``false``."""
     if seed_everything is True:
         return _drawn_seed()
     return int(seed_everything)
@@ -192,7 +192,7 @@ class RecipeCLI(LightningCLI):
         others = [callback for callback in chosen if callback not in reports]
         added = [cls() for kind, cls in wanted.items() if not any(isinstance(callback, kind) for callback in chosen)]
         callbacks: list[Callback] = [RunFolder(self.ckpt_path), self.guard, *others, *added]
-        callbacks += reports or [our_callbacks.Report()]  # it shows what the others have written
+        callbacks += reports or [our_callbacks.Report()]  # it shows the others' results
         own = [callback for callback in chosen if isinstance(callback, RunCheckpoint)]
         if own:
             self.checkpoints = own[0]
@@ -292,10 +292,10 @@ def read_checkpoint(path: Path, what: str) -> dict[str, Any]:
 
     Args:
         path: The checkpoint.
-        what: Its name in messages.
+        what: Name of the checkpoint in messages.
 
     Raises:
-        UserError: It is not a file, or is damaged.
+        UserError: The checkpoint is not a file, or is damaged.
     """
     if not path.is_file():
         newest = newest_checkpoint(path) if path.is_dir() else None
@@ -319,12 +319,12 @@ def refuse_finished(checkpoint: dict[str, Any], trainer: Trainer, what: str) -> 
 
 
 def run_loggers(setting: Any, folder: Path, resumption: Resumption | None) -> list[Logger]:
-    """Return the recipe's loggers, with ``metrics.csv`` and, unless it sets its own, TensorBoard in the run folder.
+    """Return the recipe's loggers, with ``metrics.csv`` and, unless it names a logger, TensorBoard in the run folder.
 
     Args:
         setting: The recipe's ``trainer.logger``.
         folder: The run folder.
-        resumption: Where to continue the tables; ``None`` starts them.
+        resumption: Point at which to continue the tables; ``None`` starts them.
     """
     progress = resumption.progress if resumption is not None else None
     loggers = as_list(setting, Logger)

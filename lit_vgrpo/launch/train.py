@@ -30,7 +30,7 @@ def train(cli: RecipeCLI) -> int:
     """Fit, and report how training ended.
 
     Returns:
-        0; 1 when training failed or its end could not be saved; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
+        0; 1 if training failed or its end could not be saved; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 
     Raises:
         UserError: Lightning refused the checkpoint or the recipe before training began.
@@ -40,7 +40,7 @@ def train(cli: RecipeCLI) -> int:
         try:
             with checkpoints.listening(watch):
                 if cli.resumption is not None and cli.resumption.is_at_end(cli.trainer):
-                    call_train_hooks_at_end(cli.trainer)  # the evaluation, export and summary of the end
+                    call_train_hooks_at_end(cli.trainer)  # the final evaluation, export and summary
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.ckpt_path)
         except (SystemExit, KeyboardInterrupt):
             if not checkpoints.interrupted and not checkpoints.terminated:
@@ -127,7 +127,7 @@ def _report_outcome(cli: RecipeCLI) -> int:
 
 
 def _nothing_was_scored(cli: RecipeCLI) -> bool:
-    """Return True and report it if the final held-out reward is NaN, so that the result is not known."""
+    """Return True and report it if the final held-out reward is NaN, so that the result is unknown."""
     if not math.isnan(cli.model.evaluator.latest.get("heldout/reward", 0.0)):
         return False
     if is_first_process():

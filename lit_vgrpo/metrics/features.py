@@ -34,11 +34,11 @@ class FeatureNetwork(ABC):
     """A frozen network that extracts features of images; its weights are loaded on first use.
 
     Args:
-        source: where the weights are.
+        source: Location of the weights.
 
     Attributes:
-        side: images are resized to ``side`` x ``side`` pixels.
-        device: where the network runs.
+        side: Images are resized to ``side`` x ``side`` pixels.
+        device: Device of the network.
     """
 
     def __init__(self, source: str) -> None:
@@ -78,7 +78,7 @@ class FeatureNetwork(ABC):
         """Load the weights, unless they are loaded already.
 
         Raises:
-            LoadError: an error of :meth:`check`, or files without such a network.
+            LoadError: An error of :meth:`check`, or files without such a network.
         """
         if self._model is not None:
             return
@@ -103,7 +103,7 @@ class FeatureNetwork(ABC):
         """Return the features of images, which are first rounded to 8 bits like a saved file.
 
         Args:
-            images: shape ``(B, 3, H, W)``, float in [0, 1], on any device.
+            images: Shape ``(B, 3, H, W)``, float in [0, 1], on any device.
 
         Returns:
             Shape ``(B, D)``, float32, on ``device``; NaN for an image that is not finite.

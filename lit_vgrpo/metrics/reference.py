@@ -27,10 +27,10 @@ class Reference:
     """Statistics of the reference images.
 
     Attributes:
-        mean: shape ``(D,)``, float64.
-        cov: shape ``(D, D)``, float64.
-        network: name of the feature network; empty for clean-fid's files, which do not record it.
-        features: shape ``(N, D)``, float32, sorted by image name; for KID, otherwise ``None``.
+        mean: Shape ``(D,)``, float64.
+        cov: Shape ``(D, D)``, float64.
+        network: Name of the feature network; empty for clean-fid's files, which do not record it.
+        features: Shape ``(N, D)``, float32, sorted by image name; for KID, otherwise ``None``.
     """
 
     mean: Tensor
@@ -51,7 +51,7 @@ class Reference:
         """Read a file written by :meth:`save`, or one of clean-fid's for its Inception network.
 
         Raises:
-            ValueError: the file has no statistics, or was made with another feature network.
+            ValueError: The file has no statistics, or was made with another feature network.
         """
         arrays = _arrays(Path(path))
         if not set(_OURS) <= set(arrays):
@@ -84,13 +84,13 @@ def reference_statistics(source: str | Path, network: FeatureNetwork, keep_featu
     are transparent.
 
     Args:
-        source: the folder, searched recursively, or the file.
-        network: the feature network.
-        keep_features: also keep every image's features, for KID.
+        source: The folder, searched recursively, or the file.
+        network: The feature network.
+        keep_features: Also keep every image's features, for KID.
 
     Raises:
-        ValueError: an error of :func:`reference_errors`, an unreadable image, or a file that does not fit the network.
-        LoadError: the network cannot be loaded.
+        ValueError: An error of :func:`reference_errors`, an unreadable image, or a file that does not fit the network.
+        LoadError: The network cannot be loaded.
     """
     path = resolve_path(source)
     found: Reference | None = None
@@ -130,7 +130,7 @@ def image_files(folder: Path) -> list[Path]:
     """Return the images of a folder and its subfolders, sorted by name.
 
     Raises:
-        ValueError: the folder does not exist, or has fewer than two images.
+        ValueError: The folder does not exist, or has fewer than two images.
     """
     if not folder.is_dir():
         raise ValueError(f"reference={folder} is neither a folder nor a {STATISTICS_SUFFIX} file.")

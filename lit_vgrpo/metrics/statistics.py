@@ -23,10 +23,10 @@ class FeatureMoments:
     """Mean and covariance of the features of images that come in batches, in float64 on the CPU.
 
     Args:
-        dimension: length D of a feature vector.
+        dimension: Length D of a feature vector.
 
     Attributes:
-        count: number of images: this rank's, or those of all ranks after :meth:`add_up_ranks`.
+        count: Number of images: this rank's, or those of all ranks after :meth:`add_up_ranks`.
     """
 
     def __init__(self, dimension: int) -> None:
@@ -56,8 +56,8 @@ def frechet_distance(mean: Tensor, cov: Tensor, other_mean: Tensor, other_cov: T
     """Return the Frechet distance between two Gaussians, as torchmetrics computes FID.
 
     Args:
-        mean, other_mean: shape ``(D,)``, float64.
-        cov, other_cov: shape ``(D, D)``, float64.
+        mean, other_mean: Shape ``(D,)``, float64.
+        cov, other_cov: Shape ``(D, D)``, float64.
 
     Returns:
         At least 0; NaN if a moment is not finite.
@@ -79,7 +79,7 @@ class KeptFeatures:
     KID needs all of them: 10,000 images with Inception's 2048 features are 82 MB, gathered on every rank.
 
     Args:
-        dimension: length D of a feature vector.
+        dimension: Length D of a feature vector.
     """
 
     def __init__(self, dimension: int) -> None:
@@ -104,11 +104,11 @@ def kernel_distance(
     """Return torchmetrics' KID in float64, the mean over random subsets, as in clean-fid.
 
     Args:
-        features: shape ``(n, D)``.
-        reference: shape ``(m, D)``.
-        subsets: number of subsets.
-        subset_size: images per subset, at most as many as there are on either side.
-        seed: seed of the subsets; torch's global random state stays as it is.
+        features: Shape ``(n, D)``.
+        reference: Shape ``(m, D)``.
+        subsets: Number of subsets.
+        subset_size: Images per subset, at most the size of the smaller side.
+        seed: Seed of the subsets; torch's global random state is unchanged.
 
     Returns:
         About 0 for two samples of one distribution, possibly slightly below; NaN for fewer than two images on a side.
@@ -138,8 +138,8 @@ def diversity(features: Tensor, prompts: Sequence[Key], distance: Distance = "co
     """Return the mean distance between two images of one prompt, in float64, for each prompt.
 
     Args:
-        features: shape ``(N, D)``.
-        prompts: each image's prompt, or its number; length N.
+        features: Shape ``(N, D)``.
+        prompts: Each image's prompt, or its number; length N.
         distance: ``cosine`` (0 for equal directions, 2 for opposite ones) or ``euclidean``.
 
     Returns:
@@ -177,11 +177,11 @@ def bootstrap_interval(
     whole prompts are resampled instead.
 
     Args:
-        values: one score per image.
-        clusters: the cluster of each value, such as its prompt; ``None`` resamples single values.
-        level: confidence level, in (0, 1).
-        resamples: number of bootstrap samples.
-        seed: seed of the resampling.
+        values: One score per image.
+        clusters: The cluster of each value, such as its prompt; ``None`` resamples single values.
+        level: Confidence level, in (0, 1).
+        resamples: Number of bootstrap samples.
+        seed: Seed of the resampling.
 
     Returns:
         The lower and the upper end; NaN if there are no values.
@@ -197,7 +197,7 @@ def bootstrap_interval(
     if len(sums) < 2:  # scipy refuses to resample a single cluster
         mean = float(sums[0] / counts[0]) if len(sums) else math.nan
         return mean, mean
-    from scipy.stats import bootstrap  # its import takes half a second
+    from scipy.stats import bootstrap  # importing it takes 0.5 s
 
     interval = bootstrap(
         (sums, counts),

@@ -29,12 +29,12 @@ ERROR_OFFSET = 1e-10
 
 
 def log_likelihood(errors: Tensor, times: Tensor, weighting: Weighting = "power", power: float = 0.25) -> Tensor:
-    """``log q``, what stands for the log-likelihood of one image at one time.
+    """Return ``log q``, the surrogate of the log-likelihood of one image at one time.
 
     Args:
         errors: ``e = m((v_theta - (eps - x))^2)``, shape ``(B, N)``.
         times: ``t``, shape ``(B, N)``, in (0, 1].
-        weighting: ``-t ((e + 1e-10)^p - (1e-10)^p) / p``; ``-t (sqrt(e + 1e-10) - 1e-5)``, which is half of that with
+        weighting: ``-t ((e + 1e-10)^p - (1e-10)^p) / p``; ``-t (sqrt(e + 1e-10) - 1e-5)``, which is half of it with
             ``p = 1/2``; ``-e``, ``-t e`` or ``-t^2 e``.
         power: ``p`` of the first.
 
@@ -53,27 +53,27 @@ def log_likelihood(errors: Tensor, times: Tensor, weighting: Weighting = "power"
 class AWM(DrawnTimesObjective):
     """AWM: the clipped ratio of every (image, time), and a pull to the start and to a slowly moving copy.
 
-    Defined on a rectified flow only. With one update per iteration the policy is its own behaviour policy, so the old
+    Defined on a rectified flow only. With one update per iteration the policy is the behaviour policy, so the old
     likelihoods need no passes. The predictions of the start and of the copy are kept for a whole iteration; each is as
     large as the latents times ``num_times``.
 
     Args:
-        num_times: times per image, one in each equal part of the schedule, shared by the images of a micro-batch.
-        weighting: see :func:`log_likelihood`.
-        power: exponent of the power weighting; the others do not use it.
-        clip: half-width of the ratio's trust region; null for none. 1.0, nearly no bound, is what the public code sets.
-        advantage_clip: bound on the advantages, before they are divided; null for none.
-        advantage_scale: advantages are divided by this.
-        kl_weight: weight of the squared distance to the start's velocity: 3e-3 in the public code's OCR run, 1e-3 for
+        num_times: Times per image, one in each equal part of the schedule, shared by the images of a micro-batch.
+        weighting: See :func:`log_likelihood`.
+        power: Exponent of the power weighting; the others do not use it.
+        clip: Half-width of the ratio's trust region; null for none. The public code sets 1.0, nearly no bound.
+        advantage_clip: Bound on the advantages, before they are divided; null for none.
+        advantage_scale: Divisor of the advantages.
+        kl_weight: Weight of the squared distance to the start's velocity: 3e-3 in the public code's OCR run, 1e-3 for
             GenEval (3e-3 in its first version), 1e-4 for PickScore; 0 saves the reference's passes.
-        ema_weight: weight of the squared distance to the moving copy's velocity; 0 saves its passes.
-        ema_decay_rate: ``copy <- d copy + (1 - d) theta`` after an iteration, with n gradient steps done
+        ema_weight: Weight of the squared distance to the moving copy's velocity; 0 saves its passes.
+        ema_decay_rate: ``copy <- d copy + (1 - d) theta`` after each iteration, with n gradient steps done and
             ``d = min(max, rate n)``.
-        ema_decay_max: the bound of that.
+        ema_decay_max: Upper bound of ``d``.
 
     The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective` and
-    :class:`~lit_vgrpo.objectives.forward.DrawnTimesObjective`. The default of ten sampling steps is that of the other
-    methods here (the public code takes 14), and to draw from the sampler's times is our reading.
+    :class:`~lit_vgrpo.objectives.forward.DrawnTimesObjective`. The default of ten sampling steps follows
+    the other methods here (the public code takes 14). Drawing from the sampler's times is our reading.
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
@@ -98,7 +98,7 @@ class AWM(DrawnTimesObjective):
         return passes | dict.fromkeys(self._pulls(), self.num_times) | self.anchor_passes(self.num_times)
 
     def _pulls(self) -> dict[str, float]:
-        """Return the copies that the loss pulls to, and how strongly."""
+        """Return the copies that the loss pulls to, with their weights."""
         weights = {"reference": self.kl_weight, "ema": self.ema_weight}
         return {name: weight for name, weight in weights.items() if weight > 0}
 

@@ -1,7 +1,7 @@
 """Contract of a training method: its rollout, what it keeps, and its loss.
 
 Files with methods have no ``from __future__ import annotations``: a recipe's parser reads the type hints of dataclasses
-from the module of the last class, where a string from a base class would mean nothing.
+from the module of the last class, where a string from a base class is undefined.
 """
 
 import math
@@ -30,14 +30,14 @@ class PrepareContext:
     """An iteration's images, and what a method needs to pass them through the network before the first update.
 
     Attributes:
-        policy: the weights as they are before the first update.
-        rollout: this rank's images.
+        policy: The policy with its weights before the first update.
+        rollout: This rank's images.
         advantages: ``(B,)``, float32.
-        micro_batch_size: images per forward pass; the same as in the updates, since kernels round by batch size.
-        updates: gradient steps of this iteration; from the second on the policy has moved.
-        ledger: where extra network passes are booked.
-        later: ``(K,)``, int64: the images that the first update does not train on, where every update takes its own
-            share; ``None`` where all updates train on all images.
+        micro_batch_size: Images per forward pass; the same as in the updates, since kernels round by batch size.
+        updates: Gradient steps of this iteration; the policy has moved from the second on.
+        ledger: Counter of extra network passes.
+        later: ``(K,)``, int64: the images that the first update does not train on, if every update takes a
+            separate share; ``None`` if all updates train on all images.
     """
 
     policy: Policy
@@ -53,7 +53,7 @@ class PrepareContext:
         return experience if self.later is None else experience.select(self.later.to(experience.latents.device))
 
     def placed(self, values: Tensor) -> Tensor:
-        """Give values of the later images ``(K, ...)`` their places among all ``(B, ...)``, with NaN for the others."""
+        """Scatter values of the later images ``(K, ...)`` to all images ``(B, ...)``, with NaN for the others."""
         if self.later is None:
             return values
         places = values.new_full((len(self.rollout), *values.shape[1:]), math.nan)
@@ -71,26 +71,26 @@ class PrepareContext:
 
 @checked
 class Objective(ABC):
-    """A training method as a plain class; it knows no trainer.
+    """A training method as a plain class, independent of any trainer.
 
     The calls of one iteration, in order: :meth:`roll_out`, :meth:`prepare`, then for every update
     :meth:`before_update`, :meth:`loss` on each of its micro-batches and :meth:`after_update`, then
     :meth:`after_iteration`.
 
     Attributes:
-        copies: the copies of the trained weights that the method keeps, by name; part of the checkpoint, but for
-            ``"reference"``, which is that of the start.
-        num_updates: gradient steps done, over all iterations; the clock of whatever decays by steps.
-        all_ranks: concatenates every rank's ``(B, ...)`` in rank order; the trainer's module sets it.
-        rollout_device: where an iteration's tensors are kept; ``None`` keeps them where the network is.
+        copies: The copies of the trained weights that the method keeps, by name; part of the checkpoint, except
+            ``"reference"``, the copy of the start.
+        num_updates: Gradient steps done, over all iterations; decays by steps count these.
+        all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; the trainer's module sets it.
+        rollout_device: Device of an iteration's tensors; ``None`` keeps them on the network's device.
 
     Args:
-        training_guidance: guidance of the network while it is trained, and of the copies it is compared with; ``None``
-            takes the rollout's where the method trains on the sampling steps or the network embeds the scale, else 1.
-        reference_guidance: guidance of the weights of the start; ``None`` takes the training's.
+        training_guidance: Guidance of the network while it is trained, and of the copies it is compared with; ``None``
+            takes the rollout's if the method trains on the sampling steps or the network embeds the scale, else 1.
+        reference_guidance: Guidance of the weights of the start; ``None`` takes the training's.
 
-    A method that overrides :meth:`check`, :meth:`setup` or :meth:`after_iteration` calls those of this class: they keep
-    the anchor, for which a method declares the options ``anchor_weight`` and ``anchor_decay``.
+    A method that overrides :meth:`check`, :meth:`setup` or :meth:`after_iteration` must call ``super()``: this class
+    keeps the anchor, for which a method declares the options ``anchor_weight`` and ``anchor_decay``.
     """
 
     needs_reward: ClassVar[bool] = True
@@ -114,7 +114,7 @@ class Objective(ABC):
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Take the method's own rollout where none is given, and start without copies and updates.
+        """Use the method's default rollout if none is given, and start without copies and updates.
 
         A dataclass that defines ``__post_init__`` itself must call this one.
         """
@@ -127,7 +127,7 @@ class Objective(ABC):
 
     @property
     def spec(self) -> RolloutSpec:
-        """Sampling of the images, where it is the same in all iterations."""
+        """Sampling of the images, if it is the same in all iterations."""
         assert self.rollout is not None, f"{type(self).__name__} has no rollout"
         return self.rollout
 
@@ -170,7 +170,7 @@ class Objective(ABC):
         """Return network passes per image by phase of the ledger; guidance counts twice, a backward is not counted.
 
         Args:
-            policy: whose network it is; ``None`` stands for one that embeds no guidance scale.
+            policy: Owner of the network; ``None`` means one that embeds no guidance scale.
         """
         spec = self.rollout_spec(0)
         guided = _guidance_factor(spec.guidance, policy)
@@ -197,16 +197,16 @@ class Objective(ABC):
         return self.rollout_spec(0).guidance if as_sampled else 1.0
 
     def connect(self, all_ranks: Callable[[Tensor], Tensor], rollout_device: torch.device | None) -> None:
-        """Take what a trainer's module knows; called before :meth:`setup`. See the attributes."""
+        """Set the attributes that a trainer's module knows; called before :meth:`setup`."""
         self.all_ranks, self.rollout_device = all_ranks, rollout_device
 
     def setup(self, policy: Policy) -> None:
-        """Make the copies of the loaded policy that the method keeps."""
+        """Copy the loaded policy's weights as the method needs."""
         if self.keeps_anchor:
             self.copies["anchor"] = Snapshot(policy)
 
     def acting(self, policy: Policy) -> AbstractContextManager[Any]:
-        """Put the weights that roll out in place: the policy's own, unless a method samples with a copy."""
+        """Swap in the weights that roll out: the policy's, unless the method samples with a copy."""
         return nullcontext()
 
     def rollout_batches(
@@ -215,7 +215,7 @@ class Objective(ABC):
         """Sample the images of a request with the weights that act, one forward batch at a time.
 
         Args:
-            spec: how to sample them; ``None`` uses :meth:`rollout_spec`.
+            spec: Sampling settings; ``None`` uses :meth:`rollout_spec`.
         """
         means = self.records_means and spec is None
         spec = spec or self.rollout_spec(request.iteration)
@@ -236,17 +236,17 @@ class Objective(ABC):
 
     @abstractmethod
     def prepare(self, context: PrepareContext) -> Experience:
-        """Compute what the loss needs again, before the first update."""
+        """Compute the fixed inputs of the loss before the first update."""
 
     @abstractmethod
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the scalar loss of a micro-batch, and detached metrics, one value per image ``(M,)``."""
 
     def before_update(self, policy: Policy, micros: Sequence[Experience], ledger: PassLedger | None = None) -> None:  # noqa: B027
-        """Add to the micro-batches of one update what only the weights of that moment can say."""
+        """Add to the micro-batches of one update the values that depend on the current weights."""
 
     def after_update(self, policy: Policy) -> None:
-        """Move the clock of gradient steps; copies that follow it are moved by the method."""
+        """Count a gradient step; methods override this to move copies that follow steps."""
         self.num_updates += 1
 
     def after_iteration(self, policy: Policy) -> None:
@@ -254,7 +254,7 @@ class Objective(ABC):
         if self.anchor is not None and self.anchor_decay is not None:
             self.anchor.move_towards(policy, self.anchor_decay)
 
-    # --- the anchor: a slowly moving copy of the weights that a policy is pulled to; not from a paper -----------------
+    # --- the anchor: a slowly moving copy of the weights that pulls the policy; not from a paper ---------------------
 
     @property
     def keeps_anchor(self) -> bool:
@@ -272,24 +272,24 @@ class Objective(ABC):
 
     @contextmanager
     def with_copy(self, policy: Policy, name: str, ledger: PassLedger | None = None) -> Iterator[None]:
-        """Put the weights of ``copies[name]`` in place of the policy's, and book the passes inside under that name."""
+        """Swap in the weights of ``copies[name]``, and count the passes inside under that name."""
         copy = self.copies[name]
         copy.to(policy.device)
         with (ledger or PassLedger()).phase(name), copy.swapped_into(policy):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only; the frozen reference comes from the policy's own checkpoint."""
+        """Return tensors and plain values only; the frozen reference comes from the policy's checkpoint."""
         return {
             "num_updates": self.num_updates,
             "copies": {name: copy.state_dict() for name, copy in self._moving_copies().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave.
+        """Restore the result of :meth:`state_dict`.
 
         Raises:
-            RuntimeError: the checkpoint was written with another method, or other settings of it.
+            RuntimeError: The checkpoint was written with another method or other settings.
         """
         copies = self._moving_copies()
         if state["copies"].keys() != copies.keys():

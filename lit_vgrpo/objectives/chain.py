@@ -1,4 +1,4 @@
-"""Base of the methods that train on the sampling chain: a clipped ratio for every step that took noise."""
+"""Base of the methods that train on the sampling chain: a clipped ratio for every step with noise."""
 
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, ClassVar
@@ -18,7 +18,7 @@ from lit_vgrpo.policies.base import Policy
 
 
 def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:
-    """``m((mean - mean_ref)^2) / (2 sigma^2)`` of every step, without the step's ``h``; ``(B, K, ...) -> (B, K)``.
+    """Return ``m((mean - mean_ref)^2) / (2 sigma^2)`` per step, without its ``h``; ``(B, K, ...) -> (B, K)``.
 
     Source:
         arXiv 2505.05470.
@@ -28,26 +28,26 @@ def step_kl(mean: Tensor, reference_mean: Tensor, diffusion: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class ChainObjective(Objective):
-    """Base of the methods whose actions are the SDE steps of a rollout; holds the options that all of them have.
+    """Base of the methods whose actions are the SDE steps of a rollout; holds their common options.
 
     An experience's ``extras`` hold for each image its ``K`` trained steps: ``before`` and ``after (B, K, C, h, w)``,
-    ``t``, ``t_next``, ``second_time`` and ``log_prob (B, K)``, and where needed ``old_mean``, ``reference_mean`` and
+    ``t``, ``t_next``, ``second_time`` and ``log_prob (B, K)``, and if needed ``old_mean``, ``reference_mean`` and
     ``anchor_mean``.
     The old log-probabilities are those of the rollout, so there are no extra passes for them by default.
 
     Args:
-        rollout: how images are sampled; an SDE of the policy's path. Null takes the method's published one.
-        anchor_weight: weight of the pull to the anchor, :func:`step_kl` to its means of the trained steps; 0 saves its
+        rollout: Sampling of images; an SDE of the policy's path. Null takes the method's published one.
+        anchor_weight: Weight of the pull to the anchor, :func:`step_kl` to its means of the trained steps; 0 saves its
             passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
-        clip: half-width of the ratio's trust region; null for none.
-        advantage_clip: bound on the advantages; null for none.
-        kl_weight: weight of the KL of each step to the starting weights; 0 switches it and its passes off.
-        training_guidance: guidance scale of the policy during training; null takes the rollout's. With any other scale
+        clip: Half-width of the ratio's trust region; null for none.
+        advantage_clip: Bound on the advantages; null for none.
+        kl_weight: Weight of the KL of each step to the starting weights; 0 switches it and its passes off.
+        training_guidance: Guidance scale of the policy during training; null takes the rollout's. With any other scale
             the old log-probabilities are recomputed, in separate passes.
-        reference_guidance: guidance scale of the starting weights; null takes the training's.
-        recompute_old: recompute the old log-probabilities in the training's batches, in separate passes. In 16-bit
-            precision those of the rollout's batches round differently, so the ratio is not exactly 1 before an update.
+        reference_guidance: Guidance scale of the starting weights; null takes the training's.
+        recompute_old: Recompute the old log-probabilities in the training's batches, in separate passes. In 16-bit
+            precision those of the rollout's batches round differently, so the ratio is not exactly 1 before the update.
     """
 
     path_kinds: ClassVar[tuple[str, ...]] = ("flow",)
@@ -64,7 +64,7 @@ class ChainObjective(Objective):
     reference_guidance: GuidanceScale | None = None
     recompute_old: bool = False
 
-    # --- which steps -----------------------------------------------------------------------------------------------
+    # --- trained steps---------------------------------------------------------------------------------------------
 
     @property
     def window(self) -> tuple[str, int] | None:
@@ -77,7 +77,7 @@ class ChainObjective(Objective):
 
     @property
     def last_start(self) -> int:
-        """The latest place of the window: the last step, with far less noise than the others, is never trained."""
+        """Latest start of the window: the last step, with far less noise than the others, is never trained."""
         assert self.window is not None
         return self.spec.steps - 1 - self.window[1]
 
@@ -98,7 +98,7 @@ class ChainObjective(Objective):
     # --- checks and cost -------------------------------------------------------------------------------------------
 
     def chain_errors(self) -> list[str]:
-        """Return what keeps this rollout from being trained on, one line each."""
+        """Return the reasons that this rollout cannot be trained on, one line each."""
         spec, name, where = self.spec, type(self).__name__, "model.objective.rollout"
         if not spec.is_sde:
             known = " or ".join(FLOW_SDES if "flow" in self.path_kinds else VP_SDES)
@@ -135,7 +135,7 @@ class ChainObjective(Objective):
 
     @property
     def _recomputes_old(self) -> bool:
-        """True if the rollout's own log-probabilities are not used, such as those of another guidance."""
+        """True if the rollout's log-probabilities are not used, such as those of another guidance."""
         return self.recompute_old or self.guidance_in("training", None) != self.spec.guidance
 
     # --- one iteration ---------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class ChainObjective(Objective):
             return torch.cat([self._transition(policy, micro, guidance).mean for micro in parts])
 
     def _store_old(self, policy: Policy, experience: Experience, micro_batch_size: int) -> None:
-        """Recompute the rollout's steps in the batches of training, so that the ratio is 1 before an update."""
+        """Recompute the rollout's steps in the batches of training, so that the ratio is 1 before any update."""
         log_probs, means = [], []
         for micro in experience.micro_batches(micro_batch_size):
             step = self._transition(policy, micro, self.guidance_in("training", policy))
@@ -177,7 +177,7 @@ class ChainObjective(Objective):
             experience.extras["old_mean"] = torch.cat(means)
 
     def _chosen(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Return the trained steps of every image, by name; views of the trajectory where all of it is trained."""
+        """Return the trained steps of every image, by name; views of the trajectory if all of it is trained."""
         chain = rollout.trajectory
         assert chain is not None
         images, steps = chain.log_probs.shape
@@ -199,7 +199,7 @@ class ChainObjective(Objective):
         return {name: values[image, chosen] for name, values in tensors.items()}
 
     def _transition(self, policy: Policy, micro: Experience, guidance: float) -> Transition:
-        """Every trained step's distribution under the present weights ``(M, K, ...)``, in one pass of ``M K`` rows."""
+        """Return the trained steps' distributions ``(M, K, ...)`` under the current weights, from a single pass."""
         home, micro = micro.latents.device, micro.to(policy.device)
         shape = micro.extras["t"].shape
         z, t, t_next, second = (micro.extras[n].flatten(0, 1) for n in ("before", "t", "t_next", "second_time"))
@@ -210,17 +210,17 @@ class ChainObjective(Objective):
         return Transition(*(value.unflatten(0, shape).to(home) for value in (step.mean, step.std, step.diffusion)))
 
     def log_ratio(self, micro: Experience, step: Transition) -> Tensor:
-        """Log of new over old likelihood of every trained step, ``(M, K)``; carries grad."""
+        """Return the log of new over old likelihood of every trained step, ``(M, K)``; carries grad."""
         return self._log_prob(micro, step) - micro.extras["log_prob"]
 
     def _log_prob(self, micro: Experience, step: Transition) -> Tensor:
-        """Log-probability ``(M, K)`` of where every trained step of the rollout ended."""
+        """Return the log-probability ``(M, K)`` of the end of every trained step of the rollout."""
         after = micro.extras["after"]
         flat = Transition(*(value.flatten(0, 1) for value in (step.mean, step.std, step.diffusion)))
         return log_prob(self.spec.solver, after.flatten(0, 1), flat).unflatten(0, after.shape[:2])
 
     def step_weight(self, micro: Experience) -> Tensor | float:
-        """Weight of each step's surrogate in the loss, broadcastable to ``(M, K)``."""
+        """Return the weight of each step's surrogate in the loss, broadcastable to ``(M, K)``."""
         return 1.0
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:

@@ -23,7 +23,7 @@ class DanceGRPO(ChainObjective):
     :class:`~lit_vgrpo.objectives.ddpo.DDPO`.
 
     Args:
-        train_fraction: share of the steps that are trained, drawn per image and iteration and rounded down; the last
+        train_fraction: Share of the steps that are trained, drawn per image and iteration and rounded down; the last
             step is never among them.
 
     The other options are those of :class:`~lit_vgrpo.objectives.chain.ChainObjective`; the paper has no KL.

@@ -15,7 +15,7 @@ class DDPO(ChainObjective):
     """DDPO with clipped importance ratios, for eps- and v-networks: the chain is DDIM with eta 1.
 
     Advantages are divided by the group's std, as by the paper's per-prompt statistics. Our schedule ends at the clean
-    latent, so its last step has no noise and hence no likelihood: every other step is trained. The paper has no KL.
+    latent, so the last step has no noise and no likelihood: all others are trained. The paper has no KL.
     The options are those of :class:`~lit_vgrpo.objectives.chain.ChainObjective`.
     """
 

@@ -20,26 +20,26 @@ from lit_vgrpo.policies.base import Policy
 
 
 class ImageSource(Protocol):
-    """Gives the images to learn from, and the captions to learn them under."""
+    """Source of training images and their captions."""
 
     def __call__(
         self, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], generators: Sequence[torch.Generator]
     ) -> tuple[Tensor, list[str]]:
-        """Images ``(B, 3, H, W)`` float32 in [0, 1] and B captions; all randomness from the B generators."""
+        """Return images ``(B, 3, H, W)``, float32 in [0, 1], and B captions; all randomness is in the generators."""
 
 
 @checked
 @dataclass(eq=False)
 class Denoising(Objective):
-    """The ELBO of images that are given: how the tiny models are pre-trained.
+    """The ELBO of given images, with which the tiny models are pre-trained.
 
     Args:
-        images: where images and captions come from.
-        rollout: how held-out images are sampled.
-        num_mc_samples: pairs (t, eps) per image.
-        space: where the denoising error is measured.
-        self_normalise: divide each squared error by its own detached absolute error.
-        time_shift: resolution shift of the continuous schedule, from which times are drawn.
+        images: Source of the images and captions.
+        rollout: Sampling of held-out images.
+        num_mc_samples: Pairs (t, eps) per image.
+        space: Space of the denoising error.
+        self_normalise: Divide each squared error by its own detached absolute error.
+        time_shift: Resolution shift of the continuous schedule, from which times are drawn.
     """
 
     needs_reward: ClassVar[bool] = False
@@ -64,7 +64,7 @@ class Denoising(Objective):
     def rollout_batches(
         self, policy: Policy, request: RolloutRequest, spec: RolloutSpec | None = None
     ) -> Generator[Rollout, None, None]:
-        """Take the given images in place of a rollout's."""
+        """Return the given images instead of a rollout's."""
         group_rows, image_ids = request.layout()
         picked = group_rows.tolist()
         generators = image_generators(STREAM_DATA, request.seed, request.iteration, image_ids.tolist())

@@ -24,7 +24,7 @@ from lit_vgrpo.policies.base import Policy
 
 
 def has_left_trust_region(losses: Tensor, old_losses: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """Return where ``q = exp(l_old - l)`` has left ``[1 - c, 1 + c]`` on the side the advantage pushes to.
+    """Return a mask of ``q = exp(l_old - l)`` outside ``[1 - c, 1 + c]`` on the side that the advantage pushes to.
 
     Args:
         losses: ``(B, ...)``, and ``old_losses`` alike.
@@ -43,7 +43,7 @@ def group_weights(
 ) -> Tensor:
     """Return ``sigmoid(z_g)`` of each image's group, detached.
 
-    ``z_g = (beta / G) sum_{i in g} A_i (l_i - l_ref_i)``, at each time by itself where there are several.
+    ``z_g = (beta / G) sum_{i in g} A_i (l_i - l_ref_i)``, separately for each time if there are several.
 
     Args:
         losses: ``l_i``, ``(B,)`` or ``(B, N)``; whole groups, in any order. So are the others.
@@ -83,27 +83,27 @@ def are_whole(ids: Tensor, sizes: Tensor) -> Tensor:
 class DGPO(ForwardObjective):
     """DGPO: the group's images as one preference, weighted by how far it is from being satisfied.
 
-    ``l_it = m((target - prediction)^2)`` is an image's loss at one time, in the network's own prediction: the velocity
-    on a rectified flow, as in the paper; on a variance-preserving path, to which we carry the method over, the noise of
-    an eps-network (as in Diffusion-DPO) or the velocity of a v-network. As in the authors' code, the stop and the
-    weight of a group are those of each time, and the loss is the mean over times.
+    ``l_it = m((target - prediction)^2)`` is an image's loss at one time, in the network's prediction: the velocity on a
+    rectified flow, as in the paper; on a variance-preserving path, our extension, the noise of an eps-network (as in
+    Diffusion-DPO) or the velocity of a v-network. As in the authors' code, a group's stop and weight are computed per
+    time, and the loss is the mean over times.
 
-    A group must be whole in every update. Where a micro-batch does not hold whole groups, the update's images pass
-    through the network once more without gradient, to know each group's weight; a ``micro_batch_size`` that is a
-    multiple of ``group_size`` saves that.
+    A group must be whole in every update. If micro-batches do not hold whole groups, the update's images pass through
+    the network once more without gradient, to compute each group's weight. A ``micro_batch_size`` that is a multiple
+    of ``group_size`` saves this pass.
 
     Args:
-        num_times: times of an iteration, the same for all images and ranks.
-        noisiest: of how many of the sampler's noisiest times they are drawn, without repetition; null for all.
-        beta: 100 (OCR, GenEval) or 10 (PickScore): how soon a satisfied group stops pulling.
-        advantage_clip: bound on the advantages; null for none. Where it acts, a group's no longer sum to 0.
-        kl_weight: weight of the squared distance to the reference's predictions: 0.02, or 0.001.
-        clip: how far an image's likelihood may move from the old policy before its gradient is dropped: 1e-2, or 5e-2.
-        reference: the preference's and the KL's reference: the start, or the slowly moving old policy, which needs no
-            further passes.
+        num_times: Times per iteration, the same for all images and ranks.
+        noisiest: Number of the sampler's noisiest times to draw from, without repetition; null for all.
+        beta: How soon a satisfied group stops pulling: 100 (OCR, GenEval) or 10 (PickScore).
+        advantage_clip: Bound on the advantages; null for none. Clipped advantages no longer sum to 0 in a group.
+        kl_weight: Weight of the squared distance to the reference's predictions: 0.02, or 0.001.
+        clip: Maximum change of an image's likelihood from the old policy before its gradient is dropped: 1e-2, or 5e-2.
+        reference: The preference's and the KL's reference: the start, or the slowly moving old policy, which needs no
+            extra passes.
         old_decay_rate: ``old <- d old + (1 - d) theta`` after each of n gradient steps, ``d = min(max, rate n)``.
-        old_decay_max: the bound of that.
-        behaviour_from_step: gradient step from which the old policy rolls out: 200 (500 for GenEval).
+        old_decay_max: Upper bound of ``d``.
+        behaviour_from_step: Gradient step from which the old policy rolls out: 200 (500 for GenEval).
 
     The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The paper samples with
     DPM-Solver++ in 10 steps.
@@ -179,7 +179,7 @@ class DGPO(ForwardObjective):
     def _losses(
         self, policy: Policy, micro: Experience, use: Literal["training", "reference"] = "training"
     ) -> tuple[Tensor, Tensor]:
-        """Return the network's own predictions ``(M, N, ...)`` and ``l_it``, ``(M, N)``."""
+        """Return the network's predictions ``(M, N, ...)`` and ``l_it``, ``(M, N)``."""
         prediction, error, _ = self.predict(policy, micro, policy.path.prediction, use=use)
         return prediction, denoising_error(error, self_normalised=False)
 
@@ -210,7 +210,7 @@ class DGPO(ForwardObjective):
         reference = joined(micros, "reference_losses")
         advantages = torch.cat([micro.advantages for micro in micros])
         if not are_whole(ids, sizes):
-            # Every rank gets here or none, since all hold equal parts.
+            # All ranks get here or none, since all hold equal parts.
             ids, sizes, losses, reference, advantages = (
                 self.all_ranks(values).to(own.device) for values in (ids, sizes, losses, reference, advantages)
             )
@@ -219,7 +219,7 @@ class DGPO(ForwardObjective):
                     "An update cuts a group, but DGPO compares whole groups. Use data.split_updates=false."
                 )
         weights = group_weights(losses, reference, advantages, ids, sizes, self.beta)
-        first = (ids == own[:, None]).int().argmax(dim=1)  # an image of the same group, wherever it lies
+        first = (ids == own[:, None]).int().argmax(dim=1)  # an image of the same group, wherever it is
         return weights[first]
 
     def loss(self, policy: Policy, micro: Experience) -> tuple[Tensor, dict[str, Tensor]]:

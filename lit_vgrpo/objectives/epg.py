@@ -17,13 +17,13 @@ from lit_vgrpo.policies.base import Policy
 
 
 def exact_policy_gradient(log_p: Tensor, old_log_p: Tensor, advantages: Tensor, proximal: bool) -> Tensor:
-    """Return ``-sg(rho) A log p``, or ``-sg(rho (A - log rho)) log p`` where ``proximal``, to be minimised.
+    """Return ``-sg(rho) A log p``, or ``-sg(rho (A - log rho)) log p`` if ``proximal``, to be minimised.
 
     Args:
-        log_p: log-likelihood of one image at one time, ``(B, N)``; carries grad.
-        old_log_p: the same under the policy that rolled out; ``rho = p / p_old``.
+        log_p: Log-likelihood of one image at one time, ``(B, N)``; carries grad.
+        old_log_p: The same under the policy that rolled out; ``rho = p / p_old``.
         advantages: ``A``, ``(B,)``.
-        proximal: PEPG, whose gradient is that of the reward less the KL to the policy that rolled out.
+        proximal: PEPG, with the gradient of the reward minus the KL to the policy that rolled out.
 
     Returns:
         Shape ``(B, N)``.
@@ -39,20 +39,20 @@ def exact_policy_gradient(log_p: Tensor, old_log_p: Tensor, advantages: Tensor, 
 @checked
 @dataclass(eq=False)
 class EPG(LaggedObjective):
-    """EPG (exact policy gradient) and PEPG, its proximal form: no clip, and an ELBO of each time by itself.
+    """EPG (exact policy gradient) and PEPG, its proximal form: no clip, and a separate ELBO for each time.
 
     ``log p_it = -m(e^2) / sg(m(|e|))`` with ``e = x_hat_theta - x``, V-GRPO's self-normalised error in x. Images come
-    from a slowly moving copy, and are trained at the sampler's own times, as in DiffusionNFT. The paper's method is
-    that on a rectified flow; a variance-preserving path is ours, as for DiffusionNFT.
+    from a slowly moving copy, and are trained at the sampler's times, as in DiffusionNFT. On a rectified flow this
+    is the paper's method; variance-preserving paths are our extension, as for DiffusionNFT.
 
-    The old log-likelihoods are kept for a whole iteration, one number for each image and time; the reference's
+    The old log-likelihoods are kept for a whole iteration, one number per image and time; the reference's
     predictions are as large as the latents times the number of times.
 
     Args:
-        proximal: PEPG instead of EPG; the same where the policy is the one that rolled out.
-        advantage_scale: advantages are divided by this: the public code takes ``0.1 (R - mean)``, not divided by any
-            std (``model.advantage_std: none``, the default here). With a single update and EPG, Adam hardly feels it;
-            in PEPG it says how far the policy may move.
+        proximal: PEPG instead of EPG; they are equal while the policy is the one that rolled out.
+        advantage_scale: Divisor of the advantages: the public code uses ``0.1 (R - mean)``, not divided by any std
+            (``model.advantage_std: none``, the default here). With a single update and EPG, Adam cancels most of it;
+            in PEPG it limits how far the policy may move.
 
     The other options are those of :class:`~lit_vgrpo.objectives.forward.LaggedObjective` and
     :class:`~lit_vgrpo.objectives.forward.ForwardObjective`; ``decay_type`` 1 and ``kl_weight`` 1e-4 are those of the

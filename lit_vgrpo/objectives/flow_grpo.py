@@ -18,7 +18,7 @@ DEFAULT_CLIP = 1e-4
 
 
 def guarded_log_ratio(log_ratio: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
-    """``(dlogp + m((mean - mean_old)^2) / (2 std^2)) std``: centred on 0, and of one size at every step.
+    """Return ``(dlogp + m((mean - mean_old)^2) / (2 std^2)) std``: centred on 0, with one scale for all steps.
 
     Args:
         log_ratio: ``(B, K)``.
@@ -38,11 +38,11 @@ class FlowGRPO(ChainObjective):
     """Flow-GRPO, with its later variants: Fast, CPS (choose ``rollout.solver=cps``) and GRPO-Guard.
 
     Args:
-        clip: half-width of the ratio's trust region; null takes the solver's published one (1e-4, cps 1e-5).
-        kl_weight: weight of the KL to the starting weights; published: 0.04 (OCR, GenEval) and 0.01 (PickScore).
-        fast: add noise only in a short window, and train that window alone; its place is drawn for each iteration, from
-            all that leave the last step out.
-        fast_window: steps of that window.
+        clip: Half-width of the ratio's trust region; null takes the solver's published one (1e-4, cps 1e-5).
+        kl_weight: Weight of the KL to the starting weights; published: 0.04 (OCR, GenEval) and 0.01 (PickScore).
+        fast: Add noise and train only in a short window; its place is drawn for each iteration, and never includes the
+            last step.
+        fast_window: Steps of that window.
         guard: GRPO-Guard's ratio, and each step's surrogate divided by its ``h``.
 
     The other options are those of :class:`~lit_vgrpo.objectives.chain.ChainObjective`.

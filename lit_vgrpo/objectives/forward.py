@@ -36,24 +36,24 @@ from lit_vgrpo.policies.base import Policy
 
 @dataclass(eq=False)
 class ForwardObjective(Objective):
-    """Base of the methods that train on pairs (t, eps); holds the options that all of them have.
+    """Base of the methods that train on pairs (t, eps); holds their common options.
 
     Args:
-        rollout: how images are sampled; any ODE solver. Null takes the method's published one.
-        anchor_weight: weight of the pull to the anchor, :func:`~lit_vgrpo.objectives.pairs.distance_to_copy`; 0 saves
+        rollout: Sampling of images; any ODE solver. Null takes the method's published one.
+        anchor_weight: Weight of the pull to the anchor, :func:`~lit_vgrpo.objectives.pairs.distance_to_copy`; 0 saves
             its passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
-        time_range: the least and the largest time that is trained at, in [0, 1] with 1 as pure noise; null for all.
-        noisiest: train only at the noisiest times, as many as this of the sampler's own; null for all. On the
-            continuous schedule they are the same share of it.
-        widen_over: iterations over which the noisiest times widen linearly to all of them; null stays at them.
-        training_guidance: guidance scale of the policy during training; null is 1, or the rollout's scale where the
-            network embeds it, as FLUX.1-dev's does.
-        reference_guidance: guidance scale of the starting weights; null takes the training's.
+        time_range: Lowest and highest time to train at, in [0, 1], 1 = pure noise; null for all.
+        noisiest: Train only at this number of the sampler's noisiest times; null for all. On the continuous schedule
+            they are the same share of it.
+        widen_over: Iterations over which the noisiest times widen linearly to all of them; null keeps them fixed.
+        training_guidance: Guidance scale of the policy during training; null is 1, or the rollout's scale if the
+            network embeds it, as in FLUX.1-dev.
+        reference_guidance: Guidance scale of the starting weights; null takes the training's.
     """
 
     needs_ode: ClassVar[bool] = True
-    """True if an SDE is refused, since the method is defined on samples of the ODE."""
+    """True if SDEs are refused because the method is defined on samples of the ODE."""
 
     rollout: RolloutSpec | None = None
     _: KW_ONLY
@@ -93,7 +93,7 @@ class ForwardObjective(Objective):
         return errors
 
     def sampler_times(self, rollout: Rollout) -> SamplerTimes:
-        """Return the sampler's own times that the rollout's iteration is trained at."""
+        """Return the sampler's times that the rollout's iteration is trained at."""
         schedule = rollout.schedule.cpu()
         pool = SamplerTimes(schedule).within(self.time_range)
         return pool if self.noisiest is None else pool.noisiest(self.noisiest, self._progress(rollout))
@@ -141,7 +141,7 @@ class ForwardObjective(Objective):
         """Return a loss and its metrics with the pull to the anchor, or unchanged without one.
 
         Args:
-            predicted: what :meth:`predict` returned.
+            predicted: Return value of :meth:`predict`.
         """
         if "anchor_prediction" not in micro.extras:
             return loss, metrics
@@ -156,9 +156,9 @@ class DrawnTimesObjective(ForwardObjective):
     """Base of the methods that draw their times from the sampler's or from the continuous schedule.
 
     Args:
-        times: draw from the sampler's own times, or from the continuous schedule.
-        time_shift: resolution shift of the continuous schedule.
-        antithetic: draw half as many pairs and use each with its noise and the negative of it, at one time.
+        times: Draw from the sampler's times, or from the continuous schedule.
+        time_shift: Resolution shift of the continuous schedule.
+        antithetic: Draw half as many pairs, and use each with its noise and with the negative noise.
     """
 
     _: KW_ONLY
@@ -167,7 +167,7 @@ class DrawnTimesObjective(ForwardObjective):
     antithetic: bool = False
 
     pairs_option: ClassVar[str]
-    """Name of the option that says how many pairs an image has."""
+    """Name of the option for the number of pairs per image."""
 
     def __post_init__(self) -> None:
         if self.antithetic and self.num_pairs % 2:
@@ -182,7 +182,7 @@ class DrawnTimesObjective(ForwardObjective):
 
     @property
     def num_drawn(self) -> int:
-        """Times that are drawn for them: half as many, where each is used twice."""
+        """Times to draw for them: half as many if each is used twice."""
         return self.num_pairs // 2 if self.antithetic else self.num_pairs
 
     def time_pool(self, rollout: Rollout) -> SamplerTimes | ContinuousTimes:
@@ -193,12 +193,12 @@ class DrawnTimesObjective(ForwardObjective):
 
 
 def nft_decay(decay_type: Literal[0, 1, 2], num_updates: int) -> float:
-    """``d`` of ``old <- d old + (1 - d) theta`` after an iteration.
+    """Return ``d`` of ``old <- d old + (1 - d) theta`` after each iteration.
 
     Args:
-        decay_type: 0 always takes the policy over; 1 slows down from the start; 2 is on-policy for 75 steps and then
-            slows down to nearly a standstill.
-        num_updates: gradient steps done.
+        decay_type: 0 always copies the policy; 1 slows down from the start; 2 is on-policy for 75 steps and then
+            almost stops.
+        num_updates: Gradient steps done.
 
     >>> [nft_decay(1, n) for n in (0, 100, 900)]
     [0.0, 0.1, 0.5]
@@ -212,15 +212,15 @@ def nft_decay(decay_type: Literal[0, 1, 2], num_updates: int) -> float:
 
 @dataclass(eq=False)
 class LaggedObjective(ForwardObjective):
-    """Base of the methods whose images come from a slowly moving copy; holds the options that all of them have.
+    """Base of the methods whose images come from a slowly moving copy; holds their common options.
 
     Args:
-        decay_type: how fast the copy that rolls out follows, see :func:`nft_decay`. With 0 and one update per iteration
-            the copy is the policy itself, and needs no passes.
-        num_times: times per image, drawn from the sampler's own (or its ``noisiest``) without repetition; null takes
+        decay_type: Schedule of the decay of the copy that rolls out, see :func:`nft_decay`. With 0 and one update per
+            iteration the copy is the policy itself, and needs no passes.
+        num_times: Times per image, drawn from the sampler's (or its ``noisiest``) without repetition; null takes
             all but one.
-        kl_weight: weight of the squared distance to the start's predictions; 0 saves the reference's passes.
-        scale_cap: bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Ours.
+        kl_weight: Weight of the squared distance to the start's predictions; 0 saves the reference's passes.
+        scale_cap: Bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Our addition.
     """
 
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec(steps=10)
@@ -273,7 +273,7 @@ class LaggedObjective(ForwardObjective):
 
     @abstractmethod
     def store_old(self, context: PrepareContext, experience: Experience) -> None:
-        """Keep in the experience's extras what the loss needs of the old policy, whose weights are in place."""
+        """Store in the experience's extras what the loss needs of the old policy, whose weights are in place."""
 
     def after_iteration(self, policy: Policy) -> None:
         super().after_iteration(policy)

@@ -1,4 +1,4 @@
-"""Signal and noise of the surrogate's gradient at each time: where on the schedule there is something to learn."""
+"""Signal and noise of the surrogate's gradient at each time of the schedule."""
 
 import math
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from lit_vgrpo.objectives.pairs import predict_pairs
 from lit_vgrpo.policies.base import Policy
 
 STREAM_NOISE = 1000
-"""Stream of the draws' noise, apart from those of training."""
+"""Stream of the draws' noise, separate from those of training."""
 
 
 class GradientNoise:
-    """Mean of independent draws of a gradient against their spread, without keeping the draws."""
+    """Running mean and spread of independent draws of a gradient, without keeping the draws."""
 
     def __init__(self) -> None:
         self.draws = 0
@@ -37,10 +37,10 @@ class GradientNoise:
             total.add_(part)
 
     def snr(self, draws: float = 1.0) -> float:
-        """Return ``|mean| / spread`` of the average of that many draws; 0 where the mean is lost in the noise.
+        """Return ``|mean| / spread`` of the average of ``draws`` draws; 0 if the mean is lost in the noise.
 
         ``spread^2`` is the unbiased variance of a draw, summed over the weights, divided by ``draws``. ``|mean|^2`` is
-        the measured mean's less what the noise of the measured draws adds to it.
+        that of the measured mean, minus the contribution of noise.
         """
         mean_squared = sum(float(total.double().square().sum()) for total in self._sums) / self.draws**2
         variance = max(0.0, self._squares - self.draws * mean_squared) / (self.draws - 1)
@@ -59,19 +59,19 @@ def snr_by_time(
 ) -> list[float]:
     """Return the signal-to-noise ratio at each time of V-GRPO's gradient with one pair per image.
 
-    The gradient is that of ``mean(A_i l_i)`` with the self-normalised error in x, at the present weights, averaged over
-    as many images as the micro-batches hold. A draw is a group, or what a micro-batch holds of it, so that draws share
-    neither images nor noise. Images of a group share their noise where the method's pairs are shared.
+    The gradient is that of ``mean(A_i l_i)`` with the self-normalised error in x, at the current weights, averaged over
+    all images of the micro-batches. A draw is a group, or the part of it in one micro-batch, so that draws share
+    neither images nor noise. Images of a group share their noise if the method shares pairs.
 
     Args:
-        micros: this rank's, of one iteration.
-        group_ids: groups of all their images, ``(B,)``.
+        micros: This rank's micro-batches of one iteration.
+        group_ids: Groups of all their images, ``(B,)``.
         times: ``(K,)``, in (0, 1].
-        draws: groups at each time, at most; the first ones.
-        seed: of the draws' noise.
+        draws: Maximum groups per time; the first ones are used.
+        seed: Seed of the draws' noise.
 
     Returns:
-        A ratio for each time; none where there are fewer than two groups.
+        A ratio for each time; empty with fewer than two groups.
     """
     weights = list(trainable_parameters(policy).values())
     guidance, cap = objective.guidance_in("training", policy), getattr(objective, "scale_cap", None)

@@ -21,22 +21,22 @@ WindowStrategy = Literal["progressive", "random", "decay", "frozen"]
 class MixGRPO(ChainObjective):
     """Flow-GRPO's SDE and loss inside a window of the schedule, which moves from the noisiest steps to the cleanest.
 
-    The window's place is a pure function of the iteration. It is never shorter than ``window_size`` and never holds the
-    last step.
+    The window's place is a pure function of the iteration. It is never shorter than ``window_size`` and never includes
+    the last step.
 
     Args:
-        window_size: steps that take noise and are trained.
+        window_size: Number of steps that add noise and are trained.
         window_strategy: ``progressive`` moves by ``window_stride`` every ``window_interval`` iterations and starts over
             at the end; ``decay`` does so with shorter stays at later places, ``max(1, tau0 exp(-k relu(l - l0)))``
             iterations at place ``l`` (our reading of the paper's schedule, rounded to whole ones); ``random`` draws a
             place for each iteration; ``frozen`` stays at the noisiest steps.
-        window_stride: steps the window moves by.
-        window_interval: iterations the window stays, tau0.
+        window_stride: Steps the window moves by.
+        window_interval: Iterations the window stays, tau0.
         decay_rate: k of ``decay``, per step.
-        decay_from: l0 of ``decay``, the place from which the stays get shorter.
-        flash: sample what follows the window with DPM-Solver++ 2M in fewer steps. The cost of a rollout then grows as
-            the window moves.
-        flash_share: share of those steps that is kept.
+        decay_from: l0 of ``decay``, the place after which the stays get shorter.
+        flash: Sample what follows the window with DPM-Solver++ 2M in fewer steps. A rollout then costs more as the
+            window moves.
+        flash_share: Share of those steps to keep.
 
     The other options are those of :class:`~lit_vgrpo.objectives.chain.ChainObjective`; the paper has no KL.
     """
@@ -60,7 +60,7 @@ class MixGRPO(ChainObjective):
 
     @cached_property
     def _cycle(self) -> list[int]:
-        """The window's place at every iteration of one way through the schedule."""
+        """Return the window's place at every iteration of one pass through the schedule."""
         rate = self.decay_rate if self.window_strategy == "decay" else 0.0
         cycle = []
         for place in range(0, self.last_start + 1, self.window_stride):

@@ -1,4 +1,4 @@
-"""DiffusionNFT (arXiv 2509.16117): contrast of good and bad images on the forward process, without a likelihood."""
+"""DiffusionNFT (arXiv 2509.16117): contrasts good and bad images on the forward process, without a likelihood."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -17,18 +17,18 @@ ABSOLUTE_FLOOR = 1e-5
 
 
 def optimality(advantages: Tensor, clip: float = 5.0) -> Tensor:
-    """``r = clip(1/2 + clip(A, -c, c) / (2 c), 0, 1)``: the share of an image's loss that goes to its positive side."""
+    """Return ``r = clip(1/2 + clip(A, -c, c) / (2 c), 0, 1)``, the weight of an image's positive side in its loss."""
     return (0.5 + advantages.clamp(-clip, clip) / (2 * clip)).clamp(0, 1)
 
 
 def contrastive_error(error: Tensor, old_error: Tensor, share: Tensor, beta: float) -> Tensor:
-    """``(r l+ + (1 - r) l-) / beta`` for each pair, to be minimised.
+    """Return ``(r l+ + (1 - r) l-) / beta`` for each pair, to be minimised.
 
     Args:
         error: ``x_hat_theta - x`` (up to its sign), ``(B, N, ...)``; carries grad.
-        old_error: the same of the old policy.
+        old_error: The same of the old policy.
         share: ``r``, ``(B,)`` in [0, 1].
-        beta: how far the implicit positive policy lies from the old one towards the new.
+        beta: Position of the implicit positive policy between the old policy (0) and the new (1).
 
     Returns:
         Shape ``(B, N)``.
@@ -50,17 +50,17 @@ def _self_normalised(error: Tensor) -> Tensor:
 class DiffusionNFT(LaggedObjective):
     """DiffusionNFT: images come from a slowly moving copy, and each trains at nearly all of the sampler's times.
 
-    On a rectified flow this is the paper's method. On a variance-preserving path, to which we carry it over, the
-    network's own predictions (noise or velocity) are combined where the paper combines velocities, and the error of the
-    combination is measured in x as there. At a fixed ``z_t`` that is the prediction's own error times a factor: ``t``
+    On a rectified flow this is the paper's method. On a variance-preserving path, our extension, the
+    network's predictions (noise or velocity) are combined where the paper combines velocities, and the error of the
+    combination is measured in x as there. At a fixed ``z_t`` that is the prediction's error times a factor: ``t``
     on a flow, ``b`` for a v-network, ``b / a`` bounded by ``scale_cap`` for an eps-network.
 
     The old policy's errors and the reference's predictions are kept for a whole iteration; each is as large as the
     latents times the number of times.
 
     Args:
-        beta: 1.0 (the paper's for GenEval, PickScore and HPS); 0.1 for OCR and for several rewards.
-        advantage_clip: bound of the advantages, and weight of the loss, so that an image's weight is its advantage.
+        beta: The paper uses 1.0 for GenEval, PickScore and HPS, and 0.1 for OCR and for several rewards.
+        advantage_clip: Bound of the advantages, and weight of the loss; an image's weight is thus its advantage.
 
     The other options are those of :class:`~lit_vgrpo.objectives.forward.LaggedObjective` and
     :class:`~lit_vgrpo.objectives.forward.ForwardObjective`. The paper samples 10 steps without guidance.

@@ -1,4 +1,4 @@
-"""The network on Monte-Carlo pairs: shared by every objective built on the denoising surrogate."""
+"""Network passes on Monte-Carlo pairs, shared by all objectives that use the denoising surrogate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lit_vgrpo.policies.base import Policy
 
 TimeSource = Literal["sampler", "uniform"]
 Sharing = Literal["none", "group", "iteration"]
-"""Which images have the same times and noise: none, those of a group, or all of an iteration, on all ranks."""
+"""Images with the same times and noise: none, those of a group, or all in the iteration, on all ranks."""
 
 
 def rollout_pairs(
@@ -38,17 +38,17 @@ def rollout_pairs(
     shift: float = 1.0,
     antithetic: bool = False,
 ) -> Pairs:
-    """Draw the pairs of an iteration: one row for each image, each group, or all images.
+    """Draw an iteration's pairs: one row per image, per group, or for all images.
 
     A row is seeded by its group's (or image's) global number, so that it does not depend on the number of ranks.
 
     Args:
-        num_pairs: N, even where ``antithetic``.
-        shared: which images share a row; True stands for those of a group.
-        stratified: draw one time from each of N parts of the times, or of N / 2 where ``antithetic``.
-        times: where times are drawn from.
-        shift: resolution shift of the continuous schedule, for ``times="uniform"``.
-        antithetic: draw N / 2 pairs, and repeat them with the negative noise.
+        num_pairs: N, even if ``antithetic``.
+        shared: Images that share a row; True means those of a group.
+        stratified: Draw one time from each of N parts of the times, or of N / 2 if ``antithetic``.
+        times: Schedule to draw the times from.
+        shift: Resolution shift of the continuous schedule, for ``times="uniform"``.
+        antithetic: Draw N / 2 pairs, and repeat them with the negative noise.
     """
     rollout = context.rollout
     if times == "sampler":
@@ -64,7 +64,7 @@ def rollout_pairs(
 
 
 def with_negatives(pairs: Pairs) -> Pairs:
-    """Return ``(K, 2 N)`` pairs: the given ones, and then their times again with the negative noise."""
+    """Return ``(K, 2 N)`` pairs: the given ones, then the same times with the negative noise."""
     return Pairs(pairs.times.repeat(1, 2), torch.cat([pairs.noise, -pairs.noise], dim=1), pairs.rows)
 
 
@@ -73,7 +73,7 @@ def pairs_at(context: PrepareContext, times: Tensor, *, shared: bool | Sharing) 
 
     Args:
         times: ``(N,)`` for all images, or ``(K, N)``: a row for each group when ``shared``, else for each image.
-        shared: one row of noise for each group, in the order of the groups' numbers, or one for each image.
+        shared: One row of noise for each group, in the order of the groups' numbers, or one for each image.
     """
     rollout = context.rollout
     owners, rows = pair_owners(rollout, shared)
@@ -102,14 +102,14 @@ def predict_pairs(
     """Run the network on every pair of a micro-batch, in one pass of ``M N`` rows.
 
     Args:
-        micro: on any device; the results come back to it.
-        space: where the error is measured.
-        cap: bound on the factor from the prediction's own error to that space, where it diverges.
-        guidance: guidance scale of the network.
+        micro: On any device; the results come back to it.
+        space: Space of the error.
+        cap: Bound on the factor from the prediction's error to that space, where it diverges.
+        guidance: Guidance scale of the network.
 
     Returns:
-        The network's own predictions ``(M, N, ...)``, the error ``estimate - truth`` in ``space`` (up to its sign)
-        ``(M, N, ...)``, and the factor between an error of the one and of the other, ``(M, N, 1...)``.
+        The network's predictions ``(M, N, ...)``, the error ``estimate - truth`` in ``space`` (up to its sign)
+        ``(M, N, ...)``, and the factor from an error of the prediction to one in ``space``, ``(M, N, 1...)``.
     """
     home, micro = micro.latents.device, micro.to(policy.device)
     assert micro.pairs is not None
@@ -127,7 +127,7 @@ def predict_pairs(
 
 @torch.no_grad()
 def stored_predictions(context: PrepareContext, experience: Experience, guidance: float) -> Tensor:
-    """Return the network's own predictions on all pairs ``(B, N, ...)``, with the weights as they are."""
+    """Return the network's predictions on all pairs ``(B, N, ...)``, with the current weights."""
     policy, micros = context.policy, experience.micro_batches(context.micro_batch_size)
     return torch.cat([predict_pairs(policy, micro, policy.path.prediction, None, guidance)[0] for micro in micros])
 
@@ -136,13 +136,13 @@ def stored_predictions(context: PrepareContext, experience: Experience, guidance
 def stored_errors(
     context: PrepareContext, experience: Experience, space: Space, cap: float | None, guidance: float
 ) -> Tensor:
-    """Return the errors of :func:`predict_pairs` on all pairs ``(B, N, ...)``, with the weights as they are."""
+    """Return the errors of :func:`predict_pairs` on all pairs ``(B, N, ...)``, with the current weights."""
     policy, micros = context.policy, experience.micro_batches(context.micro_batch_size)
     return torch.cat([predict_pairs(policy, micro, space, cap, guidance)[1] for micro in micros])
 
 
 def old_values(micro: Experience, name: str, current: Tensor) -> Tensor:
-    """Return what the old policy's passes stored under a name, and the current values, detached, where there were none.
+    """Return the values that the old policy's passes stored under a name, else the current values, detached.
 
     An iteration's first update trains the old policy itself, so its images need no passes: NaN marks them.
     """
@@ -151,7 +151,7 @@ def old_values(micro: Experience, name: str, current: Tensor) -> Tensor:
 
 
 def distance_to(micro: Experience, copy: str, prediction: Tensor) -> Tensor:
-    """Return ``m((v_theta - v_copy)^2)``, mean over the pairs, ``(M,)``; zeros if nothing of that copy is stored."""
+    """Return ``m((v_theta - v_copy)^2)``, mean over the pairs, ``(M,)``; zeros if the copy has none stored."""
     stored = micro.extras.get(f"{copy}_prediction")
     if stored is None:
         return prediction.new_zeros(len(prediction))
@@ -165,9 +165,9 @@ def distance_to_copy(prediction: Tensor, stored: Tensor, error: Tensor, scale: T
     the absolute error, the distance has the unit of the self-normalised surrogate, so that one weight fits every time.
 
     Args:
-        prediction: the network's own; carries grad.
-        stored: that of the copy.
-        error: the policy's error in the space of the method's loss.
-        scale: factor ``s`` from an error of the prediction to one in that space, ``(B, N, 1...)``.
+        prediction: The network's prediction; carries grad.
+        stored: The copy's prediction.
+        error: The policy's error in the space of the method's loss.
+        scale: Factor ``s`` from an error of the prediction to one in that space, ``(B, N, 1...)``.
     """
     return mean_over_pixels((scale * (prediction - stored)).square(), 2) / absolute_error(error)

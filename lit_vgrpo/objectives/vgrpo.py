@@ -28,26 +28,26 @@ class VGRPO(DrawnTimesObjective):
     """V-GRPO with its three variance reductions and three controls of the gradient step, each switchable.
 
     Args:
-        num_mc_samples: pairs (t, eps) per image (N_MC).
-        share_pairs: one set of pairs for all images of a group (variance reduction 1), or of an iteration over all
+        num_mc_samples: Pairs (t, eps) per image (N_MC).
+        share_pairs: One set of pairs for all images of a group (variance reduction 1), or of an iteration over all
             ranks. True and false stand for group and none.
-        stratify: one time from each of N_MC equal parts of the times (variance reduction 2). As in the authors' code,
+        stratify: One time from each of N_MC equal parts of the times (variance reduction 2). As in the authors' code,
             parts of the sampler's times differ in size by at most one, larger first.
-        space: where the denoising error is measured; x with ``self_normalise`` is the adaptive weighting.
-        self_normalise: divide each squared error by its own detached absolute error (variance reduction 3).
-        scale_cap: bound on ``b/a``, by which an eps-network's error grows in x-space; null for none.
-        clip: half-width of the ratio's trust region; null for none. Has an effect from the second update on.
-        soft_clip: bound eta of the advantages; null for none.
-        kl_weight: weight beta of the KL, a distance between predictions.
-        kl_to: the other side of it: the behaviour policy as in the paper (null), or the reference (the starting
+        space: Space of the denoising error; x with ``self_normalise`` is the adaptive weighting.
+        self_normalise: Divide each squared error by its own detached absolute error (variance reduction 3).
+        scale_cap: Bound on ``b/a``, by which an eps-network's error grows in x-space; null for none.
+        clip: Half-width of the ratio's trust region; null for none. Has an effect from the second update on.
+        soft_clip: Bound eta of the advantages; null for none.
+        kl_weight: Weight beta of the KL, a distance between predictions.
+        kl_to: The other side of the KL: the behaviour policy as in the paper (null), or the reference (the starting
             weights), to which the distance is divided by the surrogate's own absolute error.
 
     The other options are those of :class:`~lit_vgrpo.objectives.forward.ForwardObjective` and
-    :class:`~lit_vgrpo.objectives.forward.DrawnTimesObjective`; where times are drawn from is ours, but for the default.
+    :class:`~lit_vgrpo.objectives.forward.DrawnTimesObjective`; the non-default choices of ``times`` are ours.
     """
 
     pairs_option: ClassVar[str] = "num_mc_samples"
-    needs_ode: ClassVar[bool] = False  # any sampler will do: only the final latents are trained on
+    needs_ode: ClassVar[bool] = False  # any sampler works: only the final latents are trained on
     default_rollout: ClassVar[RolloutSpec] = RolloutSpec()
 
     num_mc_samples: Annotated[int, Range(1, 1000)] = 4
@@ -101,7 +101,7 @@ class VGRPO(DrawnTimesObjective):
             antithetic=self.antithetic,
         )
         experience = context.experience(pairs, advantages=soft_clip(context.advantages, self.soft_clip))
-        # With one update the policy is its own behaviour policy: the ratio is 1 and needs no passes.
+        # With one update the policy is the behaviour policy: the ratio is 1 and needs no passes.
         if context.updates > 1:
             with context.ledger.phase("old"):
                 experience.extras |= self._stored(context, experience)
@@ -112,12 +112,12 @@ class VGRPO(DrawnTimesObjective):
 
     @torch.no_grad()
     def _stored(self, context: PrepareContext, experience: Experience) -> dict[str, Tensor]:
-        """Return the surrogates of the current weights, and their predictions where the KL needs them."""
+        """Return the surrogates of the current weights, and their predictions if the KL needs them."""
         stored: dict[str, list[Tensor]] = defaultdict(list)
         for micro in context.later_of(experience).micro_batches(context.micro_batch_size):
             prediction, error, _ = self.predict(context.policy, micro, self.space, self.scale_cap)
             stored["old_surrogate"].append(self._surrogate(error))
-            if self._has_kl_to("behaviour"):  # else they would take as much memory as all pairs for nothing
+            if self._has_kl_to("behaviour"):  # else they would waste as much memory as all pairs
                 stored["kl_prediction"].append(prediction)
         return {name: context.placed(torch.cat(parts)) for name, parts in stored.items()}
 

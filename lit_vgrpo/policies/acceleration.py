@@ -19,7 +19,7 @@ from lit_vgrpo.policies.pipeline import PipelinePolicy
 from lit_vgrpo.system.hub import LoadError, quiet_libraries
 
 MOST_GRAPHS = 64
-"""Recompile limit: kinds of blocks x with and without gradient x adapter folded or not x three kinds of size."""
+"""Recompile limit: kinds of blocks x with and without gradient x adapter folded or not x three kinds of sizes."""
 MULTIPLE = 16
 """Sides of a quantised weight must be a multiple of this for the 8-bit kernels."""
 
@@ -29,15 +29,15 @@ def compile_network(network: Any, backend: str | Callable[..., Any] = "inductor"
 
     Blocks of one kind share compiled code. Passes with and without gradient are compiled separately, and in 16 bits
     each would keep different intermediate results in float32: predictions of the same weights then differed by 0.24 %
-    (small SD3, bfloat16, CPU), where the ratio must be 1. So every intermediate result is rounded as without
-    compilation, after which all predictions were equal bit for bit.
+    (small SD3, bfloat16, CPU), although the ratio must be 1. So every intermediate result is rounded as without
+    compilation, which made all predictions equal bit for bit.
 
     Args:
-        network: a diffusers model.
-        backend: of ``torch.compile``; tests use a faster one.
+        network: A diffusers model.
+        backend: Backend of ``torch.compile``; tests use a faster one.
 
     Raises:
-        LoadError: the network has no repeated blocks.
+        LoadError: The network has no repeated blocks.
     """
     blocks = repeated_blocks(network)
     if not blocks:
@@ -72,12 +72,12 @@ def block_linears(network: Any) -> dict[str, nn.Linear]:
 
 
 def set_attention_backend(network: Any, name: str) -> None:
-    """Use one of diffusers' backends in all attention layers of this network, and of no other.
+    """Use one of diffusers' backends in all attention layers of this network only.
 
     Raises:
-        LoadError: the backend has no backward pass.
-        ImportError: its package is not installed.
-        ValueError: diffusers has no such backend.
+        LoadError: The backend has no backward pass.
+        ImportError: Its package is not installed.
+        ValueError: There is no such backend.
     """
     from diffusers.models.attention_dispatch import attention_backend
 
@@ -91,7 +91,7 @@ def set_attention_backend(network: Any, name: str) -> None:
 def shared_view(network: nn.Module) -> Any:
     """Return a network of new module objects that share all tensors and attributes with the given one.
 
-    New weights and moves to another device show in both; a function put on a module of the view does not.
+    New weights and moves to another device affect both; a function set on a module of the view does not.
     """
     views: dict[int, nn.Module] = {}
 
@@ -130,7 +130,7 @@ class FoldedNetwork:
     Use it only where predictions enter no likelihood ratio: merged and unmerged layers round differently.
 
     Args:
-        policy: a loaded policy with an adapter on float32 linear or convolutional layers.
+        policy: A loaded policy with an adapter on float32 linear or convolutional layers.
     """
 
     def __init__(self, policy: PipelinePolicy) -> None:
@@ -164,12 +164,12 @@ class FoldedNetwork:
 class QuantisedNetwork:
     """A view of a policy's network in which the linear layers of its blocks multiply in 8 bits.
 
-    Weights have a scale per output channel; inputs are quantised as they come, with a scale per token, so that an image
-    does not depend on its batch. A LoRA adapter is not quantised, and is shared with the policy's network.
+    Weights have a scale per output channel; inputs are quantised dynamically, with a scale per token, so that images
+    do not depend on their batch. A LoRA adapter is not quantised, and is shared with the policy's network.
 
     Args:
-        policy: a loaded policy.
-        kind: the 8-bit type, ``int8`` or ``fp8``.
+        policy: A loaded policy.
+        kind: The 8-bit type, ``int8`` or ``fp8``.
     """
 
     def __init__(self, policy: PipelinePolicy, kind: str) -> None:

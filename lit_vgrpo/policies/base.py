@@ -51,7 +51,7 @@ class Policy(PipelinePolicy):
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     """Arguments with which the pipeline's call samples what the policy samples."""
     pipeline_takes_one: ClassVar[bool] = False
-    """True if the pipeline's call takes one prompt alone."""
+    """True if the pipeline's call takes only one prompt."""
     path: ProbabilityPath
     prompt_encoder: PromptEncoder
 
@@ -64,11 +64,11 @@ class Policy(PipelinePolicy):
         """Check, load the weights and add the adapter; a second call does nothing.
 
         Args:
-            put_start: replaces the trained weights by those of the run that ``start_from`` names.
+            put_start: Replaces the trained weights with those of the run that ``start_from`` names.
 
         Raises:
-            LoadError: the checkpoint is missing, damaged or of another family, or an option does not fit it.
-            RuntimeError: ``start_from`` is given, which :func:`lit_vgrpo.training.saved_weights.load_policy` knows.
+            LoadError: The checkpoint is missing, damaged or of another family, or an option does not fit it.
+            RuntimeError: ``start_from`` is given, which needs :func:`lit_vgrpo.training.saved_weights.load_policy`.
         """
         for error in self.check():
             raise LoadError(error)
@@ -83,10 +83,10 @@ class Policy(PipelinePolicy):
         """Use the network of a diffusers pipeline that is already in memory; ``checkpoint`` is then only a name.
 
         Args:
-            put_start: as in :meth:`load`.
+            put_start: See :meth:`load`.
 
         Raises:
-            LoadError: the pipeline or an option does not fit the family.
+            LoadError: The pipeline or an option does not fit the family.
             RuntimeError: ``start_from`` is given, but no ``put_start``.
         """
         if self.start_from is not None and put_start is None:
@@ -134,7 +134,7 @@ class Policy(PipelinePolicy):
 
     @abstractmethod
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Return the family's embeddings by name, one row per prompt, all of one length or with a mask.
+        """Return the family's embeddings by name, one row per prompt, all of the same length or with a mask.
 
         See :meth:`prompt_length`.
         """
@@ -176,7 +176,7 @@ class Policy(PipelinePolicy):
     def guided(self, with_prompt: Tensor, without: Tensor, guidance: float) -> Tensor:
         """Return the guided prediction of two passes, ``(B, C, h, w)``, float32.
 
-        A scale of 1 is ``with_prompt`` in every family, whatever its pipeline counts from.
+        A scale of 1 is ``with_prompt`` in every family, regardless of its pipeline's convention.
         """
         return without + guidance * (with_prompt - without)
 
@@ -194,13 +194,13 @@ class Policy(PipelinePolicy):
         return tokenizer, tokenizer.model_max_length, type(self.pipeline.text_encoder).__name__
 
     def encode_negative(self) -> dict[str, Tensor]:
-        """Return the embeddings of the negative prompt, one row; override if the pipeline treats an empty one apart."""
+        """Return the negative prompt's embeddings, one row; override if the pipeline special-cases an empty one."""
         return self.encode_prompts([self.negative_prompt])
 
     def encode_edits(self, prompts: list[str], pictures: Tensor) -> dict[str, Tensor]:
         """Return the embeddings of prompts and of the pictures that they edit, for a family that edits.
 
-        The names of those of the pictures alone start with ``reference``; all have one row per prompt.
+        Names of embeddings of the pictures alone start with ``reference``; all have one row per prompt.
 
         Args:
             pictures: ``(B, 3, H, W)``, float32 in [0, 1], of the size of the images.
@@ -208,7 +208,7 @@ class Policy(PipelinePolicy):
         raise NotImplementedError
 
     def pipeline_references(self, pictures: Tensor) -> dict[str, Any]:
-        """Return the arguments by which the pipeline's call gets pictures ``(B, 3, H, W)`` in [0, 1] unchanged."""
+        """Return the arguments that pass the pipeline's call the pictures ``(B, 3, H, W)`` in [0, 1] unchanged."""
         return {"image": pictures}
 
     def pipeline_latents(self, noise: Tensor) -> Tensor:
@@ -230,10 +230,10 @@ class Policy(PipelinePolicy):
         """Return prompt embeddings, one row per prompt, float32, on the network's device; cached if possible.
 
         Args:
-            references: the pictures that the prompts edit, ``(3, H, W)``, uint8, for a family that edits.
+            references: The pictures that the prompts edit, ``(3, H, W)``, uint8, for a family that edits.
 
         Raises:
-            ValueError: a family that edits has no pictures, or another has some.
+            ValueError: A family that edits has no pictures, or another has some.
         """
         return self.prompt_encoder.encode(prompts, references)
 
@@ -243,7 +243,7 @@ class Policy(PipelinePolicy):
         """Return the embeddings of the distinct prompts, each encoded once, and the row of each prompt ``(B,)``.
 
         Args:
-            references: as in :meth:`encode`; prompts with different pictures are distinct.
+            references: See :meth:`encode`; prompts with different pictures are distinct.
         """
         digests = [""] * len(prompts) if references is None else [picture_digest(picture) for picture in references]
         texts = list(zip(prompts, digests, strict=True))
@@ -278,7 +278,7 @@ class Policy(PipelinePolicy):
             z: ``(B, C, h, w)``, float32.
             t: ``(B,)`` in [0, 1], float32.
             cond: B rows.
-            guidance: classifier-free guidance scale; 1.0 runs one pass instead of two.
+            guidance: Classifier-free guidance scale; 1.0 runs one pass instead of two.
         """
         if guidance != 1.0 and (error := self.guidance_error()) is not None:
             raise ValueError(error)
@@ -300,12 +300,12 @@ class Policy(PipelinePolicy):
 
     @contextmanager
     def sampling(self, spec: RolloutSpec | None = None) -> Iterator[None]:
-        """Sample images by an ODE inside, with a view of the network: the adapter is merged where it may be.
+        """Sample images by an ODE inside, with a view of the network: the adapter is merged if allowed.
 
         Swap weights before entering, not inside.
 
         Args:
-            spec: its accelerators change how the network computes; ``None`` has none.
+            spec: Sampling settings with the accelerators to use; ``None`` uses none.
         """
         quantise, cache = (None, None) if spec is None else (spec.quantise, spec.cache)
         self._cached = None
@@ -330,7 +330,7 @@ class Policy(PipelinePolicy):
         return view
 
     def start_batch(self) -> None:
-        """Let a block cache forget the last batch."""
+        """Reset the block cache for a new batch."""
         if self._cached is not None:
             self._cached.start_batch()
 
@@ -354,9 +354,9 @@ class Policy(PipelinePolicy):
         LoRA: a folder for ``pipe.load_lora_weights``. Full weights: a folder for ``DiffusionPipeline.from_pretrained``.
 
         Args:
-            folder: destination.
-            weights: the full trained tensors by their names in the network, if the network itself holds shards.
-            dtype: of everything written, because the parts of a pipeline must match.
+            folder: Destination.
+            weights: The full trained tensors by their names in the network, if the network itself holds shards.
+            dtype: Dtype of everything written, because the parts of a pipeline must match.
         """
         save_policy(self, Path(folder), weights, dtype)
         return Path(folder)

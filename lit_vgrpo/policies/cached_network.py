@@ -30,8 +30,8 @@ class CachedNetwork:
     """A view of a policy's network with one of diffusers' block caches.
 
     Args:
-        policy: a loaded policy whose network is a transformer.
-        cache: the cache and its settings.
+        policy: A loaded policy whose network is a transformer.
+        cache: The cache and its settings.
     """
 
     def __init__(self, policy: PipelinePolicy, cache: BlockCache) -> None:
@@ -74,7 +74,7 @@ class CachedNetwork:
             self._forget()
 
     def start_batch(self) -> None:
-        """Forget the steps of the last batch."""
+        """Reset the cache for a new batch."""
         self._forget()
         # The rows of guidance's two branches share each pass, so one context holds both.
         self._context.enter_context(CacheMixin.cache_context(self.network, "rollout"))
@@ -100,11 +100,11 @@ class _Counter(ModelHook):
 class _CountedBlock(_Counter):
     """Runs a block inside the cache's hook.
 
-    The last block of SD3 returns None for its text tokens, which nothing reads. The caches compute with what a block
-    returns, so it returns the tokens that it was given instead.
+    The last block of SD3 returns None for its text tokens, which are not used. The caches compute with a block's
+    outputs, so it returns its input tokens instead.
 
     Args:
-        compiles: compile the block, but not the cache's hook around it, whose decisions torch cannot trace.
+        compiles: Compile the block, but not the cache's hook around it, whose decisions torch cannot trace.
     """
 
     def __init__(self, compiles: bool) -> None:

@@ -81,7 +81,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference relative to the largest expected value; infinity if a value is not finite.
 
     Raises:
-        Broken: the shapes differ.
+        Broken: The shapes differ.
     """
     if found.shape != expected.shape:
         raise Broken(f"the shape is {tuple(found.shape)} and should be {tuple(expected.shape)}")
@@ -252,7 +252,7 @@ def _with_adapter(policy: Policy, folder: Path, given: tuple[Tensor, Tensor, Con
     network = policy.network
     try:
         with quiet_libraries(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # from peft, about a second adapter
+            warnings.simplefilter("ignore", UserWarning)  # peft warns of another adapter
             policy.pipeline.load_lora_weights(str(folder), adapter_name="read_back")
         network.set_adapter("read_back")
         return policy(*given)
@@ -285,7 +285,7 @@ def call_of(
 
     Args:
         noise: ``z_1`` of each prompt, ``(B, C, h, w)``.
-        pictures: the pictures that the prompts edit, ``(B, 3, H, W)`` in [0, 1].
+        pictures: The pictures that the prompts edit, ``(B, 3, H, W)`` in [0, 1].
     """
     pipeline = policy.pipeline
     known = inspect.signature(type(pipeline).__call__).parameters

@@ -37,10 +37,10 @@ class EmbeddingCache:
     key, so a look-up opens one file and needs no index. A missing, damaged or unreadable file counts as absent.
 
     Args:
-        folder: created on first write; if it cannot be written, nothing is cached, with a warning.
-        max_bytes: maximum size of the folder over all encoders; the least recently used files are deleted first.
+        folder: Created on first write; if it is not writable, a warning is given and nothing is cached.
+        max_bytes: Maximum size of the folder over all encoders; the least recently used files are deleted first.
             Concurrent writers may exceed it by 1 % each.
-        encoder: fingerprint of the encoders; rows of other encoders are never returned.
+        encoder: Fingerprint of the encoders; rows of other encoders are never returned.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int, encoder: str) -> None:
@@ -68,8 +68,8 @@ class EmbeddingCache:
         """Store rows in their types.
 
         Args:
-            texts: distinct texts.
-            rows: one per text: tensors by name, on any device.
+            texts: Distinct texts.
+            rows: One per text: tensors by name, on any device.
         """
         files = {}
         for text, row in zip(texts, rows, strict=True):

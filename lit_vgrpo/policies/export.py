@@ -30,10 +30,10 @@ def save_policy(policy: PipelinePolicy, folder: Path, weights: Mapping[str, Tens
 def save_merged(policy: PipelinePolicy, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Merge the adapter into the weights and write a pipeline folder; the policy is unusable afterwards.
 
-    Weights are added in float32, which represents the frozen weights exactly whatever their type.
+    Weights are added in float32, which represents frozen weights of any type exactly.
 
     Args:
-        dtype: of everything written; a 16-bit type loses small updates by rounding.
+        dtype: Dtype of everything written; a 16-bit type loses small updates by rounding.
     """
     policy.network.float()
     policy.network.fuse_lora()
@@ -67,7 +67,7 @@ def _layers_of_adapter(
 ) -> dict[str, Tensor]:
     """Return the adapter's tensors by peft's names, with the scale alpha / rank multiplied into the B matrices.
 
-    Few programs look for alpha in a file's header; without it they assume a scale of 1, which is then right.
+    Few programs read alpha from a file's header; without it they assume a scale of 1, which is then correct.
     """
     from peft.utils import get_peft_model_state_dict
 

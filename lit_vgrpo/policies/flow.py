@@ -25,10 +25,10 @@ class FlowPolicy(Policy, ABC):
     """A ``transformer`` whose pipeline passes its scheduler equally spaced sigmas.
 
     Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: tokens of a prompt that the network sees, the chat template included. Longer prompts are
+        checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
+        max_sequence_length: Tokens of a prompt that the network sees, the chat template included. Longer prompts are
             cut, shorter ones padded, and masked if the pipeline has masks.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
+        **options: See :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     network_name: ClassVar[str] = "transformer"
@@ -39,7 +39,7 @@ class FlowPolicy(Policy, ABC):
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
-    """The attention of images and text together, which most families have."""
+    """The joint attention of images and text, as in most families."""
     packed: ClassVar[int] = 1
     """Latents per side in one of the network's ``in_channels`` inputs."""
 
@@ -96,15 +96,15 @@ def flow_scheduler(
     """Return a scheduler for a rectified flow: ``euler`` (the pipeline's), ``dpm++`` (2M) or ``unipc``.
 
     Args:
-        base: the pipeline's scheduler, whose sigma shift all solvers use.
-        steps: number of network calls.
-        image_tokens: tokens per image in the network, for a dynamic shift.
-        euler_sigmas: unshifted sigmas that the pipeline passes to its scheduler, ``(steps,)``; ``None`` for the
+        base: The pipeline's scheduler, whose sigma shift all solvers use.
+        steps: Number of network calls.
+        image_tokens: Tokens per image in the network, for a dynamic shift.
+        euler_sigmas: Unshifted sigmas that the pipeline passes to its scheduler, ``(steps,)``; ``None`` for the
             scheduler's default.
-        mu: the dynamic shift's logarithm, where it depends on more than the tokens; ``None`` computes it from these.
+        mu: Logarithm of the dynamic shift, if it depends on more than the tokens; ``None`` computes it from them.
 
     Raises:
-        ValueError: the path does not have this solver.
+        ValueError: The path has no such solver.
     """
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
@@ -118,7 +118,7 @@ def flow_scheduler(
         scheduler.set_timesteps(steps, **given)
         return scheduler
     # Every setting that matters is given: from_config of another class silently falls back to epsilon prediction and
-    # unshifted sigmas. Timesteps stay on the CPU, since some schedulers branch on them at each step.
+    # unshifted sigmas. Timesteps stay on the CPU, since some schedulers branch on them at every step.
     shared = {
         "num_train_timesteps": base.config.num_train_timesteps,
         "prediction_type": "flow_prediction",

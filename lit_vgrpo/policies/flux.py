@@ -39,7 +39,7 @@ class FluxPolicy(FlowPolicy):
         return super().misfit(pipeline)
 
     def prompt_limit(self) -> tuple[Any, int, str]:
-        encoder = type(self.pipeline.text_encoder_2).__name__  # CLIP only gives one vector, from the prompt's start
+        encoder = type(self.pipeline.text_encoder_2).__name__  # CLIP gives only one vector, from the prompt's start
         return self.pipeline.tokenizer_2, self.max_sequence_length, encoder
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ class FluxPolicy(FlowPolicy):
         sequence, ids = self.sequence(z, cond)
         prediction = self.network(
             hidden_states=sequence,
-            timestep=t,  # the network multiplies it by 1000 itself
+            timestep=t,  # the network multiplies it by 1000
             guidance=cond.tensors.get("guidance"),
             encoder_hidden_states=tokens,
             pooled_projections=cond.tensors["pooled"],
@@ -72,7 +72,7 @@ class KontextPolicy(FluxPolicy):
     """``FluxKontextPipeline`` as a policy on a rectified flow.
 
     Each prompt's row has a picture to edit, of the images' size. Its latents follow the image's in the network's
-    sequence, with another id, and the prediction for them is cut off.
+    sequence, with another id, and the prediction for them is discarded.
     """
 
     pipeline_class: ClassVar[str] = "FluxKontextPipeline"

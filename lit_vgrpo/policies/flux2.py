@@ -87,7 +87,7 @@ class Flux2Policy(FlowPolicy):
         return tokenizer, limit, type(self.pipeline.text_encoder).__name__
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        if self.device.type == "meta":  # whose attention mask the encoder cannot look into
+        if self.device.type == "meta":  # the encoder cannot read its attention mask
             ids = torch.zeros(len(prompts), self.max_sequence_length, dtype=torch.int64, device=self.device)
             hidden = self.pipeline.text_encoder(ids, output_hidden_states=True).hidden_states
             return {"tokens": torch.cat([hidden[layer] for layer in TEXT_LAYERS], dim=2)}
@@ -104,7 +104,7 @@ class Flux2Policy(FlowPolicy):
         rows, columns = z.shape[-2:]
         prediction = self.network(
             hidden_states=z.flatten(2).transpose(1, 2),
-            timestep=t,  # the network multiplies it by 1000 itself
+            timestep=t,  # the network multiplies it by 1000
             encoder_hidden_states=tokens,
             txt_ids=_ids(1, 1, tokens.shape[1], z.device),
             img_ids=_ids(rows, columns, 1, z.device),

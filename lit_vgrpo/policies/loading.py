@@ -1,4 +1,4 @@
-"""Loading of a policy's diffusers pipeline, from a folder or the hub, and checks of its small files before that."""
+"""Loading of a policy's diffusers pipeline, from a folder or the hub, and checks of its small files before loading."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ WEIGHTS = re.compile(
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+))?(?:-\d{5}-of-\d{5})?(?:\.(\w+))?\.(?:safetensors|bin)"
 )
 DISTILLED_NAMES = re.compile(r"(?:^|[-_.])(schnell|turbo|lightning|lcm|hyper|distilled)(?=$|[-_.])", re.IGNORECASE)
-"""Words in the names of models that were distilled to a few steps; their files seldom tell."""
+"""Words in the names of models distilled to a few steps; their files seldom show it."""
 
 
 def pipeline_errors(policy: PipelinePolicy) -> list[str]:
-    """Return why a policy's checkpoint cannot be loaded, in one line; empty if nothing is known against it."""
+    """Return why a policy's checkpoint cannot be loaded, in one line; empty if no reason is known."""
     checkpoint, revision = policy.checkpoint, policy.revision
     if (error := explain_unloadable(checkpoint, INDEX, KEY, revision)) is not None:
         return [error]
@@ -55,7 +55,7 @@ def read_pipeline(policy: PipelinePolicy) -> Any:
     """Load a policy's pipeline with its weights, in the types that the policy trains and computes in.
 
     Raises:
-        LoadError: it cannot be downloaded or is damaged.
+        LoadError: The pipeline cannot be downloaded or is damaged.
     """
     import diffusers
 
@@ -81,7 +81,7 @@ def read_pipeline(policy: PipelinePolicy) -> Any:
 
 
 def distillation_warning(policy: PipelinePolicy) -> str | None:
-    """Return a warning about training a model whose name tells that it was distilled, in one line, or ``None``."""
+    """Return a one-line warning about training a model whose name shows that it was distilled, or ``None``."""
     named = DISTILLED_NAMES.search(Path(policy.checkpoint).name)
     if named is None:
         return None

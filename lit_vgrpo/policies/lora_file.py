@@ -32,11 +32,11 @@ SPELLINGS = {
 """Endings of the matrices' names in other programs."""
 PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.", "unet.", "lora_unet_", "lora_transformer_", "")
 OTHER_ADAPTERS = ("lokr_", "hada_", "dora_scale", "lora_magnitude_vector", "lora_te", "text_encoder")
-"""Marks of what a LoRA of the network alone does not have: LoKr, LoHa, DoRA, text encoders."""
+"""Marks that a plain LoRA of the network does not have: LoKr, LoHa, DoRA, text encoders."""
 
 
 def lora_file_error(policy: PipelinePolicy, file: Path) -> str | None:
-    """Return why a file is no LoRA, in one line, or ``None``; whether it fits the network is checked in loading."""
+    """Return why a file is not a LoRA, in one line, or ``None``; loading checks that it fits the network."""
     try:
         _read(policy, file)
     except LoadError as error:
@@ -46,13 +46,13 @@ def lora_file_error(policy: PipelinePolicy, file: Path) -> str | None:
 
 @torch.no_grad()
 def put_lora(policy: PipelinePolicy, file: Path) -> None:
-    """Put a LoRA file into a loaded policy: into its adapter, or where it trains the weights themselves, into them.
+    """Load a LoRA file into a policy: into its adapter, or into the weights if the policy trains these.
 
-    The adapter's first ranks take the file's, whose scale is divided by the adapter's; the others stay as they are,
-    with B matrices of 0. The adapter is then the file's LoRA, exactly but for the rounding of that quotient.
+    The adapter's first ranks take the file's, whose scale is divided by the adapter's; the others are unchanged,
+    with B matrices of 0. The adapter then equals the file's LoRA, up to rounding of that quotient.
 
     Raises:
-        LoadError: the file is no LoRA, or not of this network, or the policy does not train all of its layers.
+        LoadError: The file is not a LoRA of this network, or the policy does not train all of its layers.
     """
     kind = type(policy.network)
     with torch.device("meta"):
@@ -74,9 +74,9 @@ def read_lora(policy: PipelinePolicy, file: Path, network: Any) -> Updates:
     """Return a LoRA file's updates by the names of the network's layers.
 
     Args:
-        policy: need not be loaded.
-        file: safetensors, under the names of diffusers, kohya's trainer or ai-toolkit.
-        network: a diffusers model without weights to compare with, to which an adapter is added.
+        policy: The policy; need not be loaded.
+        file: Safetensors, under the names of diffusers, kohya's trainer or ai-toolkit.
+        network: A diffusers model without weights to compare with, to which an adapter is added.
     """
     tensors, header = _read(policy, file)
     layers = _converted(policy, tensors, network)
@@ -154,7 +154,7 @@ def _converted(policy: PipelinePolicy, tensors: Mapping[str, Tensor], network: A
 def _renamed(tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
     """Return a LoRA whose layers have the network's names, up to the prefix and underscores for dots.
 
-    diffusers has no converter for SD 3.5, and others know only the names of the model's first publisher.
+    diffusers has no converter for SD 3.5, and others support only the original publisher's names.
     """
     names = {name.replace(".", "_"): name for name, _ in network.named_modules()}
     layers, alphas = {}, {}
@@ -179,7 +179,7 @@ def _scale(layers: dict[str, Tensor], name: str, alpha: float) -> None:
 
 
 def _unmatched(layers: Mapping[str, Tensor], network: nn.Module) -> list[str]:
-    """Return the tensors that are no pair of matrices of one of the network's layers."""
+    """Return the tensors that do not belong to a pair of matrices of one of the network's layers."""
     modules = dict(network.named_modules())
     odd = []
     for name, tensor in layers.items():

@@ -26,37 +26,37 @@ class PipelinePolicy(nn.Module):
     """The options of a policy and its pipeline's parts, extended by :class:`~lit_vgrpo.policies.base.Policy`.
 
     Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        variant: variant of the pipeline's weight files, such as ``fp16``; ``None`` uses the default files.
-        revision: branch, tag or commit of a hub repository; ``None`` uses its main branch.
-        lora_rank: rank of the LoRA adapter; ``None`` trains the full weights.
+        checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
+        variant: Variant of the pipeline's weight files, such as ``fp16``; ``None`` uses the default files.
+        revision: Branch, tag or commit of a hub repository; ``None`` uses its main branch.
+        lora_rank: Rank of the LoRA adapter; ``None`` trains the full weights.
         lora_alpha: LoRA scale numerator; ``None`` uses the rank.
-        lora_targets: name suffixes of the modules to adapt; ``None`` uses the family's attention projections.
-        quantisation: keep the frozen weights of the network's blocks in 4 bits (``nf4``) or 8 (``int8``), under a LoRA
+        lora_targets: Name suffixes of the modules to adapt; ``None`` uses the family's attention projections.
+        quantisation: Keep the frozen weights of the network's blocks in 4 bits (``nf4``) or 8 (``int8``), under a LoRA
             in float32; ``None`` keeps them in ``dtype``.
-        train_only: shell-style patterns of the parameters to train, such as ``*.attn.*``; ``None`` trains all, or the
+        train_only: Shell-style patterns of the parameters to train, such as ``*.attn.*``; ``None`` trains all, or the
             adapter.
-        start_from: run folder or checkpoint of an earlier run, or a LoRA file (a path, or ``owner/name[/file]`` of the
+        start_from: Run folder or checkpoint of an earlier run, or a LoRA file (a path, or ``owner/name[/file]`` of the
             hub), whose weights are this run's start and reference; ``None`` starts from the pipeline.
-        start_weights: use that run's trained weights or their EMA.
-        height: image height in pixels; ``None`` uses the model's default.
-        width: image width in pixels; ``None`` uses the model's default.
-        dtype: autocast type of the network, and storage type of frozen weights; trained weights, the VAE's weights and
+        start_weights: Use that run's trained weights or their EMA.
+        height: Image height in pixels; ``None`` uses the model's default.
+        width: Image width in pixels; ``None`` uses the model's default.
+        dtype: Autocast type of the network, and storage type of frozen weights; trained weights, the VAE's weights and
             all arithmetic outside the two networks stay float32.
-        negative_prompt: the prompt that guidance moves away from.
-        gradient_checkpointing: save activation memory at the cost of a second forward pass.
-        decode_batch_size: images per VAE pass; smaller batches are padded, so that an image does not depend on its
+        negative_prompt: The prompt that guidance moves away from.
+        gradient_checkpointing: Save activation memory at the cost of a second forward pass.
+        decode_batch_size: Images per VAE pass; smaller batches are padded, so that an image does not depend on its
             batch.
-        decode_dtype: autocast type of the VAE while it decodes; 16 bits change images by about a grey level.
-        vae_tiling: decode large images in overlapping tiles, which changes them slightly.
-        embedding_cache: folder that caches prompt embeddings; ``None`` for no cache.
-        embedding_cache_gb: maximum size of the folder; the least recently used embeddings are deleted first.
-        offload_encoders: keep the text encoders in CPU memory while they are not used.
-        compile: compile the network with ``torch.compile``, for rollouts and training.
-        attention_backend: one of diffusers' attention backends by name; ``None`` leaves the choice to diffusers.
-        fold_lora: merge the adapter into the weights during ODE sampling; ``None`` does so where possible. float32
+        decode_dtype: Autocast type of the VAE while it decodes; 16 bits change images by about a grey level.
+        vae_tiling: Decode large images in overlapping tiles, which changes them slightly.
+        embedding_cache: Folder that caches prompt embeddings; ``None`` for no cache.
+        embedding_cache_gb: Maximum size of the folder; the least recently used embeddings are deleted first.
+        offload_encoders: Keep the text encoders in CPU memory while they are not used.
+        compile: Compile the network with ``torch.compile``, for rollouts and training.
+        attention_backend: One of diffusers' attention backends by name; ``None`` leaves the choice to diffusers.
+        fold_lora: Merge the adapter into the weights during ODE sampling; ``None`` does so where possible. float32
             only.
-        init_seed: seed of the adapter's initial weights.
+        init_seed: Seed of the adapter's initial weights.
     """
 
     pipeline_class: ClassVar[str]
@@ -142,15 +142,15 @@ class PipelinePolicy(nn.Module):
             self.network = original
 
     def ignore_start(self) -> None:
-        """Load without the run of ``start_from``, since a checkpoint's weights come after."""
+        """Load without the run of ``start_from``, since a checkpoint's weights replace it."""
         self.start_from = None
 
     def ignore_quantisation(self) -> None:
-        """Load the frozen weights whole, since they are written or merged into."""
+        """Load the frozen weights unquantised, since they are written or merged into."""
         self.quantisation = None
 
     def ignore_speed(self) -> None:
-        """Load without ``compile`` and ``attention_backend``, which take long to start and were chosen elsewhere."""
+        """Load without ``compile`` and ``attention_backend``, which start slowly and were chosen elsewhere."""
         self.compile_network, self.attention_backend = False, None
 
     @property
@@ -181,7 +181,7 @@ class PipelinePolicy(nn.Module):
         return {name: None for name, value in index.items() if isinstance(value, list) and value[:1] == [None]}
 
     def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
-        """Return autocast to a precision, the network's by default, whatever the trainer's is.
+        """Return autocast to a precision, by default the network's, regardless of the trainer's.
 
         The cache of 16-bit weights is off: it lives as long as the outermost autocast and would outlast a swap of the
         weights, or a pass without gradient. A pass uses each weight only once.
@@ -212,11 +212,11 @@ class PipelinePolicy(nn.Module):
         """Return the VAE's latents along height and width.
 
         Args:
-            default: latents along a side that is ``None``.
-            patch_size: latents per patch.
+            default: Latents along a side whose size is ``None``.
+            patch_size: Latents per patch.
 
         Raises:
-            LoadError: a side is not a whole number of patches.
+            LoadError: A side is not a whole number of patches.
         """
         factor = self.pipeline.vae_scale_factor
         multiple = factor * patch_size

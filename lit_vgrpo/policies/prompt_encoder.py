@@ -22,7 +22,7 @@ from lit_vgrpo.system.paths import resolve_path
 Encode = Callable[[], Mapping[str, Tensor]]
 """Returns the embeddings of one text, one row."""
 MAX_BYTES_IN_MEMORY = 64 << 20
-"""A few hundred prompts of SDXL, 15 of an SD 3.5 with T5: a small prompt set is encoded once per run."""
+"""Holds a few hundred prompts of SDXL, or 15 of SD 3.5 with T5: a small prompt set is encoded once per run."""
 
 
 def masked_rows(rows: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def masked_rows(rows: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _without_padding(row: Row) -> Row:
-    """Return the tokens in a prompt's mask alone; all of them on the meta device, where the mask has no values."""
+    """Return only the tokens in a prompt's mask; all of them on the meta device, where the mask has no values."""
     kept = row[MASK].bool()
     return row if kept.is_meta else {name: value[kept] if is_of_prompt(name) else value for name, value in row.items()}
 

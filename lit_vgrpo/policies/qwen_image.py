@@ -19,14 +19,14 @@ Shape = tuple[int, int, int]
 NEGATIVE, NEGATIVE_MASK = "reference_negative", "reference_negative_mask"
 PICTURE = "Picture 1: <|vision_start|><|image_pad|><|vision_end|>"
 READ = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
-"""The processor's outputs that the pipeline hands to the encoder."""
+"""The processor's outputs that the pipeline passes to the encoder."""
 
 
 class QwenImagePolicy(FlowPolicy):
     """``QwenImagePipeline`` as a policy on a rectified flow.
 
-    Guidance takes two passes, and each token of the guided prediction is rescaled to the length that it has with the
-    prompt alone, as in the pipeline, which cannot switch that off.
+    Guidance takes two passes, and each token of the guided prediction is rescaled to its length in the conditional
+    prediction. The pipeline always does this.
     """
 
     pipeline_class: ClassVar[str] = "QwenImagePipeline"
@@ -67,7 +67,7 @@ class QwenImagePolicy(FlowPolicy):
     def _encoded(self, prompt: str) -> Tensor:
         """Return the last hidden states of a prompt's tokens without the system prompt's, ``(L, D)``.
 
-        The encoder is causal, so what is cut at the end of a long prompt changes no token before.
+        The encoder is causal, so truncating the end of a long prompt changes no earlier token.
         """
         pipeline = self.pipeline
         before = pipeline.prompt_template_encode_start_idx
@@ -84,7 +84,7 @@ class QwenImagePolicy(FlowPolicy):
         sequence, shapes = self.sequence(z, cond)
         prediction = self.network(
             hidden_states=sequence,
-            timestep=t,  # the network multiplies it by 1000 itself
+            timestep=t,  # the network multiplies it by 1000
             encoder_hidden_states=cond.tensors["tokens"],
             encoder_hidden_states_mask=cond.tensors[MASK].bool(),
             img_shapes=[shapes] * len(z),
@@ -107,8 +107,8 @@ class QwenImageEditPolicy(QwenImagePolicy):
 
     The text encoder reads the picture with the prompt, and with the negative prompt too, whose embedding therefore
     belongs to the picture. The picture's latents follow the image's in the network's sequence, and the prediction for
-    them is cut off. As in the pipeline, the encoder sees about 384 x 384 pixels of the picture and the VAE about
-    1024 x 1024, whatever the images' size. The picture takes about 200 of a prompt's ``max_sequence_length`` tokens.
+    them is cut off. As in the pipeline, the encoder sees the picture at about 384 x 384 pixels and the VAE at about
+    1024 x 1024, regardless of the images' size. The picture takes about 200 of the ``max_sequence_length`` tokens.
     """
 
     pipeline_class: ClassVar[str] = "QwenImageEditPlusPipeline"

@@ -17,10 +17,10 @@ class SD3Policy(FlowPolicy):
     """``StableDiffusion3Pipeline`` (SD3 medium, SD3.5 medium and large) as a policy on a rectified flow.
 
     Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        max_sequence_length: length of the T5 block in tokens; without T5 it is a block of zeros of that length.
-        use_t5: ``False`` leaves the T5 encoder out and saves its memory.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
+        checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
+        max_sequence_length: Length of the T5 block in tokens; without T5 it is a block of zeros of that length.
+        use_t5: ``False`` omits the T5 encoder and saves its memory.
+        **options: See :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "StableDiffusion3Pipeline"

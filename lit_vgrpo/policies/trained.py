@@ -1,4 +1,4 @@
-"""Choice of the weights that are trained, a LoRA adapter, all or some by name, and of how the others are stored."""
+"""Choice of the trained weights (a LoRA adapter, all, or some by name) and of the storage of the others."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def choose_trained(policy: PipelinePolicy, unused: Sequence[str] = ()) -> None:
     """Freeze and cast a policy's network: trained weights in float32, all others in the policy's dtype.
 
     Args:
-        unused: shell-style patterns of weights that are never trained.
+        unused: Shell-style patterns of weights that are never trained.
 
     Raises:
-        LoadError: a name pattern or a LoRA target matches nothing.
+        LoadError: A name pattern or a LoRA target matches nothing.
     """
     network: nn.Module = policy.network
     if policy.lora_rank is not None:
@@ -88,7 +88,7 @@ def name_in_block(name: str) -> str:
 
 # --- a frozen base in 4 or 8 bits ------------------------------------------------------------------------------------
 # bitsandbytes (read in 0.50.2) has kernels for CPU and CUDA. Its layers are not used: some of their kernels run only
-# without gradient, and a pass without gradient must equal one with it, or the ratio is not 1 before an update.
+# without gradient, and a pass without gradient must equal one with it, or the ratio is not 1 before the update.
 
 
 def quantised_bytes(kind: Literal["nf4", "int8"], weights: int) -> int:
@@ -100,9 +100,9 @@ class QuantisedLinear(nn.Linear):
     """A frozen linear layer that keeps its weight in 4 or 8 bits and multiplies in the type of its input.
 
     Args:
-        layer: what it replaces.
+        layer: Layer that it replaces.
         kind: ``nf4``: 4-bit NormalFloat. ``int8``: bitsandbytes' 8-bit numbers, spaced more closely around 0.
-        dtype: of the bias.
+        dtype: Dtype of the bias.
     """
 
     absmax: Tensor
@@ -143,7 +143,7 @@ class QuantisedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """The layer's output; the weight is restored again in the backward pass instead of kept."""
+    """Autograd function of the layer's output; the backward pass restores the weight again instead of keeping it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:

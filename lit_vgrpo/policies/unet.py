@@ -24,10 +24,10 @@ class UNetPolicy(Policy):
     checker is left out: rewards must see what the policy samples.
 
     Args:
-        checkpoint: a hub name, a local pipeline folder, or ``shipped:...``.
-        channels_last: store the network's weights and activations in channels-last format, for faster convolutions on
+        checkpoint: A hub name, a local pipeline folder, or ``shipped:...``.
+        channels_last: Store the network's weights and activations in channels-last format, for faster convolutions on
             a GPU.
-        **options: see :class:`~lit_vgrpo.policies.base.Policy`.
+        **options: See :class:`~lit_vgrpo.policies.base.Policy`.
     """
 
     pipeline_class: ClassVar[str] = "StableDiffusionPipeline"
@@ -100,7 +100,7 @@ def vp_scheduler(solver: str, base: Any) -> Any:
     """Return a variance-preserving scheduler: ``ddim`` (eta 0) or ``dpm++`` (2M), with the pipeline's betas.
 
     Raises:
-        ValueError: the path does not have this solver.
+        ValueError: The path has no such solver.
     """
     from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 

@@ -17,7 +17,7 @@ DEFAULT_SIDE = 1024  # pixels, as in the pipeline
 class ZImagePolicy(FlowPolicy):
     """``ZImagePipeline`` as a policy on a rectified flow.
 
-    Guidance counts as in every family: 1 is none. The pipeline's ``guidance_scale`` is one less.
+    The guidance scale is as in every family: 1 disables it. The pipeline's ``guidance_scale`` is one less.
     """
 
     pipeline_class: ClassVar[str] = "ZImagePipeline"
@@ -50,7 +50,7 @@ class ZImagePolicy(FlowPolicy):
         return masked_rows([self._encoded(prompt) for prompt in prompts])
 
     def _encoded(self, prompt: str) -> Tensor:
-        """Return the last but one hidden states of a prompt's tokens, ``(L, D)``; the encoder never sees padding."""
+        """Return the penultimate hidden states of a prompt's tokens, ``(L, D)``; the encoder never sees padding."""
         ids = self.pipeline.tokenizer(
             self._templated(prompt), max_length=self.max_sequence_length, truncation=True, return_tensors="pt"
         )["input_ids"]

@@ -18,7 +18,7 @@ from lit_vgrpo.errors import RewardError
 
 
 class RewardOutage(RewardError):
-    """A reward that can score nothing any more. It ends the run; other errors only fail their images."""
+    """A reward cannot score anything any more. This ends the run; other errors only fail their images."""
 
 
 class Reward(ABC):
@@ -27,13 +27,13 @@ class Reward(ABC):
     A subclass sets ``name`` and defines ``__call__``.
 
     Attributes:
-        name: key of its score in the logs.
-        concurrent: call it in a thread while the next images are sampled, for rewards that wait for a server or compute
+        name: Key of its score in the logs.
+        concurrent: Call it in a thread while the next images are sampled, for rewards that wait for a server or compute
             on the CPU. It is then only called from that thread, batch after batch.
-        asks_people: it compares images of a group, and a call may take hours. It is called once per rollout with all of
-            a rank's images, and never with held-out images.
-        failure: one line on why images of the last call got NaN, if the reward knows.
-        key: the reward's key in a recipe, such as ``model.reward``; empty if options are typed without a prefix.
+        asks_people: People compare images of a group, and a call may take hours. It is called once per rollout with
+            all of a rank's images, and never with held-out images.
+        failure: One line on why images of the last call got NaN, if the reward knows.
+        key: The reward's key in a recipe, such as ``model.reward``; empty if options are typed without a prefix.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Reward(ABC):
         float32 in [0, 1], or ``None`` if the rows have none.
 
         Args:
-            images: shape ``(B, 3, H, W)``, float32 in [0, 1].
-            prompts: the B prompts.
-            rows: the prompts' B rows with their extra fields.
+            images: Shape ``(B, 3, H, W)``, float32 in [0, 1].
+            prompts: The B prompts.
+            rows: The prompts' B rows with their extra fields.
 
         Returns:
             Shape ``(B,)``, float32, higher is better; NaN marks an image that could not be scored.
@@ -84,7 +84,7 @@ class Reward(ABC):
         """Load the weights, if any; a second call does nothing."""
 
     def enter_run(self, folder: Path) -> None:  # noqa: B027
-        """Open what is kept in a run folder; called on every rank before training."""
+        """Open the reward's files in a run folder; called on every rank before training."""
 
     def take_counts(self) -> dict[str, int]:
         """Return counts of events since the last call, such as retries by cause."""
@@ -99,13 +99,13 @@ class Scores:
     """The scores of B images, by one reward or by a weighted sum.
 
     Args:
-        total: shape ``(B,)``, float32: the weighted sum; NaN where a reward of non-zero weight failed.
-        parts: scores of each reward by name, shape ``(B,)``, float32; NaN where it failed or does not apply.
-        ok: shape ``(B,)``, bool: where ``total`` is a number.
-        errors: by name, the last failure of each reward that failed on any image.
-        applies: by name, shape ``(B,)``, bool: where the reward applies; everywhere if a name is missing.
-        seconds: by name, the reward's wall time.
-        counts: by name, events that the reward counted, such as retries by cause.
+        total: Shape ``(B,)``, float32: the weighted sum; NaN if a reward of non-zero weight failed.
+        parts: Scores of each reward by name, shape ``(B,)``, float32; NaN if it failed or does not apply.
+        ok: Shape ``(B,)``, bool: True if ``total`` is a number.
+        errors: By name, the last failure of each reward that failed on any image.
+        applies: By name, shape ``(B,)``, bool: True if the reward applies; all True if a name is missing.
+        seconds: By name, the reward's wall time.
+        counts: By name, events that the reward counted, such as retries by cause.
     """
 
     total: Tensor
@@ -120,7 +120,7 @@ class Scores:
         return len(self.total)
 
     def applies_to(self, name: str) -> Tensor:
-        """Return where the reward applies, ``(B,)``, bool."""
+        """Return a mask of the images that the reward applies to, ``(B,)``, bool."""
         return self.applies.get(name, torch.ones_like(self.ok))
 
     @classmethod
@@ -152,10 +152,10 @@ class ImageBatch:
     """Images ready to be scored.
 
     Attributes:
-        images: shape ``(B, 3, H, W)``, float32 in [0, 1], rounded to what a file can store.
-        is_finite: shape ``(B,)``, bool: images without NaN or infinite pixels.
-        prompts: the B prompts.
-        rows: the B rows.
+        images: Shape ``(B, 3, H, W)``, float32 in [0, 1], rounded to what a file can store.
+        is_finite: Shape ``(B,)``, bool: images without NaN or infinite pixels.
+        prompts: The B prompts.
+        rows: The B rows.
     """
 
     images: Tensor
@@ -168,7 +168,7 @@ class ImageBatch:
         """Round images.
 
         Raises:
-            ValueError: images, prompts and rows differ in number, or images have the wrong shape.
+            ValueError: Images, prompts and rows differ in number, or images have the wrong shape.
         """
         if images.ndim != 4 or images.shape[1] != 3 or not len(images) == len(prompts) == len(rows):
             raise ValueError(

@@ -124,11 +124,11 @@ class CLIPScore(CLIPReward):
     prompt keeps its end token here; without it CLIP would embed only the start token.
 
     Args:
-        checkpoint: hub name or local folder of a ``CLIPModel``; torchmetrics' default.
-        processor: hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
-        batch_size: images per forward pass; smaller batches are padded.
-        dtype: of the weights; scores are float32.
-        device: where the model runs; ``"auto"`` follows the images.
+        checkpoint: Hub name or local folder of a ``CLIPModel``; torchmetrics' default.
+        processor: Hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
+        batch_size: Images per forward pass; smaller batches are padded.
+        dtype: Dtype of the weights; scores are float32.
+        device: Device of the model; ``"auto"`` follows the images.
 
     Source:
         arXiv 2104.08718, which uses a factor of 2.5; torchmetrics and most tables use 100.
@@ -150,12 +150,12 @@ class PickScore(CLIPReward):
     The model is trained on human preferences between two images. Papers often report the cosine instead, about 0.2.
 
     Args:
-        checkpoint: hub name or local folder of a ``CLIPModel``.
-        processor: hub name or local folder of its ``CLIPProcessor``; None uses the published one for the published
+        checkpoint: Hub name or local folder of a ``CLIPModel``.
+        processor: Hub name or local folder of its ``CLIPProcessor``; None uses the published one for the published
             checkpoint, else ``checkpoint``.
-        batch_size: images per forward pass; smaller batches are padded.
-        dtype: of the weights; scores are float32.
-        device: where the model runs; ``"auto"`` follows the images.
+        batch_size: Images per forward pass; smaller batches are padded.
+        dtype: Dtype of the weights; scores are float32.
+        device: Device of the model; ``"auto"`` follows the images.
 
     Source:
         arXiv 2305.01569; the division by 26 as in Flow-GRPO (arXiv 2505.05470).
@@ -183,11 +183,11 @@ class CLIPImageSimilarity(CLIPReward):
     An unchanged copy scores 1. Use it with a reward for the edit, such as CLIPScore, to preserve the rest.
 
     Args:
-        checkpoint: hub name or local folder of a ``CLIPModel``.
-        processor: hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
-        batch_size: images per forward pass; smaller batches are padded.
-        dtype: of the weights; scores are float32.
-        device: where the model runs; ``"auto"`` follows the images.
+        checkpoint: Hub name or local folder of a ``CLIPModel``.
+        processor: Hub name or local folder of its ``CLIPProcessor``; None uses ``checkpoint``.
+        batch_size: Images per forward pass; smaller batches are padded.
+        dtype: Dtype of the weights; scores are float32.
+        device: Device of the model; ``"auto"`` follows the images.
     """
 
     name = "clip_image"
@@ -211,17 +211,17 @@ class CLIPImageSimilarity(CLIPReward):
 @checked
 @dataclass(eq=False)
 class AestheticScore(ModelReward):
-    """A predicted rating of the image alone, about 1 to 10; most images of diffusion models get 5 to 7.
+    """A predicted rating of the image without its prompt, about 1 to 10; most images of diffusion models get 5 to 7.
 
     A linear network on the normalised CLIP image embedding. It never sees the prompt, so a policy trained on it alone
     forgets its prompts.
 
     Args:
-        checkpoint: of the head: hub name, local folder with ``sac+logos+ava1-l14-linearMSE.pth``, or that file.
-        clip: hub name or local folder of the ``CLIPModel`` that the head was trained on, with its processor.
-        batch_size: images per forward pass; smaller batches are padded.
-        dtype: of CLIP's weights; the head and the scores are float32.
-        device: where the model runs; ``"auto"`` follows the images.
+        checkpoint: The head: hub name, local folder with ``sac+logos+ava1-l14-linearMSE.pth``, or that file.
+        clip: Hub name or local folder of the ``CLIPModel`` that the head was trained on, with its processor.
+        batch_size: Images per forward pass; smaller batches are padded.
+        dtype: Dtype of CLIP's weights; the head and the scores are float32.
+        device: Device of the model; ``"auto"`` follows the images.
 
     Source:
         github.com/christophschuhmann/improved-aesthetic-predictor, simple_inference.py.

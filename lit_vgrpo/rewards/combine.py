@@ -30,9 +30,9 @@ class Part:
     """One reward of a sum.
 
     Attributes:
-        name: key of its scores.
-        weight: its factor in the sum; with 0 it is only logged.
-        clip: the range its scores are clipped to; None leaves an end open.
+        name: Key of its scores.
+        weight: Its factor in the sum; with 0 it is only logged.
+        clip: The range its scores are clipped to; None leaves an end open.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Weighted(Reward):
     names none of the weighted rewards, all of those apply; the same holds for the rewards of weight 0.
 
     Args:
-        rewards: at least one.
-        weights: one per reward, not all zero; None for the mean. A reward of weight 0 is only logged.
-        clips: for each reward the range ``[low, high]`` its scores are clipped to, or null; either end may be null.
-        overlap: score in threads while the next images are sampled, where a reward allows it; scores do not change.
+        rewards: The rewards, at least one.
+        weights: One per reward, not all zero; None for the mean. A reward of weight 0 is only logged.
+        clips: For each reward the range ``[low, high]`` its scores are clipped to, or null; either end may be null.
+        overlap: Score in threads while the next images are sampled, if a reward allows it; scores do not change.
 
     Raises:
-        ValueError: lists of different lengths, weights that are all 0, or an empty range.
+        ValueError: Lists have different lengths, all weights are 0, or a range is empty.
     """
 
     name = "weighted"
@@ -106,7 +106,7 @@ class Weighted(Reward):
         Rewards that ask people are left out. If no weighted one remains, the other sum's weights count.
 
         Raises:
-            ValueError: both have a reward of the same name.
+            ValueError: Both have a reward of the same name.
         """
         kept = [part for part in self.parts if not part.reward.asks_people]
         added = [] if other is None else other.parts
@@ -167,13 +167,13 @@ class Weighted(Reward):
         one, so that only those that fail are lost. An image with NaN or infinite pixels fails for every reward.
 
         Args:
-            images: shape ``(B, 3, H, W)``, float in [0, 1].
-            prompts: the B prompts.
-            rows: the B rows.
+            images: Shape ``(B, 3, H, W)``, float in [0, 1].
+            prompts: The B prompts.
+            rows: The B rows.
 
         Raises:
-            RewardError: a reward returned something other than ``(B,)`` float32, or cannot continue.
-            ValueError: images, prompts and rows differ in number or shape.
+            RewardError: A reward returned something other than ``(B,)`` float32, or cannot continue.
+            ValueError: Images, prompts and rows differ in number or shape.
         """
         self.load()
         batch = ImageBatch.rounded(images, prompts, rows)
@@ -181,7 +181,7 @@ class Weighted(Reward):
 
     @torch.no_grad()
     def score_part(self, part: Part, batch: ImageBatch) -> Scores:
-        """Return the scores of one reward, before shaping; NaN where it does not apply."""
+        """Return the scores of one reward, before shaping; NaN if it does not apply."""
         start = time.perf_counter()
         applies = self._mask(part, batch.rows)
         chosen = (applies & batch.is_finite).nonzero().flatten().tolist()
@@ -222,7 +222,7 @@ class Weighted(Reward):
         )
 
     def total(self, parts: Mapping[str, Tensor], applies: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted sum, ``(B,)``; NaN where an applicable reward of non-zero weight failed."""
+        """Return the weighted sum, ``(B,)``; NaN if an applicable reward of non-zero weight failed."""
         total = torch.zeros_like(parts[self.parts[0].name])
         for part in self.parts:
             if part.weight:
@@ -296,8 +296,8 @@ class ScoreQueue:
     once, when the scores are taken.
 
     Args:
-        reward: the rewards; with ``overlap=False`` all of them score immediately.
-        other: a queue with rewards of the same names, whose threads are reused.
+        reward: The rewards; with ``overlap=False`` all of them score immediately.
+        other: A queue with rewards of the same names, whose threads are reused.
     """
 
     def __init__(self, reward: Weighted, other: ScoreQueue | None = None) -> None:
@@ -335,7 +335,7 @@ class ScoreQueue:
         """Wait for the threads and return the scores of everything put in, in order, as one batch.
 
         Raises:
-            RewardError: a reward broke its contract or cannot continue, or nothing was put in.
+            RewardError: A reward broke its contract or cannot continue, or nothing was put in.
         """
         pending, self._pending = self._pending, []
         if not pending:

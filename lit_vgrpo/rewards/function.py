@@ -30,11 +30,11 @@ class PythonReward(Reward):
 
     Args:
         function: ``my_module:my_function``.
-        images: the format passed to the function: a float32 tensor ``(B, 3, H, W)`` in [0, 1], a list of RGB PIL
+        images: The format passed to the function: a float32 tensor ``(B, 3, H, W)`` in [0, 1], a list of RGB PIL
             images, or a uint8 array ``(B, H, W, 3)``.
-        name: the key of its score; null for the function's name.
-        concurrent: call it in a thread while the next images are sampled.
-        options: further keyword arguments.
+        name: Key of its score; null for the function's name.
+        concurrent: Call it in a thread while the next images are sampled.
+        options: Additional keyword arguments.
 
     Raises:
         ValueError: ``images`` is unknown.
@@ -66,7 +66,7 @@ class PythonReward(Reward):
         """Import the function.
 
         Raises:
-            RewardError: it cannot be imported, or does not accept the arguments.
+            RewardError: The function cannot be imported, or does not accept the arguments.
         """
         self._call  # noqa: B018  the property imports
 
@@ -98,7 +98,7 @@ class PythonReward(Reward):
         try:
             function = resolve_name(self.function)
             signature = inspect.signature(function)
-        except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+        except (Exception, SystemExit) as error:  # importing the user's module may raise anything
             key = f"{self.option('function')}={self.function}"
             raise RewardError(f"{key} cannot be imported ({type(error).__name__}: {error}).") from error
         takes_references = "references" in signature.parameters and "references" not in self.options

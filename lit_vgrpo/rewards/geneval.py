@@ -47,22 +47,22 @@ class GenEval(ModelReward):
     ``score="strict"`` is the official 0 or 1. Most images of an untrained model then score 0, and a group of equal
     scores gives no gradient. The default ``"partial"`` averages over the requirements the share that is met (of the
     requested objects; colours and positions once all objects are present), and subtracts a share for each object in
-    excess of ``exclude``. It is 1 exactly where the strict score is. Flow-GRPO's score is similar, but penalises every
+    excess of ``exclude``. It is 1 exactly when the strict score is. Flow-GRPO's score is similar, but penalises every
     surplus object, even if the row does not exclude it.
 
     Args:
-        detector: hub name or local folder of an object detection model, or of an instance ``Mask2Former``. Detectors
+        detector: Hub name or local folder of an object detection model, or of an instance ``Mask2Former``. Detectors
             differ in their confidences: tune the thresholds for any other than the default.
-        clip: hub name or local folder of a ``CLIPModel`` with its processor.
+        clip: Hub name or local folder of a ``CLIPModel`` with its processor.
         score: ``"partial"`` or ``"strict"``.
-        threshold: minimum confidence of an object.
-        counting_threshold: the same for rows with the tag ``counting``.
-        batch_size: images or crops per forward pass; smaller batches are padded.
-        dtype: of the weights.
-        device: where the models run; ``"auto"`` follows the images.
+        threshold: Minimum confidence of an object.
+        counting_threshold: The same for rows with the tag ``counting``.
+        batch_size: Images or crops per forward pass; smaller batches are padded.
+        dtype: Dtype of the weights.
+        device: Device of the models; ``"auto"`` follows the images.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: An argument is out of range.
 
     Source:
         arXiv 2310.11513 and its evaluation code; the shares after arXiv 2505.05470 (Flow-GRPO).
@@ -119,7 +119,7 @@ class GenEval(ModelReward):
         """Return the share of each row's requirements that is met, in [0, 1].
 
         Args:
-            images: shape ``(B, 3, H, W)``, float in [0, 1].
+            images: Shape ``(B, 3, H, W)``, float in [0, 1].
             rows: B valid rows.
         """
         if not rows:
@@ -135,7 +135,7 @@ class GenEval(ModelReward):
         return [judge(one, row) for one, row in zip(objects, rows, strict=True)]
 
     def _colored(self, images: Tensor, objects: list[Objects], rows: list[dict[str, Any]]) -> list[Objects]:
-        """Return the objects, with a colour where the rows ask for it."""
+        """Return the objects, with a colour if the rows ask for it."""
         asked = [objects_to_color(one, row) for one, row in zip(objects, rows, strict=True)]
         pictures = {i: to_pil(images[i : i + 1])[0] for i, detections in enumerate(asked) if detections}
         todo = [(pictures[i], detection) for i, detections in enumerate(asked) for detection in detections]
@@ -151,8 +151,8 @@ class GenEval(ModelReward):
         """Return the colour of each object: the one whose prompts are closest to its crop.
 
         Args:
-            crops: images of single objects, of any size.
-            labels: their classes.
+            crops: Images of single objects, of any size.
+            labels: Their classes.
         """
         for label in labels:
             if label not in self._directions:
@@ -169,12 +169,12 @@ class ObjectDetector:
     """Detector of objects with class, box and, from a segmenter, mask.
 
     Args:
-        checkpoint: hub name or local folder of an object detection model, or of an instance ``Mask2Former``.
-        dtype: of the weights.
-        what_to_set: the recipe's key of the checkpoint, for messages.
+        checkpoint: Hub name or local folder of an object detection model, or of an instance ``Mask2Former``.
+        dtype: Dtype of the weights.
+        what_to_set: The recipe's key of the checkpoint, for messages.
 
     Raises:
-        LoadError: the checkpoint is not a complete detector.
+        LoadError: The checkpoint is not a complete detector.
     """
 
     def __init__(self, checkpoint: str, dtype: Dtype, what_to_set: str) -> None:
@@ -191,8 +191,8 @@ class ObjectDetector:
         """Return each image's objects above a confidence.
 
         Args:
-            images: shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as PIL does.
-            threshold: the confidence, 0 to 1.
+            images: Shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as PIL does.
+            threshold: The confidence, 0 to 1.
         """
         inputs = self._processor(images=list(images), return_tensors="pt").to(self.model.device)
         inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)

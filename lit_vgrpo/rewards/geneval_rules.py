@@ -53,11 +53,11 @@ class Detection:
     """A detected object.
 
     Args:
-        label: its class, by its GenEval name.
-        score: the detector's confidence, 0 to 1.
-        box: left, top, right and bottom in pixels.
-        mask: shape ``(H, W)``, bool, if the detector provides one.
-        color: one of ``COLORS``, once it is known.
+        label: Its class, by its GenEval name.
+        score: The detector's confidence, 0 to 1.
+        box: Left, top, right and bottom in pixels.
+        mask: Shape ``(H, W)``, bool, if the detector provides one.
+        color: One of ``COLORS``, once it is known.
     """
 
     label: str
@@ -91,11 +91,11 @@ def objects_to_color(objects: Objects, row: dict[str, Any]) -> list[Detection]:
 
 
 def judge(objects: Objects, row: dict[str, Any]) -> float:
-    """Return the share of a row's requirements that is met, in [0, 1]; 1 exactly where GenEval's result is true.
+    """Return the share of a row's requirements that is met, in [0, 1]; 1 exactly when GenEval's result is true.
 
     Args:
-        objects: those of :func:`objects_by_class`; those of :func:`objects_to_color` with their colour.
-        row: with ``include`` and optionally ``exclude``, see :func:`row_error`.
+        objects: Result of :func:`objects_by_class`; those of :func:`objects_to_color` have their colour.
+        row: The metadata, with ``include`` and optionally ``exclude``, see :func:`row_error`.
 
     Source:
         arXiv 2310.11513 and its evaluation code.
@@ -160,9 +160,9 @@ def row_error(row: dict[str, Any], known: Collection[str] = CLASSES) -> str | No
     """Return why a row cannot be judged, in one line, or None.
 
     Args:
-        row: the official metadata: ``include``, a list of ``{"class", "count", "color", "position"}`` of which the
+        row: The official metadata: ``include``, a list of ``{"class", "count", "color", "position"}`` of which the
             last two are optional, and optionally ``exclude``, a list of ``{"class", "count"}``.
-        known: the detector's classes.
+        known: The detector's classes.
     """
     try:
         needs = _Row.model_validate(row)

@@ -56,9 +56,9 @@ class ScoreRequest(BaseModel):
 
     Attributes:
         images: PNG files in base64.
-        prompts: one per image.
-        rows: one per image; by default they hold the prompt alone. They lose the paths of their pictures: on the client
-            these name its files, and a server that read them would open any of its files that a stranger names.
+        prompts: One per image.
+        rows: One per image; by default they hold only the prompt. Paths of pictures are removed: they name files of the
+            client, and a server that read them would open any of its files that a stranger names.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -82,8 +82,8 @@ class ScoreAnswer(BaseModel):
     """The scores of a request.
 
     Attributes:
-        scores: one per image; null where it could not be scored, never 0.
-        errors: for each image why its score is null, or null; may be left out.
+        scores: One per image; null if it could not be scored, never 0.
+        errors: For each image the reason that its score is null, or null; optional.
     """
 
     model_config = ConfigDict(strict=True)
@@ -104,11 +104,11 @@ def score_request(images: Tensor, prompts: Sequence[str], rows: Sequence[Mapping
 
     Args:
         images: uint8, shape ``(B, 3, H, W)``.
-        prompts: the B prompts.
-        rows: the B rows.
+        prompts: The B prompts.
+        rows: The B rows.
 
     Raises:
-        ValueError: a row holds a value that JSON cannot represent.
+        ValueError: A row holds a value that JSON cannot represent.
     """
     files = [base64.b64encode(encode_png(image)) for image in images]
     return ScoreRequest(images=files, prompts=list(prompts), rows=[*map(dict, rows)]).model_dump_json().encode()
@@ -133,17 +133,17 @@ class Connection:
     """Timeouts, retries and limits of requests to a server.
 
     Args:
-        timeout_s: seconds for one attempt, from the first byte sent to the last byte read.
-        retries: attempts after the first; a permanent error such as status 404 is not retried.
-        backoff_s: the pause before retry k = 0, 1, ... is drawn from 0 to ``backoff_s * 2**k`` seconds, 30 at most. The
+        timeout_s: Seconds for one attempt, from the first byte sent to the last byte read.
+        retries: Attempts after the first; a permanent error such as status 404 is not retried.
+        backoff_s: The pause before retry k = 0, 1, ... is drawn from 0 to ``backoff_s * 2**k`` seconds, 30 at most. The
             server's ``Retry-After`` is its minimum, within the same 30.
-        max_connections: simultaneous requests, including those waiting for a retry.
-        token_env: environment variable that holds the bearer token; no file contains the token itself.
-        give_up_after: consecutive failed requests, each after its retries, after which the server counts as down and
+        max_connections: Simultaneous requests, including those waiting for a retry.
+        token_env: Environment variable that holds the bearer token; no file contains the token itself.
+        give_up_after: Consecutive failed requests, each after its retries, after which the server counts as down and
             the run ends.
 
     Raises:
-        ValueError: a number is outside its range.
+        ValueError: A number is outside its range.
     """
 
     timeout_s: Annotated[float, Range(above=0, most=86_400)] = 60.0
@@ -164,9 +164,9 @@ class RequestError(Exception):
     """A failed attempt.
 
     Args:
-        reason: one line that starts with the address.
-        is_permanent: another attempt cannot help.
-        retry_after_s: seconds that the server asks the client to wait.
+        reason: One line that starts with the address.
+        is_permanent: True if another attempt cannot help.
+        retry_after_s: Seconds that the server asks the client to wait.
     """
 
     reason: str
@@ -182,8 +182,8 @@ class RemoteReward(Reward):
     not sent because the server was down.
 
     Args:
-        url: address to post to.
-        connection: timeouts, retries and limits; None for the defaults.
+        url: Address to post to.
+        connection: Timeouts, retries and limits; None for the defaults.
     """
 
     concurrent = True
@@ -224,7 +224,7 @@ class RemoteReward(Reward):
         """Post requests, several at once, and return their results or last errors in order.
 
         Raises:
-            RewardOutage: too many requests failed in a row.
+            RewardOutage: Too many requests failed in a row.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="reward-http") as thread:  # the caller's may run an event loop
             try:
@@ -328,10 +328,10 @@ class HTTPReward(RemoteReward):
     An image that the server cannot score, or whose request failed after all retries, gets NaN.
 
     Args:
-        url: address to post to, such as ``http://127.0.0.1:8000/score``.
-        name: key of the score.
-        batch_size: images per request.
-        connection: timeouts, retries, simultaneous requests, and the token.
+        url: Address to post to, such as ``http://127.0.0.1:8000/score``.
+        name: Key of the score.
+        batch_size: Images per request.
+        connection: Timeouts, retries, simultaneous requests, and the token.
     """
 
     def __init__(

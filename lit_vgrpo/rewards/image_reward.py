@@ -44,11 +44,11 @@ class ImageReward(ModelReward):
     """Standardised human preference, including prompt alignment; most scores are between -2.3 and 2.
 
     Args:
-        checkpoint: hub name, local folder with ``ImageReward.pt``, or such a file, which determines the sizes.
-        tokenizer: hub name or local folder of BERT's tokenizer.
-        batch_size: images per forward pass; smaller batches are padded.
-        dtype: of BLIP's weights; the head and the scores are float32.
-        device: where the model runs; ``"auto"`` follows the images.
+        checkpoint: Hub name, local folder with ``ImageReward.pt``, or such a file, which determines the sizes.
+        tokenizer: Hub name or local folder of BERT's tokenizer.
+        batch_size: Images per forward pass; smaller batches are padded.
+        dtype: Dtype of BLIP's weights; the head and the scores are float32.
+        device: Device of the model; ``"auto"`` follows the images.
 
     Source:
         arXiv 2304.05977; github.com/THUDM/ImageReward, ImageReward/ImageReward.py; github.com/salesforce/BLIP,
@@ -105,7 +105,7 @@ def blip_modules(weights: Mapping[str, Tensor]) -> nn.ModuleDict:
     """Build ``vision``, ``text`` and ``head`` with the sizes of renamed weights, without loading them.
 
     Raises:
-        KeyError: a weight that determines a size is missing.
+        KeyError: A weight that determines a size is missing.
     """
     from transformers import BlipTextConfig, BlipVisionConfig
     from transformers.models.blip.modeling_blip import BlipVisionModel

@@ -27,19 +27,19 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 @checked
 @dataclass(eq=False)
 class ModelReward(Reward):
-    """A reward from a frozen model, loaded once; each distinct prompt of a call is encoded once, by itself.
+    """A reward from a frozen model, loaded once; each distinct prompt of a call is encoded once, separately.
 
     A subclass defines :meth:`_build`, :meth:`_score` and, if it uses the prompt, :meth:`_read`.
 
     Args:
-        checkpoint: hub name or local path.
-        batch_size: images per forward pass; smaller batches are padded, so that a score does not depend on its batch.
-        dtype: of the model's weights; scores are float32.
-        device: where the model runs; ``"auto"`` follows the images. With ``"cpu"`` it does not compete with the policy,
+        checkpoint: Hub name or local path.
+        batch_size: Images per forward pass; smaller batches are padded, so that a score does not depend on its batch.
+        dtype: Dtype of the model's weights; scores are float32.
+        device: Device of the model; ``"auto"`` follows the images. With ``"cpu"`` it does not compete with the policy,
             so it may run in a thread.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: An argument is out of range.
     """
 
     weight_files: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -78,7 +78,7 @@ class ModelReward(Reward):
         """Load the model; a second call does nothing.
 
         Raises:
-            LoadError: an error of :meth:`check`, or files with the wrong content.
+            LoadError: An error of :meth:`check`, or files with the wrong content.
         """
         if self._model is not None:
             return
@@ -111,8 +111,8 @@ class ModelReward(Reward):
         """Run one forward pass; not called if a subclass overrides ``__call__``.
 
         Args:
-            images: shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as in PIL.
-            texts: the prompts as returned by :meth:`_read`, first dimension b.
+            images: Shape ``(b, 3, H, W)``, uint8, on the CPU, where resizing rounds as in PIL.
+            texts: The prompts as returned by :meth:`_read`, first dimension b.
 
         Returns:
             Shape ``(b,)``.
@@ -160,7 +160,7 @@ class ScoreHead(nn.Module):
     Identities replace the originals' dropout so that the weights keep their numbers: ``layers.0, 2, 4, 6, 7``.
 
     Args:
-        width: of the embedding.
+        width: Width of the embedding.
 
     Source:
         github.com/christophschuhmann/improved-aesthetic-predictor, simple_inference.py; also used by

@@ -1,4 +1,4 @@
-"""Text rendering: the text an OCR model reads in an image, compared with the text its prompt quotes."""
+"""Text rendering: the text that an OCR model reads in an image, compared with the quoted text in the prompt."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ QUOTED = re.compile(r'"([^"]*)"|[\u201c\u201e]([^\u201c\u201d\u201e]*)[\u201d\u2
 PLAIN_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u201e", '\'\'"""')  # a recogniser does not distinguish them
 RECOGNISER_HEIGHT = 48  # pixels, the line height that PP-OCR was trained on
 DETECTOR_LINE_WIDTH = 320  # pixels, the recogniser's usual minimum width
-MIN_LINE_CONFIDENCE = 0.5  # of a detected line, PaddleOCR's default
+MIN_LINE_CONFIDENCE = 0.5  # PaddleOCR's default
 LINES_PER_PASS = 8  # more are slower on a CPU
-MIN_HEIGHT = 64  # pixels of an image
+MIN_HEIGHT = 64  # pixels, of the image
 
 
 @checked
@@ -45,9 +45,9 @@ class OCRReward(Reward):
     count, not only the first, and full-width or curly characters equal the plain ones.
 
     Args:
-        detect: find lines of text in the image and read them from top to bottom, left to right; ``False`` reads the
+        detect: Find lines of text in the image and read them from top to bottom, left to right; ``False`` reads the
             image as one line, which is much faster and enough for small images of one word.
-        allow_extra: score 1 if the text occurs anywhere in what is read, as in Flow-GRPO's code.
+        allow_extra: Score 1 if the text occurs anywhere in what is read, as in Flow-GRPO's code.
         threads: CPU threads of each model, at most the machine's; more are faster but cost more CPU time in total.
 
     Source:
@@ -76,7 +76,7 @@ class OCRReward(Reward):
         """Load detector and recogniser.
 
         Raises:
-            LoadError: rapidocr or onnxruntime is not installed.
+            LoadError: The package rapidocr or onnxruntime is not installed.
         """
         if self._engine is not None:
             return
@@ -115,7 +115,7 @@ class OCRReward(Reward):
         """Return the text in each image, lines joined by a space; empty if there is none.
 
         Args:
-            images: shape ``(B, 3, H, W)``, float in [0, 1].
+            images: Shape ``(B, 3, H, W)``, float in [0, 1].
         """
         if not len(images):
             return []

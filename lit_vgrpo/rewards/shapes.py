@@ -43,7 +43,7 @@ class ShapesReward(Reward):
     fields ``colour``, ``shape`` and ``place``, else from the prompt; a prompt that does not name them scores NaN.
 
     Args:
-        check: one check, or ``"mean"`` for the mean of the three.
+        check: One check, or ``"mean"`` for the mean of the three.
     """
 
     def __init__(self, check: Check = "mean") -> None:
@@ -99,7 +99,7 @@ def recognise(images: Tensor) -> dict[str, Tensor]:
     """Recognise colour, shape and place in images.
 
     Args:
-        images: shape ``(B, 3, H, W)`` in [0, 1]; resized to 32 x 32 if necessary.
+        images: Shape ``(B, 3, H, W)`` in [0, 1]; resized to 32 x 32 if necessary.
 
     Returns:
         ``{"colour", "shape", "place"}``, each of shape ``(B,)``, long: the index in `CHOICES`, or -2 for none.

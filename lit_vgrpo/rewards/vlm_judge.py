@@ -26,7 +26,7 @@ Judge how well the image was made from its caption. Look at two things.
 Name each element of the caption and whether the image shows it, as 'element (type): 1', or 0 where it does not. Then \
 give one score from 1 to 5 for the image as a whole, in a last line 'Final Score: x'.
 Text Caption: [{prompt}]"""
-"""Asks the same as UnifiedReward's pointwise prompt, for the same answer format, in our words."""
+"""Our wording of UnifiedReward's pointwise prompt, with the same answer format."""
 
 
 class _Message(BaseModel):
@@ -51,22 +51,22 @@ class VLMJudge(RemoteReward):
     An answer without a valid score fails its image and is counted as ``unparsable``.
 
     Args:
-        url: address of the API, such as ``http://127.0.0.1:8000/v1``.
-        model: the server's name of the model.
-        name: key of the score.
-        prompt_template: the question, with ``{prompt}``. The model card of a trained judge has the wording it was
+        url: Address of the API, such as ``http://127.0.0.1:8000/v1``.
+        model: The server's name of the model.
+        name: Key of the score.
+        prompt_template: The question, with ``{prompt}``. The model card of a trained judge has the wording it was
             trained on: scores of other wordings are not comparable.
-        score_pattern: regular expression with one group, the score; the last match counts. For answers in JSON:
+        score_pattern: Regular expression with one group, the score; the last match counts. For answers in JSON:
             ``"score": *(-?[0-9.]+)``.
-        score_range: lowest and highest valid score; null for any.
-        max_tokens: length limit of an answer.
-        temperature: of sampling; 0 is greedy.
-        extra_body: additional fields of the request, such as ``{chat_template_kwargs: {enable_thinking: false}}``; they
+        score_range: Lowest and highest valid score; null for any.
+        max_tokens: Length limit of an answer.
+        temperature: Sampling temperature; 0 is greedy.
+        extra_body: Additional fields of the request, such as ``{chat_template_kwargs: {enable_thinking: false}}``; they
             replace the fields above, and ``seed``, which is 0.
-        connection: timeouts, retries, simultaneous requests, and the token.
+        connection: Timeouts, retries, simultaneous requests, and the token.
 
     Raises:
-        ValueError: a pattern without exactly one group, or a number outside its range.
+        ValueError: A pattern without exactly one group, or a number outside its range.
 
     Source:
         Pointwise judging, the range 1 to 5 and the line with the final score: UnifiedReward, arXiv 2503.05236.

@@ -24,7 +24,7 @@ POLL_S = 0.25
 
 @checked
 class VoteReward(Reward):
-    """Scores from people: the strengths, within the images of one prompt, that explain their choices best.
+    """Scores from people: the strengths of one prompt's images that best explain their choices.
 
     The images of an iteration are shown on the page of ``lightning vote RUN``, a few of one prompt at a time, in the
     fewest comparisons that connect all images of the prompt; a voter chooses the best, or skips. Votes are kept in
@@ -32,12 +32,12 @@ class VoteReward(Reward):
     their votes. Held-out images are never shown to people; set ``model.heldout_reward`` for those.
 
     Args:
-        images_per_vote: images shown at a time, 2 to 4.
-        voters: people who answer each comparison.
-        name: key of the score.
+        images_per_vote: Images shown at a time, 2 to 4.
+        voters: People who answer each comparison.
+        name: Key of the score.
 
     Raises:
-        ValueError: a setting is outside its range.
+        ValueError: A setting is outside its range.
 
     Source:
         The scores: Bradley and Terry, Biometrika 39 (1952).
@@ -63,7 +63,7 @@ class VoteReward(Reward):
         """Open the votes of a run.
 
         Raises:
-            RewardOutage: they cannot be read or written.
+            RewardOutage: The votes cannot be read or written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -75,8 +75,8 @@ class VoteReward(Reward):
         """Ask people and wait for their votes; images of the same prompt are compared.
 
         Raises:
-            RewardError: there is no run.
-            RewardOutage: the votes cannot be stored.
+            RewardError: There is no run.
+            RewardOutage: The votes cannot be stored.
         """
         if self._store is None:
             raise RewardError("VoteReward asks people about the images of a run. Start one: lightning vote RECIPE")
@@ -102,7 +102,7 @@ class VoteReward(Reward):
         return counts
 
     def close(self) -> None:
-        """End the waiting in another thread."""
+        """End a wait in another thread."""
         self._is_closed.set()
 
     def _wait(self, store: VoteStore, announces: bool) -> None:
@@ -117,4 +117,4 @@ class VoteReward(Reward):
                 say(f"Waiting for {left} on {store.path}. The page to vote: lightning vote {store.path.parent}")
                 self._was_announced = True
             if self._is_closed.wait(POLL_S) or is_stop_requested():
-                raise KeyboardInterrupt  # people may take hours: the run is saved as it is, and asks again
+                raise KeyboardInterrupt  # people may take hours: save the run and ask again on resume

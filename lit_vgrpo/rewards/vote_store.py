@@ -22,9 +22,9 @@ from lit_vgrpo.errors import one_line
 
 FILE_NAME = "votes.sqlite3"
 BUSY_S = 30.0
-"""Patience with another process that is writing."""
+"""Time to wait for another process that is writing."""
 PRIOR_STD = 1.5
-"""Of a score in logits: an image that wins its only comparison of two gets +0.63 and the other -0.63."""
+"""Prior standard deviation of a score, in logits: the winner of a single pair gets +0.63, the other -0.63."""
 MAX_STEPS = 100
 TOLERANCE = 1e-10
 _TABLES = (
@@ -49,7 +49,7 @@ class VoteRefused(ValueError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Images of one prompt, of which a voter chooses the best."""
+    """Images of one prompt from which a voter chooses the best."""
 
     id: int
     prompt: str
@@ -61,9 +61,9 @@ class Progress:
     """Votes on groups.
 
     Attributes:
-        given: votes including skipped comparisons; no more than needed.
-        needed: votes that the groups need.
-        skipped: votes without a choice.
+        given: Votes including skipped comparisons; no more than needed.
+        needed: Votes that the groups need.
+        skipped: Votes without a choice.
     """
 
     given: int
@@ -76,9 +76,9 @@ class Group:
     """A group, and its comparisons with the choice of each voter.
 
     Attributes:
-        voters: people who answer each comparison.
-        comparisons: images by number.
-        votes: by comparison and voter the chosen image; None for a skip.
+        voters: People who answer each comparison.
+        comparisons: Images by number.
+        votes: The chosen image by comparison and voter; None for a skip.
     """
 
     id: int
@@ -121,10 +121,10 @@ class VoteStore:
     Any number of processes and threads may use one file.
 
     Args:
-        path: the file; created if it is missing.
+        path: The file; created if it is missing.
 
     Raises:
-        VoteStoreError: the file is damaged or cannot be written. So does every other call.
+        VoteStoreError: The file is damaged or cannot be written. So does every other call.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,11 +144,11 @@ class VoteStore:
         """Open groups for voting, and close the others of this owner; votes on the same images are kept.
 
         Args:
-            groups: by prompt, the images as PNG files by their ids.
-            images_per_vote: images of a comparison.
-            voters: people who answer each comparison.
-            owner: the rank that asks.
-            num_owners: number of ranks; groups of further ones, from an earlier part of the run, are closed.
+            groups: By prompt, the images as PNG files by their ids.
+            images_per_vote: Images of a comparison.
+            voters: People who answer each comparison.
+            owner: The rank that asks.
+            num_owners: Number of ranks; groups of ranks beyond it, from an earlier part of the run, are closed.
 
         Returns:
             The groups' numbers.
@@ -196,7 +196,7 @@ class VoteStore:
         )
 
     def next_comparison(self, voter: str) -> Comparison | None:
-        """Return what a voter is to compare next, or ``None``.
+        """Return a voter's next comparison, or ``None``.
 
         Groups with the fewest votes come first; among equals each voter has another order.
         """
@@ -213,11 +213,11 @@ class VoteStore:
         """Store a vote; the same vote again does nothing.
 
         Args:
-            number: the comparison.
-            image: the best image; ``None`` for no preference.
+            number: The comparison.
+            image: The best image; ``None`` for no preference.
 
         Raises:
-            VoteRefused: there is no such comparison or image, the voting is over, or the voter has voted otherwise.
+            VoteRefused: There is no such comparison or image, the voting is over, or the voter has voted otherwise.
         """
         with self._transaction() as db:
             found = db.execute(
@@ -243,7 +243,7 @@ class VoteStore:
         """Delete a voter's last vote and return its comparison.
 
         Raises:
-            VoteRefused: there is none, or the run has used it.
+            VoteRefused: There is no vote, or the run has used it.
         """
         with self._transaction() as db:
             last = db.execute(
@@ -300,13 +300,13 @@ def choice_scores(choices: Sequence[tuple[int, Sequence[int]]], size: int, prior
     r"""Return the scores under which the choices are most likely.
 
     The probability of choosing item w from a set S is ``exp(s_w) / sum_{j in S} exp(s_j)``, which for two items is the
-    model of Bradley and Terry. A normal prior keeps the scores finite where an item always wins or is never shown, and
+    model of Bradley and Terry. A normal prior keeps the scores finite if an item always wins or is never shown, and
     makes their mean 0.
 
     Args:
-        choices: the chosen item and the items it was chosen from, itself included, by number.
-        size: number of items.
-        prior_std: standard deviation of the prior, in logits.
+        choices: The chosen item and the items it was chosen from, itself included, by number.
+        size: Number of items.
+        prior_std: Standard deviation of the prior, in logits.
 
     Returns:
         Shape ``(size,)``, float64, in logits.

@@ -31,12 +31,12 @@ class Iteration:
     """One iteration on this rank, from its rollout to its last update.
 
     Attributes:
-        experience: this rank's images, in the order of the updates.
-        image_ids: global index of each image, ``(B,)``, in that order.
-        record: the metrics that callbacks read.
-        micros: the experience in micro-batches.
-        num_updates: optimizer steps of the iteration.
-        updates_done: those taken or left out so far.
+        experience: This rank's images, in the order of the updates.
+        image_ids: Global index of each image, ``(B,)``, in that order.
+        record: The metrics that callbacks read.
+        micros: The experience in micro-batches.
+        num_updates: Optimizer steps of the iteration.
+        updates_done: Updates taken or skipped so far.
     """
 
     experience: Experience
@@ -61,10 +61,10 @@ class Iteration:
         batch: PromptBatch,
         ledger: PassLedger,
     ) -> Iteration:
-        """Return the iteration with what the loss needs of this rank's images, in the order of the batch's updates.
+        """Return the iteration with the loss's inputs for this rank's images, in the order of the batch's updates.
 
         Args:
-            advantages: of this rank's images, ``(B,)``, in rollout order as are the record's groups.
+            advantages: Advantages of this rank's images, ``(B,)``, in rollout order.
         """
         context = PrepareContext(
             policy, rollout, advantages, batch.micro_batch_size, batch.updates, ledger, batch.later
@@ -98,7 +98,7 @@ class Iteration:
         return self.micros[batch.step % len(self.micros)]
 
     def end_update(self, took_step: bool) -> None:
-        """Count an update; the record counts only those that took their step."""
+        """Count an update; the record counts only those that took a step."""
         self.updates_done += 1
         if took_step:
             self.record.add_update()
@@ -107,7 +107,7 @@ class Iteration:
         """Return all ranks' images as CPU tensors, so that any number of ranks can continue.
 
         Args:
-            all_ranks: concatenates every rank's ``(B, ...)`` in rank order; collective.
+            all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; collective.
         """
         own = self.experience
         state: dict[str, Any] = {
@@ -130,7 +130,7 @@ class Iteration:
         """Return this rank's share of a saved iteration; its metrics cover the remaining updates.
 
         Raises:
-            RuntimeError: the state is of another iteration, or of other sizes.
+            RuntimeError: The state belongs to another iteration or other sizes.
         """
         _, wanted = group_layout(batch.slots, batch.group_size, batch.members)
         if batch.order is not None:
@@ -183,7 +183,7 @@ class Continuation:
     """The unfinished iteration of a checkpoint, until training continues it on any number of ranks.
 
     Args:
-        saved: :meth:`Iteration.state_dict`; ``None`` where the checkpoint was saved between two iterations.
+        saved: :meth:`Iteration.state_dict`; ``None`` if the checkpoint was saved between iterations.
         progress: ``epoch_loop.batch_progress`` in the checkpoint, before the trainer loads it.
     """
 
@@ -197,7 +197,7 @@ class Continuation:
             return
         updates_done = 0 if self._saved is None else self._saved["updates_done"]
         steps = updates_done * datamodule.sizes.plan(world_size).micro_batches_per_update
-        # The sampler starts at the right step, which Lightning does not know.
+        # Lightning does not know that the sampler starts at the right step.
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
         progress["current"] = dict.fromkeys(progress["current"], steps)
         progress["total"] = dict.fromkeys(progress["total"], progress["total"]["completed"])
@@ -207,7 +207,7 @@ class Continuation:
         """Return this rank's share of the iteration on the first call, then ``None``.
 
         Raises:
-            RuntimeError: the recipe has other prompts or sizes than the checkpoint's.
+            RuntimeError: The recipe has other prompts or sizes than the checkpoint's.
         """
         saved, self._saved = self._saved, None
         return None if saved is None else Iteration.restored(saved, batch, device)

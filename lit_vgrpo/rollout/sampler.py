@@ -16,7 +16,7 @@ from lit_vgrpo.rewards import Scores
 
 
 class ImageSampler(Protocol):
-    """What samples the images of an iteration: :class:`Sampler`, or a wrapper of it that chooses them."""
+    """Sampler of an iteration's images: :class:`Sampler`, or a wrapper of it that chooses them."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -26,16 +26,16 @@ class ImageSampler(Protocol):
         """Yield this rank's images of an iteration; close the iterator if it is not exhausted."""
 
     def metrics(self, rollout: Rollout, scores: Scores) -> dict[str, float]:
-        """Return metrics of how the images were chosen, given the scores of all ranks' images."""
+        """Return metrics of the choice of the images, given the scores of all ranks' images."""
 
 
 class Sampler:
     """Samples the images of an iteration with an objective's rollout.
 
     Args:
-        ledger: counts the forward passes, under ``rollout``.
-        seed: the run's seed.
-        batch_size: images per forward pass; ``None`` samples all at once.
+        ledger: Counts the forward passes, under ``rollout``.
+        seed: The run's seed.
+        batch_size: Images per forward pass; ``None`` samples all at once.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Sampler:
         return request if factor == 1 else request.of_scouts(factor)
 
     def reset(self) -> None:
-        """Start the clocks of an iteration."""
+        """Reset the times at the start of an iteration."""
         self.seconds = {}
 
     def batches(self, batch: PromptBatch) -> Generator[Rollout, None, None]:
@@ -61,7 +61,7 @@ class Sampler:
     def draw(
         self, request: RolloutRequest, spec: RolloutSpec | None = None, phase: str = "rollout"
     ) -> Generator[Rollout, None, None]:
-        """Yield the images of a request, booking passes and time under ``phase``."""
+        """Yield the images of a request, counting passes and time under ``phase``."""
         with closing(self.objective.rollout_batches(self.policy, request, spec)) as drawn:
             while True:
                 with self.ledger.phase(phase), timed(self.seconds, phase):

@@ -1,4 +1,4 @@
-"""Scores of an iteration's images: collected while sampling goes on, gathered from all ranks, compared in groups.
+"""Scores of an iteration's images: collected during sampling, gathered from all ranks, compared in groups.
 
 The images of a policy that edits are also compared with the pictures that they edit.
 """
@@ -25,9 +25,9 @@ from lit_vgrpo.rewards import RewardError, ScoreQueue, Scores, Weighted
 from lit_vgrpo.rollout.sampler import ImageSampler
 
 SIDE = 64
-"""Longer side, in pixels, of the reduced images that are compared; what an autoencoder loses hardly shows in them."""
+"""Longer side, in pixels, of the reduced images that are compared; losses of an autoencoder hardly show in them."""
 BLOCK = 8
-"""Side of the blocks, in reduced pixels, in which a change is looked for: an edit may be small, but is local."""
+"""Side of the blocks, in reduced pixels, that are checked for a change: an edit may be small, but is local."""
 COPY = 0.05
 """An image counts as a copy if no block differs by this mean absolute difference. A choice, not a measurement."""
 
@@ -41,13 +41,13 @@ class ScoreCollector:
     A reward that runs in a thread scores a batch while the next one is sampled.
 
     Args:
-        policy: decodes the latents.
-        queue: scores the images; ``None`` for a method without a reward.
-        all_ranks: concatenates every rank's ``(B, ...)`` in rank order; collective.
-        any_failure: refuse a result in which any image failed, not only one in which all failed.
+        policy: The policy, which decodes the latents.
+        queue: Scores the images; ``None`` for a method without a reward.
+        all_ranks: Concatenates every rank's ``(B, ...)`` in rank order; collective.
+        any_failure: Refuse a result in which any image failed, not only one in which all failed.
 
     Attributes:
-        seconds: wall time of the iteration by phase: ``decode``, ``reward`` and ``reward_overlapped``, which is the
+        seconds: Wall time of the iteration by phase: ``decode``, ``reward`` and ``reward_overlapped``, which is the
             time that threads scored during other phases.
     """
 
@@ -89,10 +89,10 @@ class ScoreCollector:
         """Wait for the scores and return those of all ranks' images, in rank order.
 
         Args:
-            what: the images, for the message, such as ``images of iteration 3``.
+            what: The images, for the message, such as ``images of iteration 3``.
 
         Raises:
-            RewardError: every image failed, or any with ``any_failure``; on every rank.
+            RewardError: Every image failed, or any with ``any_failure``; on every rank.
         """
         if self.queue is None:
             return gathered(Scores.empty(self._submitted), self.all_ranks)
@@ -114,10 +114,10 @@ class ScoreCollector:
         """Return the record of an iteration whose updates are still to come.
 
         Args:
-            rollout: this rank's images.
-            scores: those of all ranks' images, whose groups are ``group_ids (B,)``.
-            advantages: of all ranks' images, ``(B,)``.
-            sampler: sampled the images.
+            rollout: This rank's images.
+            scores: Scores of all ranks' images, whose groups are ``group_ids (B,)``.
+            advantages: Advantages of all ranks' images, ``(B,)``.
+            sampler: The sampler of the images.
         """
         group_size = int((rollout.group_ids == rollout.group_ids[0]).sum())
         return IterationRecord(
@@ -163,7 +163,7 @@ def compare(
     """Compare every image with its group: advantages ``(B,)``.
 
     Args:
-        scores: those of all ranks' images, whose groups are ``group_ids (B,)``.
+        scores: Scores of all ranks' images, whose groups are ``group_ids (B,)``.
     """
     shaped = {name: reward.shaped(name, scores.parts) for name in scores.parts}
     return combined_advantages(scores.total, shaped, reward.weight_of, group_ids, std=std, aggregate=aggregate)
@@ -172,7 +172,7 @@ def compare(
 def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]:
     """Return the statistics of each reward over the images that it applies to.
 
-    By name: ``mean``, ``std``, ``no_spread``, ``failed``, ``seconds_per_image`` and the reward's own counts.
+    By name: ``mean``, ``std``, ``no_spread``, ``failed``, ``seconds_per_image`` and the reward's counts.
     """
     found = {}
     for name, values in scores.parts.items():
@@ -182,7 +182,7 @@ def statistics(scores: Scores, group_ids: Tensor) -> dict[str, dict[str, float]]
         mean = valid.mean()
         found[name] = {
             "mean": float(mean),
-            "std": float((valid - mean).square().mean().sqrt()),  # torch.std warns where there are no images
+            "std": float((valid - mean).square().mean().sqrt()),  # torch.std warns if there are no images
             "no_spread": no_spread_share(asked, group_ids[applies]),
             "failed": float(asked.isnan().sum()),
             "seconds_per_image": scores.seconds.get(name, 0.0) / max(int(applies.sum()), 1),
@@ -218,7 +218,7 @@ class CopyGuard:
         NaN without any; ``copies``, 1 for a copy of the picture and 0 for others.
 
         Args:
-            group_size: consecutive images that belong to one group.
+            group_size: Consecutive images that belong to one group.
         """
         if not self._images:
             return {}

@@ -1,4 +1,4 @@
-"""Scouts: a sampler around the sampler, which draws many cheap images and samples the best and worst again in full."""
+"""Scouts: a sampler around the sampler, which draws many cheap images and resamples the best and worst at full cost."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ScoutSampler:
     All ranks must sample together: a group is chosen whole, even if its images are split over ranks.
 
     Args:
-        sampler: samples the scouts, and then the images.
-        scores: scores the scouts; shares the queue of the images' collector.
+        sampler: Samples the scouts, and then the images.
+        scores: Scores the scouts; shares the queue of the images' collector.
     """
 
     def __init__(self, sampler: Sampler, scores: ScoreCollector) -> None:
@@ -43,7 +43,7 @@ class ScoutSampler:
         """Sample, score and choose the scouts, then yield this rank's images.
 
         Raises:
-            RewardError: every scout failed, or any with the collector's ``any_failure``.
+            RewardError: Every scout failed, or any with the collector's ``any_failure``.
         """
         sampler = self.sampler
         sampler.reset()

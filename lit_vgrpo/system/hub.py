@@ -1,4 +1,4 @@
-"""Checkpoints in folders and on the hub: whether they can be loaded, and quiet loading."""
+"""Checkpoints in folders and on the hub: checks and quiet loading."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def loading(checkpoint: str, remedy: str) -> Iterator[None]:
     """Turn any error of a library in loading a checkpoint into one line.
 
     Raises:
-        LoadError: with the library's message, shortened, and the remedy.
+        LoadError: The block failed; the message is the library's, shortened, with the remedy.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def local_folder(checkpoint: str) -> Path | None:
     A name that is both means the folder, as in diffusers and transformers. A path need not exist.
 
     Raises:
-        ValueError: a ``shipped:`` path that leaves the installed folder.
+        ValueError: A ``shipped:`` path leaves the installed folder.
     """
     path = resolve_path(checkpoint)
     looks_local = checkpoint.startswith((SHIPPED_PREFIX, "/", ".", "~")) or not _HUB_NAME.fullmatch(checkpoint)
@@ -100,10 +100,10 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
     ``HF_HUB_OFFLINE`` is set.
 
     Args:
-        checkpoint: a local folder, a ``shipped:`` path or a hub name ``owner/name``.
-        filename: a file that every such checkpoint has, such as ``model_index.json``.
-        what_to_set: the recipe's key of the checkpoint, for the message.
-        revision: branch, tag or commit of a hub repository; ``None`` is its main branch.
+        checkpoint: A local folder, a ``shipped:`` path or a hub name ``owner/name``.
+        filename: A file that every such checkpoint has, such as ``model_index.json``.
+        what_to_set: The recipe's key of the checkpoint, for the message.
+        revision: Branch, tag or commit of a hub repository; ``None`` is its main branch.
     """
     try:
         folder = local_folder(checkpoint)
@@ -133,7 +133,7 @@ def explain_unloadable(checkpoint: str, filename: str, what_to_set: str, revisio
 
 
 def of_the_model(config: Any) -> Any:
-    """Return a configuration without entries about the model's origin, or its dtype, which its parameters tell."""
+    """Return a configuration without entries about the model's origin, or its dtype, which its parameters show."""
     if not isinstance(config, dict):
         return config
     return {key: of_the_model(value) for key, value in config.items() if key not in NOT_OF_THE_MODEL}

@@ -20,7 +20,7 @@ _STATUS, _RESET, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_re
 
 @dataclass
 class MemoryUse:
-    """Peak memory of a step above what was in use before, in bytes; ``gpu`` is ``None`` without one."""
+    """Peak memory of a step above the memory in use before, in bytes; ``gpu`` is ``None`` without a GPU."""
 
     resident: int = 0
     gpu: int | None = None

@@ -33,7 +33,7 @@ def resolve_path(text: str | Path) -> Path:
     """Resolve a recipe's path: ``shipped:prompts/x.txt`` points into the installed recipes.
 
     Raises:
-        ValueError: a ``shipped:`` path that leaves the installed folder.
+        ValueError: A ``shipped:`` path leaves the installed folder.
     """
     text = str(text)
     if not text.startswith(SHIPPED_PREFIX):
@@ -46,7 +46,7 @@ def resolve_path(text: str | Path) -> Path:
 
 
 def import_from_here() -> None:
-    """Make modules in the current folder importable, which they are not from a console script."""
+    """Make modules in the current folder importable, as they are not in a console script."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -89,7 +89,7 @@ def write_new_folder(folder: Path, option: str) -> Iterator[Path]:
     """Yield a temporary folder, and rename it to an empty or new folder at the end of the block.
 
     Raises:
-        UserError: the disk is full or not writable.
+        UserError: The disk is full or not writable.
     """
     try:
         with write_folder_atomically(folder) as draft:
@@ -105,10 +105,10 @@ def write_folder_atomically(folder: Path, replace: bool = False) -> Iterator[Pat
     If the block raises, the temporary folder is removed.
 
     Args:
-        replace: if the destination has entries, replace those of the same name and keep the others.
+        replace: If the destination has entries, replace those of the same name and keep the others.
 
     Raises:
-        OSError, SafetensorError: it cannot be written.
+        OSError, SafetensorError: The folder cannot be written.
     """
     target = folder.resolve()
     draft = target.with_name(f"{DRAFT_PREFIX}{target.name}-{os.getpid()}")

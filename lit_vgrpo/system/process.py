@@ -17,10 +17,10 @@ PACKAGES = ("lit-vgrpo", "lightning", "torch", "diffusers", "transformers", "pef
 
 
 def quiet_imports() -> None:
-    """Silence what libraries report while they are imported."""
+    """Silence messages of libraries during their import."""
     # filters, since torch and diffusers set the levels when they are imported
     for name, words in (
-        ("DeepSpeed", "accelerator"),  # imported by diffusers, and reports on stdout
+        ("DeepSpeed", "accelerator"),  # imported by diffusers, prints to stdout
         ("bitsandbytes.backends.cpu.ops", "kernels-community"),  # imported by peft
         ("torch.utils._pytree", "Enum subclass"),  # of torchao
         ("diffusers.quantizers.torchao.torchao_quantizer", "Unable to import `torchao`"),
@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 
 
 class Output(io.FileIO):
-    """Standard stream that drops what cannot be written, because closing a pager must not end a long training run."""
+    """Standard stream that drops output it cannot write, because closing a pager must not end a long training run."""
 
     def write(self, data: Any) -> int:
         try:

@@ -37,7 +37,7 @@ def _heard() -> list[int]:
 
 
 def how_it_ended(code: int) -> str:
-    """Return an exit status in words; it is minus the number of a signal.
+    """Return a description of an exit status; a negative one is minus the number of a signal.
 
     >>> how_it_ended(-9), how_it_ended(3)
     ('was killed by SIGKILL', 'ended with exit status 3')
@@ -52,8 +52,8 @@ class StopRequests(ABC):
     therefore also writes each signal's number to a socket, which a thread reads.
 
     Attributes:
-        signals: the requests received. Signals within :data:`REPEAT_S` count as one, except the first two of Ctrl-C.
-        is_urgent: the main thread must stop immediately.
+        signals: The requests received. Signals within :data:`REPEAT_S` count as one, except the first two of Ctrl-C.
+        is_urgent: True if the main thread must stop immediately.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class StopRequests(ABC):
 
     @abstractmethod
     def end(self, signum: int, reason: str) -> None:
-        """End the process from the thread, whatever the main thread does."""
+        """End the process from the thread, even if the main thread hangs."""
 
     def hear_ctrl_c(self) -> None:
         """Handle Ctrl-C again after a library has ignored it."""

@@ -81,11 +81,11 @@ def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor, size: int = IMAGE_S
     """Return anti-aliased masks of one kind of shape.
 
     Args:
-        shape: one of `SHAPES`.
-        x: horizontal centroid in pixels, shape ``(B,)``.
-        y: vertical centroid in pixels, downwards, shape ``(B,)``.
-        area: in square pixels, shape ``(B,)``.
-        size: side of the square image in pixels.
+        shape: One of `SHAPES`.
+        x: Horizontal centroid in pixels, shape ``(B,)``.
+        y: Vertical centroid in pixels, downwards, shape ``(B,)``.
+        area: Area in square pixels, shape ``(B,)``.
+        size: Side of the square image in pixels.
 
     Returns:
         Shape ``(B, size, size)``, in [0, 1]: approximately the covered fraction of each pixel.
@@ -128,7 +128,7 @@ class ShapesImages:
     """Training images for the denoising objective, with captions that are often wrong.
 
     Args:
-        caption_noise: probability, for each of the three attributes independently, that the caption is wrong. A model
+        caption_noise: Probability, for each of the three attributes independently, that the caption is wrong. A model
             trained on such pairs follows prompts poorly, which leaves room for RL to improve it.
     """
 
@@ -144,7 +144,7 @@ class ShapesImages:
             Images of shape ``(B, 3, 32, 32)``, float32 in [0, 1], and one caption per image.
 
         Raises:
-            ValueError: a prompt, with its row's fields, does not name all three attributes.
+            ValueError: A prompt, with its row's fields, does not name all three attributes.
         """
         images, captions = [], []
         for prompt, row, generator in zip(prompts, rows, generators, strict=True):

@@ -49,8 +49,8 @@ def render(word: str, generator: torch.Generator) -> Tensor:
     """Render a word near the centre, in one of five dark colours on light grey.
 
     Args:
-        word: the word to render; three letters fill the image.
-        generator: source of colour, grey and position.
+        word: The word to render; three letters fill the image.
+        generator: Source of colour, grey and position.
 
     Returns:
         Shape ``(3, 16, 40)``, float32 in [0, 1].
@@ -69,7 +69,7 @@ def render(word: str, generator: torch.Generator) -> Tensor:
 
 
 def random_letters(generator: torch.Generator) -> str:
-    """Return uniform random letters, as many as a word of the task has."""
+    """Return uniform random letters, the length of one of the task's words."""
     picks = torch.randint(len(LETTERS), (WORD_LENGTH,), generator=generator, device=generator.device)
     return "".join(LETTERS[i] for i in picks.tolist())
 
@@ -81,7 +81,7 @@ class WordImages:
     They show random letters, independent of the rows; words, held-out or not, only appear by chance.
 
     Args:
-        caption_noise: probability, for each letter independently, that the caption is wrong. A model trained on such
+        caption_noise: Probability, for each letter independently, that the caption is wrong. A model trained on such
             pairs misspells, which leaves room for RL to improve it.
     """
 

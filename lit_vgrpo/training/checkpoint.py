@@ -1,4 +1,4 @@
-"""Checkpoints of a run, the best one too, and its reaction to Ctrl-C, SIGTERM and a closed terminal."""
+"""Checkpoints of a run, including the best, and its response to Ctrl-C, SIGTERM and a closed terminal."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class NewestEvaluation:
         """Return ``True`` once for each evaluation of the current weights.
 
         Args:
-            heldout_step: optimizer steps at the newest evaluation, -1 before the first one.
-            global_step: optimizer steps now.
+            heldout_step: Optimizer steps at the newest evaluation, -1 before the first one.
+            global_step: Optimizer steps now.
         """
         if heldout_step in (-1, self._seen_step) or heldout_step != global_step:
             return False
@@ -59,13 +59,13 @@ class BestEvaluation:
     """The highest value of a held-out metric so far; NaN is never the best.
 
     Args:
-        metric: its key; ``auto`` takes the untrained reward if there is one, else the trained one.
-        name: the metric of ``value``; ``None`` before the first evaluation.
-        value: the best value.
-        iteration: iterations done at that evaluation.
+        metric: Key of the metric; ``auto`` takes the untrained reward if there is one, else the trained one.
+        name: The metric of ``value``; ``None`` before the first evaluation.
+        value: The best value.
+        iteration: Iterations done at that evaluation.
 
     Raises:
-        ValueError: a metric that is better when lower.
+        ValueError: The metric is better when lower.
     """
 
     metric: str = AUTO
@@ -100,20 +100,20 @@ class RunCheckpoint(Checkpoint):
     After the first Ctrl-C the run finishes its iteration, saves and stops. After SIGTERM or SIGHUP on any rank, or
     Ctrl-C under torchrun, it finishes only its micro-batch. A second signal stops at once and, on a single rank, saves
     mid-iteration; a third does not wait for that. Files are written atomically: a failed save leaves the earlier
-    checkpoints as they were, and training continues.
+    checkpoints unchanged, and training continues.
 
     Args:
-        every_n_iterations: iterations between saves of ``last.ckpt``; 0 leaves them to another callback.
-        keep_previous: keep the last but one as ``previous.ckpt``, in case ``last.ckpt`` gets damaged.
-        best: held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` is the untrained reward if
-            the recipe has one, else the trained one, or none where another callback saves. null keeps none.
+        every_n_iterations: Iterations between saves of ``last.ckpt``; 0 leaves them to another callback.
+        keep_previous: Keep the one before it as ``previous.ckpt``, in case ``last.ckpt`` gets damaged.
+        best: Held-out metric, higher is better, by which ``best.ckpt`` is kept; ``auto`` is the untrained reward if
+            the recipe has one, else the trained one, or none if another callback saves. null keeps none.
 
     Attributes:
         interrupted: Ctrl-C was pressed.
-        terminated: SIGTERM, SIGHUP or torchrun's SIGINT came.
-        status: exit status for the signals that came, as in a shell; ``None`` without one.
-        saved: checkpoint of the current state; ``None`` once training has continued.
-        unsaved: why the latest save failed; ``None`` if it succeeded.
+        terminated: SIGTERM, SIGHUP or torchrun's SIGINT was received.
+        status: Exit status for the received signals, as in a shell; ``None`` without one.
+        saved: Checkpoint of the current state; ``None`` once training has continued.
+        unsaved: Reason that the latest save failed; ``None`` if it succeeded.
 
     Raises:
         ValueError: ``every_n_iterations`` is negative, or ``best`` is better when lower.
@@ -144,7 +144,7 @@ class RunCheckpoint(Checkpoint):
         """Handle SIGINT, SIGTERM and SIGHUP inside the block, and restore the handlers after it.
 
         Args:
-            watch: knows which ranks have died, and ends this process where the main thread cannot.
+            watch: The watchdog, which ends this process if the main thread cannot.
         """
         requests = _Requests(self, watch or Watch())
         with requests.listening():
@@ -155,7 +155,7 @@ class RunCheckpoint(Checkpoint):
                 self._requests = None
 
     def ask_to_stop(self, status: int, waits: bool) -> None:
-        """Let the run save and end after its iteration if it ``waits``, else after its micro-batch."""
+        """Make the run save and stop after its iteration if it ``waits``, else after its micro-batch."""
         self.interrupted, self.terminated = self.interrupted or waits, self.terminated or not waits
         self.status = status
 
@@ -184,7 +184,7 @@ class RunCheckpoint(Checkpoint):
         self.saved = None
 
     def _leave(self) -> None:
-        # Not where the checkpoint is written: the hooks after it run first.
+        # Not where the checkpoint is written: later hooks must run first.
         if self._leaving:
             raise SIGTERMException
 
@@ -208,7 +208,7 @@ class RunCheckpoint(Checkpoint):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not _any_rank(trainer, self.terminated):  # which leaves time for one checkpoint only
+        if not _any_rank(trainer, self.terminated):  # that leaves time for only one checkpoint
             self._keep_best(trainer, pl_module)
         if self._is_final(trainer):
             self._is_through = True
@@ -322,7 +322,7 @@ def _any_rank(trainer: Trainer, flag: bool) -> bool:
 
 
 class _Requests(StopRequests):
-    """Signals to a run: the first lets it save and stop, a second ends it."""
+    """Signals to a run: the first makes it save and stop, the second ends it."""
 
     def __init__(self, checkpoints: RunCheckpoint, watch: Watch) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, verified when read, and readable under any strategy."""
+"""Checkpoint files: written atomically, verified when read, and readable under any strategy."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def write(checkpoint: dict[str, Any], path: Path) -> None:
     """Write a checkpoint and flush it to disk.
 
     Raises:
-        OSError: it cannot be written; what was written is removed.
+        OSError: The file cannot be written; the partial file is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -124,7 +124,7 @@ def put_in_place(draft: Path, path: Path, previous: Path | None = None) -> None:
     """Rename a draft to its final name, after renaming the file that had it to ``previous``.
 
     Raises:
-        OSError: a rename failed; no file is lost.
+        OSError: A rename failed; no file is lost.
     """
     if previous is not None and zipfile.is_zipfile(path):  # a torn file must not replace a good one
         os.replace(path, previous)
@@ -136,7 +136,7 @@ def read(path: Path) -> dict[str, Any]:
     """Return a checkpoint's content, with memory-mapped tensors.
 
     Raises:
-        CheckpointDamage: it is torn, unreadable or incomplete.
+        CheckpointDamage: The file is torn, unreadable or incomplete.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -153,7 +153,7 @@ def read_sound(path: Path) -> dict[str, Any]:
     """Read a checkpoint as :func:`read` does, and verify its bytes and that every weight is finite.
 
     Raises:
-        CheckpointDamage: it is torn, unreadable, incomplete or damaged, or has a weight that is not finite.
+        CheckpointDamage: The file is torn, unreadable, incomplete or damaged, or has a weight that is not finite.
     """
     content = read(path)
     _verify(path, content)

@@ -38,21 +38,21 @@ class Evaluator:
     Call :meth:`add` for every batch, then :meth:`means`.
 
     Args:
-        policy: its weights are loaded.
-        reward: the trained reward.
-        untrained: a reward that is only measured.
-        spec: how images are sampled; an ODE.
-        batch_size: images per forward pass, the last batch padded; ``None`` uses one batch.
-        seed: with an image's number, determines its noise.
-        ledger: counts the forward passes, under ``evaluation``.
-        queue: queue of the training images, whose threads are shared.
+        policy: The policy, with loaded weights.
+        reward: The trained reward.
+        untrained: A reward that is only measured, not trained on.
+        spec: Sampling of the images; an ODE.
+        batch_size: Images per forward pass, the last batch padded; ``None`` uses one batch.
+        seed: Seed that, with an image's number, determines its noise.
+        ledger: Counts the forward passes, under ``evaluation``.
+        queue: Queue of the training images, whose threads are shared.
 
     Attributes:
-        observed: both rewards together.
-        observers: other metrics of the images.
-        latest: metrics of the last evaluation, ``heldout/...``.
-        step: optimizer steps at the last evaluation; -1 before the first.
-        history: the evaluations so far.
+        observed: Both rewards together.
+        observers: Other metrics of the images.
+        latest: Metrics of the last evaluation, ``heldout/...``.
+        step: Optimizer steps at the last evaluation; -1 before the first.
+        history: The evaluations so far.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class Evaluator:
         """Sample images ``(B, 3, H, W)`` in [0, 1].
 
         Args:
-            image_ids: numbers of the images, which with the seed determine their noise.
-            images: number of images over all ranks; 0 if unknown.
-            references: the pictures that the prompts edit, ``(3, H, W)``, uint8, for a policy that edits.
+            image_ids: Numbers of the images, which with the seed determine their noise.
+            images: Number of images over all ranks; 0 if unknown.
+            references: The pictures that the prompts edit, ``(3, H, W)``, uint8, for a policy that edits.
         """
         conditioning, rows = self.policy.encode_each(prompts, references)
         noise = self.policy.prior(image_generators(STREAM_HELDOUT, self.seed, 0, image_ids))
@@ -129,7 +129,7 @@ class Evaluator:
     def of_images(self, name: str) -> Tensor | None:
         """Return a metric of the last evaluation per image over all ranks, ``(N,)``, ordered by image number.
 
-        NaN where an image has none; ``None`` for a metric that is not defined per image.
+        NaN if an image has none; ``None`` for a metric that is not defined per image.
         """
         return self._of_images.get(name)
 
@@ -141,7 +141,7 @@ class Evaluator:
         the reason.
 
         Args:
-            module: passed to the observers.
+            module: Passed to the observers.
         """
         scores = self._queue.take()
         values = {"heldout/reward": scores.total}
@@ -171,12 +171,12 @@ class Evaluator:
             self.add(batch)
 
     def finish(self, module: Any, iteration: int, step: int) -> None:
-        """Store the means of what was added, and what training had cost until then.
+        """Store the means of the added batches, and the cost of training until then.
 
         Args:
-            module: passed to the observers.
-            iteration: iterations done.
-            step: optimizer steps done.
+            module: Passed to the observers.
+            iteration: Iterations done.
+            step: Optimizer steps done.
         """
         self.latest, self.step = self.means(module), step
         self.history.append(

@@ -35,10 +35,10 @@ def reserve(base: Path, is_resumed: bool = False) -> Path:
     """Create the first free folder of :func:`candidates`; safe when several runs start at once.
 
     Args:
-        is_resumed: take the folder itself, even if it exists.
+        is_resumed: Take the folder itself, even if it exists.
 
     Raises:
-        UserError: the folder cannot be created.
+        UserError: The folder cannot be created.
     """
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
@@ -90,10 +90,10 @@ class RunFolder(Callback):
     """Broadcasts the folder that rank 0 created; until ``setup`` the other ranks have the requested name.
 
     Args:
-        ckpt_path: checkpoint that this rank resumes from.
+        ckpt_path: Checkpoint that this rank resumes from.
 
     Raises:
-        RuntimeError: the ranks found different checkpoints.
+        RuntimeError: The ranks found different checkpoints.
     """
 
     def __init__(self, ckpt_path: str | None = None) -> None:
@@ -115,10 +115,10 @@ def find_run(text: str) -> tuple[Path, Path | None]:
     """Return the run folder that a path belongs to, and the checkpoint if the path is one.
 
     Args:
-        text: a run folder, its config.yaml, or one of its checkpoints.
+        text: A run folder, its config.yaml, or one of its checkpoints.
 
     Raises:
-        UserError: it is none of these.
+        UserError: The path is none of these.
     """
     path = Path(text).expanduser()
     if (path / CONFIG_NAME).is_file():
@@ -140,7 +140,7 @@ def find_checkpoint(text: str, run: Path) -> Path:
     """Return a checkpoint by its path, or by its name in a run's checkpoint folder.
 
     Raises:
-        UserError: there is none.
+        UserError: There is none.
     """
     named = Path(text).expanduser()
     for path in (named, run / named, run / CHECKPOINTS / named):
@@ -151,5 +151,5 @@ def find_checkpoint(text: str, run: Path) -> Path:
 
 
 def no_checkpoint(run: Path) -> str:
-    """Return the message for a run that has not saved anything."""
+    """Return the error message for a run without checkpoints."""
     return f"{run} holds no checkpoint yet. Train it: lightning run {run / CONFIG_NAME} --resume"

@@ -23,8 +23,8 @@ class MetricsTable(Logger):
     Lightning's CSVLogger deletes the file when a run is resumed.
 
     Args:
-        folder: the run folder.
-        keep: predicate for the existing rows to keep; ``None`` starts a new table.
+        folder: The run folder.
+        keep: Predicate for the existing rows to keep; ``None`` starts a new table.
     """
 
     name = version = ""
@@ -45,7 +45,7 @@ class MetricsTable(Logger):
 
     @override
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: ``config.yaml`` has them."""
+        """Do nothing: ``config.yaml`` has the hyperparameters."""
 
     @override
     @rank_zero_only
@@ -60,7 +60,7 @@ class MetricsTable(Logger):
         self._write()
 
     def _write(self) -> None:
-        """Append the new rows, or replace the file where there are new columns."""
+        """Append the new rows, or replace the file if there are new columns."""
         if not (new := self._rows[self._num_written :]):
             return
         columns = sorted({*self._columns, *(name for row in new for name in row)})
@@ -108,7 +108,7 @@ class TensorBoard(TensorBoardLogger):
         try:
             write(*args)
         except (OSError, ValueError) as error:
-            cause = error.__cause__ if isinstance(error, ValueError) else error  # Lightning wraps what log_metrics gets
+            cause = error.__cause__ if isinstance(error, ValueError) else error  # Lightning wraps errors in log_metrics
             if not isinstance(cause, OSError):
                 raise
             self._has_failed = True
@@ -119,7 +119,7 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Return a table's columns and rows, without lines that were cut off when a run was killed.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: The file cannot be read.
     """
     text = path.read_text(encoding="utf-8-sig", errors="replace").replace("\0", "")
     lines = text.splitlines(keepends=True)
@@ -141,7 +141,7 @@ def _is_whole(row: dict[Any, Any]) -> bool:
 
 
 def rows_up_to(progress: Progress | None) -> Callable[[Mapping[str, Any]], bool]:
-    """Keep the rows logged before a checkpoint; a run that continues from there logs the rest again.
+    """Keep the rows logged before a checkpoint; a resumed run logs the rest again.
 
     >>> keep = rows_up_to(Progress(iterations=3, optimizer_steps=6, images=0, batches=0, logged=3))
     >>> [keep({"step": step, "epoch": epoch}) for step, epoch in [("0", ""), ("5", "2"), ("7", "3"), ("8", "")]]

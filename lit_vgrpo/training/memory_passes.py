@@ -22,7 +22,7 @@ from lit_vgrpo.objectives.base import Objective, PrepareContext
 from lit_vgrpo.policies.base import Policy
 
 LATENT = (5, 7, 11)
-"""Latent shape that no other tensor of a method has by chance."""
+"""Latent shape that no other tensor of a method is likely to have."""
 LATENT_BYTES = 4 * 5 * 7 * 11
 
 
@@ -169,7 +169,7 @@ class Demand:
         kept: Storage kept for the updates, in latents.
         loss: Peak memory of the loss without the network, in latents.
         copies: Names of the copies of the trained weights kept on the device.
-        samples_with_copy: One of them is swapped in for the rollout.
+        samples_with_copy: True if a copy is swapped in for the rollout.
     """
 
     stored: Pass | None
@@ -197,10 +197,10 @@ class _StandIn(nn.Module):
 
 
 def demand(objective: Objective, policy: Policy, plan: Plan) -> Demand:
-    """Return what a method needs, by preparing an iteration and one micro-batch with a copy of it.
+    """Return a method's needs, by preparing an iteration and one micro-batch with a copy of it.
 
     Args:
-        policy: Loaded, on any device; only its path is used.
+        policy: A loaded policy, on any device; only its path is used.
     """
     method, network = copy.copy(objective), _StandIn(policy)
     method.copies = {}

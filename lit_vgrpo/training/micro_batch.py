@@ -30,10 +30,10 @@ SMALLEST_8BIT = 4096
 
 
 def accumulate(trainer: pl.Trainer, sizes: Sizes) -> None:
-    """Set the trainer's ``accumulate_grad_batches`` to the micro-batches of an update.
+    """Set the trainer's ``accumulate_grad_batches`` to the number of micro-batches per update.
 
     Raises:
-        ValueError: the recipe sets another number.
+        ValueError: The recipe sets another number.
     """
     needed, asked = sizes.plan(trainer.world_size).micro_batches_per_update, trainer.accumulate_grad_batches
     if asked not in (1, needed):
@@ -47,7 +47,7 @@ def settle(module: Any, optimizer: OptimizerConfig | CustomOptimizer) -> None:
     """Choose the micro-batch size if it is ``"auto"``, the same on all ranks, and report it.
 
     Raises:
-        RuntimeError: not even one image fits.
+        RuntimeError: Not even one image fits into memory.
     """
     trainer: Any = module.trainer
     sizes: Sizes = trainer.datamodule.sizes
@@ -72,17 +72,17 @@ def settle(module: Any, optimizer: OptimizerConfig | CustomOptimizer) -> None:
 
 
 def largest_that_fits(sizes: list[int], room: int, taken: Callable[[int], int]) -> tuple[int, int]:
-    """Return the largest size that takes no more than ``room``, and what it took.
+    """Return the largest size that needs no more than ``room``, and the bytes it took.
 
     Memory is the maximum of several linear functions of the size, so a line through two sizes can only underestimate
     it: a size for which even that line exceeds ``room`` is not tried.
 
     Args:
-        sizes: ascending.
-        taken: bytes of a trial; ``TOO_MUCH`` where it failed.
+        sizes: Candidate sizes, ascending.
+        taken: Bytes of a trial; ``TOO_MUCH`` if it failed.
 
     Raises:
-        RuntimeError: not even the first fits.
+        RuntimeError: Not even the first size fits.
 
     >>> largest_that_fits([1, 2, 3, 4, 6, 12], 70, lambda size: 10 * size + 5)
     (6, 65)
@@ -109,8 +109,8 @@ class Trial:
     """Trial steps of the method on dummy images, without effect on weights, method and counts.
 
     Args:
-        plan: the plan with one image per micro-batch.
-        prompt: prompt whose embedding is used for all images.
+        plan: The plan with one image per micro-batch.
+        prompt: Prompt whose embedding is used for all images.
     """
 
     module: Any
@@ -132,7 +132,7 @@ class Trial:
                 reward(torch.zeros(0, 3, 1, 1, device=self.device), [], [])  # without images it only moves its model
 
     def room(self) -> int:
-        """Return the bytes that a step may take: free memory less what training will allocate later and keep."""
+        """Return the bytes that a step may take: free memory minus later permanent allocations of training."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info(self.device)[0]
@@ -145,7 +145,7 @@ class Trial:
         return int(SAFE_SHARE * free) - later - (round(kept) if self.home.type == self.device.type else 0)
 
     def most_of_ranks(self, value: int) -> int:
-        """Return the largest value of any rank; all ranks must ask."""
+        """Return the largest value of any rank; all ranks must call it."""
         return int(self.module.all_ranks(torch.tensor([value])).max())
 
     @contextmanager
@@ -166,7 +166,7 @@ class Trial:
                 with measured_memory() as use:
                     self.run(images)
                 return use.gpu or 0
-            # Not resident memory: what the first trial has freed is reused by the next.
+            # Not resident memory: later trials reuse what the first has freed.
             with LiveMemory() as live:
                 self.run(images)
             return live.peak

@@ -34,12 +34,12 @@ class OptimizerConfig:
     """AdamW over the trainable weights.
 
     Args:
-        lr: learning rate after the warm-up, constant from then on.
-        betas: decay of the first and second moment.
-        weight_decay: decoupled weight decay.
-        eps: term added to the denominator.
-        warmup_steps: optimizer steps over which the rate rises linearly.
-        kind: torch's AdamW, or bitsandbytes' with both moments in 8 bits: 2 bytes per trained weight instead of 8.
+        lr: Learning rate after the warm-up, constant from then on.
+        betas: Decay of the first and second moment.
+        weight_decay: Decoupled weight decay.
+        eps: Term added to the denominator.
+        warmup_steps: Optimizer steps over which the rate rises linearly.
+        kind: Torch's AdamW, or bitsandbytes' with both moments in 8 bits: 2 bytes per trained weight instead of 8.
     """
 
     lr: Annotated[float, Range(above=0, most=1)] = 3e-4
@@ -53,7 +53,7 @@ class OptimizerConfig:
         """Return the optimizer; a checkpoint restores its moments, not its settings.
 
         Raises:
-            ModuleNotFoundError: bitsandbytes is not installed.
+            ModuleNotFoundError: The package bitsandbytes is not installed.
         """
         settings: dict[str, Any] = {key: getattr(self, key) for key in ("lr", "betas", "weight_decay", "eps")}
         if self.kind == "adamw8bit":
@@ -83,7 +83,7 @@ class CustomOptimizer:
     """Any optimizer, from a ``class_path`` or a function of the trainable weights.
 
     Args:
-        make: factory, such as a class with its options bound.
+        make: Factory, such as a class with its options bound.
     """
 
     kind = "custom"
@@ -96,7 +96,7 @@ class CustomOptimizer:
         """Return the optimizer; a checkpoint restores its state, not its settings.
 
         Raises:
-            ValueError: it cannot be built, or needs the loss several times per step.
+            ValueError: The optimizer cannot be built, or needs the loss several times per step.
         """
         try:
             optimizer = self.make(list(parameters))
@@ -158,7 +158,7 @@ class Optimization:
 
     Args:
         optimizer: AdamW's settings, or a function of the weights; ``None`` takes AdamW's defaults.
-        lr_scheduler: a function of the optimizer; ``None`` keeps the rate constant after the optimizer's warm-up.
+        lr_scheduler: A function of the optimizer; ``None`` keeps the rate constant after the optimizer's warm-up.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Optimization:
         self._asked: dict[str, Any] = {}
 
     def check(self) -> list[str]:
-        """Return why the two do not fit each other: at most one line."""
+        """Return why optimizer and schedule are incompatible: at most one line."""
         if self.make_schedule is None or not self.optimizer.warmup_steps:
             return []
         return [
@@ -197,10 +197,10 @@ class Optimization:
         return {"optimizer": optimizer, "lr_scheduler": config}
 
     def resume(self, scheduler: Any) -> None:
-        """Continue a schedule from a checkpoint with the recipe's learning rate; warn of settings that stay the old.
+        """Continue a checkpoint's schedule with the recipe's learning rate; warn of settings that keep the old values.
 
         Args:
-            scheduler: the schedule in use, with its state loaded; ``None`` if there is none.
+            scheduler: The schedule in use, with its state loaded; ``None`` if there is none.
         """
         if hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]

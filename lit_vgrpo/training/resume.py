@@ -23,11 +23,11 @@ class Progress:
     """Progress of a run at a checkpoint.
 
     Attributes:
-        iterations: finished iterations.
-        optimizer_steps: finished updates.
-        images: images sampled, over all ranks.
-        batches: micro-batches, unfinished iterations included.
-        logged: iterations with a row in the loggers: one more than finished ones where only the end is missing.
+        iterations: Finished iterations.
+        optimizer_steps: Finished updates.
+        images: Images sampled, over all ranks.
+        batches: Micro-batches, unfinished iterations included.
+        logged: Iterations with a row in the loggers: one more than finished ones if only the end is missing.
     """
 
     iterations: int
@@ -63,9 +63,9 @@ class Resumption:
     """A run that continues in its folder.
 
     Attributes:
-        folder: the run folder.
-        checkpoint: the file to continue from; ``None`` starts from the beginning.
-        progress: progress at that checkpoint.
+        folder: The run folder.
+        checkpoint: The file to continue from; ``None`` starts from the beginning.
+        progress: Progress at that checkpoint.
     """
 
     folder: Path
@@ -105,7 +105,7 @@ def resumed_folder(recipe: Path, run_dir: str | None) -> Path:
     """Return the run folder that ``--resume`` continues: ``run_dir`` if given, else the recipe's.
 
     Raises:
-        UserError: the recipe is not in a run folder, and none was given.
+        UserError: The recipe is not in a run folder, and none was given.
     """
     if run_dir is not None:
         return Path(run_dir).expanduser()
@@ -123,11 +123,11 @@ def last_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Resumption
     A sound checkpoint agrees with its checksums and has no weight that is NaN or infinite.
 
     Args:
-        folder: the run folder.
-        say: called with a line for every file that is skipped.
+        folder: The run folder.
+        say: Called with a line for every skipped file.
 
     Raises:
-        UserError: there are checkpoints, but none is sound: starting from the beginning would overwrite them.
+        UserError: There are checkpoints, but none is sound: starting from the beginning would overwrite them.
     """
     found: list[tuple[Progress, float, Path]] = []
     files = _files(folder)
@@ -159,7 +159,7 @@ def last_good(run: Path, say: Callable[[str], None]) -> Path:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint that was written last, sound or not."""
+    """Return the last written checkpoint, sound or not."""
     files = [path for path in _files(folder) if path.is_file()]
     return max(files, key=lambda path: path.stat().st_mtime, default=None)
 
@@ -184,7 +184,7 @@ def _files(folder: Path) -> list[Path]:
     """Return the checkpoints, including those that Lightning writes before SLURM requeues a job.
 
     Raises:
-        UserError: the folder cannot be read.
+        UserError: The folder cannot be read.
     """
     found: list[Path] = []
     for place, prefix in ((folder / CHECKPOINTS, ""), (folder, "hpc_ckpt_")):

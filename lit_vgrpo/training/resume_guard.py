@@ -1,4 +1,4 @@
-"""What must be the same when a run is resumed: its recipe and the files that it reads."""
+"""Checks that a resumed run has the same recipe and input files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MEMORY_ONLY = (
     *("gradient_checkpointing", "rollout_device", "vae_slicing", "embedding_cache", "embedding_cache_gb"),
     *("offload_encoders", "compile", "attention_backend", "channels_last", "fold_lora", "device", "overlap", "url"),
 )
-"""Names of settings that only change how much is computed at once, and where."""
+"""Names of settings that only affect batch sizes and placement."""
 OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm", "precision")
 ABSENT = "not set"
 
@@ -52,9 +52,9 @@ class ResumeGuard(Callback):
     The command compares them before it resumes; with any other Trainer, changed input files are a warning.
 
     Attributes:
-        recipe: plain values, defaults filled in, with a hash in place of what comes from the environment; empty
-            outside of the command.
-        inputs: hashes of the input files.
+        recipe: Plain values, defaults filled in, with hashes instead of values from the environment; empty
+            outside the command.
+        inputs: Hashes of the input files.
     """
 
     def __init__(self) -> None:
@@ -106,14 +106,14 @@ def refuse_changes(
     """Compare a checkpoint's recipe and input files with the current ones, and return the allowed changes.
 
     Args:
-        checkpoint: its content.
-        now: the current recipe, as in :func:`changes`; ``texts`` likewise.
-        inputs: the current hashes, see :func:`inputs_of`.
-        allowed: value of ``allow_changes``.
-        what: the checkpoint's name in messages.
+        checkpoint: Content of the checkpoint.
+        now: The current recipe, see :func:`changes`; ``texts`` likewise.
+        inputs: The current hashes, see :func:`inputs_of`.
+        allowed: Value of ``allow_changes``.
+        what: The checkpoint's name in messages.
 
     Raises:
-        UserError: with every difference, unless they are allowed.
+        UserError: There are differences that are not allowed; the message lists all.
     """
     saved = checkpoint.get(INPUTS_KEY, {})
     of_recipe = changes(checkpoint[RECIPE_KEY], now, texts) if RECIPE_KEY in checkpoint else []
@@ -129,12 +129,12 @@ def refuse_changes(
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Place, str] | None = None) -> list[str]:
-    """Return one line for each setting that must be the same and is not.
+    """Return one line for each changed setting that must stay the same.
 
     Args:
-        saved: the checkpoint's recipe, plain values with the defaults filled in.
-        now: the current one.
-        texts: values from the environment as written, which are not shown.
+        saved: The checkpoint's recipe, plain values with the defaults filled in.
+        now: The current one.
+        texts: Values from the environment as written; they are not shown.
 
     >>> changes({"model": {"lr": 0.001}, "name": "a"}, {"model": {"lr": 0.0003}, "name": "b"})
     ['model.lr: 0.001 in the checkpoint, 0.0003 now']
@@ -150,7 +150,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], texts: Mapping[Pla
 
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that the weights depend on, by dotted key; of the callbacks only EMA is one."""
+    """Return the settings that the weights depend on, by dotted key; among callbacks only EMA's."""
     trainer = recipe.get("trainer") or {}
     callbacks = trainer.get("callbacks") or []
     trained = {name: recipe[name] for name in ("seed_everything", "model", "data") if name in recipe}
@@ -173,13 +173,13 @@ def _shown(value: Any) -> str:
 def inputs_of(module: Any, data: PromptDataModule | None) -> Inputs:
     """Return hashes of the files on this machine that the trained weights depend on.
 
-    These are the training prompts, the file that defines each reward of the user's, the configuration files of the
+    These are the training prompts, the file that defines each custom reward, the configuration files of the
     pipeline, and the weights that the policy starts from. Files that cannot be read are left out: they are reported
     where they are used.
 
     Args:
-        module: need not be loaded.
-        data: the data module with the training prompts.
+        module: The module; its weights need not be loaded.
+        data: The data module with the training prompts.
     """
     found: Inputs = {}
     unreadable = suppress(OSError, ValueError, RuntimeError, ImportError)
@@ -218,7 +218,7 @@ def _source_of(reward: Reward) -> Path | None:
 
 
 def changed_inputs(saved: Inputs, now: Inputs) -> list[str]:
-    """Return one line for each input of which both know a file that differs.
+    """Return one line for each input with a file that differs; files known to only one side are ignored.
 
     >>> changed_inputs({"data.train": {"prompts": "1"}, "a": {}}, {"data.train": {"prompts": "2"}, "b": {}})
     ['data.train: prompts changed since the checkpoint was written']

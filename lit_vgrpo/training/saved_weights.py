@@ -37,11 +37,11 @@ class SavedWeights:
     """The trained weights of a policy in a checkpoint.
 
     Args:
-        path: the checkpoint.
-        progress: progress of training.
-        tensors: trained weights and, if the run had an EMA callback, their average, by variant and by their names in
+        path: The checkpoint.
+        progress: Progress of training.
+        tensors: Trained weights and, if the run had an EMA callback, their average, by variant and by their names in
             the policy.
-        policy_options: the policy's options in the checkpoint's recipe.
+        policy_options: The policy's options in the checkpoint's recipe.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class SavedWeights:
         """Read and verify a checkpoint; its tensors are memory-mapped.
 
         Raises:
-            UserError: it is damaged, holds weights that are not finite, or is no checkpoint of a run.
+            UserError: The file is damaged, holds non-finite weights, or is not a checkpoint of a run.
         """
         try:
             saved = read_sound(path)
@@ -91,14 +91,14 @@ class SavedWeights:
         """Replace the policy's trained tensors, which must be whole, by those of a variant.
 
         Raises:
-            UserError: the policy trains other tensors.
+            UserError: The policy trains other tensors.
         """
         self.refuse_misfit(variant, policy)
         write(trainable_parameters(policy), self.tensors[variant])
 
 
 def trained_only(policy: Policy, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trained tensors of a module's state; the frozen ones come from the policy's own checkpoint."""
+    """Return the trained tensors of a module's state; the frozen ones come from the policy's checkpoint."""
     trained = {f"{_OF_MODULE}{name}" for name in trainable_parameters(policy)}
     return {name: tensor for name, tensor in state_dict.items() if name in trained}
 
@@ -154,7 +154,7 @@ def find_lora(policy: Policy) -> LoraPlace | None:
     It may be a file, a folder with one, ``owner/name`` or ``owner/name/file.safetensors`` of the hub.
 
     Raises:
-        LoadError: the path is invalid, or ``start_weights`` is given for a LoRA file.
+        LoadError: The path is invalid, or ``start_weights`` is given for a LoRA file.
     """
     assert policy.start_from is not None
     try:
@@ -203,7 +203,7 @@ def load_policy(policy: Policy) -> Policy:
     """Load a policy, with the weights of the run or the LoRA file in ``start_from`` if it names one.
 
     Raises:
-        LoadError: the checkpoint, that run or that file cannot be used.
+        LoadError: The checkpoint, that run or that file cannot be used.
     """
     if policy.loaded or policy.start_from is None:
         return policy.load()
@@ -233,7 +233,7 @@ def start_hash(policy: Policy) -> str | None:
     """Return a hash of the file that a policy starts from, whose weights are the reference in a resumed run too.
 
     Raises:
-        LoadError: it cannot be read.
+        LoadError: The file cannot be read.
     """
     if policy.start_from is None:
         return None

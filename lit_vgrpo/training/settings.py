@@ -18,9 +18,9 @@ from lit_vgrpo.training.trainer_internals import count_iterations
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # the loader yields prompts: there is nothing to prefetch
     ".*module\\(s\\) in eval mode at the start.*",  # a policy is trained as it samples, without dropout
-    ".*smaller than the logging interval.*",  # what is logged is of whole iterations
+    ".*smaller than the logging interval.*",  # metrics are logged per iteration
     ".*across ranks is zero.*",  # no held-out prompts: nothing to evaluate
-    ".*sync_dist=True.*",  # what is logged is computed over all ranks already
+    ".*sync_dist=True.*",  # metrics are already computed over all ranks
     ".*all_gather is deprecated.*",
     ".*LeafSpec.*is deprecated.*",
 )
@@ -33,14 +33,14 @@ UNFIT_CALLBACKS = {
     "WeightAveraging": "Use lit_vgrpo.callbacks.EMA",
     "ModelPruning": "Leave it out",
 }
-"""Lightning's callbacks that would train wrongly, with what to use instead; not every version has them all."""
+"""Lightning's callbacks that would train wrongly, with replacements; not every version has them all."""
 
 
 def set_up(module: Any) -> None:
-    """Check the settings of a :class:`~lit_vgrpo.module.VGRPOModule` and let its trainer take whole iterations.
+    """Check the settings of a :class:`~lit_vgrpo.module.VGRPOModule` and make its trainer run whole iterations.
 
     Raises:
-        ValueError: two settings do not fit each other.
+        ValueError: Two settings are incompatible.
     """
     trainer, sizes = module.trainer, sizes_of(module.trainer)
     has_heldout = trainer.datamodule.has_heldout
@@ -65,7 +65,7 @@ def module_errors(module: Any, sizes: Sizes) -> list[str]:
 
 
 def errors_under(module: Any, strategy: Any, sizes: Sizes, ranks: int, has_heldout: bool) -> list[str]:
-    """Return those errors too that depend on the trainer's strategy, the number of ranks or held-out prompts."""
+    """Return these errors and those that depend on the trainer's strategy, the number of ranks or held-out prompts."""
     optimizer, spec = module.optimization.optimizer, module.objective.rollout_spec(0)
     return [
         *strategy_errors(strategy, module.policy, optimizer, sizes, spec),
@@ -140,7 +140,7 @@ def sizes_of(trainer: Any) -> Sizes:
     """Return the sizes of an iteration from the trainer's data module.
 
     Raises:
-        RuntimeError: there is no PromptDataModule.
+        RuntimeError: There is no PromptDataModule.
     """
     sizes: Sizes | None = getattr(getattr(trainer, "datamodule", None), "sizes", None)
     if sizes is None:

@@ -48,9 +48,9 @@ class ZeRO(PortableCheckpoints, DeepSpeedStrategy):
 
     Args:
         stage: 1 shards the optimizer state, 2 also gradients, 3 also the weights, frozen ones included.
-        offload: keep the optimizer state, and in stage 3 the weights, in CPU memory.
-        bucket_size: elements per reduction or gathering.
-        zero_options: further entries of DeepSpeed's ``zero_optimization``.
+        offload: Keep the optimizer state, and in stage 3 the weights, in CPU memory.
+        bucket_size: Elements per reduction or gathering.
+        zero_options: Further entries of DeepSpeed's ``zero_optimization``.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ def local_gradients(parameters: Iterable[Any]) -> Iterator[Tensor]:
 
             gradient = safe_get_local_grad(parameter)
         elif hasattr(parameter, "_hp_mapping"):  # ZeRO-1 and 2, which have public access only to whole gradients
-            part = parameter._hp_mapping  # None where all of it belongs to other ranks
+            part = parameter._hp_mapping  # None if all of it belongs to other ranks
             gradient = part and part.get_lp_grad_fragment(parameter._index_in_param_group)
         elif parameter.grad is not None:
             gradient = local(parameter.grad)
@@ -244,7 +244,7 @@ class FSDP2(PortableCheckpoints, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's own ``state_dict``, whole on rank 0; all ranks must call it."""
+        """Return the optimizer's ``state_dict``, whole on rank 0; all ranks must call it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         saved = optimizer.state_dict()

@@ -1,4 +1,4 @@
-"""Names of the strategies in recipes, and checks of what would silently train or save wrongly under each."""
+"""Names of the strategies in recipes, and checks for settings that would silently train or save wrongly under each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes to Lightning's Trainer that have no public way; private names are those of lightning 2.6.6."""
+"""Changes to Lightning's Trainer that have no public API; private names are those of lightning 2.6.6."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def move_root_dir(trainer: Trainer, folder: str) -> None:
 
 
 def count_iterations(trainer: Trainer, iterations: int) -> None:
-    """Let ``fast_dev_run``, which counts batches, run this many whole epochs."""
+    """Make ``fast_dev_run``, which counts batches, run this number of whole epochs."""
     trainer.limit_train_batches = 1.0
     trainer.fit_loop.max_epochs = iterations
     trainer.fit_loop.epoch_loop.max_steps = -1
 
 
 def call_train_hooks_at_end(trainer: Trainer) -> None:
-    """Let ``fit`` call ``on_train_start`` and ``on_train_end`` where no epoch is left; Lightning's loop skips them."""
+    """Make ``fit`` call ``on_train_start`` and ``on_train_end`` if no epoch is left; Lightning's loop skips them."""
     loop = trainer.fit_loop
     run = loop.run
 
@@ -57,8 +57,8 @@ def hand_over_children(strategy: Strategy, take: Callable[[list[Child]], None], 
     """Replace Lightning's observer of the ranks that rank 0 starts, which silently kills rank 0 too.
 
     Args:
-        take: called with their processes, and with none once Lightning itself kills them.
-        environment: variables to set before they start.
+        take: Called with their processes, and with none once Lightning itself kills them.
+        environment: Variables to set before they start.
     """
     launcher = script_launcher(strategy)
     assert launcher is not None

@@ -1,4 +1,4 @@
-"""Decides which updates take their step: those with finite losses and gradients, and a fitting loss scale."""
+"""Decides which updates take a step: those with finite losses and gradients, and a suitable loss scale."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ NonFinite = Literal["stop", "skip"]
 
 
 class UpdateGuard:
-    """Detects updates whose loss or gradient is not finite, the same on every rank, and reports which took their step.
+    """Detects updates whose loss or gradient is not finite, the same on every rank, and reports which took a step.
 
-    With a gradient scaler (``trainer.precision=16-mixed``) only losses are checked: the scaler skips steps with an
-    overflow itself, and occasional overflows are how it chooses its scale.
+    With a gradient scaler (``trainer.precision=16-mixed``) only losses are checked: the scaler itself skips steps with
+    an overflow, and relies on occasional overflows to choose its scale.
 
     Args:
-        action: stop the run with the reason, or skip the update; ten consecutive skips also stop the run.
+        action: Stop the run with the reason, or skip the update; ten consecutive skips also stop the run.
 
     Attributes:
-        norm: of the last update's gradient over all ranks, before clipping; ``None`` where the strategy keeps
+        norm: Norm of the last update's gradient over all ranks, before clipping; ``None`` if the strategy keeps
             the gradients elsewhere, as ZeRO does.
-        skipped: number of updates left out since the start.
+        skipped: Number of updates skipped since the start.
     """
 
     def __init__(self, action: NonFinite = "stop") -> None:
@@ -55,13 +55,13 @@ class UpdateGuard:
         """Return whether to skip this update; called once per update, on every rank.
 
         Args:
-            gradients: this rank's gradients, or its shards of them.
-            all_ranks: concatenates every rank's ``(B, ...)`` in rank order.
-            when: the position in the run, for the message.
-            norm: a norm of theirs; they are looked at only where it is not finite, since squares may overflow.
+            gradients: This rank's gradients, or its shards of them.
+            all_ranks: Concatenates every rank's ``(B, ...)`` in rank order.
+            when: The position in the run, for the message.
+            norm: Norm of the gradients; they are checked only if it is not finite, since squares may overflow.
 
         Raises:
-            FloatingPointError: on every rank, if the action is to stop.
+            FloatingPointError: On every rank, if the action is to stop.
         """
         losses, self._losses = self._losses, []
         loss_is_bad, norm_is_bad = _are_bad(losses, norm)
@@ -90,11 +90,11 @@ class UpdateGuard:
         """Check an update's losses and gradients before its step, and drop the gradients to skip it.
 
         Args:
-            all_ranks: concatenates every rank's ``(B, ...)`` in rank order.
-            when: the current update, for the message.
+            all_ranks: Concatenates every rank's ``(B, ...)`` in rank order.
+            when: The current update, for the message.
 
         Raises:
-            FloatingPointError: on every rank, where the action is to stop.
+            FloatingPointError: On every rank, if the action is to stop.
         """
         self._scale = _loss_scale(trainer)
         gradients = [weight.grad for weight in weights if weight.grad is not None]
@@ -117,7 +117,7 @@ class UpdateGuard:
         return not self._is_refused and (self._scale is None or scale is None or scale >= self._scale)
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of updates left out since the start, where that does not end the run."""
+        """Return the number of updates skipped since the start, if that does not end the run."""
         return {"policy/skipped_updates": float(self.skipped)} if self.action == "skip" else {}
 
     def state_dict(self) -> dict[str, int]:

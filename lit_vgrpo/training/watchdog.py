@@ -1,6 +1,6 @@
-"""Ranks on one machine watch each other: a death ends the job with its reason, and no rank outlives its parent.
+"""Ranks on one machine watch each other: the death of one ends the job with a reason, and no rank outlives its parent.
 
-Lightning's observer silently kills rank 0, and leaves the others running where rank 0 has died.
+Lightning's observer silently kills rank 0, and leaves the others running if rank 0 has died.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from lit_vgrpo.training.trainer_internals import hand_over_children, script_laun
 
 LAUNCHER_PID = "LIT_VGRPO_LAUNCHER_PID"  # environment variable: the process of rank 0, for the ranks that it starts
 POLL_S = 0.3
-GRACE_S = 10.0  # for the others to end with their own message after one has died
+GRACE_S = 10.0  # for the others to end with a message after one has died
 END_S = 60.0  # for the others to end after rank 0 has finished
-BLAME_S = 3.0  # for another rank's death to show after a collective has failed
+BLAME_S = 3.0  # for another rank's death to appear after a collective has failed
 LAST_WORDS_S = 2.0  # for the last line, which a terminal or pipe may not take
 
 
 class Watch:
     """Ends this process when a process that it watches has died, with a line that names it.
 
-    Rank 0, or the first rank of another machine, watches the ranks that it started. These watch rank 0, or torchrun.
+    Rank 0, or the first rank of another machine, watches the ranks that it started. Those watch rank 0, or torchrun.
 
     Args:
-        folder: returns the run folder.
-        first_rank: this process's rank; the children's follow.
-        parent: process id and name of the process that started this rank; ``None`` watches none.
-        speaks: report deaths.
+        folder: Returns the run folder.
+        first_rank: This process's rank; the children's follow.
+        parent: Process id and name of the process that started this rank; ``None`` watches none.
+        speaks: True to report deaths.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Watch:
         return death is not None
 
     def end(self, status: int, reason: str) -> None:
-        """End this process and the ranks that it started, whatever the main thread does."""
+        """End this process and the ranks that it started, even if the main thread hangs."""
         timer = threading.Timer(LAST_WORDS_S, os._exit, [status])
         timer.daemon = True
         timer.start()

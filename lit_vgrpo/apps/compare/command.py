@@ -13,7 +13,7 @@ def compare(options: CompareOptions) -> int:
     """Train methods from the same start; with ``--sweep``, search for each method's best settings.
 
     Returns:
-        Exit status: 0, 1 when a run failed, 2 for an error in the command line or in a recipe, 130 after Ctrl-C.
+        Exit status: 0, 1 if a run failed, 2 for an error in the command line or in a recipe, 130 after Ctrl-C.
     """
     found = entrants(options)
     with locked(options.out):

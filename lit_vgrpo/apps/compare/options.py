@@ -25,12 +25,12 @@ REFUSED = (
 
 
 def read_names(text: str) -> list[str]:
-    """Return the names that commas separate, each once."""
+    """Return the comma-separated names, each once."""
     return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
 
 
 def read_settings(text: str) -> list[str]:
-    """Return the kinds of settings that commas separate; raise UserError if one is unknown."""
+    """Return the comma-separated kinds of settings; raise UserError if one is unknown."""
     names = read_names(text)
     if not set(names) <= set(SETTINGS):
         raise UserError(f"--settings {text} is not published, tuned or published,tuned.")
@@ -38,7 +38,7 @@ def read_settings(text: str) -> list[str]:
 
 
 def read_rewards(text: str) -> list[float]:
-    """Return the numbers that commas separate in ascending order; raise UserError if one is not a number."""
+    """Return the comma-separated numbers in ascending order; raise UserError if one is not a number."""
     try:
         return sorted({float(word) for word in read_names(text)})
     except ValueError as error:
@@ -48,8 +48,8 @@ def read_rewards(text: str) -> list[float]:
 def set_sweep_prompts(base: dict[str, Any], overridden: Set[str]) -> str:
     """Replace the recipe's held-out prompts by a share of its training prompts, in place.
 
-    Prompts that the command line sets stay. So does a share that the recipe itself holds out by hash, since any other
-    share would contain it or lie in it.
+    Prompts set on the command line are kept. A share that the recipe itself holds out by hash is kept too, since any
+    other share would contain it or lie in it.
 
     Args:
         base: The base recipe as plain values.
@@ -73,7 +73,7 @@ class CompareOptions:
 
     Attributes:
         words: The recipe and its overrides.
-        line: The command as it was typed.
+        line: The command as typed.
         command: The base recipe and its overrides.
         texts: Its values from the environment, as written.
         base: The base recipe as plain values; in a sweep with other held-out prompts, see :func:`set_sweep_prompts`.

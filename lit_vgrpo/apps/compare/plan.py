@@ -1,4 +1,4 @@
-"""The methods of a comparison, given by overlays on a recipe, and its runs."""
+"""The methods of a comparison, given by overlays on a recipe, and their runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAY_SET = (
 )
 """Keys that may differ between methods; all share the recipe's task, images and evaluation."""
 OF_POLICY = ("scale_cap",)
-"""Options of an objective that depend on the network, and so belong to the recipe for every method that has them."""
+"""Options of an objective that depend on the network. The recipe sets them for every method that has them."""
 LEFT_OUT_CALLBACKS = ("SampleGrid", "Export", "SurrogateDiagnostics")
 """Callbacks that cost time or disk space and do not affect a comparison."""
 
@@ -58,12 +58,12 @@ class Budget:
 
 @dataclass
 class Overlay:
-    """A method's file: its published settings, the tuned ones, and the grid they were found on.
+    """A method's file: its published settings, the tuned ones, and the grid of their search.
 
     Attributes:
         name: The file's stem.
         published: Recipe part that is merged over the base recipe.
-        tuned: Recipe part that is merged over ``published``; empty if nothing has been tuned.
+        tuned: Recipe part that is merged over ``published``; empty if nothing was tuned.
         found: The search that ``tuned`` comes from; ``None`` if unknown.
         points: The settings that a sweep tries, each as dotted recipe key -> value.
     """
@@ -127,7 +127,7 @@ def entrants(options: CompareOptions) -> list[Entrant]:
     """Return every method with every kind of settings, as merged recipes that build without errors.
 
     Raises:
-        UserError: With every error in the recipe, the methods, the overlays and the sizes.
+        UserError: There are errors in the recipe, methods, overlays or sizes; the message lists all.
     """
     words = [str(options.command.recipe), *(f"{key}={text}" for key, text in options.command.overrides)]
     base = build(words, make_folder=False)
@@ -191,7 +191,7 @@ def _lost_overrides(options: CompareOptions, overlays: Iterable[Overlay]) -> lis
 
 
 def _build_errors(found: Sequence[Entrant]) -> list[str]:
-    """Return what keeps methods from running, each error once per method."""
+    """Return the errors that prevent methods from running, each once per method."""
     errors = []
     with tempfile.TemporaryDirectory() as folder:
         for entrant in found:
@@ -253,7 +253,7 @@ def read_overlay(path: Path) -> Overlay:
     """Read an overlay file; with ``like:``, its ``published:`` is merged over that of the method named there.
 
     Raises:
-        UserError: It is not an overlay, or sets what must be the same for every method.
+        UserError: The file is not an overlay, or sets keys that must be the same for every method.
     """
     content = {key: value or {} for key, value in resolved(loaded(path), path).items()}
     if unknown := [key for key in content if key not in KEYS]:
@@ -299,7 +299,7 @@ def with_overlay(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, 
     """Return the base recipe with a method in it.
 
     The overlay's objective replaces the base's; its ``rollout`` is merged over the base's solver, steps and guidance,
-    and it takes over the base's :data:`OF_POLICY` options. Everything else merges key by key. Held-out images are
+    and the base's :data:`OF_POLICY` options are kept. Everything else merges key by key. Held-out images are
     sampled with the base's evaluation, or else with its ODE. Both are resolved plain values.
     """
     given = as_component(base["model"]["objective"])["init_args"]
@@ -318,7 +318,7 @@ def with_overlay(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, 
 
 
 def for_race(recipe: Mapping[str, Any], iterations: int, evaluate_every: int) -> dict[str, Any]:
-    """Return the recipe without what a comparison does not need: samples, exports, checkpoints, extra loggers."""
+    """Return the recipe without parts that a comparison does not need: samples, exports, checkpoints, extra loggers."""
     result = copy.deepcopy(dict(recipe))
     for key in ("name", "run_dir", "seed_everything"):
         result.pop(key, None)

@@ -31,11 +31,11 @@ RATIOS = {"cpu_ratio": "cpu_seconds", "equivalents_ratio": "forward_equivalents"
 SHOWN = {"CPU s": "cpu_seconds", "passes": "passes", "equivalents": "forward_equivalents"}
 """Costs in the tables, by title."""
 RANKING_COST = "forward_equivalents"
-"""Cost that the points of a sweep are ranked by: the same on every machine, busy or not."""
+"""Cost that the points of a sweep are ranked by: the same on every machine and under any load."""
 LAST = 2
 """Number of evaluations averaged to the final reward of a sweep, to smooth out oscillations."""
 ENTRANT = ["method", "settings"]
-# Okabe and Ito's palette without its yellow, then a brown and a grey; further methods repeat them with other dashes.
+# Okabe and Ito's palette without its yellow, then a brown and a grey; additional methods repeat them with other dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F4F24", "#888888")
 LINES = ("-", (0, (5, 2)), (0, (1, 1.3)), (0, (5, 1.5, 1, 1.5)))
 PANELS = {
@@ -57,8 +57,8 @@ class Curve:
     """The evaluations of one run.
 
     Attributes:
-        evaluations: In order, each with ``reward`` and the :data:`COSTS`; empty for a failed run.
-        error: Why the run failed; empty for a finished run.
+        evaluations: Evaluations in order, each with ``reward`` and the :data:`COSTS`; empty for a failed run.
+        error: Reason of the failure; empty for a finished run.
     """
 
     method: str
@@ -79,7 +79,7 @@ class Curve:
 
 
 def summaries(curves: Iterable[Curve], last: int = 1) -> pd.DataFrame:
-    """Return a row per run, NaN where it failed: reward at the start, final and best, and the costs at the end.
+    """Return a row per run, NaN if it failed: reward at the start, final and best, and the costs at the end.
 
     Args:
         last: Number of evaluations averaged to the final reward.
@@ -97,11 +97,11 @@ def summaries(curves: Iterable[Curve], last: int = 1) -> pd.DataFrame:
 def cost_of(evaluations: Sequence[Mapping[str, Any]], target: float) -> dict[str, float]:
     """Return the cost of reaching a held-out reward for the first time.
 
-    Between the last evaluation below the target and the first one at or above it, every cost is taken to grow linearly
-    with the reward.
+    Between the last evaluation below the target and the first one at or above it, every cost is interpolated
+    linearly in the reward.
 
     Args:
-        evaluations: In order, the first of them at the start.
+        evaluations: Evaluations in order, the first at the start.
 
     Returns:
         The :data:`COSTS`; empty if the target was never reached.
@@ -122,7 +122,7 @@ def cost_of(evaluations: Sequence[Mapping[str, Any]], target: float) -> dict[str
 
 
 def costs_by_seed(curves: Iterable[Curve], targets: Iterable[float]) -> pd.DataFrame:
-    """Return a row per target and run with its :data:`COSTS`, NaN where it did not reach the target."""
+    """Return a row per target and run with its :data:`COSTS`, NaN if it did not reach the target."""
     pairs = itertools.product(targets, curves)
     rows = [{**c.labels, "target": target, **cost_of(c.evaluations, target)} for target, c in pairs]
     return pd.DataFrame(rows, columns=[*ENTRANT, "target", "seed", *COSTS])
@@ -203,7 +203,7 @@ def evaluation_table(curves: Iterable[Curve]) -> pd.DataFrame:
 
 
 def sweep_points(found: Sequence[Entrant], curves: Sequence[Curve], targets: Iterable[float]) -> pd.DataFrame:
-    """Return a row per point: means over its seeds, NaN where a seed failed or did not reach a target.
+    """Return a row per point: means over its seeds, NaN if a seed failed or did not reach a target.
 
     ``to TARGET`` is the :data:`RANKING_COST` to reach that target.
     """
@@ -221,9 +221,9 @@ def sweep_points(found: Sequence[Entrant], curves: Sequence[Curve], targets: Ite
 def best_points(points: pd.DataFrame, targets: Sequence[float]) -> dict[str, int]:
     """Return the row of each method's best point, the first of equals; methods without a finished point are left out.
 
-    Without targets it is that of the highest final reward. With targets, it is the one whose seeds all reached the
-    highest target at the least mean cost in forward-pass equivalents; if none did, or at the same cost, the next
-    target decides, and the final reward in the end.
+    Without targets, the best point has the highest final reward. With targets, its seeds all reached the highest
+    target at the lowest mean cost in forward-pass equivalents. If none did, or costs are equal, the next target
+    decides, and finally the final reward.
     """
     keys = [f"to {target:g}" for target in sorted(targets, reverse=True)]
     ascending = [*(True for _ in keys), False]
@@ -279,7 +279,7 @@ def _values(point: Entrant) -> str:
 
 
 def _failed(curves: Iterable[Curve]) -> list[str]:
-    """Return a heading and the failed runs; nothing where none failed."""
+    """Return a heading and the failed runs; nothing if none failed."""
     lines = [f"- {c.method} {c.settings}, seed {c.seed}: {c.error}" for c in curves if c.error]
     return ["## Failed runs", "\n".join(lines)] if lines else []
 

@@ -34,18 +34,18 @@ def is_complete(run: Run) -> bool:
 
 
 def is_finished(run: Run) -> bool:
-    """Return ``True`` if a complete run of this recipe and seed is there."""
+    """Return ``True`` if a complete run of this recipe and seed exists."""
     return run.fingerprint_file.is_file() and run.fingerprint_file.read_text() == run.fingerprint and is_complete(run)
 
 
 def run_all(runs: Sequence[Run], jobs: int) -> dict[str, str]:
-    """Run what is not finished yet, ``jobs`` processes at a time.
+    """Run the unfinished runs, ``jobs`` processes at a time.
 
     Returns:
         The error of each failed run by the run's name.
 
     Raises:
-        Stopped: By Ctrl-C, SIGTERM or a closed terminal; all processes started here have ended.
+        Stopped: Ctrl-C, SIGTERM or a closed terminal; all processes started here have ended.
     """
     waiting, errors = [run for run in runs if not is_finished(run)], dict[str, str]()
     active: dict[str, tuple[Run, subprocess.Popen[bytes]]] = {}
@@ -83,13 +83,13 @@ def _start(run: Run) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"},
-            # A separate group: Ctrl-C in the terminal reaches this process alone, which stops the runs.
+            # A separate group: Ctrl-C in the terminal reaches only this process, which stops the runs.
             start_new_session=True,
         )
 
 
 def prepare_run_folder(run: Run) -> None:
-    """Remove an unfinished run's folder; move anything else that stands there aside."""
+    """Remove an unfinished run's folder; rename anything else in its place."""
     if not run.folder.exists():
         return
     if run.fingerprint_file.exists() and not is_complete(run):

@@ -1,4 +1,4 @@
-"""A curriculum: recipes that run one after the other, each from the final weights of the one before.
+"""A curriculum: recipes that run one after the other, each from the final weights of the previous one.
 
 Each stage runs in a separate process, which frees its memory before the next.
 """
@@ -30,7 +30,7 @@ KEYS = (STAGES, "run_dir", *LISTS)
 START = "model.policy.start_from"
 OF_A_STAGE = re.compile(r"stage(\d+)\.([^=]+=.*)", re.DOTALL)
 FIXED = (STAGES, "name", "run_dir", "ckpt_path", START)
-"""Keys of a recipe that its place in a curriculum decides."""
+"""Keys of a recipe that are set by its position in a curriculum."""
 POLL_S = 0.2
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -55,7 +55,7 @@ class Stage:
         return (read_summary(run / self.folder) or {}).get("outcome")
 
     def words(self, settings: Sequence[str]) -> list[str]:
-        """Return the settings that apply to this stage; those for it alone come last."""
+        """Return the settings that apply to this stage; those only for this stage come last."""
         found = [_for_stage(word) for word in settings]
         return [*(word for number, word in found if number is None), *(w for n, w in found if n == self.number)]
 
@@ -64,12 +64,12 @@ class Stage:
 class Curriculum:
     """A curriculum's file and the command line that runs it.
 
-    Settings are overlays, then overrides as ``key=value``; ``stage2.key=value`` is for the second stage alone.
+    Settings are overlays, then overrides as ``key=value``; ``stage2.key=value`` is only for the second stage.
 
     Attributes:
         file: The curriculum's file.
-        run_dir: Run folder to ask for.
-        stages: In the order they run.
+        run_dir: Requested run folder.
+        stages: The stages in order.
         saved: Settings in the file.
         typed: Settings on the command line, which apply after those in the file.
     """
@@ -97,7 +97,7 @@ class Curriculum:
         return cls(file, run_dir, stages, saved, typed)
 
     def check_words(self, stage: Stage) -> list[str]:
-        """Return the arguments that check a stage before any has run: everything but its initial weights."""
+        """Return the arguments that check a stage before any has run: everything except its initial weights."""
         settings = [*stage.words(self.saved), *stage.words(self.typed)]
         return [str(stage.recipe), *settings, f"run_dir={self.run_dir / stage.folder}"]
 
@@ -105,9 +105,9 @@ class Curriculum:
         """Return the arguments of ``lightning run`` that start or resume a stage; ``run`` is the run folder."""
         folder, typed = run / stage.folder, stage.words(self.typed)
         start = [f"{START}={run / self.stages[stage.number - 2].folder}"] if stage.number > 1 else []
-        if (folder / CONFIG_NAME).is_file():  # which holds what the file says already
+        if (folder / CONFIG_NAME).is_file():  # it already includes the file's settings
             return [str(folder / CONFIG_NAME), *typed, *start, RESUME]
-        # A folder without a recipe is left by a start that failed; without --resume the run would get another folder.
+        # A folder without a recipe is left by a failed start; without --resume the run would get another folder.
         resume = [RESUME] if folder.is_dir() else []
         return [str(stage.recipe), *stage.words(self.saved), *typed, f"run_dir={folder}", *start, *resume]
 
@@ -172,7 +172,7 @@ def run_process(words: Sequence[str], env: dict[str, str] | None = None) -> int:
     caught: list[int] = []
     command, sent = [sys.executable, "-m", "lit_vgrpo", *words], 0
     with handle_stop_signals(lambda signum, frame: caught.append(signum)):
-        # A separate group: Ctrl-C in the terminal reaches this process alone, so that the stage gets each one once.
+        # A separate group: Ctrl-C in the terminal reaches only this process, so that the stage gets each one once.
         process = subprocess.Popen(command, env=env, start_new_session=True)
         while (status := process.poll()) is None:
             for signum in caught[sent:]:
@@ -226,7 +226,7 @@ def new_run(curriculum: Curriculum) -> Path:
     """Return the run folder of a new curriculum, which the first process creates with its ``config.yaml``.
 
     Raises:
-        UserError: It exists, and several processes would have to agree on another name.
+        UserError: The folder exists, and several processes would have to agree on another name.
     """
     processes = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
     if not is_first_process():
@@ -249,7 +249,7 @@ def resumed_run(command: Command) -> Path:
 
 
 def stage_environment(stage: Stage) -> dict[str, str]:
-    """Return the environment of a stage's process, without torchrun's store: it outlives a stage, and would be read."""
+    """Return the environment of a stage's process, without torchrun's store, which would outlive the stage."""
     env = dict(os.environ)
     if env.get(AGENT_STORE) == "True":
         port = int(env["MASTER_PORT"]) + stage.number

@@ -1,4 +1,4 @@
-"""Memory that a recipe needs on a rank, from configuration files alone, without reading weights."""
+"""Memory that a recipe needs on a rank, from configuration files only, without reading weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PUBLISHED = {
     "ViT-H-14": 986_109_441,
     "vision of openai/clip-vit-large-patch14": 303_966_208 + 927_969,
 }
-"""Parameter counts of the default checkpoints and open_clip models; the last is what the aesthetic score keeps."""
+"""Parameter counts of the default checkpoints and open_clip models; the last is the part of the aesthetic score."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Estimate:
         return sum(self.parts.values()) + self.phases[self.peak_phase]
 
     def table(self) -> str:
-        """Return an aligned table of what is always allocated, what each phase adds, and the peak."""
+        """Return an aligned table of the permanent memory, what each phase adds, and the peak."""
         rows = [(name, shown(size)) for name, size in self.parts.items() if size]
         rows += [(f"+ {name}", shown(size)) for name, size in self.phases.items() if size]
         rows.append((f"peak, in {self.peak_phase}", shown(self.peak)))
@@ -77,7 +77,7 @@ class Estimate:
 
 
 def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
-    """Estimate the memory that a recipe needs on a rank, by default on its device on this machine, without libraries'.
+    """Estimate the memory that a recipe needs on a rank, by default on its device here, excluding libraries.
 
     Raises:
         NotEstimated: The pipeline's configuration files are not on this machine.
@@ -134,12 +134,12 @@ def estimate(cli: RecipeCLI, device: torch.device | None = None) -> Estimate:
         sampled = at_most(images, module.rollout_batch_size) or batch
         evaluation = module.evaluation or spec.as_ode()
         peak = max(peak_of(Pass(sampled, evaluation.guidance, False)), _decoding(policy, batch))
-        phases[EVALUATION] = peak + bool(averages) * share.trained  # which are swapped in
+        phases[EVALUATION] = peak + bool(averages) * share.trained  # the averages are swapped in
     return Estimate(parts, phases, tuple(unknown))
 
 
 def encoding_peak(policy: Policy, prompts: int) -> int:
-    """Return the peak of encoding prompts one after the other, whose rows are stacked in the end."""
+    """Return the peak of encoding prompts one by one and stacking their rows at the end."""
     with torch.no_grad(), AutocastOnMeta(), LiveMemory() as live:
         row = bytes_of(policy.encode(["b"], policy.blank_references(1)).tensors.values())  # not "a", which is kept
     return max(live.peak + (prompts - 1) * row, 2 * prompts * row)

@@ -28,7 +28,7 @@ RAISED = frozenset({"layer_norm", "group_norm", "softmax", "pow", "__pow__", "ex
 
 
 class NotEstimated(Exception):
-    """The memory of a recipe cannot be estimated here, for the reason in the message."""
+    """The memory of a recipe cannot be estimated; the message is the reason."""
 
 
 class AutocastOnMeta(TorchFunctionMode):
@@ -62,7 +62,7 @@ class AutocastOnMeta(TorchFunctionMode):
                 return value
             if not (value.is_leaf and value.requires_grad):
                 return value.to(dtype)
-            # Autocast keeps the weights that it has cast until the forward pass is over.
+            # Autocast keeps the weights that it has cast until the forward pass ends.
             if id(value) not in self._weights:
                 self._weights[id(value)] = value.to(dtype)
             return self._weights[id(value)]
@@ -89,7 +89,7 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
     """Return a loaded copy of a policy with all weights on the meta device, with the autocast of a type of device.
 
     Raises:
-        NotEstimated: The pipeline's configuration files are not on this machine, or are another family's.
+        NotEstimated: The pipeline's configuration files are not on this machine, or belong to another family.
         LoadError: An option of the policy does not fit them.
     """
     import diffusers
@@ -100,14 +100,14 @@ def policy_on_meta(policy: Policy, device_type: str = "cuda") -> Policy:
     if folder is None:
         raise missing
     twin = copy.deepcopy(policy)
-    # These change no size, or cannot be done without weights.
+    # These affect no size, or need weights.
     twin.embedding_cache, twin.start_from, twin.attention_backend = None, None, None
     twin.compile_network = twin.offload_encoders = False
     nulls = twin.null_components(folder)
     with quiet_libraries():
         try:
             index = json.loads((folder / INDEX).read_text())
-            if index["_class_name"] != twin.pipeline_class:  # as the policy's check says
+            if index["_class_name"] != twin.pipeline_class:  # as in the policy's check
                 raise missing
             parts = _components(folder, index, nulls)
             parts[twin.network_name].to(torch.float32 if twin.trains_all else twin.dtype)
@@ -130,7 +130,7 @@ def _components(folder: Path, index: dict[str, Any], nulls: dict[str, None]) -> 
     for name, entry in index.items():
         if not isinstance(entry, list) or name in nulls or entry[0] is None:
             continue
-        if entry[0] not in LIBRARIES:  # any module that a foreign folder names would be imported
+        if entry[0] not in LIBRARIES:  # otherwise any module named in an untrusted folder would be imported
             raise ValueError(f"{folder} names classes of {entry[0]}")
         kind: Any = getattr(import_module(entry[0]), entry[1])
         if not issubclass(kind, nn.Module):

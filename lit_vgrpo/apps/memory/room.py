@@ -25,11 +25,11 @@ this many. A choice, not a measurement."""
 def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, list[str]]:
     """Return the estimate as text, and an error if the recipe needs more than its device has.
 
-    A GPU counts whole, even if other processes are using it now; ``gpu_memory`` are the bytes of another GPU to compare
-    with. The batch sizes must fit the world size.
+    A GPU counts as empty, even if other processes are using it; ``gpu_memory`` is the size of another GPU in bytes to
+    compare with. The batch sizes must fit the world size.
 
     Raises:
-        NotEstimated: With the reason.
+        NotEstimated: There is no estimate; the message is the reason.
     """
     device = cli.trainer.strategy.root_device if gpu_memory is None else torch.device("cuda", 0)
     if gpu_memory is not None:
@@ -59,7 +59,7 @@ def memory_report(cli: RecipeCLI, gpu_memory: int | None = None) -> tuple[str, l
 
 
 def gpu_memory_of(text: str) -> int:
-    """Return the bytes of a GPU size as sold, a number of GiB with or without a unit; UserError if it is none.
+    """Return the bytes of a GPU size as sold, a number of GiB with or without a unit; raise UserError if it is invalid.
 
     >>> gpu_memory_of("80GB") == gpu_memory_of("80") == 80 * 2**30
     True

@@ -41,8 +41,8 @@ def shares(
     """Return the memory of the network and optimizer on one rank.
 
     Args:
-        policy: Loaded, on any device.
-        on_gpu: Whether the rank uses a GPU, where AdamW steps all weights at once and offloading frees memory.
+        policy: A loaded policy, on any device.
+        on_gpu: True if the rank uses a GPU, where AdamW steps all weights at once and offloading frees memory.
     """
     trained = list(trainable_parameters(policy).values())
     frozen = [p for p in policy.network.parameters() if not p.requires_grad]
@@ -63,7 +63,7 @@ def shares(
     }
     if isinstance(strategy, ZeRO):
         parts["ZeRO's copy of the trained weights"] = size // world_size
-        # The reduction bucket, allocated whole however few the gradients are; gathering is done in place.
+        # The reduction bucket, allocated whole even for few gradients; gathering is done in place.
         parts["ZeRO's bucket"] = 4 * strategy.config["zero_optimization"]["reduce_bucket_size"]  # type: ignore[index]
         if strategy.offload and on_gpu:
             parts |= dict.fromkeys(("AdamW's moments", "ZeRO's copy of the trained weights", "gradients"), 0)
@@ -79,7 +79,7 @@ def shares(
 
 
 def saved_by_quantisation(policy: Policy) -> int:
-    """Return the bytes that a quantised base takes less than the weights of a policy on the meta device."""
+    """Return the bytes that a quantised base saves over the weights of a policy on the meta device."""
     if policy.quantisation is None:
         return 0
     weights = [layer.weight for layer in block_linears(policy.network).values()]
@@ -94,7 +94,7 @@ def restored_at_once(policy: Policy) -> int:
 
 
 def copy_in_8_bits(policy: Policy) -> int:
-    """Return the bytes of the copy that 8-bit rollouts multiply with: a byte per weight and a scale per output."""
+    """Return the bytes of the copy for 8-bit rollouts: a byte per weight and a scale per output."""
     return sum(layer.weight.numel() + 4 * len(layer.weight) for layer in block_linears(policy.network).values())
 
 

@@ -74,7 +74,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
     """Return the data of runs that a report can show together.
 
     Raises:
-        UserError: a run cannot be read, or the runs have different rewards or held-out prompts.
+        UserError: A run cannot be read, or the runs have different rewards or held-out prompts.
     """
     runs = [read_run(folder) for folder in folders]
     tasks = [{f"data.{key}": (run.recipe.get("data") or {}).get(key) for key in TASK_KEYS} for run in runs]
@@ -105,7 +105,7 @@ def make_app(folders: Sequence[Path]) -> FastAPI:
         headers = {"Cache-Control": "no-store", "X-Frame-Options": "DENY"}
         try:
             return HTMLResponse(render(read_runs(folders), live=True), headers=headers)
-        except UserError as error:  # a file is being written just now, or is damaged
+        except UserError as error:  # a file is being written, or is damaged
             return HTMLResponse(str(error), 503, headers={**headers, "Refresh": "3", "Content-Type": "text/plain"})
 
     @app.get("/version", response_class=PlainTextResponse)

@@ -55,8 +55,8 @@ class Series:
     """A curve.
 
     Attributes:
-        xs: by the names of :data:`AXES`, as long as ``ys``; NaN where unknown.
-        band: lower and upper ends of the intervals, NaN if missing; ``None`` for a curve of training.
+        xs: By the names of :data:`AXES`, as long as ``ys``; NaN if unknown.
+        band: Lower and upper ends of the intervals, NaN if missing; ``None`` for a curve of training.
     """
 
     label: str
@@ -109,7 +109,7 @@ def plots(runs: Sequence[RunData]) -> list[Plot]:
 
 
 def _plots(title: str, runs: Sequence[RunData], metrics: dict[str, str]) -> list[Plot]:
-    """Return one plot of a run's metrics, or a plot of each metric of several runs, without those of nothing."""
+    """Return one plot of a run's metrics, or a plot of each metric of several runs, without empty ones."""
     groups = [metrics] if len(runs) == 1 else [{metric: label} for metric, label in metrics.items()]
     found = []
     for group in groups:
@@ -173,7 +173,7 @@ def _svg(known: list[Series], axis: str) -> str:
 
 
 def _for_page(svg: str) -> str:
-    """Return matplotlib's SVG without what applies to the whole document, in the page's colours and font."""
+    """Return matplotlib's SVG without document-level parts, in the page's colours and font."""
     body = re.sub(r"<style.*?</style>|<metadata.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" aria-hidden="true" focusable="false">'
     body = re.sub(r"<svg[^>]*>", head, body, count=1).replace("xlink:href", "href")

@@ -24,7 +24,7 @@ from lit_vgrpo.system.hub import file_at_hand, source_of
 CARD_NAME, PICTURE_NAME = "README.md", "before_after.png"
 LICENCE_KEYS = ("license", "license_name", "license_link")
 OF_THIS_MACHINE = ("name:", "run_dir:", "ckpt_path:", "allow_changes:", "#")
-"""Starts of the lines of ``config.yaml`` that mean nothing to others."""
+"""Prefixes of lines of ``config.yaml`` that are meaningless to others."""
 
 
 def add_card(
@@ -37,16 +37,16 @@ def add_card(
     dtype: torch.dtype = torch.float32,
     merged: bool = False,
 ) -> tuple[str, list[str]]:
-    """Write the model card into an export; a failure is only reported, since the weights are what counts.
+    """Write the model card into an export; a failure is only reported, since only the weights matter.
 
     Args:
-        folder: the export, perhaps still under the name of a draft.
-        run: the run folder.
-        written: what diffusers loads, under its final name: folder of a pipeline or an adapter, or file of an adapter.
-        variant: set of weights, ``trained`` or ``EMA``.
-        iterations: iterations after which they were saved.
-        dtype: of what was written.
-        merged: an adapter was merged into the weights.
+        folder: The export, possibly still under a temporary name.
+        run: The run folder.
+        written: Final name of what diffusers loads: folder of a pipeline or an adapter, or file of an adapter.
+        variant: Set of weights, ``trained`` or ``EMA``.
+        iterations: Iterations after which they were saved.
+        dtype: Dtype of the written files.
+        merged: True if an adapter was merged into the weights.
 
     Returns:
         The kind of weights, such as ``LoRA of rank 32, float32``, and the lines of Python that load them.
@@ -63,7 +63,7 @@ def add_card(
     try:
         data = _until(read_run(run), iterations)
         picture = run / "samples" / "after.png"
-        # The last grid is of the end of training, not of an earlier checkpoint.
+        # The last grid shows the end of training, not an earlier checkpoint.
         has_picture = picture.is_file() and iterations == data.summary.get("iterations")
         if has_picture:
             shutil.copyfile(picture, folder / PICTURE_NAME)
@@ -79,10 +79,10 @@ def card(run: RunData, base: str, base_card: Path | None, is_adapter: bool, **sh
     """Return the card's text, with the metadata that hubs read in front.
 
     Args:
-        base: hub name or folder of the model that training started from.
-        base_card: its model card, if it is on this machine.
-        is_adapter: the export is loaded on top of the base model.
-        shown: further values for the template.
+        base: Hub name or folder of the model that training started from.
+        base_card: Its model card, if it is on this machine.
+        is_adapter: The export is loaded on top of the base model.
+        shown: Additional values for the template.
     """
     licence = base_licence(base_card)
     is_on_hub = not Path(base).exists() and base.count("/") == 1
@@ -125,7 +125,7 @@ def base_licence(card: Path | None) -> dict[str, str]:
 
 
 def _until(run: RunData, iterations: int) -> RunData:
-    """Return a run as it was after some iterations; the summary stays only if that is its end."""
+    """Return a run's data up to an iteration; the summary is kept only if that is the last one."""
     if run.num_iterations <= iterations:
         return run
     trained, evaluated = (
@@ -138,7 +138,7 @@ def from_pretrained(policy: Policy, source: str, dtype: torch.dtype, index: Path
     """Return the line of Python that loads a policy's pipeline from a folder or hub name.
 
     Args:
-        index: folder with the pipeline's index, if the source is not there yet.
+        index: Folder with the pipeline's index, if the source does not exist yet.
     """
     optional = type(policy.pipeline)._optional_components
     is_start = source == source_of(policy.checkpoint)

@@ -1,4 +1,4 @@
-"""The report's page: its images, what its templates show, and the file."""
+"""The report's page: its images, the data of its templates, and the file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PIXEL_ART = 128
 """Images up to this size are stored without loss, and enlarged without smoothing."""
 REASONS = {"best": "Best", "worst": "Worst", "disagreement": "Rewards disagree most"}
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, SyntaxError, Image.DecompressionBombError)
-"""Errors of files that are damaged, or replaced just now."""
+"""Errors of files that are damaged or being replaced."""
 MARK = "<!-- lightning report -->"
 """First line of the page; only files that start with it are overwritten."""
 
@@ -96,7 +96,7 @@ def _column(sheet: Image.Image, layout: dict[str, Any], column: int, side: int =
 
 
 def read_kept(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the images that the run kept at its newest evaluation, by the reason for which it kept them.
+    """Return the images that the run kept at its newest evaluation, by the reason.
 
     Each has its ``picture``, ``prompt``, ``image`` (its number), ``scores`` as text, the ``pair`` of rewards that
     disagree, and the picture that is ``edited``, if any.
@@ -170,7 +170,7 @@ class RunPage:
 
 
 def render(runs: Sequence[RunData], live: bool = False) -> str:
-    """Return the report of one run or several as HTML; ``live``: a page that reloads when a run has new rows."""
+    """Return the report of one or several runs as HTML; with ``live``, the page reloads when a run has new rows."""
     drawn = plots(runs)
     page = {
         "runs": [RunPage(run) for run in runs],
@@ -201,9 +201,9 @@ def write_report(folder: Path, out: Path, is_running: bool = False) -> None:
     """Write the report of a run folder to a file, atomically.
 
     Args:
-        is_running: called by the run itself, while it trains.
+        is_running: True if called by the run itself while it trains.
 
     Raises:
-        UserError: the run cannot be read, or the file cannot be written.
+        UserError: The run cannot be read, or the file cannot be written.
     """
     write_atomically(out, render([read_run(folder, is_running)]))

@@ -25,7 +25,7 @@ SCORES_NAME, IMAGES_NAME = "scores.jsonl", "images.json"
 LAYOUT, TO_EDIT = "layout", "to edit"
 """In a sample grid's PNG, the text with the places of its images, and the label of the pictures that prompts edit."""
 AXES = {"iterations": "Iterations", "images": "Images", "seconds": "Minutes of training", "passes": "Network passes"}
-"""Costs against which curves are drawn."""
+"""Costs on the curves' x axes."""
 RUNNING, UNFINISHED = "running", "unfinished"
 ABSENT, HIDDEN = "not set", "(hidden)"
 SECRET = re.compile(
@@ -53,8 +53,8 @@ class Point:
     """Metrics after a number of iterations, and the cost of training until then.
 
     Attributes:
-        costs: by the names of :data:`AXES`; unknown ones are missing.
-        metrics: by name; finite numbers only.
+        costs: By the names of :data:`AXES`; unknown ones are missing.
+        metrics: By name; finite numbers only.
     """
 
     costs: dict[str, float]
@@ -70,12 +70,12 @@ class RunData:
     """A run, finished or not.
 
     Attributes:
-        recipe: its ``config.yaml`` as plain values; empty for a run that was not started from a recipe.
+        recipe: Its ``config.yaml`` as plain values; empty for a run that was not started from a recipe.
         summary: ``summary.json``; empty if the run has not ended, or has continued since it was written.
-        iterations: one point per training iteration.
-        evaluations: one point per held-out evaluation, metrics without the prefix ``heldout/``.
-        scores: each prompt's scores, by iteration; empty for a run that kept none.
-        is_running: the run itself writes this report.
+        iterations: One point per training iteration.
+        evaluations: One point per held-out evaluation, metrics without the prefix ``heldout/``.
+        scores: Each prompt's scores, by iteration; empty for a run that kept none.
+        is_running: The run itself writes this report.
     """
 
     folder: Path
@@ -108,7 +108,7 @@ class RunData:
 
     @cached_property
     def reward_names(self) -> list[str]:
-        """Names of the rewards in the weighted sum and of the held-out rewards, as far as they were logged."""
+        """Names of the rewards in the weighted sum and of the held-out rewards, if they were logged."""
         newest = self.iterations[-1].metrics if self.iterations else {}
         parts = [name.split("/") for name in newest if name.startswith("reward/") and name.endswith("/std")]
         trained = [part[1] for part in parts if len(part) == 3]
@@ -125,11 +125,11 @@ class RunData:
 
 
 def read_run(folder: Path, is_running: bool = False) -> RunData:
-    """Return the data of a run folder; a killed or resumed run has what its files hold.
+    """Return the data of a run folder, also of a killed or resumed run.
 
     Args:
-        folder: the run folder.
-        is_running: called by the run itself, whose summary is of an earlier part.
+        folder: The run folder.
+        is_running: True if called by the run itself; its summary is then from an earlier part.
 
     Raises:
         UserError: ``config.yaml`` or ``metrics.csv`` cannot be read.

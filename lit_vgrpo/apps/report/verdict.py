@@ -1,4 +1,4 @@
-"""Result of a run: the held-out reward before and after, its cost, and what to check; and numbers as text."""
+"""Result of a run: the held-out reward before and after, its cost and problems; numbers as text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Change:
 
     Attributes:
         start: ``None`` if the first evaluation lacks it.
-        intervals: of both; ``None`` for a run that kept no scores.
-        difference: mean change over the prompts, with its interval.
+        intervals: Intervals of both; ``None`` for a run that kept no scores.
+        difference: Mean change over the prompts, with its interval.
     """
 
     name: str

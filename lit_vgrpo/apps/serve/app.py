@@ -30,12 +30,12 @@ class Worker:
     """Scores requests in order of arrival, in one thread.
 
     Args:
-        reward: called only from the worker's thread.
-        batch_size: images per call of the reward.
-        device: device of the images.
+        reward: The reward, called only from the worker's thread.
+        batch_size: Images per call of the reward.
+        device: Device of the images.
 
     Attributes:
-        scored_images: images scored so far.
+        scored_images: Images scored so far.
     """
 
     def __init__(self, reward: Weighted, batch_size: int, device: torch.device) -> None:
@@ -68,12 +68,12 @@ def make_app(
     """Return the application of one reward.
 
     Args:
-        worker: scores the requests.
-        name: the reward's name, shown at ``/health``.
-        token: required as ``Authorization: Bearer`` everywhere but at ``/health``; None requires none.
-        max_request_bytes: a larger request is refused with 413 while it is read.
-        max_images: images per request.
-        max_pixels: pixels per image.
+        worker: Scores the requests.
+        name: The reward's name, shown at ``/health``.
+        token: Required as ``Authorization: Bearer`` except at ``/health``; None requires no token.
+        max_request_bytes: A larger request is refused with 413 while it is read.
+        max_images: Images per request.
+        max_pixels: Pixels per image.
     """
     app = FastAPI(title="lit-vgrpo reward", openapi_url=None, max_body_size=max_request_bytes)
     room = asyncio.Semaphore(REQUESTS)
@@ -112,7 +112,7 @@ def decoded(files: Sequence[bytes], max_pixels: int) -> Tensor:
     """Return the images in PNG files of the same size, uint8, shape ``(B, 3, H, W)``.
 
     Raises:
-        HTTPException: a file is not a PNG file of 8 bits per channel, is corrupt or larger, or the sizes differ.
+        HTTPException: A file is not a PNG file of 8 bits per channel, is corrupt or larger, or the sizes differ.
     """
     images = []
     for data in files:

@@ -19,10 +19,10 @@ def serve(options: ServeOptions) -> int:
     """Serve a reward: ``RECIPE_OR_CLASS [key=value ...] [--host 127.0.0.1] [--port 8000] ...``.
 
     Returns:
-        0 after Ctrl-C or SIGTERM; 2 for a mistake in what was typed, or a reward that cannot be loaded.
+        0 after Ctrl-C or SIGTERM; 2 for an error in the command line, or a reward that cannot be loaded.
     """
     require_packages()
-    # SIGTERM ends like Ctrl-C; uvicorn handles both while it serves
+    # SIGTERM acts like Ctrl-C; uvicorn handles both while it serves
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with listening_socket(options.host, options.port) as listener:  # before the weights: a taken port is known

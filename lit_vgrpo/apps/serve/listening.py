@@ -1,4 +1,4 @@
-"""Sockets and packages of the subcommands that serve something."""
+"""Sockets and packages of the subcommands that run a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     """Return a bound socket that does not listen yet.
 
     Raises:
-        UserError: the port is taken, or the host is no address of this machine.
+        UserError: The port is taken, or the host is not an address of this machine.
     """
     listener = None
     try:

@@ -1,4 +1,4 @@
-"""Options of the subcommands that serve something."""
+"""Options of the subcommands that run a server."""
 
 from __future__ import annotations
 

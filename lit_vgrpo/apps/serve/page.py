@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 LOCAL_NAMES = ["127.0.0.1", "localhost"]
-"""A page of another name that resolves to this machine may not read what is served."""
+"""A page under another host name that resolves to this machine may not read the served data."""
 SHUTDOWN_S = 2
 BACKLOG = 64
 CONNECTIONS = 512
@@ -23,7 +23,7 @@ def serve_page(app: Any, listener: socket.socket, shutdown_s: int = SHUTDOWN_S, 
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         bounded_server(app, shutdown_s, keep_alive_s).run(sockets=[listener])
-    except KeyboardInterrupt:  # uvicorn passes the signal on when it is done
+    except KeyboardInterrupt:  # uvicorn re-raises the signal when it is done
         pass
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -46,8 +46,8 @@ def bounded_server(app: Any, shutdown_s: int, keep_alive_s: int = 5) -> uvicorn.
     """Return a server of an ASGI application with at most ``CONNECTIONS`` connections.
 
     Args:
-        shutdown_s: seconds that active requests get when it ends.
-        keep_alive_s: seconds that a connection may be idle.
+        shutdown_s: Seconds for active requests to finish at shutdown.
+        keep_alive_s: Seconds that a connection may be idle.
     """
     config = uvicorn.Config(
         app,

@@ -42,9 +42,9 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
     """Return the page and its server. FastAPI refuses votes that are not sent as JSON, so no other site can send one.
 
     Args:
-        store: the votes.
-        token: secret in the address that opens the page; ``None`` serves this machine only.
-        is_over: returns True once training has ended.
+        store: The votes.
+        token: Secret in the page's address; ``None`` serves only this machine.
+        is_over: Returns True once training has ended.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=MAX_BODY)
 
@@ -69,7 +69,7 @@ def make_app(store: VoteStore, token: str | None = None, is_over: Callable[[], b
         return JSONResponse({"detail": str(error)}, 409 if isinstance(error, VoteRefused) else 503)
 
     def state(voter: str, again: Comparison | None = None) -> dict[str, Any]:
-        """Return what a voter sees: a comparison, if there is one, the progress, and whether training is over."""
+        """Return the voter's page data: a comparison, if any, the progress, and whether training is over."""
         comparison = again or store.next_comparison(voter)
         seen = None
         if comparison is not None:

@@ -28,7 +28,7 @@ from lit_vgrpo.training.resume import SUMMARY_NAME, read_summary
 
 UNFINISHED = ("interrupted", "failed")
 LAST_LOOK_S = 1.5
-"""Time for pages, which ask once a second, to learn that training has ended."""
+"""Time for pages, which poll once per second, to learn that training has ended."""
 NOT_ASKED = "does not ask people. Set model.reward=VoteReward, and model.heldout_reward for the held-out images"
 
 
@@ -68,9 +68,9 @@ def vote(options: VoteOptions) -> int:
     """Serve the voting page of a run, or train a recipe with it: ``RUN|RECIPE [key=value ...] [--port 8009] ...``.
 
     Returns:
-        Exit status: 0, or that of the training; 2 for a mistake in what was typed.
+        Exit status: 0, or that of the training; 2 for an error in the command line.
     """
-    if options.command is not None and not is_first_process():  # the page is served by the first rank alone
+    if options.command is not None and not is_first_process():  # only the first rank serves the page
         return train_recipe(options.command)
     with listening_socket(options.host, options.port) as listener:  # before the weights: a taken port is known at once
         if options.run is not None:
@@ -104,7 +104,7 @@ def _page_during(options: VoteOptions, listener: socket.socket, cli: RecipeCLI) 
     """Return a context that serves the page while a recipe trains.
 
     Raises:
-        UserError: the recipe does not ask people.
+        UserError: The recipe does not ask people.
     """
     if not any(reward.asks_people for reward in cli.model.reward.rewards):
         raise UserError(f"The reward of {options.words[0]} {NOT_ASKED}.")
