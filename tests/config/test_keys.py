@@ -20,7 +20,7 @@ LINES = [
     (["trainer.max_epoch=3"], "trainer.max_epoch is not an option of Trainer. Did you mean max_epochs?"),
     (["model.polcy=3"], "model.polcy is not an option of VGRPOModule. Did you mean policy?"),
     (["model.polcy.lora_rank=3"], "model.polcy is not an option of VGRPOModule. Did you mean policy?"),
-    (["modl.x=3"], "modl.x is not an option of a recipe. Use one of: model, data, trainer."),
+    (["modl.x=3"], "modl is not an option of a recipe. Did you mean model?"),
     (["model.objective=VGRP"], "model.objective=VGRP is not a known class. Did you mean VGRPO?"),
     (["trainer.callbacks=EMAA"], "trainer.callbacks=EMAA is not a known class. Did you mean EMA?"),
     (["model.reward=nomod.X"], "model.reward: No module named 'nomod'"),
