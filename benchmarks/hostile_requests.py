@@ -74,7 +74,9 @@ def asked(body: bytes) -> tuple[float, float, str, float]:
             assert found is not None
             before, start = peak_gb(server.pid), time.monotonic()
             try:
-                answer = httpx.post(found.group(), content=body, timeout=PATIENCE_S)
+                answer = httpx.post(
+                    found.group(), content=body, headers={"Content-Type": "application/json"}, timeout=PATIENCE_S
+                )
                 said = f"{answer.status_code} {answer.text[:60]}"
             except httpx.TimeoutException:
                 said = "no answer"

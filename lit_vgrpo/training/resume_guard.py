@@ -35,7 +35,7 @@ FREE = ("data.heldout", "model.heldout", "model.evaluat", "model.non_finite", "m
 """Prefixes of settings that no weight depends on."""
 MEMORY_ONLY = (
     *("micro_batch_size", "eval_batch_size", "rollout_batch_size", "decode_batch_size", "batch_size"),
-    *("gradient_checkpointing", "rollout_device", "vae_slicing", "embedding_cache", "embedding_cache_gb"),
+    *("gradient_checkpointing", "rollout_device", "embedding_cache", "embedding_cache_gb"),
     *("offload_encoders", "compile", "attention_backend", "channels_last", "fold_lora", "device", "overlap", "url"),
 )
 """Names of settings that only affect batch sizes and placement."""
