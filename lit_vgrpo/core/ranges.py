@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Mapping
 from functools import cache, wraps
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,7 +17,7 @@ T = TypeVar("T", bound=type)
 SHOULD = "Input should be "
 
 
-def Range(least: Any = None, most: Any = None, above: Any = None, below: Any = None, **ignored: Any) -> Any:
+def Range(least: Any = None, most: Any = None, above: Any = None, below: Any = None) -> Any:
     """Return the annotation of a finite number from ``least`` to ``most``; ``above`` and ``below`` are exclusive."""
     return Field(ge=least, le=most, gt=above, lt=below)
 
@@ -60,27 +59,24 @@ def checked(cls: T) -> T:
             given = signature.bind(self, *args, **kwargs).arguments
         except TypeError:
             given = {}  # the constructor raises Python's usual error
-        for error in range_errors(cls, given):
-            raise error
+        for name, adapter in _adapters(cls).items():
+            if name in given:
+                _validate(name, given[name], adapter)
         init(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
 
 
-def range_errors(cls: type, given: Mapping[str, Any]) -> list[TypeError | ValueError]:
-    """Return the errors of a class's arguments, at most one for each."""
-    adapters, errors = _adapters(cls), []
-    for name in filter(adapters.__contains__, given):
-        try:
-            # Strict validation refuses a list for a tuple.
-            adapters[name].validate_python(given[name], strict=not isinstance(given[name], list | tuple))
-        except ValidationError as error:
-            found = error.errors(include_url=False)
-            words = [one["msg"].removeprefix(SHOULD) for one in found]
-            kind = TypeError if all(one["type"].endswith("_type") for one in found) else ValueError
-            errors.append(kind(f"{name}={given[name]!r}: {SHOULD}{', or '.join(dict.fromkeys(words))}"))
-    return errors
+def _validate(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:
+    try:
+        # Strict validation refuses a list for a tuple.
+        adapter.validate_python(value, strict=not isinstance(value, list | tuple))
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        words = [one["msg"].removeprefix(SHOULD) for one in found]
+        kind = TypeError if all(one["type"].endswith("_type") for one in found) else ValueError
+        raise kind(f"{name}={value!r}: {SHOULD}{', or '.join(dict.fromkeys(words))}") from None
 
 
 @cache
