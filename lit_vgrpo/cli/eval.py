@@ -42,10 +42,10 @@ LEVEL, RESAMPLES = 0.95, 2000
 class EvaluateOptions(RunOptions):
     """Options of ``lightning eval``, whose help describes them."""
 
-    reference: bool = False
-    features: str | None = None
-    fid_reference: str | None = None
-    out: Any = None
+    reference: bool
+    features: str | None
+    fid_reference: str | None
+    out: Any
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -44,11 +44,11 @@ class ExportOptions(RunOptions):
     """Options of ``lightning export``, whose help describes them."""
 
     to: Target
-    yes: bool = False
-    public: bool = False
-    format: str = DIFFUSERS
-    dtype: torch.dtype = torch.float32
-    merge: bool = False
+    yes: bool
+    public: bool
+    format: str
+    dtype: torch.dtype
+    merge: bool
 
     @property
     def kohya_file(self) -> Path:

@@ -41,15 +41,15 @@ class SampleOptions(RunOptions):
         rows: Prompts to draw, with the pictures that they edit.
     """
 
-    reference: bool = False
-    typed_prompts: list[str] = field(default_factory=list)
-    prompt_file: str | None = None
-    image: Path | None = None
-    seed: int = 0
-    count: int = 1
-    steps: int | None = None
-    guidance: float | None = None
-    out: Any = None
+    reference: bool
+    typed_prompts: list[str]
+    prompt_file: str | None
+    image: Path | None
+    seed: int
+    count: int
+    steps: int | None
+    guidance: float | None
+    out: Any
     rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:

@@ -32,8 +32,8 @@ class RunOptions:
     """
 
     words: list[str]
-    ema: bool = False
-    named: str | None = None
+    ema: bool
+    named: str | None
     run: Path = field(init=False)
     checkpoint: Path | None = field(init=False)
 

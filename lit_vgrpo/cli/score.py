@@ -37,10 +37,10 @@ class ScoreOptions:
     """
 
     words: Sequence[str]
-    prompt: str | None = None
-    prompts: str | None = None
-    out: Path | None = None
-    batch_size: int = 1
+    prompt: str | None
+    prompts: str | None
+    out: Path | None
+    batch_size: int
     reward: list[str] = field(init=False)
     images: list[str] = field(init=False)
 

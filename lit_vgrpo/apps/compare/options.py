@@ -81,18 +81,18 @@ class CompareOptions:
     """
 
     words: Sequence[str]
-    methods: list[str] = field(default_factory=lambda: list(DEFAULT_METHODS))
-    num_seeds: Any = None
-    first_seed: Any = None
-    base_method: Any = None
-    settings: list[str] | None = None
-    targets: list[float] = field(default_factory=list)
-    iterations: Any = None
-    evaluate_every: int = 5
-    jobs: Any = None
-    out: Any = None
-    sweep: bool = False
-    line: str = "lightning compare"
+    methods: list[str]
+    num_seeds: Any
+    first_seed: Any
+    base_method: Any
+    settings: list[str] | None
+    targets: list[float]
+    iterations: Any
+    evaluate_every: int
+    jobs: Any
+    out: Any
+    sweep: bool
+    line: str
     command: Command = field(init=False)
     texts: dict[Place, str] = field(init=False)
     base: dict[str, Any] = field(init=False)

@@ -35,9 +35,9 @@ class ReportOptions:
     """
 
     words: Sequence[str]
-    out: Path | None = None
-    serve: bool = False
-    port: int = 8008
+    out: Path | None
+    serve: bool
+    port: int
     runs: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -13,11 +13,11 @@ class ServeOptions:
     """Options of ``lightning serve-reward``, whose help describes them."""
 
     words: Sequence[str]
-    host: str = LOOPBACK
-    port: int = 8000
-    token: str | None = None
-    device: str | None = None
-    batch_size: int = 32
-    max_request_mb: int = 64
-    max_images: int = 256
-    max_megapixels: int = 4
+    host: str
+    port: int
+    token: str | None
+    device: str | None
+    batch_size: int
+    max_request_mb: int
+    max_images: int
+    max_megapixels: int

@@ -15,7 +15,6 @@ from typing import Any
 
 from lit_vgrpo.apps.curriculum.curriculum import is_curriculum
 from lit_vgrpo.apps.serve.listening import listening_socket, require_packages, web_address
-from lit_vgrpo.apps.serve.options import LOOPBACK
 from lit_vgrpo.config.recipe import Command
 from lit_vgrpo.errors import UserError, say
 from lit_vgrpo.launch.build import train_recipe
@@ -43,10 +42,10 @@ class VoteOptions:
     """
 
     words: Sequence[str]
-    host: str = LOOPBACK
-    port: int = 8009
-    token: str | None = None
-    resume: bool = False
+    host: str
+    port: int
+    token: str | None
+    resume: bool
     run: Path | None = field(init=False, default=None)
     command: Command | None = field(init=False, default=None)
 
