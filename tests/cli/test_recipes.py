@@ -75,11 +75,11 @@ REPEATS = (
     *("sd35m_stage3", "sd35m_stage4", "tiny_shapes_pretrain", "tiny_unet_pretrain"),
     *("sd35m_stage1", "sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
     *("qwen_image_pickscore", "flux2_klein_pickscore", "sd15_aesthetic"),
-    *("sd3_pickscore_nft", "kontext_edit"),
+    *("sd3_pickscore_nft", "kontext_edit", "z_image_pickscore", "flux_multireward", "sdxl_preference"),
+    *("sd3_pickscore_flowgrpo", "sd35m_stage5", "tiny_ocr_pretrain"),
 )
-"""Stages 1 to 4 are sd3_pickscore and 5 with other rewards; pre-trainings differ in their pictures, pair methods in
-their loss, and recipes of the large families in their network; sd15_aesthetic is tiny_unet with another reward, and
-kontext_edit is tiny_edit with another network."""
+"""The stages are sd3_pickscore with other rewards; pre-trainings differ in their pictures, other methods in their loss,
+and recipes of the other families in their network."""
 CHECKED = {
     **dict.fromkeys(("sd3_pickscore", "tiny_ocr_pretrain"), False),
     **dict.fromkeys(("flux2_klein_pickscore", "kontext_edit", "qwen_image_pickscore", "z_image_pickscore"), True),

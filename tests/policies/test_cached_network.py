@@ -127,6 +127,7 @@ def test_a_merged_adapter_is_merged_in_the_cached_view_too(sd3):
     torch.testing.assert_close(images(merged, TAYLOR), images(plain, TAYLOR), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_run_inside_of_a_cache_and_follow_the_weights(sd3, monkeypatch):
     """Compiled without generating code: what is traced, and how often, is the same."""
     torch._dynamo.reset()

@@ -18,8 +18,15 @@ THREE_UPDATES, TWO_UPDATES, SPLIT = (
     f"{TWO},updates_per_iteration={words}" for words in ("3", "2", "2,split_updates=true")
 )
 IDLE = "iterations=3,updates_per_iteration=2"  # the second iteration has nothing to learn
-WHOLE = {"V-GRPO, three steps": THREE_UPDATES, "MixGRPO, window 4": SPLIT, "idle": IDLE}
-OTHERS = {"DiffusionNFT": TWO, "DGPO, no guidance": TWO_UPDATES, "AWM": TWO, "DanceGRPO": TWO}
+WHOLE = {"V-GRPO, three steps": THREE_UPDATES}
+OTHERS = {
+    "MixGRPO, window 4": SPLIT,
+    "idle": IDLE,
+    "DiffusionNFT": TWO,
+    "DGPO, no guidance": TWO_UPDATES,
+    "AWM": TWO,
+    "DanceGRPO": TWO,
+}
 CONTINUED = {
     **dict.fromkeys(["DGPO, moving", "V-GRPO, three steps", "V-GRPO, scouts"], f"{TWO_UPDATES},middle=1"),
     "MixGRPO, window 4": f"{SPLIT},middle=1",

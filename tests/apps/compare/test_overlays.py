@@ -108,7 +108,12 @@ OF_A_UNET = ["ddpo"]
 
 @pytest.mark.parametrize(
     ("recipe", "methods"),
-    [("tiny_unet", OF_A_UNET), ("tiny_shapes", [name for name in shipped_methods() if name not in OF_A_UNET])],
+    [
+        ("tiny_unet", OF_A_UNET),
+        pytest.param(
+            "tiny_shapes", [name for name in shipped_methods() if name not in OF_A_UNET], marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_every_shipped_overlay_builds(recipe, methods, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
