@@ -6,7 +6,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from torch import Tensor
+
+# Imported first while a group exists, as by a library, torch.distributed.nn keeps that group in default arguments: its
+# threads then outlive destroy_process_group, and abort the process as it exits.
 
 T = TypeVar("T")
 

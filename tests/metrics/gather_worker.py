@@ -44,8 +44,9 @@ def main(spec, rank):
             attempt()
         except (ValueError, KeyError) as error:
             found["errors"].append(f"{type(error).__name__} {error}")
-    Path(spec["out"], f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+    found["threads"] = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    Path(spec["out"], f"{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
