@@ -25,8 +25,7 @@ METHODS = {
     "nft": lambda ode, sde: DiffusionNFT(RolloutSpec(ode, 2, 2.0)),
     "sde": lambda ode, sde: (FlowGRPO if sde == "flow_sde" else DDPO)(RolloutSpec(sde, 2, 2.0)),
 }
-OTHERS = (("unet_eps", FULL, "anchor"), ("flux", FULL, "sde"), ("sdxl", FOLDED, "nft"))
-CASES = [("sd3", LORA, "sde"), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+CASES = [("sd3", LORA, "sde"), ("unet_eps", FULL, "anchor"), ("flux", FULL, "sde"), ("sdxl", FOLDED, "nft")]
 
 
 class SaveWithin(L.Callback):
@@ -73,6 +72,7 @@ def real(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "method"), CASES)
 @pytest.mark.filterwarnings("ignore:FID of")
 def test_trains_stops_within_an_iteration_and_goes_on(make, real, tiny_clip, tmp_path, name, options, method):

@@ -72,6 +72,7 @@ SIZES = {
     **{f"sd3_pickscore_{method}": [FEW_EVALUATION_STEPS, *SMALL] for method in ("awm", "dgpo", "flowgrpo", "nft")},
 }
 REPEATS = (
+    "sd3_pickscore",  # trained and exported below
     *("sd35m_stage3", "sd35m_stage4", "tiny_shapes_pretrain", "tiny_unet_pretrain"),
     *("sd35m_stage1", "sd35m_stage2", "sd3_pickscore_awm", "sd3_pickscore_dgpo"),
     *("qwen_image_pickscore", "flux2_klein_pickscore", "sd15_aesthetic"),

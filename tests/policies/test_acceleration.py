@@ -184,6 +184,7 @@ def test_the_networks_own_weights_stay(policy):
     assert torch.equal(sampled(policy, RolloutSpec(steps=4)), full)
 
 
+@pytest.mark.slow
 def test_it_goes_with_a_cache(policy):
     cached = RolloutSpec(steps=4, quantise="int8", cache=BlockCache("taylorseer", warm_up=4))
     assert torch.equal(sampled(policy, cached), sampled(policy, INT8))
@@ -222,6 +223,7 @@ def compiled(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_predicts_the_same_and_is_trained_the_same(sd3, compiled):
     plain, policy = sd3(), sd3(gradient_checkpointing=True)
     names = [list(policy.state_dict()), list(trainable_parameters(policy))]

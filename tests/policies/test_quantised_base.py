@@ -54,6 +54,7 @@ def test_predictions_are_near_and_the_same_with_and_without_gradient(kind, dtype
     assert estimated == bytes_of(tensors_of(narrow.network)) - codes
 
 
+@pytest.mark.slow
 @either
 def test_a_run_trains_resumes_samples_and_is_exported_merged(kind, tiny_recipe):
     words = [str(tiny_recipe), "model.policy.checkpoint=" + SHIPPED, "model.policy.lora_rank=2", "name=q"]

@@ -5,6 +5,7 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from helpers import repeating
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
@@ -89,7 +90,7 @@ def test_an_empty_or_noisy_picture_is_a_zero_and_no_failure(line_reward, page_re
         assert reward.failure is None
 
 
-@pytest.mark.parametrize("detect", [False, True])
+@pytest.mark.parametrize("detect", repeating([True, False], slow=[True]))
 def test_a_score_depends_on_neither_batch_nor_neighbours(line_reward, page_reward, detect):
     reward, shape = (page_reward, (128, 128)) if detect else (line_reward, (24, 160))
     texts = ["cat", "Open", "meet me at noon", "SALE 50%", "x", "Ice Cream", "zebra", "a b c", "12:30"]

@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
-from helpers import repeating
 from make_tiny import main
 from tiny_pipelines import build_clip, build_sd3, build_unet
 from tiny_text import clip_tokenizer, t5_tokenizer, task_words, text_encoder_with_projection
@@ -110,6 +109,7 @@ def test_training_the_autoencoder_repeats_and_learns() -> None:
     assert errors[1] < errors[0]
 
 
+@pytest.mark.slow
 def test_start_takes_the_autoencoder_of_another_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = build_sd3(tmp_path / "source", seed=7, small=True)
     main([str(tmp_path / "start"), "--kind", "unet", "--vae", str(source)])
@@ -118,7 +118,8 @@ def test_start_takes_the_autoencoder_of_another_folder(tmp_path: Path, capsys: p
     assert str(tmp_path / "start") in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("task", repeating(["shapes", "words"], slow=["words"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["shapes", "words"])
 def test_start_trains_an_autoencoder_of_its_own(tmp_path: Path, task: str) -> None:
     main([str(tmp_path), "--task", task, "--vae-steps", "5"])
     config = load_sd3(tmp_path).vae.config

@@ -148,6 +148,7 @@ def test_every_order_of_the_letters_has_its_own_embedding() -> None:
         assert apart[~torch.eye(6, dtype=torch.bool)].min() > 0.1
 
 
+@pytest.mark.slow
 def test_the_shipped_pipeline_spells_badly_in_plain_diffusers(ocr: OCRReward) -> None:
     pipeline = StableDiffusion3Pipeline.from_pretrained(ASSET, text_encoder_3=None, tokenizer_3=None)
     pipeline.set_progress_bar_config(disable=True)

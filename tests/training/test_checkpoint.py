@@ -129,10 +129,11 @@ def undisturbed(tmp_path_factory):
     return tmp_path_factory.mktemp("undisturbed") / "last.ckpt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "updates_done", "patient"),
     # Two micro-batches an update. The last time it is killed within the evaluation that follows.
-    [(0, 4, True), pytest.param(3, 6, False, marks=pytest.mark.slow)],
+    [(0, 4, True), (3, 6, False)],
 )
 def test_sigterm_saves_after_the_micro_batch_under_way_and_the_run_goes_on_bit_for_bit(
     tiny_recipe, capfd, undisturbed, step, updates_done, patient

@@ -41,7 +41,7 @@ def rate(trainer):
     return trainer.optimizers[0].param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("case", repeating(CASES, slow=["RMSprop alone", "SGD, cosine"]))
+@pytest.mark.parametrize("case", repeating(CASES, slow=["RMSprop alone", "SGD, cosine", "NAdam, one cycle"]))
 def test_two_and_two_iterations_are_four(tiny_sd3, tmp_path, case):
     whole, trainer = train(tiny_sd3, tmp_path, 4, **CASES[case])
     _, half = train(tiny_sd3, tmp_path, 2, **CASES[case])

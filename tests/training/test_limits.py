@@ -2,7 +2,7 @@
 
 import lightning as L
 import pytest
-from helpers import make_data, make_module, make_trainer, weights
+from helpers import make_data, make_module, make_trainer, repeating, weights
 from lightning.pytorch import callbacks
 
 from lit_vgrpo.core.sizes import Sizes
@@ -74,7 +74,7 @@ def test_a_limit_that_cuts_none_is_kept(tmp_path, limit):
     assert limit_error(make_trainer(tmp_path, 1, **limit), sizes) is None
 
 
-@pytest.mark.parametrize("number", [True, 2])
+@pytest.mark.parametrize("number", repeating([True, 2], slow=[2]))
 def test_fast_dev_run_is_that_many_whole_small_iterations(tiny_sd3, tmp_path, number):
     module, data = (
         make_module(tiny_sd3),
