@@ -30,7 +30,7 @@ METHODS = {
     "Flow-GRPO, guard": (lambda: FlowGRPO(RolloutSpec(**SDE), guard=True, kl_weight=0.0), 1, (S, S - 1, 0)),
     "MixGRPO, Flash": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, flash=True), 1, (4 + 1, 4, 0)),
     "DanceGRPO": (lambda: DanceGRPO(RolloutSpec("dance_sde", S, shared_noise=True)), 1, (S, 3, 0)),
-    "DGPO, moving": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5, reference="moving"), 1, (S, 4, 4)),
+    "DGPO, moving": (lambda: DGPO(RolloutSpec("dpm++", S), noisiest=5, reference="moving"), 1, (S, 4, 8)),
     "EPG": (lambda: EPG(RolloutSpec(steps=S)), 1, (S, S - 1, 2 * (S - 1))),
     "PEPG, on-policy": (lambda: EPG(RolloutSpec(steps=S), decay_type=0, proximal=True), 2, (S, 2 * S - 2, 2 * S - 2)),
     "AWM, anchor": (lambda: AWM(RolloutSpec(steps=S), kl_weight=0.0, ema_weight=0.0, **ANCHOR), 1, (S, 6, 6)),
