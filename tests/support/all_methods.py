@@ -25,7 +25,7 @@ METHODS = {
     "DiffusionNFT, on-policy": (lambda: DiffusionNFT(RolloutSpec(steps=S), decay_type=0), 1, (S, S - 1, S - 1)),
     "V-GRPO, scouts": (lambda: VGRPO(RolloutSpec(steps=S, scouts=ScoutSpec(2, 3))), 1, (S, 4, 2 * 3)),
     "V-GRPO, widening": (lambda: VGRPO(RolloutSpec(steps=S), **WIDENING), 1, (S, 4, 0)),
-    "Flow-GRPO, fast": (lambda: FlowGRPO(RolloutSpec(**SDE), fast=True), 1, (S, 2, 2)),
+    "Flow-GRPO, fast": (lambda: FlowGRPO(RolloutSpec(**SDE), fast=True, kl_weight=0.04), 1, (S, 3, 3)),
     "Flow-GRPO, cps": (lambda: FlowGRPO(RolloutSpec("cps", S), kl_weight=0.0), 1, (S, S - 1, 0)),
     "Flow-GRPO, guard": (lambda: FlowGRPO(RolloutSpec(**SDE), guard=True, kl_weight=0.0), 1, (S, S - 1, 0)),
     "MixGRPO, Flash": (lambda: MixGRPO(RolloutSpec(**SHARED), window_size=4, flash=True), 1, (4 + 1, 4, 0)),
