@@ -223,7 +223,7 @@ class LaggedObjective(ForwardObjective):
         scale_cap: Bound on ``b / a``, by which an eps-network's error grows in x-space; null for none. Our addition.
     """
 
-    default_rollout: ClassVar[RolloutSpec] = RolloutSpec(steps=10)
+    default_rollout: ClassVar[RolloutSpec] = RolloutSpec("dpm++", steps=10)
 
     _: KW_ONLY
     decay_type: Literal[0, 1, 2] = 1
