@@ -93,7 +93,7 @@ class ChainObjective(Objective):
         return range(first, stop - self.window[1] + 1)
 
     def drawn_start(self, iteration: int) -> int:
-        """Draw the window's place for an iteration."""
+        """Draw the window's place from the run's seed and the iteration."""
         starts, generator = self.window_starts, seeded_generator(self.seed, STREAM_STEPS, iteration)
         return starts[int(torch.randint(len(starts), (), generator=generator))]
 
