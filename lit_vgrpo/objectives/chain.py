@@ -37,7 +37,7 @@ class ChainObjective(Objective):
     The old log-probabilities are those of the rollout, so there are no extra passes for them by default.
 
     Args:
-        rollout: Sampling of images; an SDE of the policy's path. Null takes the method's published one.
+        rollout: Sampling of images; an SDE of the policy's path. Null takes the method's default.
         anchor_weight: Weight of the pull to the anchor, :func:`step_kl` to its means of the trained steps; 0 saves its
             passes.
         anchor_decay: ``anchor <- d anchor + (1 - d) weights`` after each iteration; null for no anchor.
